@@ -1,0 +1,169 @@
+"""How long a manifest of a million shards takes to read, for several ways a model may be cut.
+
+    python benchmarks/manifest_parse.py [--shards 1000000] [--repeat 3] [--json benchmarks/results/manifest_parse.json]
+
+``decode`` is everything a reader does: checksum, decompression, columns, and the proof that every rule of the format
+holds (of which ``validate`` is a part). The floor is what the bytes alone cost: checksum and decompression.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+import zstandard
+
+from bytecheckpoint.dtypes import DTYPES
+from bytecheckpoint.manifest import FileTable, Manifest, SectionInfo, decode, encode, validate
+from bytecheckpoint.tables import BoxTable, TensorTable
+
+CHUNK = 1 << 20
+FILES = 1024
+
+
+def whole(count: int) -> tuple[int, list[tuple[int, ...]]]:
+    """Every tensor in one piece."""
+    return count, [(0, 0)]
+
+
+def rows(count: int) -> tuple[int, list[tuple[int, ...]]]:
+    """FSDP: dimension 0 cut into 100."""
+    return count // 100, [(i, 0) for i in range(100)]
+
+
+def columns(count: int) -> tuple[int, list[tuple[int, ...]]]:
+    """Row-wise tensor parallel: dimension 1 cut into 8."""
+    return count // 8, [(0, i) for i in range(8)]
+
+
+def grid(count: int) -> tuple[int, list[tuple[int, ...]]]:
+    """Tensor parallel times FSDP: 16 by 8."""
+    return count // 128, [(i, j) for i in range(16) for j in range(8)]
+
+
+CASES: dict[str, Callable[[int], tuple[int, list[tuple[int, ...]]]]] = {
+    f.__name__: f for f in (whole, rows, columns, grid)
+}
+
+
+def build(case: str, count: int) -> Manifest:
+    """A manifest of about ``count`` shards: each 4 x 8 elements of bfloat16, files filled one after the other."""
+    tensors, cells = CASES[case](count)
+    total = tensors * len(cells)
+    unit = np.array([4, 8], np.int64)
+    shape = (np.array(cells, np.int64).max(axis=0) + 1) * unit
+    offsets = np.tile(np.array(cells, np.int64) * unit, (tensors, 1)).reshape(-1)
+    table = TensorTable(
+        sorted(f"model.layers.{i // 9}.self_attention.linear_{i % 9}.weight" for i in range(tensors)),
+        ["model"],
+        np.zeros(tensors, np.int64),
+        np.full(tensors, DTYPES["bfloat16"].code, np.int64),
+        np.full(tensors, 2, np.int64),
+        np.tile(shape, tensors),
+    )
+    file = np.sort(np.arange(total) % FILES)
+    first = np.searchsorted(file, np.arange(FILES))
+    nbytes = int(unit.prod()) * 2
+    # As in a real save, where neighbours in one file are of different tensors: shards are dealt out at random.
+    deal = np.random.default_rng(0).permutation(total)
+    held = np.bincount(file, minlength=FILES)
+    files = FileTable(
+        [f"attempt-0/model-{i:05d}.safetensors" for i in range(FILES)],
+        4096 + held * nbytes,
+        np.zeros(FILES, np.int64),
+        np.arange(FILES),
+        ["tensors"] * FILES,
+        np.full(FILES, 4096, np.int64),
+        np.arange(FILES, dtype=np.uint64),
+        np.full(FILES, CHUNK, np.int64),
+        ["raw"] * FILES,
+    )
+    return Manifest(
+        library_version="0",
+        step=1,
+        created="2025-01-01T00:00:00.000000Z",
+        world_size=FILES,
+        attempt="attempt-0",
+        metadata={},
+        sections=[SectionInfo("model", "torch")],
+        files=files,
+        tensors=table,
+        scope=np.full(tensors, -1, np.int64),
+        shards=BoxTable.from_columns(
+            table, np.repeat(np.arange(tensors), len(cells)), offsets, np.tile(unit, total).reshape(-1)
+        ),
+        shard_file=file[deal],
+        shard_offset=((np.arange(total) - first[file]) * nbytes)[deal],
+        checksums=np.random.default_rng(1).integers(0, 1 << 63, total, dtype=np.uint64),
+    )
+
+
+def seconds(call: Callable[[], object], repeat: int) -> float:
+    """Median wall-clock time."""
+    times = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def floor(data: bytes) -> None:
+    """What no reader can do without."""
+    xxhash.xxh3_128_digest(data[:-16])
+    _, _, codec, _, payload, _ = msgpack.unpackb(data)
+    if codec == "zstd":
+        zstandard.ZstdDecompressor().decompress(payload)
+
+
+def measure(case: str, count: int, repeat: int) -> dict[str, Any]:
+    manifest = build(case, count)
+    data = encode(manifest)
+    result = {
+        "case": case,
+        "shards": len(manifest.shards),
+        "tensors": len(manifest.tensors),
+        "bytes": len(data),
+        "floor_s": seconds(lambda: floor(data), repeat),
+        "validate_s": seconds(lambda: validate(manifest), repeat),
+        "decode_s": seconds(lambda: decode(data), repeat),
+        "encode_s": seconds(lambda: encode(manifest), repeat),
+    }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shards", type=int, default=1_000_000)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    header = (
+        f"{'case':10}{'shards':>10}{'tensors':>10}{'MB':>8}{'floor s':>9}{'validate':>10}{'decode':>9}{'encode':>9}"
+    )
+    print(header)
+    results = []
+    for case in CASES:
+        r = measure(case, options.shards, options.repeat)
+        results.append(r)
+        print(
+            f"{r['case']:10}{r['shards']:10}{r['tensors']:10}{r['bytes'] / 1e6:8.1f}{r['floor_s']:9.3f}"
+            f"{r['validate_s']:10.3f}{r['decode_s']:9.3f}{r['encode_s']:9.3f}"
+        )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        machine = {"python": platform.python_version(), "machine": platform.machine(), "numpy": np.__version__}
+        options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

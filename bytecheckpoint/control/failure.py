@@ -1,0 +1,133 @@
+"""A failure as it travels between ranks: text and plain data only, so that any exception can be reported."""
+
+from __future__ import annotations
+
+import textwrap
+import traceback
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgpack
+
+from bytecheckpoint import errors
+from bytecheckpoint.control.peers import PeerIdentity
+from bytecheckpoint.errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError
+
+__all__ = ["FailureRecord"]
+
+_MESSAGE_LIMIT = 1 << 22
+_TRACEBACK_LIMIT = 1 << 18
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """Which rank failed where and how. The first record of an operation is raised by every rank.
+
+    ``raised_as`` names the class of ``bytecheckpoint.errors`` that the other ranks raise: the error's own or its
+    nearest one there, so that ``except MismatchError`` works on every rank; ``RankFailedError`` for all else.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    error_type: str
+    message: str
+    traceback_text: str = ""
+    raised_as: str = "RankFailedError"
+    faults: list[list[str]] = field(default_factory=list)
+    text: str = ""
+
+    @classmethod
+    def of_error(cls, error: BaseException, phase: str, here: PeerIdentity) -> FailureRecord:
+        """Describe an exception of this process. Works for any exception, also one whose ``str`` fails."""
+        if isinstance(error, RankFailedError) and error.rank >= 0:
+            # What another operation inside this one has reported already, on every rank in the same words.
+            where = (error.rank, error.host, here.pid, error.phase, error.error_type)
+            return cls(*where, message="", traceback_text=error.traceback_text, text=str(error))
+        known = [getattr(errors, name) for name in errors.__all__]
+        raised_as = next((base.__name__ for base in type(error).__mro__ if base in known), "RankFailedError")
+        faults = getattr(error, "faults", []) if isinstance(error, MismatchError) else []
+        return cls(
+            rank=here.rank,
+            host=here.host,
+            pid=here.pid,
+            phase=phase,
+            error_type=type(error).__name__,
+            message=_cut(_text_of(error), _MESSAGE_LIMIT),
+            traceback_text=_cut(_traceback_of(error), _TRACEBACK_LIMIT),
+            raised_as=raised_as,
+            faults=[[str(part) for part in fault] for fault in faults],
+        )
+
+    @classmethod
+    def of_death(cls, peer: PeerIdentity, phase: str, message: str) -> FailureRecord:
+        """Describe a rank that cannot report for itself any more."""
+        return cls(peer.rank, peer.host, peer.pid, phase, "ProcessDied", message)
+
+    @classmethod
+    def of_deadline(cls, message: str, phase: str, here: PeerIdentity) -> FailureRecord:
+        return cls(here.rank, here.host, here.pid, phase, "DeadlineError", message, raised_as="DeadlineError")
+
+    def pack(self) -> bytes:
+        return bytes(msgpack.packb(asdict(self)))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> FailureRecord:
+        return cls(**msgpack.unpackb(data))
+
+    def rank_failed(self) -> RankFailedError:
+        """The error that names rank, host, phase and cause, with the original traceback as text."""
+        message = self.text
+        if not message:
+            message = f"rank {self.rank} on {self.host} failed in {self.phase}: {self.error_type}: {self.message}"
+        if self.traceback_text and not self.text:
+            message += "\n\n" + textwrap.indent(self.traceback_text.rstrip(), "    ")
+        return RankFailedError(
+            message,
+            rank=self.rank,
+            host=self.host,
+            phase=self.phase,
+            error_type=self.error_type,
+            traceback_text=self.traceback_text,
+        )
+
+    def error(self) -> BytecheckpointError:
+        """What a rank raises that did not fail itself."""
+        if self.raised_as == DeadlineError.__name__ and not self.traceback_text:
+            return DeadlineError(self.message)
+        cause = self.rank_failed()
+        if self.raised_as == RankFailedError.__name__:
+            return cause
+        raised: BytecheckpointError
+        if self.raised_as == MismatchError.__name__:
+            raised = MismatchError(self.message, [(kind, name, detail) for kind, name, detail in self.faults])
+        else:
+            raised = _library_class(self.raised_as)(self.message)
+        raised.__cause__ = cause
+        return raised
+
+
+def _library_class(name: str) -> Any:
+    found = getattr(errors, name) if name in errors.__all__ else BytecheckpointError
+    return found if issubclass(found, BytecheckpointError) else BytecheckpointError
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - __str__ of a foreign exception may do anything; the report must go out
+        return "(its message cannot be shown)"
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except Exception:  # noqa: BLE001 - formatting calls into the foreign exception, as above
+        return "".join(traceback.format_tb(error.__traceback__))
+
+
+def _cut(text: str, limit: int) -> str:
+    # Lone surrogates (from file names) have no UTF-8 form.
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) <= limit else text[: limit // 2] + "\n[...]\n" + text[-limit // 2 :]

@@ -1,0 +1,119 @@
+"""Element types: their names, sizes, and how safetensors spells them. Knows nothing of torch.
+
+A dtype's name is torch's name without the ``torch.`` prefix. A dtype that safetensors has no code for is stored
+under ``U8`` with one trailing dimension of ``itemsize`` (see ``docs/format.md``); the manifest keeps the true name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import FormatError
+
+__all__ = ["DTYPES", "DType", "casts_at_all", "casts_losslessly", "dtype_named"]
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type. ``itemsize`` is in bytes; ``safetensors`` is None where that format has no code for it."""
+
+    name: str
+    itemsize: int
+    kind: str  # "bool" | "int" | "uint" | "float" | "complex" | "bits"
+    safetensors: str | None = None
+    code: int = -1  # position in DTYPES; stable, for in-memory columns only (the manifest stores names)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_TABLE: list[tuple[str, int, str, str | None]] = [
+    ("bool", 1, "bool", "BOOL"),
+    ("uint8", 1, "uint", "U8"),
+    ("int8", 1, "int", "I8"),
+    ("int16", 2, "int", "I16"),
+    ("uint16", 2, "uint", "U16"),
+    ("int32", 4, "int", "I32"),
+    ("uint32", 4, "uint", "U32"),
+    ("int64", 8, "int", "I64"),
+    ("uint64", 8, "uint", "U64"),
+    ("float16", 2, "float", "F16"),
+    ("bfloat16", 2, "float", "BF16"),
+    ("float32", 4, "float", "F32"),
+    ("float64", 8, "float", "F64"),
+    ("complex64", 8, "complex", "C64"),
+    ("complex32", 4, "complex", None),
+    ("complex128", 16, "complex", None),
+    ("float8_e4m3fn", 1, "float", "F8_E4M3"),
+    ("float8_e5m2", 1, "float", "F8_E5M2"),
+    ("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ"),
+    ("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ"),
+    # The stock Python reader of safetensors does not map F8_E8M0 yet, so it travels as U8.
+    ("float8_e8m0fnu", 1, "float", None),
+    ("float4_e2m1fn_x2", 1, "bits", None),
+    *((f"{sign}int{bits}", 1, "bits", None) for sign in ("", "u") for bits in range(1, 8)),
+    ("bits8", 1, "bits", None),
+    ("bits16", 2, "bits", None),
+    ("bits1x8", 1, "bits", None),
+    ("bits2x4", 1, "bits", None),
+    ("bits4x2", 1, "bits", None),
+]
+
+DTYPES: dict[str, DType] = {
+    name: DType(name, size, kind, code, index) for index, (name, size, kind, code) in enumerate(_TABLE)
+}
+"""Every element type the format knows, by name."""
+
+
+def dtype_named(name: str) -> DType:
+    """The dtype of this name. Raises ``FormatError`` for one the format does not know."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise FormatError(f"unknown dtype {name!r}; known are {', '.join(DTYPES)}") from None
+
+
+# Significand bits (with the hidden one) and exponent bits of the float types; signed range bits of the integer types.
+_FLOATS = {
+    "float64": (53, 11),
+    "float32": (24, 8),
+    "bfloat16": (8, 8),
+    "float16": (11, 5),
+    "float8_e4m3fn": (4, 4),
+    "float8_e5m2": (3, 5),
+}
+_COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def casts_losslessly(source: DType, target: DType) -> bool:
+    """Whether every value of ``source`` is exactly representable in ``target``."""
+    if source == target:
+        return True
+    if source.kind == "complex":
+        return target.kind == "complex" and casts_losslessly(_part(source), _part(target))
+    if target.kind == "complex":
+        return casts_losslessly(source, _part(target))
+    if source.name in _FLOATS and target.name in _FLOATS:
+        return all(a <= b for a, b in zip(_FLOATS[source.name], _FLOATS[target.name]))
+    if source.kind in ("int", "uint", "bool") and target.kind in ("int", "uint"):
+        return _value_bits(source) <= _value_bits(target) and (source.kind != "int" or target.kind == "int")
+    if source.kind in ("int", "uint", "bool") and target.name in _FLOATS:
+        return _value_bits(source) <= _FLOATS[target.name][0] and _FLOATS[target.name][1] >= 8
+    return False
+
+
+def casts_at_all(source: DType, target: DType) -> bool:
+    """Whether a cast is meaningful when the caller accepts rounding: never from numbers with a fraction to whole ones,
+    never to or from opaque bits."""
+    if "bits" in (source.kind, target.kind):
+        return False
+    ranks = {"bool": 0, "uint": 1, "int": 1, "float": 2, "complex": 3}
+    return ranks[source.kind] <= ranks[target.kind]
+
+
+def _part(dtype: DType) -> DType:
+    return DTYPES[_COMPLEX_PARTS[dtype.name]]
+
+
+def _value_bits(dtype: DType) -> int:
+    return 1 if dtype.kind == "bool" else 8 * dtype.itemsize - (dtype.kind == "int")

@@ -1,0 +1,210 @@
+"""FSDP-1's flat parameters in global boxes: what lies where in a rank's shard, read off the handles.
+
+A flat parameter is several parameters laid end to end (with padding between and after them) and cut into equal 1-D
+pieces, one a rank. Each piece is decomposed where it lies; nothing is gathered. Everything FSDP-1 keeps private and
+this library must know is read in this file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import StateError, UnsupportedTensorError
+from ..geometry import Box, decompose, row_major_strides
+from .dtensor import is_dtensor, local_boxes
+from .layout import ParamLayout, ParamPart
+from .module_tree import named_submodules
+
+__all__ = ["FlatParam", "OriginalParam", "flat_params"]
+
+
+@dataclass(frozen=True, eq=False)
+class OriginalParam:
+    """One parameter inside a flat one: its names, the first being the one it is stored under, and its local elements.
+
+    ``local_shape`` is what FSDP flattened: the global ``shape``, or a tensor-parallel rank's part of it. ``start`` and
+    ``length`` are the range of this rank's shard that holds elements of it, from element ``first`` on.
+    """
+
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    corner: tuple[int, ...] | None
+    order: tuple[int, ...] | None
+    start: int
+    length: int
+    first: int
+
+    def parts(self) -> Iterator[ParamPart]:
+        """The boxes held, in the order in which they lie in the shard. ``corner`` is None for an empty TP part."""
+        if self.corner is None or self.length == 0:
+            return
+        dims = self.order or tuple(range(len(self.local_shape)))
+        position = self.start
+        for cut in decompose(self.first, self.length, [self.local_shape[d] for d in dims]):
+            offsets, lengths = [0] * len(dims), [0] * len(dims)
+            for place, d in enumerate(dims):
+                offsets[d] = cut.offsets[place] + self.corner[d]
+                lengths[d] = cut.lengths[place]
+            yield ParamPart(self.fqns[0], self.shape, Box(tuple(offsets), tuple(lengths)), position, self.order)
+            position += cut.numel
+
+
+class FlatParam:
+    """One ``FlatParamHandle``: what this rank holds of it. ``names`` are its modules' clean names, by ``id``."""
+
+    def __init__(self, handle: Any, names: dict[int, list[tuple[int, str]]]) -> None:
+        self.handle = handle
+        self.flat = handle.flat_param
+        self.is_sharded = bool(handle.uses_sharded_strategy)
+        self.originals = [self._original(i, names) for i in range(len(self.flat._param_infos))]
+
+    def _original(self, i: int, names: dict[int, list[tuple[int, str]]]) -> OriginalParam:
+        flat, info = self.flat, self.flat._param_infos[i]
+        places = [(info.module, info.param_name)]
+        places += [
+            (shared.module, shared.param_name)
+            for shared in flat._shared_param_infos
+            if shared.prim_module is info.module and shared.prim_param_name == info.param_name
+        ]
+        found = sorted(
+            (position, f"{prefix}.{name}" if prefix else name)
+            for module, name in places
+            for position, prefix in names.get(id(module), [])
+        )
+        fqns = tuple(dict.fromkeys(name for _, name in found))
+        if not fqns:
+            raise StateError(
+                f"FSDP flattened the parameter {flat._fqns[i]!r}, but its module is no longer part of the model"
+            )
+        local_shape = tuple(flat._shapes[i])
+        shape, corner = _placed(fqns[0], flat._param_extensions[i], local_shape)
+        order = None if flat._contiguities[i] else _memory_order(fqns[0], local_shape, tuple(flat._strides[i]))
+        held = flat._shard_param_infos[i]
+        where = (held.offset_in_shard, held.numel_in_shard, held.intra_param_start_idx) if held.in_shard else (0, 0, 0)
+        return OriginalParam(fqns, shape, local_shape, corner, order, *where)
+
+    @property
+    def owned(self) -> Iterator[tuple[int, str]]:
+        """Module ``id`` and attribute of every parameter slot that FSDP manages, its own included."""
+        for info in (*self.flat._param_infos, *self.flat._shared_param_infos):
+            yield id(info.module), info.param_name
+
+    @cached_property
+    def layout(self) -> ParamLayout:
+        """The whole local shard. Padding belongs to no part."""
+        parts = tuple(part for original in self.originals for part in original.parts())
+        size = tuple(self.flat._sharded_size)
+        return ParamLayout(size, parts, {original.fqns[0]: original.shape for original in self.originals})
+
+    def parameter_layouts(self) -> dict[int, ParamLayout]:
+        """By ``id`` of what an optimizer steps: the flat parameter, or the original ones as views of the shard."""
+        if self.flat._params is None:
+            return {id(self.flat): self.layout}
+        layouts: dict[int, ParamLayout] = {}
+        for param, original in zip(self.flat._params, self.originals):
+            if self.is_sharded:
+                local_shape: tuple[int, ...] = (original.length,)
+                parts = tuple(replace(part, start=part.start - original.start) for part in original.parts())
+            else:
+                local_shape = original.local_shape
+                box = Box(original.corner, local_shape) if original.corner is not None else None
+                parts = (ParamPart(original.fqns[0], original.shape, box, 0),) if box is not None else ()
+            layouts[id(param)] = ParamLayout(local_shape, parts, {original.fqns[0]: original.shape})
+        return layouts
+
+    def local_shard(self) -> torch.Tensor:
+        """This rank's full-precision memory, padding included.
+
+        Raises ``StateError`` while the shard is not what the model computes with: parameters are summoned, a forward
+        or backward is running, or somebody put other memory into a parameter.
+        """
+        state = self.handle._training_state.name
+        if state != "IDLE":
+            raise StateError(
+                f"FSDP parameters ({self.originals[0].fqns[0]}, ...) are unsharded just now (handle state {state}): "
+                "save and load outside forward and backward, and outside summon_full_params()"
+            )
+        data: torch.Tensor = self.flat.data
+        shard: torch.Tensor = getattr(self.flat, "_local_shard", data)
+        if shard.shape != self.flat._sharded_size or shard.data_ptr() != data.data_ptr():
+            raise StateError(
+                f"FSDP parameters ({self.originals[0].fqns[0]}, ...) are unsharded or were moved: their flat parameter "
+                f"has {data.numel()} elements where its shard has {shard.numel()}. Save and load outside forward and "
+                "backward; after .to() or .half(), run one forward pass first"
+            )
+        self._check_views(shard)
+        return shard.detach()
+
+    def _check_views(self, shard: torch.Tensor) -> None:
+        """FSDP copies back parameters that were given other memory, but only in the next forward."""
+        if self.flat._params is None or self.handle._skipped_use_sharded_views:
+            return
+        for param, original in zip(self.flat._params, self.originals):
+            if original.length == 0 or is_dtensor(param):
+                continue
+            if param.data_ptr() != shard.data_ptr() + original.start * shard.element_size():
+                raise StateError(
+                    f"{original.fqns[0]}: the parameter was given new memory (param.data = ...), which FSDP takes over "
+                    "in the next forward only; assign in place (param.copy_()) or run a forward pass first"
+                )
+
+    def forget_gathered(self) -> None:
+        """Free a gathered copy that outlived its forward, or the next forward would compute with it."""
+        if self.is_sharded and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
+            self.handle.reshard(free_unsharded_flat_param=True)
+            self.handle.post_reshard()
+
+
+def flat_params(modules: Sequence[nn.Module]) -> list[FlatParam]:
+    """Every flat parameter in these modules, in their order, however they were wrapped."""
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    names: dict[int, list[tuple[int, str]]] = {}
+    handles: dict[int, Any] = {}
+    position = 0
+    for root in modules:
+        for name, module in named_submodules(root):
+            names.setdefault(id(module), []).append((position, name))
+            position += 1
+            if isinstance(wrapper, type) and isinstance(module, wrapper):
+                handle = module._handle
+                if handle is not None:
+                    handles[id(handle)] = handle
+    return [FlatParam(handle, names) for handle in handles.values()]
+
+
+def _placed(fqn: str, spec: Any, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Global shape and first corner of a parameter that was a DTensor (``spec``) before FSDP flattened it."""
+    if spec is None:
+        return local_shape, (0,) * len(local_shape)
+    if not hasattr(spec, "placements") or not hasattr(spec, "mesh"):
+        raise UnsupportedTensorError(
+            f"{fqn}: FSDP flattened a {type(spec).__name__}, which this library cannot place; use a DTensor instead"
+        )
+    boxes = local_boxes(
+        tuple(spec.shape), tuple(spec.mesh.shape), spec.mesh.get_coordinate(), spec.placements, name=fqn
+    )
+    if len(boxes) > 1 or (boxes and boxes[0].box.lengths != local_shape) or (not boxes and 0 not in local_shape):
+        raise UnsupportedTensorError(
+            f"{fqn}: the tensor-parallel part {local_shape} of {tuple(spec.shape)} that FSDP flattened is not one box"
+        )
+    return tuple(spec.shape), boxes[0].box.offsets if boxes else None
+
+
+def _memory_order(fqn: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions from slowest to fastest in the memory that FSDP flattened as it lay."""
+    order = tuple(sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d], d)))
+    dense = row_major_strides([shape[d] for d in order])
+    if any(strides[d] != step and shape[d] > 1 for d, step in zip(order, dense)):
+        raise UnsupportedTensorError(
+            f"{fqn}: FSDP flattened a parameter of shape {shape} and strides {strides}, which is not dense; make it "
+            "contiguous before wrapping"
+        )
+    return order

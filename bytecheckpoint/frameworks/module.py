@@ -1,0 +1,204 @@
+"""``nn.Module``s: plain, DDP, FSDP-2, tensor- and expert-parallel, compiled, pipeline stages, and lists of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..errors import UnsupportedTensorError
+from ..shards import Path, SectionSource, SectionTarget, StoredSection
+from .base import Adapter, Context
+from .dtensor import dtensor_layout, is_dtensor
+from .layout import ParamLayout
+from .meta_device import materialize
+from .module_tree import (
+    Slot,
+    fsdp2_modules,
+    group_tied,
+    has_fsdp1,
+    modules_of,
+    named_slots,
+    named_submodules,
+)
+from .tensors import fillable_shards, tensor_shards
+
+__all__ = ["ModuleAdapter", "parameter_layouts"]
+
+
+def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
+    """The layout of every parameter of a module (or stage, or list of them), by ``id`` of the parameter.
+
+    A tied parameter goes by its first name. FSDP-2 parameters are the sharded ones, whatever the module shows now.
+    """
+    layouts: dict[int, ParamLayout] = {}
+    for group in group_tied([slot for slot in named_slots(modules_of(obj)) if slot.is_parameter]):
+        for slot in group:
+            if is_dtensor(slot.tensor):
+                layout = dtensor_layout(group[0].fqn, slot.tensor)
+            else:
+                layout = ParamLayout.whole(group[0].fqn, tuple(slot.tensor.shape))
+            layouts[id(slot.tensor)] = layout
+    return layouts
+
+
+class ModuleAdapter(Adapter):
+    """Parameters and persistent buffers under their names, with no trace of the wrappers around the modules.
+
+    Values come from modules that define ``get_extra_state``, under the paths ``("_extra_state", fqn, ...)``.
+    ``state_dict`` is not called: its hooks may communicate, copy or rename.
+
+    *Tied tensors* (one memory under several names) are stored under the first name; the others are aliases. A tied
+    target is filled once, from the first of its names that is stored; another one that was stored separately is left
+    unread, and a note says so. An untied target gets the same bytes under each name.
+    """
+
+    name: ClassVar[str] = "module"
+
+    def recognizes(self, obj: object) -> bool:
+        modules = modules_of(obj)
+        return bool(modules) and not any(map(has_fsdp1, modules))
+
+    def slots(self, modules: Sequence[nn.Module]) -> list[Slot]:
+        """The tensors that are stored; an adapter whose wrapper keeps some of them elsewhere leaves those out."""
+        return _persistent(modules)
+
+    def parameter_layouts(self, obj: Any) -> dict[int, ParamLayout]:
+        return parameter_layouts(obj)
+
+    def capture(self, obj: Any, context: Context) -> SectionSource:
+        source = SectionSource()
+        modules = modules_of(obj)
+        for group in group_tied(self.slots(modules)):
+            fqn = group[0].fqn
+            if group[0].tensor.is_meta:
+                raise UnsupportedTensorError(
+                    f"{context.section}: {fqn} is on the meta device and has no bytes; load or initialise it first"
+                )
+            source.metas[fqn], shards = tensor_shards(fqn, group[0].tensor)
+            source.shards.extend(shards)
+            source.aliases.update({slot.fqn: fqn for slot in group[1:]})
+        extra = _ExtraState(modules)
+        if extra:
+            extra.capture_into(source, context)
+        return source
+
+    def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        modules = modules_of(obj)
+        target = SectionTarget()
+        steps: list[Callable[[Mapping[Path, Any]], None]] = []
+        for group in group_tied(self.slots(modules)):
+            finish = _add_target(target, group, context, stored)
+            if finish is not None:
+                steps.append(finish)
+        _note_transient_meta(modules, context)
+        steps.append(lambda values: _settle_fsdp2(modules))
+        extra = _ExtraState(modules)
+        if extra:
+            steps.append(extra.target_into(target, context, stored))
+
+        def apply(values: Mapping[Path, Any]) -> None:
+            for step in steps:
+                step(values)
+
+        target.apply = apply
+        return target
+
+
+def _persistent(modules: Sequence[nn.Module]) -> list[Slot]:
+    return [slot for slot in named_slots(modules) if slot.persistent]
+
+
+def _add_target(
+    target: SectionTarget, group: list[Slot], context: Context, stored: StoredSection
+) -> Callable[[Mapping[Path, Any]], None] | None:
+    names = [slot.fqn for slot in group]
+    known = [name for name in names if name in stored.metas]
+    fqn = known[0] if known else names[0]
+    tensor = group[0].tensor
+    if tensor.is_meta and known:
+        tensor = materialize(group, context)
+    target.metas[fqn], shards, finish = fillable_shards(fqn, tensor)
+    target.shards.extend(shards)
+    target.aliases.update({name: fqn for name in names if name != fqn})
+    target.ignorable.update(name for name in known if name != fqn)
+    separate = [name for name in known if _source(name, stored) != _source(fqn, stored)]
+    if separate:
+        context.notes.append(
+            f"{context.section}: {', '.join(names)} are one tensor here but were stored separately; it was filled from "
+            f"{fqn}, and {', '.join(separate)} left unread"
+        )
+    return None if finish is None else lambda values: finish()
+
+
+def _source(name: str, stored: StoredSection) -> str:
+    return stored.aliases.get(name, name)
+
+
+def _note_transient_meta(modules: Sequence[nn.Module], context: Context) -> None:
+    empty = [slot.fqn for slot in named_slots(modules) if not slot.persistent and slot.tensor.is_meta]
+    if empty:
+        context.notes.append(
+            f"{context.section}: non-persistent buffers are never stored and are still on the meta device; initialise "
+            f"them yourself: {', '.join(empty)}"
+        )
+
+
+def _settle_fsdp2(modules: Sequence[nn.Module]) -> None:
+    """Make FSDP-2 throw away its gathered copies, which would hide what was loaded from the next forward."""
+    for module in modules:
+        for sub in fsdp2_modules(module):
+            sub.reshard()
+
+
+class _ExtraState:
+    """The modules' extra state seen as one object with ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.owners: dict[str, nn.Module] = {}
+        seen: set[int] = set()
+        for module in modules:
+            for fqn, sub in named_submodules(module):
+                if id(sub) not in seen and type(sub).get_extra_state is not nn.Module.get_extra_state:
+                    self.owners[fqn] = sub
+                seen.add(id(sub))
+
+    def __bool__(self) -> bool:
+        return bool(self.owners)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"_extra_state": {fqn: module.get_extra_state() for fqn, module in self.owners.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for fqn, extra in state.get("_extra_state", {}).items():
+            self.owners[fqn].set_extra_state(extra)
+
+    def capture_into(self, source: SectionSource, context: Context) -> None:
+        from .stateful import StatefulAdapter
+
+        extra = StatefulAdapter().capture(self, context)
+        source.metas.update(extra.metas)
+        source.shards.extend(extra.shards)
+        source.values.update(extra.values)
+        source.aliases.update(extra.aliases)
+        source.per_rank |= extra.per_rank
+
+    def target_into(
+        self, target: SectionTarget, context: Context, stored: StoredSection
+    ) -> Callable[[Mapping[Path, Any]], None]:
+        from .stateful import StatefulAdapter
+
+        part = StoredSection(
+            {fqn: meta for fqn, meta in stored.metas.items() if fqn.startswith("_extra_state.")},
+            {path: value for path, value in stored.values.items() if path[:1] == ("_extra_state",)},
+            {fqn: name for fqn, name in stored.aliases.items() if fqn.startswith("_extra_state.")},
+        )
+        extra = StatefulAdapter().target(self, context, part)
+        target.metas.update(extra.metas)
+        target.shards.extend(extra.shards)
+        target.aliases.update(extra.aliases)
+        target.wanted_values |= extra.wanted_values
+        target.optional |= extra.optional
+        target.ignorable |= extra.ignorable
+        return lambda values: extra.apply({p: v for p, v in values.items() if p[:1] == ("_extra_state",)})

@@ -1,0 +1,169 @@
+"""The named tensors of modules, as the modules hold them now: wrappers gone from names, no hook run, nothing copied."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import NameCollisionError
+from .dtensor import is_dtensor, local_tensor
+from .tensors import is_sharded_tensor
+
+__all__ = [
+    "Slot",
+    "clean_name",
+    "fsdp2_modules",
+    "fsdp2_params",
+    "group_tied",
+    "has_fsdp1",
+    "modules_of",
+    "named_slots",
+    "named_submodules",
+]
+
+# torch.compile, activation checkpointing and FSDP-1 put these between a module and the name it goes by.
+_WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One name of one parameter or buffer. ``tensor`` is the object an optimizer knows (FSDP-2: the sharded one)."""
+
+    fqn: str
+    owner: nn.Module
+    attribute: str
+    tensor: torch.Tensor
+    is_parameter: bool
+    persistent: bool = True
+
+
+def modules_of(obj: object) -> list[nn.Module]:
+    """The modules that ``obj`` stands for: itself, a pipeline stage's, or those of a list; empty if it is neither."""
+    if isinstance(obj, nn.Module):
+        return [obj]
+    if isinstance(obj, (list, tuple)):
+        found = [modules_of(item) for item in obj]
+        return [module for part in found for module in part] if all(found) else []
+    base = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if isinstance(base, type) and isinstance(obj, base):
+        return modules_of(getattr(obj, "submod", None))
+    return []
+
+
+def named_submodules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its clean name (``""`` for the root), a shared one under each of its names, parents first."""
+    yield prefix, module
+    wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel))
+    for name, child in module._modules.items():
+        if child is not None:
+            transparent = name in _WRAPPER_NAMES or (wraps and name == "module")
+            yield from named_submodules(child, prefix if transparent else _join(prefix, name))
+
+
+def clean_name(name: str) -> str:
+    """A dotted name as ``named_parameters()`` gives it, without the wrappers that can be told from it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+def named_slots(modules: Iterable[nn.Module]) -> list[Slot]:
+    """Every name of every parameter and buffer, in the modules' order. Raises ``NameCollisionError``."""
+    slots: dict[str, Slot] = {}
+    for module in modules:
+        unsharded = {
+            place: param.sharded_param
+            for param in fsdp2_params(module)
+            if param.sharded_state.name != "SHARDED"
+            for place in _places(param)
+        }
+        for slot in _slots(module, unsharded):
+            other = slots.setdefault(slot.fqn, slot)
+            if other is not slot and tie_key(other.tensor) != tie_key(slot.tensor):
+                raise NameCollisionError(
+                    f"{slot.fqn}: two different tensors (shapes {tuple(other.tensor.shape)} in "
+                    f"{type(other.owner).__name__} and {tuple(slot.tensor.shape)} in {type(slot.owner).__name__}) go "
+                    "by this name; put their modules under names of their own in the state"
+                )
+    return list(slots.values())
+
+
+def _slots(module: nn.Module, unsharded: dict[tuple[int, str], torch.Tensor]) -> Iterator[Slot]:
+    for prefix, owner in named_submodules(module):
+        for name, param in owner._parameters.items():
+            if param is not None:
+                held = unsharded.get((id(owner), name), param)
+                yield Slot(_join(prefix, name), owner, name, held, True)
+        transient = getattr(owner, "_non_persistent_buffers_set", frozenset[str]())
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield Slot(_join(prefix, name), owner, name, buffer, False, name not in transient)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def group_tied(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Slots of one and the same memory together, in order of first appearance."""
+    groups: dict[tuple[object, ...], list[Slot]] = {}
+    for slot in slots:
+        groups.setdefault(tie_key(slot.tensor), []).append(slot)
+    return list(groups.values())
+
+
+def tie_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that are the same view of the same memory (also on the meta device).
+
+    Where there is no element, only an object is tied to itself: two empty shards that happen to lie at one address on
+    this rank are two tensors on the next.
+    """
+    if nn.parameter.is_lazy(tensor) or is_sharded_tensor(tensor) or tensor.layout != torch.strided:
+        return ("object", id(tensor))
+    dense = local_tensor(tensor) if is_dtensor(tensor) else tensor
+    try:
+        storage = dense.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return ("object", id(tensor))
+    if dense.numel() == 0:
+        return ("object", id(tensor))
+    where = (storage, dense.storage_offset(), tuple(dense.shape), dense.stride(), dense.dtype)
+    cut = (tuple(tensor.shape), tuple(tensor.placements), id(tensor.device_mesh)) if is_dtensor(tensor) else ()
+    return ("memory", *where, *cut)
+
+
+def has_fsdp1(module: nn.Module) -> bool:
+    """Whether an FSDP-1 wrapper is in the tree. Imports nothing."""
+    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return isinstance(cls, type) and any(isinstance(sub, cls) for sub in module.modules())
+
+
+def fsdp2_modules(module: nn.Module) -> list[Any]:
+    """The submodules that ``fully_shard`` was applied to."""
+    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [sub for sub in module.modules() if isinstance(sub, cls)] if isinstance(cls, type) else []
+
+
+def fsdp2_params(module: nn.Module) -> Iterator[Any]:
+    """FSDP-2's own records of its parameters.
+
+    Between a forward without resharding and the next backward, modules show gathered copies (in the compute dtype)
+    that FSDP throws away; only these records know the sharded parameters, which are what lasts.
+    """
+    for sub in fsdp2_modules(module):
+        state = sub._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        for group in groups:
+            yield from group.fsdp_params
+
+
+def _places(param: Any) -> Iterator[tuple[int, str]]:
+    info = param._module_info
+    yield id(info.module), info.param_name
+    for owner, name in zip(info.shared_modules, info.shared_param_names):
+        yield id(owner), name

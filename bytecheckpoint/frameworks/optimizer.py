@@ -1,0 +1,118 @@
+"""Optimizers: state by parameter name, hyper-parameters by parameter name, nothing by position.
+
+``state.<fqn>.<key>`` are tensors, ``("state", fqn, key)`` plain values, ``("param_groups", fqn)`` the hyper-parameters
+of the group that the parameter was in. Taking a checkpoint runs no step, makes no state and changes no learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import MismatchError, UnserializableError
+from ..shards import Path, SectionSource, SectionTarget, StoredSection
+from .base import Adapter, Context
+from .optimizer_groups import agreed_options, group_path, groups_of, options_of, set_options
+from .optimizer_params import NamedParam, is_optimizer, named_params
+from .optimizer_state import StoredState, capture_state
+from .optimizer_target import StateFiller, expected_keys
+
+__all__ = ["OptimizerAdapter"]
+
+
+class OptimizerAdapter(Adapter):
+    """``torch.optim.Optimizer``, what looks like one (``param_groups`` and ``state``), or a list of them.
+
+    A list is one union: how its parameters are spread over optimizers, and over groups, may change between save and
+    load. ``foreach``, ``fused``, ``capturable`` and ``differentiable`` are the target's own. Sharded parameters take
+    state that is shaped like them, 0-d, or a DTensor; anything else is refused (``UnsupportedTensorError``).
+    """
+
+    name: ClassVar[str] = "optimizer"
+    priority: ClassVar[int] = 10
+
+    def recognizes(self, obj: object) -> bool:
+        if isinstance(obj, (list, tuple)):
+            return bool(obj) and all(is_optimizer(item) for item in obj)
+        return is_optimizer(obj)
+
+    def capture(self, obj: Any, context: Context) -> SectionSource:
+        optimizers = _as_list(obj)
+        params = named_params(optimizers, context)
+        source = SectionSource()
+        for named in params:
+            capture_state(named, named.optimizer.state.get(named.param, {}), source)
+        for group, names in groups_of(params):
+            options = options_of(group, f"{context.section}.param_groups")
+            source.values.update({group_path(name): options for name in names})
+        source.values.update(_shared_values(optimizers))
+        return source
+
+    def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        optimizers = _as_list(obj)
+        params = named_params(optimizers, context)
+        names = {name for named in params for name in named.names}
+        state = StoredState.of(stored, names)
+        _require_common_names(params, state, context)
+        groups = groups_of(params)
+        agreed_options(groups, stored.values)
+
+        target = SectionTarget()
+        filler = StateFiller(target, state, context.device)
+        expected = expected_keys(params, state)
+        for named in params:
+            filler.add(named, expected)
+        paths = {group_path(name) for name in names}
+        target.wanted_values |= paths
+        target.optional |= {path for path in paths if path not in stored.values}
+        for name in state.all_names() - names:
+            target.ignorable.update(state.names_of(name))
+        shared = [path for path in stored.values if path[0] == "shared"]
+        target.wanted_values.update(shared)
+
+        def apply(values: Mapping[Path, Any]) -> None:
+            chosen = agreed_options(groups, values)
+            filler.finish(values)
+            for group, options in chosen:
+                set_options(group, options)
+            for path in shared:
+                if path in values:
+                    optimizers[int(path[1])].state[path[2]] = values[path]
+
+        target.apply = apply
+        return target
+
+
+def _as_list(obj: Any) -> list[Any]:
+    return list(obj) if isinstance(obj, (list, tuple)) else [obj]
+
+
+def _shared_values(optimizers: Iterable[Any]) -> dict[Path, Any]:
+    """State that belongs to no parameter, as some optimizers keep it under a name of its own."""
+    values: dict[Path, Any] = {}
+    for number, optimizer in enumerate(optimizers):
+        for key, value in optimizer.state.items():
+            if isinstance(key, torch.Tensor):
+                continue
+            if not isinstance(key, str) or isinstance(value, torch.Tensor):
+                raise UnserializableError(
+                    f"optimizer {number}: state {key!r} of type {type(value).__name__} belongs to no parameter and is "
+                    "not a plain value under a name"
+                )
+            values["shared", number, key] = value
+    return values
+
+
+def _require_common_names(params: list[NamedParam], state: StoredState, context: Context) -> None:
+    if not params or state.is_empty or any(state.knows(name) for named in params for name in named.names):
+        return
+    ours = sorted(name for named in params for name in named.names)
+    theirs = sorted(state.all_names())
+    raise MismatchError(
+        f"section {context.section!r}: not one of the optimizer's {len(ours)} parameters finds its own state in the "
+        f"checkpoint, so the names must differ. Here: {', '.join(ours[:5])}; stored: {', '.join(theirs[:5])}. "
+        "Rename with a rename map, or leave the optimizer out of the load",
+        [("missing", name, "no stored optimizer state of this name") for name in ours],
+    )

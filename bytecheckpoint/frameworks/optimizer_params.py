@@ -1,0 +1,137 @@
+"""Which parameter is which: names and layouts for the parameters of optimizers.
+
+An optimizer numbers its parameters; a checkpoint must not, or groups could never be reordered, split or merged. The
+names come from the modules of the state that is being saved or loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import NameCollisionError, StateError
+from .base import Context
+from .dtensor import is_dtensor
+from .layout import ParamLayout
+from .module_tree import clean_name, modules_of
+from .registry import parameter_layouts
+
+__all__ = ["NamedParam", "is_optimizer", "named_params"]
+
+
+@dataclass(frozen=True, eq=False)
+class NamedParam:
+    """One parameter of one optimizer, its group, and what it stands for in global names."""
+
+    param: torch.Tensor
+    layout: ParamLayout
+    optimizer: Any
+    group: dict[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.layout.fqns)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether all elements live on other ranks. FSDP-1 never gives such a piece a gradient, so no state of it
+        (not even its step count) keeps up with the others': it is neither saved nor loaded."""
+        if is_dtensor(self.param):
+            return False
+        return 0 in self.layout.local_shape and any(0 not in shape for shape in self.layout.fqns.values())
+
+
+def is_optimizer(obj: object) -> bool:
+    """An optimizer, or a wrapper that shows its groups and state as one."""
+    if isinstance(obj, torch.optim.Optimizer):
+        return True
+    if isinstance(obj, (nn.Module, type)):
+        return False
+    return isinstance(getattr(obj, "param_groups", None), list) and isinstance(getattr(obj, "state", None), Mapping)
+
+
+def named_params(optimizers: Sequence[Any], context: Context) -> list[NamedParam]:
+    """Every parameter of every optimizer with its names, in the optimizers' own order.
+
+    A name is the fqn in the module that owns the parameter; where no one section owns them all, ``section.fqn``.
+    Parameters of no module are named by their group's ``param_names``. Raises ``StateError`` for a parameter that
+    nothing names or that two optimizers step, ``NameCollisionError`` where two parameters end up with one name.
+    """
+    slots = list(_slots(optimizers))
+    owners = _owners(context)
+    chosen = _common_section(slots, owners)
+    result: list[NamedParam] = []
+    seen: dict[int, str] = {}
+    taken: dict[str, str] = {}
+    for where, optimizer, group, index, param in slots:
+        if id(param) in seen:
+            raise StateError(
+                f"section {context.section!r}: one parameter is stepped twice, as {seen[id(param)]} and as {where}"
+            )
+        seen[id(param)] = where
+        layout = _layout(where, group, index, param, owners, chosen, context)
+        for name in layout.fqns:
+            if name in taken:
+                raise NameCollisionError(
+                    f"section {context.section!r}: {taken[name]} and {where} are both named {name!r}; pass the modules "
+                    "that own them under names of their own in the state"
+                )
+            taken[name] = where
+        result.append(NamedParam(param, layout, optimizer, group))
+    return result
+
+
+def _qualified(section: str, fqn: str) -> str:
+    return f"{section}.{fqn}"
+
+
+def _slots(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any, dict[str, Any], int, torch.Tensor]]:
+    for number, optimizer in enumerate(optimizers):
+        prefix = f"optimizer {number}, " if len(optimizers) > 1 else ""
+        for group_number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                yield f"{prefix}group {group_number}, parameter {index}", optimizer, group, index, param
+
+
+def _owners(context: Context) -> dict[str, dict[int, ParamLayout]]:
+    """Layouts of the parameters of every module section, by ``id`` of the parameter."""
+    owners: dict[str, dict[int, ParamLayout]] = {}
+    for section, value in context.state.items():
+        if modules_of(value):
+            owners[section] = parameter_layouts(value)
+    return owners
+
+
+def _common_section(
+    slots: Sequence[tuple[str, Any, dict[str, Any], int, torch.Tensor]], owners: Mapping[str, Mapping[int, ParamLayout]]
+) -> str | None:
+    owned = {id(param) for *_, param in slots if any(id(param) in layouts for layouts in owners.values())}
+    return next((section for section, layouts in owners.items() if owned and owned <= layouts.keys()), None)
+
+
+def _layout(
+    where: str,
+    group: Mapping[str, Any],
+    index: int,
+    param: torch.Tensor,
+    owners: Mapping[str, Mapping[int, ParamLayout]],
+    chosen: str | None,
+    context: Context,
+) -> ParamLayout:
+    if chosen is not None and id(param) in owners[chosen]:
+        return owners[chosen][id(param)]
+    for section, layouts in owners.items():
+        if id(param) in layouts:
+            return layouts[id(param)].renamed(partial(_qualified, section))
+    given = group.get("param_names")
+    if given is None or len(given) != len(group["params"]) or getattr(param, "_fsdp_flattened", False):
+        raise StateError(
+            f"section {context.section!r}: nothing names {where} of shape {tuple(param.shape)}. Pass the module that "
+            "owns it in the state too (under 'model', say), or build the optimizer from named_parameters()"
+        )
+    return ParamLayout.whole(clean_name(given[index]), tuple(param.shape))

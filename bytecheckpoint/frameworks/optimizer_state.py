@@ -1,0 +1,190 @@
+"""Optimizer state in global boxes: what each entry of ``optimizer.state[param]`` is, and what a load makes of it.
+
+An entry shaped like the local parameter is laid out as the parameter is. A 0-d tensor (``step``) is the same on every
+rank. A tensor of any other shape belongs to a parameter that is whole here, or it is refused: which part of a sharded
+parameter it describes cannot be known. Numbers are values; lists and dicts are values with a ``Container("tensor")``
+where a tensor stood, the tensor itself being stored under its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import StateError, UnserializableError, UnsupportedTensorError
+from ..geometry import Box
+from ..metadata import BasicMeta
+from ..shards import Path, SectionSource, Shard, StoredSection
+from ..values import Container
+from .dtensor import dtensor_layout, is_dtensor
+from .layout import ParamLayout
+from .optimizer_groups import group_path
+from .optimizer_params import NamedParam
+from .tensors import dense_view, tensor_shards
+
+__all__ = [
+    "TENSOR_LEAF",
+    "StoredState",
+    "capture_state",
+    "is_whole",
+    "lay_out",
+    "local_layout",
+    "map_leaves",
+    "state_name",
+    "state_path",
+]
+
+TENSOR_LEAF = Container("tensor")
+_PREFIX = "state."
+
+
+def state_name(fqn: str, key: str) -> str:
+    """What the tensor ``key`` of the state of the parameter ``fqn`` is called."""
+    return f"{_PREFIX}{fqn}.{key}"
+
+
+def state_path(fqn: str, key: str) -> Path:
+    """Where the value ``key`` of the state of the parameter ``fqn`` stands."""
+    return ("state", fqn, key)
+
+
+def local_layout(named: NamedParam) -> ParamLayout:
+    """The layout of a plain tensor that is shaped like the parameter's local memory."""
+    return dtensor_layout(named.names[0], named.param) if is_dtensor(named.param) else named.layout
+
+
+def is_whole(layout: ParamLayout) -> bool:
+    """Whether this rank holds all of one parameter, so that state of any shape is all there too."""
+    return (
+        len(layout.fqns) == 1 and len(layout.parts) == 1 and layout.parts[0].box == Box.whole(layout.parts[0].shape)
+    ) or all(0 in shape for shape in layout.fqns.values())
+
+
+def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str, BasicMeta], list[Shard]]:
+    """A state tensor as shards over its own memory, under every name of the parameter.
+
+    Raises ``UnsupportedTensorError`` where the tensor's shape does not tell which part of a sharded parameter it
+    describes.
+    """
+    if is_dtensor(tensor):
+        name = state_name(named.names[0], key)
+        meta, shards = tensor_shards(name, tensor)
+        return {name: meta}, shards
+    layout = local_layout(named)
+    if tuple(tensor.shape) == layout.local_shape:
+        dense = dense_view(state_name(named.names[0], key), tensor)
+        return (
+            layout.metas(dense.dtype, _PREFIX, f".{key}"),
+            list(layout.shards(dense, _PREFIX, f".{key}")),
+        )
+    if named.is_remote:
+        return {}, []
+    if tensor.ndim and not is_whole(layout):
+        raise UnsupportedTensorError(
+            f"{state_name(named.names[0], key)}: a state tensor of shape {tuple(tensor.shape)} for a parameter of "
+            f"which this rank holds {layout.local_shape} of {next(iter(layout.fqns.values()))}: which part of it this "
+            "describes cannot be known, and keeping one rank's would lose the others'. Make it a DTensor, or 0-d if it "
+            "is the same on every rank"
+        )
+    metas: dict[str, BasicMeta] = {}
+    shards = []
+    for fqn in named.names:
+        name = state_name(fqn, key)
+        metas[name], more = tensor_shards(name, tensor)
+        shards.extend(more)
+    return metas, shards
+
+
+def map_leaves(value: Any, leaf: Callable[[str, Any], Any], key: str, where: str) -> Any:
+    """A copy of nested dicts, lists and tuples with every leaf replaced; ``leaf`` is given its dotted key."""
+    if isinstance(value, Mapping):
+        for part in value:
+            if not isinstance(part, (str, int)):
+                raise UnserializableError(f"{where}.{key}: key {part!r} is neither str nor int")
+        return {part: map_leaves(item, leaf, f"{key}.{part}", where) for part, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(item, leaf, f"{key}.{i}", where) for i, item in enumerate(value))
+    return leaf(key, value)
+
+
+def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSource) -> None:
+    """Add one parameter's state to ``source``. Raises ``StateError`` naming the entry that cannot be stored."""
+    where = _PREFIX + named.names[0]
+
+    def leaf(key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        metas, shards = lay_out(named, key, value)
+        if metas.keys() & source.metas.keys():
+            raise StateError(f"{where}: two state tensors are called {key!r}; rename one of them")
+        source.metas.update(metas)
+        source.shards.extend(shards)
+        return TENSOR_LEAF
+
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise UnserializableError(f"{where}: state key {key!r} is not a str")
+        plain = map_leaves(value, leaf, key, where)
+        if not isinstance(value, torch.Tensor) and not named.is_remote:
+            source.values.update({state_path(fqn, key): plain for fqn in named.names})
+
+
+@dataclass
+class StoredState:
+    """What a checkpoint holds of the state of each parameter: by name, then by key, a tensor's meta or a value."""
+
+    section: StoredSection
+    tensors: dict[str, dict[str, BasicMeta]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, section: StoredSection, names: set[str]) -> StoredState:
+        """``names`` are the target's; the checkpoint's own are read from its hyper-parameters."""
+        stored = cls(section)
+        known = names | {str(path[1]) for path in section.values if path[:1] == ("param_groups",) and len(path) == 2}
+        for path, value in section.values.items():
+            if path[0] == "state" and len(path) == 3:
+                stored.values.setdefault(str(path[1]), {})[str(path[2])] = value
+                known.add(str(path[1]))
+        for name, meta in section.metas.items():
+            owner = next((fqn for fqn in _prefixes(name) if fqn in known), None)
+            if owner is not None:
+                stored.tensors.setdefault(owner, {})[name[len(_PREFIX) + len(owner) + 1 :]] = meta
+        return stored
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.tensors and not self.values
+
+    def knows(self, fqn: str) -> bool:
+        """Whether the saved optimizer stepped this parameter."""
+        return group_path(fqn) in self.section.values or bool(self.keys(fqn))
+
+    def keys(self, fqn: str) -> list[str]:
+        """The entries of ``optimizer.state[param]``, tensors inside a nested entry not counted."""
+        values = self.values.get(fqn, {})
+        nested = tuple(f"{key}." for key, value in values.items() if isinstance(value, (dict, list, tuple)))
+        return [key for key in self.tensors.get(fqn, {}) if not key.startswith(nested)] + list(values)
+
+    def names_of(self, fqn: str) -> Iterator[str | Path]:
+        """Every tensor name and value path that belongs to this parameter."""
+        yield from (state_name(fqn, key) for key in self.tensors.get(fqn, {}))
+        yield from (state_path(fqn, key) for key in self.values.get(fqn, {}))
+        if group_path(fqn) in self.section.values:
+            yield group_path(fqn)
+
+    def all_names(self) -> set[str]:
+        """Every parameter of which something is stored."""
+        grouped = {str(path[1]) for path in self.section.values if path[:1] == ("param_groups",) and len(path) == 2}
+        return grouped | self.tensors.keys() | self.values.keys()
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """What may be a parameter's name in a state tensor's, longest first."""
+    if name.startswith(_PREFIX):
+        end = len(name)
+        while (end := name.rfind(".", len(_PREFIX), end)) > 0:
+            yield name[len(_PREFIX) : end]

@@ -1,0 +1,321 @@
+"""Room for stored optimizer state: existing tensors are filled in place, missing ones made and handed over in apply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import MismatchError
+from ..metadata import BasicMeta
+from ..shards import Path, SectionTarget, Shard, torch_dtype
+from .dtensor import empty_like_dtensor, is_dtensor
+from .optimizer_params import NamedParam
+from .optimizer_state import (
+    TENSOR_LEAF,
+    StoredState,
+    is_whole,
+    lay_out,
+    local_layout,
+    map_leaves,
+    state_name,
+    state_path,
+)
+from .tensors import tensor_shards
+
+__all__ = ["StateFiller", "expected_keys"]
+
+_Values = Mapping[Path, Any]
+
+
+def expected_keys(params: Iterable[NamedParam], stored: StoredState) -> dict[str, dict[str, BasicMeta | None]]:
+    """State that a parameter must have because its peers in the checkpoint have it; what is then missing is a fault.
+
+    Told only of torch's own optimizers, which give every parameter of one group and one kind (matrix or not) the same
+    entries; another optimizer may have reasons to differ. A tensor comes with the meta it must have, a value with None.
+    """
+    kinds: dict[tuple[int, bool], list[tuple[str, tuple[int, ...]]]] = {}
+    for named in params:
+        if type(named.optimizer).__module__.startswith("torch.optim"):
+            for fqn, shape in named.layout.fqns.items():
+                if stored.keys(fqn):
+                    kinds.setdefault((id(named.group), len(shape) > 1), []).append((fqn, shape))
+    expected: dict[str, dict[str, BasicMeta | None]] = {}
+    for members in kinds.values():
+        templates: dict[str, tuple[BasicMeta | None, tuple[int, ...]]] = {}
+        for fqn, shape in members:
+            for key in stored.keys(fqn):
+                templates.setdefault(key, (stored.tensors.get(fqn, {}).get(key), shape))
+        for fqn, shape in members:
+            for key in templates.keys() - set(stored.keys(fqn)):
+                meta, peer_shape = templates[key]
+                if meta is not None and meta.shape == peer_shape:
+                    meta = BasicMeta(meta.dtype, shape)
+                expected.setdefault(fqn, {})[key] = meta
+    return expected
+
+
+class StateFiller:
+    """Adds destinations for one parameter's state after another to ``target``, whose ``apply`` calls ``finish``."""
+
+    def __init__(self, target: SectionTarget, stored: StoredState, device: torch.device | None) -> None:
+        self.target = target
+        self.stored = stored
+        self.device = device
+        self._steps: list[Callable[[_Values], None]] = []
+
+    def finish(self, values: _Values) -> None:
+        """Put numbers, and state made for the load, into the optimizers."""
+        with torch.no_grad():
+            for step in self._steps:
+                step(values)
+
+    def add(self, named: NamedParam, expected: Mapping[str, Mapping[str, BasicMeta | None]]) -> None:
+        """Destinations for everything stored of this parameter."""
+        state = named.optimizer.state
+        existing = state.get(named.param, {})
+        keys = list(
+            dict.fromkeys(key for fqn in named.names for key in (*self.stored.keys(fqn), *expected.get(fqn, {})))
+        )
+        if named.is_remote:
+            self._declare(named)
+        elif keys:
+            for key in dict.fromkeys((*keys, *existing)):
+                templates = {fqn: expected[fqn][key] for fqn in named.names if key in expected.get(fqn, {})}
+                self._add_entry(named, key, existing.get(key), templates)
+        elif any(self.stored.knows(fqn) for fqn in named.names):
+            # It had no state yet when it was saved, so a restored optimizer has none either.
+            self._steps.append(lambda values: state.pop(named.param, None) and None)
+        else:
+            self._keep(named, existing)
+
+    def _declare(self, named: NamedParam) -> None:
+        for fqn in named.names:
+            for key, meta in self.stored.tensors.get(fqn, {}).items():
+                self.target.metas[state_name(fqn, key)] = meta
+            self.target.wanted_values.update(state_path(fqn, key) for key in self.stored.values.get(fqn, {}))
+
+    def _keep(self, named: NamedParam, existing: Mapping[Any, Any]) -> None:
+        """The checkpoint does not know the parameter: what it has may stay."""
+        for key, value in existing.items():
+            if isinstance(value, torch.Tensor):
+                self._add_tensor(named, key, value)
+                self.target.optional.update(state_name(fqn, key) for fqn in named.names)
+            else:
+                self.target.wanted_values.update(state_path(fqn, key) for fqn in named.names)
+                self.target.optional.update(state_path(fqn, key) for fqn in named.names)
+
+    def _add_entry(self, named: NamedParam, key: str, existing: Any, templates: Mapping[str, BasicMeta | None]) -> None:
+        metas = {fqn: meta for fqn in named.names if (meta := self.stored.tensors.get(fqn, {}).get(key))}
+        values = [fqn for fqn in named.names if key in self.stored.values.get(fqn, {})]
+        wanted = {**{fqn: meta for fqn, meta in templates.items() if meta is not None}, **metas}
+        if not wanted and not values:
+            if isinstance(existing, torch.Tensor):
+                self._add_tensor(named, key, existing)
+            else:
+                self.target.wanted_values.update(state_path(fqn, key) for fqn in named.names)
+            return
+        first = self.stored.values[values[0]][key] if values else None
+        if isinstance(first, (dict, list, tuple)):
+            self._add_nested(named, key, existing, first)
+        elif self._is_scalar(named, key, wanted, existing, has_values=bool(values)):
+            self._add_scalar(named, key, existing, wanted, values)
+        elif isinstance(existing, torch.Tensor):
+            self._add_tensor(named, key, existing)
+        else:
+            tensor = self._make(named, key, next(iter(wanted.values())))
+            self._add_tensor(named, key, tensor)
+            self._steps.append(lambda loaded: _state_of(named).__setitem__(key, tensor))
+
+    def _add_tensor(self, named: NamedParam, key: str, tensor: torch.Tensor) -> None:
+        metas, shards = lay_out(named, key, tensor)
+        self._add_shards(metas, shards)
+
+    def _add_shards(self, metas: Mapping[str, BasicMeta], shards: Iterable[Shard]) -> None:
+        self.target.metas.update(metas)
+        self.target.shards.extend(shards)
+
+    @staticmethod
+    def _is_scalar(
+        named: NamedParam, key: str, wanted: Mapping[str, BasicMeta], existing: Any, *, has_values: bool
+    ) -> bool:
+        if has_values:
+            return True
+        if isinstance(existing, torch.Tensor) and (existing.ndim or is_dtensor(existing)):
+            return False
+        # An entry of a 0-d parameter is like the parameter; only a count of steps is known not to be.
+        return all(not meta.shape for meta in wanted.values()) and (key == "step" or named.param.ndim > 0)
+
+    # -------------------------------------------------------------------------------------------- numbers and 0-d
+
+    def _add_scalar(
+        self, named: NamedParam, key: str, existing: Any, wanted: Mapping[str, BasicMeta], values: list[str]
+    ) -> None:
+        """A number or 0-d tensor, under each name of the parameter; they must agree, and fit what is there."""
+        loaded: dict[str, torch.Tensor] = {}
+        for fqn, meta in wanted.items():
+            name = state_name(fqn, key)
+            loaded[name] = torch.zeros(meta.shape, dtype=torch_dtype(meta))
+            found, shards = tensor_shards(name, loaded[name])
+            self._add_shards({name: found}, shards)
+        paths = [state_path(fqn, key) for fqn in values]
+        self.target.wanted_values.update(paths)
+        for fqn in named.names:
+            if fqn not in wanted and fqn not in values:
+                self.target.wanted_values.add(state_path(fqn, key))
+        where = state_name(named.names[0], key)
+
+        def put(arrived: _Values) -> None:
+            found: dict[str, Any] = {name: tensor.item() for name, tensor in loaded.items()}
+            found.update({".".join(map(str, path)): arrived[path] for path in paths if path in arrived})
+            if not found:
+                return
+            number = next(iter(found.values()))
+            if any(not _same(number, other) for other in found.values()):
+                listed = "\n".join(f"  {name}: {value!r}" for name, value in found.items())
+                raise MismatchError(
+                    f"{where}: parameters that are one flat parameter now were saved with different values; load with "
+                    f"use_orig_params=True or wrap them apart:\n{listed}",
+                    [("value", name, repr(value)) for name, value in found.items()],
+                )
+            _state_of(named)[key] = self._scalar(named, key, where, number, existing, next(iter(loaded.values()), None))
+
+        self._steps.append(put)
+
+    def _scalar(
+        self, named: NamedParam, key: str, where: str, number: Any, existing: Any, loaded: torch.Tensor | None
+    ) -> Any:
+        if isinstance(existing, torch.Tensor) and isinstance(number, (bool, int, float, complex)):
+            return _fill(existing, number, where)
+        if loaded is None:
+            return number
+        if isinstance(existing, (int, float)) and not isinstance(existing, bool):
+            return _as_number(number, type(existing), where)
+        fast = bool(named.group.get("fused") or named.group.get("capturable"))
+        if key != "step":
+            return loaded.to(self._device_of(named))
+        # Fused kernels take float32 steps only, on the parameter's device; other code reads them on the host.
+        narrow = bool(named.group.get("fused")) and loaded.dtype == torch.float64
+        made = torch.zeros((), dtype=torch.float32) if narrow else loaded
+        return _fill(made, number, where).to(self._device_of(named) if fast else "cpu")
+
+    # --------------------------------------------------------------------------------------------------- new tensors
+
+    def _device_of(self, named: NamedParam) -> torch.device:
+        if named.param.is_meta:
+            return self.device or torch.device("cpu")
+        return named.param.device
+
+    def _make(self, named: NamedParam, key: str, meta: BasicMeta) -> torch.Tensor:
+        """Zeros (padding must not be garbage) laid out as the parameter where shapes tell so, else whole."""
+        dtype, device = torch_dtype(meta), self._device_of(named)
+        fqn, shape = next(iter(named.layout.fqns.items()))
+        like_param = any(meta.shape == own for own in named.layout.fqns.values())
+        if is_dtensor(named.param):
+            if like_param:
+                return empty_like_dtensor(named.param, dtype, device).zero_()
+            return _replicated(named.param, torch.zeros(meta.shape, dtype=dtype, device=device))
+        if like_param:
+            layout = local_layout(named)
+            if layout.local_shape == tuple(named.param.shape) and not named.param.is_meta:
+                return torch.zeros_like(named.param, dtype=dtype, device=device, requires_grad=False)
+            return torch.zeros(layout.local_shape, dtype=dtype, device=device)
+        if is_whole(named.layout):
+            return torch.zeros(meta.shape, dtype=dtype, device=device)
+        detail = (
+            f"stored with shape {list(meta.shape)} for a parameter of shape {list(shape)}, of which a rank holds a part"
+        )
+        raise MismatchError(
+            f"{state_name(fqn, key)}: {detail}; how to cut it cannot be known. It was saved from a layout whose "
+            "optimizer sees whole parameters: load it into one (DDP, or FSDP-2)",
+            [("shape", state_name(fqn, key), detail)],
+        )
+
+    # -------------------------------------------------------------------------------------------------------- nested
+
+    def _add_nested(self, named: NamedParam, key: str, existing: Any, stored: Any) -> None:
+        """Lists and dicts take the stored structure; tensors that are already there are kept and filled."""
+        made: dict[str, torch.Tensor] = {}
+        where = f"state.{named.names[0]}"
+
+        def place(dotted: str, leaf: Any) -> Any:
+            if leaf == TENSOR_LEAF:
+                meta = self.stored.tensors.get(named.names[0], {}).get(dotted)
+                if meta is None:
+                    raise MismatchError(
+                        f"{where}.{dotted}: the checkpoint names this tensor in its list or dict but does not hold it",
+                        [("missing", f"{where}.{dotted}", "tensor of a nested state")],
+                    )
+                old = _at(existing, dotted[len(key) + 1 :])
+                keep = isinstance(old, torch.Tensor) and tuple(old.shape) == meta.shape
+                made[dotted] = old if keep else self._make(named, dotted, meta)
+                self._add_tensor(named, dotted, made[dotted])
+            return leaf
+
+        map_leaves(stored, place, key, where)
+        paths = [state_path(fqn, key) for fqn in named.names]
+        self.target.wanted_values.update(paths)
+
+        def put(arrived: _Values) -> None:
+            tree = next((arrived[path] for path in paths if path in arrived), None)
+            if tree is not None:
+                _state_of(named)[key] = map_leaves(tree, lambda dotted, leaf: made.get(dotted, leaf), key, where)
+
+        self._steps.append(put)
+
+
+def _state_of(named: NamedParam) -> dict[str, Any]:
+    state: dict[str, Any] = named.optimizer.state.setdefault(named.param, {})
+    return state
+
+
+def _at(tree: Any, dotted: str) -> Any:
+    """What stands at a dotted key of nested containers, None where there is nothing."""
+    for part in dotted.split("."):
+        if isinstance(tree, Mapping):
+            tree = tree.get(part, tree.get(int(part)) if part.isdecimal() else None)
+        elif isinstance(tree, (list, tuple)) and part.isdecimal() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return None
+    return tree
+
+
+def _replicated(like: Any, local: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _same(left: Any, right: Any) -> bool:
+    return bool(left == right) or (_is_nan(left) and _is_nan(right))
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _fill(tensor: torch.Tensor, number: Any, where: str) -> torch.Tensor:
+    cast = torch.tensor(number).to(tensor.dtype)
+    if not _same(cast.item(), number):
+        raise MismatchError(
+            f"{where}: the stored {number!r} does not fit into {tensor.dtype}",
+            [("value", where, f"{number!r} does not fit into {tensor.dtype}")],
+        )
+    return tensor.copy_(cast.reshape(tensor.shape))
+
+
+def _as_number(number: Any, kind: type[Any], where: str) -> Any:
+    try:
+        cast = kind(number)
+    except (ValueError, OverflowError, TypeError):
+        cast = None
+    if cast is None or not _same(cast, number):
+        raise MismatchError(
+            f"{where}: the stored {number!r} does not fit into {kind.__name__}",
+            [("value", where, f"{number!r} does not fit into {kind.__name__}")],
+        )
+    return cast

@@ -1,0 +1,151 @@
+"""The random number generators of this process, as a part of the state."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..errors import StateError
+from .per_rank import PerRankState
+
+__all__ = ["RNGState"]
+
+_log = logging.getLogger(__name__)
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class RNGState(PerRankState):
+    """Python's, numpy's and torch's global generators, and those of every visible accelerator that is in use.
+
+    Stored for each rank. At the saved world size each rank gets its own back exactly. At another one, ``on_resize``:
+    ``reseed`` gives every rank new streams, derived from rank 0's stored state, the rank and the world size, so that
+    no two ranks draw the same numbers and a repeated load draws the same again; ``lowest`` gives every rank rank 0's
+    streams; ``error`` refuses the load. ``rank`` and ``world_size`` default to the default process group's. An
+    accelerator's generators are stored only if the process has used it.
+    """
+
+    def __init__(
+        self,
+        on_resize: Literal["reseed", "lowest", "error"] = "reseed",
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if on_resize not in ("reseed", "lowest", "error"):
+            raise StateError(f"on_resize={on_resize!r} is none of 'reseed', 'lowest', 'error'")
+        self._on_resize = on_resize
+        self._rank, self._world_size = rank, world_size
+
+    @property
+    def on_resize(self) -> str:
+        return self._on_resize
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values only; nothing is drawn from any generator."""
+        rank, world_size = self._place()
+        return {
+            "rank": rank,
+            "world_size": world_size,
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": _to_array(torch.get_rng_state()),
+            "accelerator": _accelerator_states(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned, by the policy where the rank or world size differ."""
+        missing = {"rank", "world_size", "python", "numpy", "torch"} - set(state_dict)
+        if missing:
+            raise StateError(f"not the state of an RNGState: it lacks {', '.join(sorted(missing))}")
+        rank, world_size = self._place()
+        saved = (state_dict["rank"], state_dict["world_size"])
+        if self._on_resize == "error" and saved != (rank, world_size):
+            raise StateError(
+                f"RNG state of rank {saved[0]} of {saved[1]} loaded on rank {rank} of {world_size}; pass "
+                f"RNGState(on_resize='reseed') to derive new streams"
+            )
+        if self._on_resize == "reseed" and saved != (rank, world_size):
+            _reseed(state_dict, rank, world_size)
+            return
+        random.setstate(_python_state(state_dict["python"]))
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(torch.from_numpy(state_dict["torch"]))
+        _restore_accelerators(state_dict.get("accelerator") or {}, exact=self._on_resize == "error")
+
+    def _place(self) -> tuple[int, int]:
+        """Rank and world size."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = self._rank if self._rank is not None else (torch.distributed.get_rank() if distributed else 0)
+        if self._world_size is not None:
+            return rank, self._world_size
+        return rank, torch.distributed.get_world_size() if distributed else 1
+
+
+def _python_state(state: Any) -> tuple[Any, ...]:
+    version, numbers, gauss = state
+    return version, tuple(numbers), gauss
+
+
+def _to_array(state: torch.Tensor) -> ByteArray:
+    array: ByteArray = state.cpu().numpy().copy()
+    return array
+
+
+def _accelerator() -> tuple[str, Any] | None:
+    """The device type in use and its torch module; None where there is none or the process has not touched it."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return None
+    module = torch.get_device_module(device.type)
+    in_use = getattr(module, "is_initialized", lambda: True)()
+    return (device.type, module) if in_use and hasattr(module, "get_rng_state") else None
+
+
+def _accelerator_states() -> dict[str, Any]:
+    found = _accelerator()
+    if found is None:
+        return {}
+    kind, module = found
+    return {
+        "type": kind,
+        "states": [_to_array(module.get_rng_state(i)) for i in range(torch.accelerator.device_count())],
+    }
+
+
+def _restore_accelerators(stored: Mapping[str, Any], *, exact: bool) -> None:
+    if not stored:
+        return
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if device is not None else 0
+    states = stored["states"]
+    if device is None or device.type != stored["type"] or count != len(states):
+        here = f"{count} {device.type}" if device is not None else "no accelerator"
+        message = f"the generators of {len(states)} {stored['type']} device(s) were stored, but here is {here}"
+        if exact:
+            raise StateError(f"{message}; pass RNGState(on_resize='reseed') to load what fits")
+        _log.warning("%s; those that fit are restored", message)
+    if device is not None and device.type == stored["type"]:
+        module = torch.get_device_module(device.type)
+        for index, state in enumerate(states[:count]):
+            module.set_rng_state(torch.from_numpy(state), index)
+
+
+def _reseed(state: Mapping[str, Any], rank: int, world_size: int) -> None:
+    """Seeds from the stored streams' next numbers, mixed with the place of this rank."""
+    python = random.Random()
+    python.setstate(_python_state(state["python"]))
+    generator = torch.Generator()
+    generator.set_state(torch.from_numpy(state["torch"]))
+    drawn = torch.randint(2**62, (2,), generator=generator).tolist()
+    seeds = np.random.SeedSequence([python.getrandbits(64), *drawn, rank, world_size]).generate_state(4, np.uint64)
+    random.seed(int(seeds[0]))
+    np.random.seed(np.random.SeedSequence(int(seeds[1])).generate_state(8).tolist())
+    # Seeds every accelerator too, also one that starts later.
+    torch.manual_seed(int(seeds[2]))

@@ -1,0 +1,162 @@
+"""From a tree to its leaves: tensors under dotted names, plain values under their paths."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from ..errors import NameCollisionError, UnserializableError, UnsupportedTensorError
+from ..metadata import BasicMeta
+from ..shards import Path, SectionSource, Shard
+from ..values import MAX_DEPTH, Container, path_name
+from .base import Context
+from .dtensor import is_dtensor
+from .per_rank import PerRankState
+from .tensors import is_sharded_tensor, tensor_shards
+from .tree_paths import PathIndex, kind_of
+
+__all__ = ["ROOT_TENSOR", "Capture", "is_distributed", "memory_key", "state_of"]
+
+ROOT_TENSOR: Path = ("tensor",)
+"""Where a tensor that is a whole section stands."""
+
+_HASH_PIECE = 1 << 28  # bytes copied from a device at a time
+
+
+class Capture:
+    """One walk over a tree. ``source`` is complete after ``finish``."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.source = SectionSource()
+        self.paths: dict[str, Path] = {}
+        self._memory: dict[Any, tuple[str, torch.Tensor]] = {}
+
+    def finish(self) -> SectionSource:
+        """Mark the tensors whose paths their names do not tell."""
+        index = PathIndex.of(self.source.values)
+        for fqn, path in self.paths.items():
+            if index.path_of(fqn) != path:
+                self._put(path, Container("tensor"), fqn in self.source.per_rank)
+        return self.source
+
+    def visit(self, node: Any, path: Path = (), own: bool = False) -> None:
+        """Add everything at and below ``path``; with ``own`` as values of this rank alone."""
+        where = self._where(path)
+        if len(path) > MAX_DEPTH:
+            raise UnserializableError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
+        kind = kind_of(node, where, root=not path)
+        if kind == "per_rank":
+            self.visit(node.value, path, True)
+        elif kind == "tensor":
+            self._tensor(node, path or ROOT_TENSOR, own)
+        elif kind == "stateful":
+            state = state_of(node, where)
+            self._branch(state, "mapping" if state else "leaf", path, own or isinstance(node, PerRankState))
+        else:
+            self._branch(node, kind, path, own)
+
+    def _branch(self, node: Any, kind: str, path: Path, own: bool) -> None:
+        if kind == "leaf":
+            self._put(path, {} if not path and isinstance(node, Mapping) and not node else node, own)
+            return
+        marker = _marker(node, kind, path)
+        if marker is not None:
+            self._put(path, marker, own)
+        for key, child in node.items() if kind == "mapping" else enumerate(node):
+            self.visit(child, (*path, key), own)
+
+    def _put(self, path: Path, value: Any, own: bool) -> None:
+        self.source.values[path] = value
+        if own:
+            self.source.per_rank.add(path)
+
+    def _tensor(self, tensor: torch.Tensor, path: Path, own: bool) -> None:
+        fqn, where = path_name(path), self._where(path)
+        if fqn in self.paths:
+            raise NameCollisionError(
+                f"{where}: the paths {self.paths[fqn]!r} and {path!r} both make the tensor name {fqn!r}; rename one key"
+            )
+        self.paths[fqn] = path
+        if tensor.is_meta:
+            raise UnsupportedTensorError(
+                f"{where} is on the meta device and has no values to store; materialise it first"
+            )
+        # What is one rank's own is stored under its rank's name, of which there are no tied names.
+        key = None if own else memory_key(tensor)
+        if key in self._memory:
+            self.source.aliases[fqn] = self._memory[key][0]
+            return
+        meta, shards = tensor_shards(fqn, tensor)
+        self.source.metas[fqn] = meta
+        self.source.shards.extend(shards)
+        if key is not None:
+            # The tensor is kept beside its key: memory that is freed and used again would look like a tie.
+            self._memory[key] = (fqn, tensor)
+        if own:
+            self.source.per_rank.add(fqn)
+        elif self.context.world_size > 1 and not is_distributed(tensor):
+            self.source.digests[fqn] = _digest(meta, shards[0])
+
+    def _where(self, path: Path) -> str:
+        return path_name((self.context.section, *path))
+
+
+def state_of(obj: Any, where: str) -> Mapping[Any, Any]:
+    """``obj.state_dict()``, refusing objects whose state would be wrong inside a tree."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if isinstance(obj, torch.optim.Optimizer):
+        raise UnserializableError(
+            f"{where} is an optimizer inside a tree, where its state could not be resharded; give it a section of its "
+            f"own, as in {{'optimizer': optimizer}} or {{'optimizer': [first, second]}}"
+        )
+    if fsdp is not None and isinstance(obj, torch.nn.Module) and any(isinstance(m, fsdp) for m in obj.modules()):
+        raise UnserializableError(
+            f"{where} is an FSDP-1 module inside a tree, where storing it would gather it on every rank; give it a "
+            f"section of its own, as in {{'ema': module}}"
+        )
+    state = obj.state_dict()
+    if not isinstance(state, Mapping) or not all(type(key) is str or type(key) is int for key in state):
+        raise UnserializableError(
+            f"{where}: state_dict() of {type(obj).__module__}.{type(obj).__qualname__} returned no mapping with str or "
+            f"int keys but a {type(state).__qualname__}; wrap what it returns in a dict"
+        )
+    return state
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor itself says which part of it is here."""
+    return is_dtensor(tensor) or is_sharded_tensor(tensor)
+
+
+def memory_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Equal for plain tensors that are one and the same memory; None where that cannot be told or does not matter."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    if tensor.numel() == 0:
+        return None
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _marker(node: Any, kind: str, path: Path) -> Container | None:
+    if kind != "mapping":
+        return Container(kind, len(node))
+    if not path:
+        return None
+    if type(node) is OrderedDict:
+        return Container("OrderedDict")
+    children = (getattr(child, "value", child) for child in node.values())
+    return Container("dict") if any(isinstance(child, torch.Tensor) for child in children) else None
+
+
+def _digest(meta: BasicMeta, shard: Shard) -> bytes:
+    digest = xxhash.xxh3_128(str(meta).encode())
+    flat = shard.tensor.contiguous().view(-1).view(torch.uint8) if shard.tensor.numel() else shard.tensor.new_empty(0)
+    for start in range(0, flat.numel(), _HASH_PIECE):
+        digest.update(flat[start : start + _HASH_PIECE].cpu().numpy().data)
+    return digest.digest()

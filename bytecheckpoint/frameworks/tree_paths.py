@@ -1,0 +1,167 @@
+"""Between trees and flat names: what is a branch, which path a tensor's dotted name stands for, and the way back.
+
+A tensor is stored under ``".".join(path)``, from which its path cannot always be read: keys may hold dots or be
+numbers. So every nested container that holds a tensor leaves a ``Container`` among the values. A name belongs to the
+longest container path it begins with, and the rest is one key. Where that rule would give another path, a
+``Container("tensor")`` under the tensor's own path says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import MismatchError, UnserializableError
+from ..values import MAX_DEPTH, Container, Path, path_name
+from .per_rank import PerRank
+
+__all__ = ["PathIndex", "build_tree", "is_branch", "is_stateful", "kind_of"]
+
+_KEPT_MAPPINGS = (dict, OrderedDict)
+
+
+def is_stateful(obj: object) -> bool:
+    """Whether this instance has ``state_dict`` and ``load_state_dict``."""
+    return (
+        not isinstance(obj, type)
+        and callable(getattr(obj, "state_dict", None))
+        and callable(getattr(obj, "load_state_dict", None))
+    )
+
+
+def kind_of(node: object, where: str, *, root: bool = False) -> str:
+    """``per_rank``, ``tensor``, ``stateful``, ``mapping``, ``list``, ``tuple`` or ``leaf``.
+
+    Raises ``UnserializableError`` for mapping types that could not be rebuilt; at the root any will do, as the root is
+    always filled in place.
+    """
+    if isinstance(node, PerRank):
+        return "per_rank"
+    if isinstance(node, torch.Tensor):
+        return "tensor"
+    if is_stateful(node):
+        return "stateful"
+    if isinstance(node, Mapping) and type(node) is not Counter:
+        if not root and type(node) not in _KEPT_MAPPINGS:
+            raise UnserializableError(
+                f"{where} is a mapping of type {type(node).__module__}.{type(node).__qualname__}, whose type would be "
+                f"lost; make it a dict (or OrderedDict) before saving or loading"
+            )
+        if not node or not all(type(key) is str or type(key) is int for key in node):
+            return "leaf"
+        return "mapping"
+    if type(node) in (list, tuple) and is_branch(node, where):
+        return type(node).__name__
+    return "leaf"
+
+
+def is_branch(items: Any, where: str, depth: int = 0) -> bool:
+    """Whether a list or tuple holds, at any depth of lists and tuples, what is more than a plain value."""
+    if depth > MAX_DEPTH:
+        raise UnserializableError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
+    for item in items:
+        kind = type(item)
+        if kind in (int, float, str, bool, bytes, Counter) or item is None:
+            continue
+        if isinstance(item, (torch.Tensor, Mapping, PerRank)) or is_stateful(item):
+            return True
+        if kind in (list, tuple) and is_branch(item, where, depth + 1):
+            return True
+    return False
+
+
+@dataclass
+class PathIndex:
+    """Paths of tensors from their names, given the containers among a section's values.
+
+    ``at`` is a container known from elsewhere: the place in the target into which everything below it is put.
+    """
+
+    containers: Mapping[Path, Container]
+    at: Path = ()
+    _by_name: dict[str, Path] = field(init=False)
+    _exact: dict[str, Path] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Sorted, so that saving and loading settle two paths of one dotted name alike.
+        branches = sorted((path for path, c in self.containers.items() if c.kind != "tensor"), key=repr)
+        self._by_name = {}
+        for path in branches:
+            self._by_name.setdefault(path_name(path), path)
+        self._by_name.setdefault(path_name(self.at), self.at)
+        self._exact = {path_name(path): path for path, c in self.containers.items() if c.kind == "tensor"}
+
+    @classmethod
+    def of(cls, values: Mapping[Path, Any], at: Path = ()) -> PathIndex:
+        """From a section's values."""
+        return cls({path: value for path, value in values.items() if type(value) is Container}, at)
+
+    def path_of(self, fqn: str) -> Path:
+        """Where the tensor of this name stands."""
+        if fqn in self._exact:
+            return self._exact[fqn]
+        end = fqn.rfind(".")
+        while end >= 0:
+            path = self._by_name.get(fqn[:end])
+            if path:
+                return self._child(path, fqn[end + 1 :])
+            end = fqn.rfind(".", 0, end)
+        return self._child((), fqn)
+
+    def _child(self, path: Path, key: str) -> Path:
+        container = self.containers.get(path)
+        is_index = container is not None and container.kind in ("list", "tuple") and key.isdecimal()
+        return (*path, int(key) if is_index else key)
+
+
+class _Branch(dict["str | int", Any]):
+    """A container while its children arrive."""
+
+
+def build_tree(leaves: Iterable[tuple[Path, Any]], containers: Mapping[Path, Container], at: Path, section: str) -> Any:
+    """The tree at path ``at`` from its leaves, with the container types it had.
+
+    Raises ``MismatchError`` where leaves contradict each other or a list is incomplete.
+    """
+    top = _Branch()
+    count = 0
+    for path, leaf in leaves:
+        count += 1
+        if len(path) == len(at):
+            if type(leaf) is dict and not leaf:
+                continue
+            raise _misfit(section, path, "is stored both as a value and as a container")
+        node = top
+        for part in path[len(at) : -1]:
+            child = node.setdefault(part, _Branch())
+            if type(child) is not _Branch:
+                raise _misfit(section, path, "lies below what is stored as a plain value or tensor")
+            node = child
+        if path[-1] in node:
+            raise _misfit(section, path, "is stored twice")
+        node[path[-1]] = leaf
+    return _finish(top, at, containers, section)
+
+
+def _finish(node: Any, path: Path, containers: Mapping[Path, Container], section: str) -> Any:
+    if type(node) is not _Branch:
+        return node
+    children = {key: _finish(child, (*path, key), containers, section) for key, child in node.items()}
+    container = containers.get(path, Container("dict"))
+    if container.kind == "OrderedDict":
+        return OrderedDict(children)
+    if container.kind not in ("list", "tuple"):
+        return children
+    if len(children) != container.length or any(index not in children for index in range(container.length)):
+        raise _misfit(section, path, f"is a {container.kind} of {container.length} items, of which some are not loaded")
+    items = [children[index] for index in range(container.length)]
+    return items if container.kind == "list" else tuple(items)
+
+
+def _misfit(section: str, path: Path, what: str) -> MismatchError:
+    name = f"{section}.{path_name(path)}"
+    return MismatchError(f"{name} {what}", [("value", name, what)])

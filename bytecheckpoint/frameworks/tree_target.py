@@ -1,0 +1,313 @@
+"""Where stored leaves go in a tree: tensors are filled, plain values replaced in the container that holds them.
+
+Every node of the target becomes a ``Restore``: given the stored values, it returns what belongs in the node's place,
+which for mutable containers and tensors is the node itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
+from typing import Any
+
+import torch
+
+from ..errors import MismatchError, StateError
+from ..shards import Path, SectionTarget, StoredSection, torch_dtype
+from ..values import Container, path_name
+from .base import Context
+from .dtensor import empty_like_dtensor, is_dtensor
+from .per_rank import PerRank
+from .tensors import fillable_shards, tensor_shards
+from .tree_capture import ROOT_TENSOR, Capture, is_distributed, memory_key, state_of
+from .tree_paths import PathIndex, build_tree, kind_of
+
+__all__ = ["build_target"]
+
+Values = Mapping[Path, Any]
+Restore = Callable[[Values], Any]
+
+
+def build_target(obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+    """The ``SectionTarget`` of a tree or stateful object that is a whole section."""
+    builder = _Builder(context, stored)
+    restore = builder.visit(obj)
+
+    def apply(values: Values) -> None:
+        restored = restore(values)
+        if restored is not obj:
+            _replace_section(context, restored)
+
+    builder.target.apply = apply
+    builder.target.ignorable |= {
+        path for path, value in stored.values.items() if type(value) is Container
+    } - builder.target.wanted_values
+    _check_replaceable(obj, context)
+    return builder.target
+
+
+def _check_replaceable(obj: Any, context: Context) -> None:
+    kind = kind_of(obj, context.section, root=True)
+    in_place = isinstance(obj, MutableMapping) or kind in ("per_rank", "stateful", "list")
+    if not in_place and not (kind == "tensor" and not obj.is_meta) and not isinstance(context.state, MutableMapping):
+        raise StateError(
+            f"section {context.section!r} is a {type(obj).__name__}, which can only be loaded by replacing it in the "
+            f"state, but the state is a {type(context.state).__name__} that cannot be changed; pass a dict"
+        )
+
+
+def _replace_section(context: Context, value: Any) -> None:
+    if isinstance(context.state, MutableMapping):
+        context.state[context.section] = value
+
+
+class _Builder:
+    """One walk over a target tree."""
+
+    def __init__(self, context: Context, stored: StoredSection) -> None:
+        self.context = context
+        self.stored = stored
+        self.target = SectionTarget()
+        self._memory: dict[Any, str] = {}
+
+    def visit(self, node: Any, path: Path = (), skip: bool = False) -> Restore:
+        """Make room at ``path``; with ``skip`` what is not stored stays as it is."""
+        kind = kind_of(node, self._where(path), root=not path)
+        if kind == "per_rank":
+            return self._per_rank(node, path)
+        if kind == "tensor":
+            return self._tensor(node, path or ROOT_TENSOR, skip)
+        if kind == "stateful":
+            return self._stateful(node, path, skip or getattr(node, "on_resize", "") == "skip")
+        if kind == "mapping":
+            return self._mapping(node, path, skip)
+        if kind in ("list", "tuple"):
+            return self._sequence(node, path, skip)
+        if isinstance(node, Mapping) and not node:
+            return self._empty_mapping(node, path, skip)
+        return self._leaf(node, path, skip)
+
+    def _per_rank(self, node: PerRank[Any], path: Path) -> Restore:
+        inner = self.visit(node.value, path, node.on_resize == "skip")
+
+        def restore(values: Values) -> PerRank[Any]:
+            node.value = inner(values)
+            return node
+
+        return restore
+
+    def _mapping(self, node: Mapping[Any, Any], path: Path, skip: bool) -> Restore:
+        if not isinstance(node, MutableMapping):
+            raise StateError(f"{self._where(path)} is a {type(node).__name__}, which cannot be filled; pass a dict")
+        children = {key: self.visit(child, (*path, key), skip) for key, child in node.items()}
+
+        def restore(values: Values) -> Any:
+            for key, child in children.items():
+                restored = child(values)
+                if restored is not node[key]:
+                    node[key] = restored
+            return node
+
+        return restore
+
+    def _sequence(self, node: Any, path: Path, skip: bool) -> Restore:
+        children = [self.visit(child, (*path, index), skip) for index, child in enumerate(node)]
+
+        def restore(values: Values) -> Any:
+            items = [child(values) for child in children]
+            if all(new is old for new, old in zip(items, node)):
+                return node
+            if isinstance(node, MutableSequence):
+                node[:] = items
+                return node
+            return tuple(items)
+
+        return restore
+
+    def _leaf(self, node: Any, path: Path, skip: bool) -> Restore:
+        marker = self.stored.values.get(path)
+        if type(marker) is Container:
+            if marker.kind in ("list", "tuple") and type(node) in (list, tuple):
+                return self._rebuilt(path)
+            detail = (
+                f"stored as a {marker.kind} with tensors or mappings in it, but the target is a {type(node).__name__}"
+            )
+            name = self._where(path)
+            raise MismatchError(f"{name}: {detail}; put an empty dict (or list) there", [("value", name, detail)])
+        self._want(path, skip)
+
+        def restore(values: Values) -> Any:
+            value = values.get(path, node)
+            if value is not node and isinstance(node, MutableMapping) and isinstance(value, Mapping):
+                node.clear()
+                node.update(value)
+                return node
+            return value
+
+        return restore
+
+    def _empty_mapping(self, node: Mapping[Any, Any], path: Path, skip: bool) -> Restore:
+        if not isinstance(node, MutableMapping):
+            return self._leaf(node, path, skip)
+        if not self._below(path):
+            if not path and path not in self.stored.values:
+                return lambda values: node
+            return self._leaf(node, path, skip)
+        rebuilt = self._rebuilt(path)
+
+        def restore(values: Values) -> Any:
+            tree = rebuilt(values)
+            if not isinstance(tree, Mapping):
+                return tree
+            node.update(tree)
+            return node
+
+        return restore
+
+    def _tensor(self, tensor: torch.Tensor, path: Path, skip: bool) -> Restore:
+        fqn = path_name(path)
+        if skip:
+            self.target.optional.add(fqn)
+        key = memory_key(tensor)
+        if key is not None and key in self._memory:
+            self._tie(fqn, self._memory[key])
+            return lambda values: tensor
+        if key is not None:
+            self._memory[key] = fqn
+        filled = tensor
+        if tensor.is_meta and fqn in self.stored.metas:
+            filled = _materialize(tensor, self.context.device)
+        finish = self._fill(fqn, filled)
+
+        def restore(values: Values) -> torch.Tensor:
+            if finish is not None:
+                finish()
+            return filled
+
+        return restore
+
+    def _tie(self, fqn: str, first: str) -> None:
+        """One tensor under two names is filled once, from the first."""
+        self.target.aliases[fqn] = first
+        stored = self.stored
+        if fqn not in stored.metas:
+            return
+        self.target.ignorable.add(fqn)
+        if stored.aliases.get(fqn, fqn) != stored.aliases.get(first, first):
+            self.context.notes.append(
+                f"{self.context.section}: {first} and {fqn} are one tensor here but were stored separately; it was "
+                f"filled from {first}, and {fqn} left unread"
+            )
+
+    def _fill(self, fqn: str, tensor: torch.Tensor) -> Callable[[], None] | None:
+        if tensor.is_meta:
+            self.target.metas[fqn] = tensor_shards(fqn, tensor)[0]
+            return None
+        meta, shards, finish = fillable_shards(fqn, tensor)
+        self.target.metas[fqn] = meta
+        self.target.shards.extend(shards)
+        return finish
+
+    def _stateful(self, node: Any, path: Path, skip: bool) -> Restore:
+        """The stored state as it is, whatever keys it has: growing and shrinking states are the object's business."""
+        capture = _Template(self.context)
+        capture.visit(state_of(node, self._where(path)), path)
+        if not self._below(path):
+            wanted = [p for p, value in capture.source.values.items() if type(value) is not Container]
+            for value_path in wanted:
+                self._want(value_path, skip or value_path == path)
+            self.target.metas.update(capture.source.metas)
+            self.target.optional.update(capture.source.metas if skip else ())
+            stored_empty = path in self.stored.values
+
+            def restore_empty(values: Values) -> Any:
+                if stored_empty:
+                    node.load_state_dict({})
+                return node
+
+            return restore_empty
+        rebuilt = self._rebuilt(path, capture.tensors, in_place=isinstance(node, torch.nn.Module))
+
+        def restore(values: Values) -> Any:
+            node.load_state_dict(rebuilt(values))
+            return node
+
+        return restore
+
+    def _below(self, path: Path) -> bool:
+        """Whether anything is stored below ``path``."""
+        size = len(path)
+        return any(len(p) > size and p[:size] == path for p in self.stored.values) or bool(self._tensors_below(path))
+
+    def _tensors_below(self, path: Path) -> dict[str, Path]:
+        index = PathIndex.of(self.stored.values, path)
+        paths = {fqn: index.path_of(fqn) for fqn in self.stored.metas}
+        return {fqn: p for fqn, p in paths.items() if len(p) > len(path) and p[: len(path)] == path}
+
+    def _rebuilt(
+        self, path: Path, templates: Mapping[Path, torch.Tensor] | None = None, in_place: bool = False
+    ) -> Restore:
+        """Everything stored at and below ``path`` as a tree of its own.
+
+        Its tensors are laid out like the templates: DTensors are filled themselves, plain ones only with ``in_place``,
+        since the tensors in a state dict may be another object's, which loads them itself.
+        """
+        size = len(path)
+        stored = {p: value for p, value in self.stored.values.items() if p[:size] == path}
+        self.target.wanted_values.update(stored)
+        containers = {p: value for p, value in stored.items() if type(value) is Container}
+        tensors: dict[Path, torch.Tensor] = {}
+        finishes: list[Callable[[], None]] = []
+        for fqn, tensor_path in self._tensors_below(path).items():
+            tensors[tensor_path], finish = self._room(fqn, (templates or {}).get(tensor_path), in_place)
+            if finish is not None:
+                finishes.append(finish)
+
+        def restore(values: Values) -> Any:
+            for finish in finishes:
+                finish()
+            plain = [(p, values[p]) for p in stored if p in values and type(stored[p]) is not Container]
+            return build_tree([*plain, *tensors.items()], containers, path, self.context.section)
+
+        return restore
+
+    def _room(
+        self, fqn: str, template: torch.Tensor | None, in_place: bool
+    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        meta = self.stored.metas[fqn]
+        if template is not None and template.is_meta:
+            template = None
+        if template is not None and (in_place or is_distributed(template)):
+            return template, self._fill(fqn, template)
+        device = self.context.device or (template.device if template is not None else None)
+        tensor = torch.empty(meta.shape, dtype=torch_dtype(meta), device=device or "cpu")
+        return tensor, self._fill(fqn, tensor)
+
+    def _want(self, path: Path, skip: bool) -> None:
+        self.target.wanted_values.add(path)
+        if skip:
+            self.target.optional.add(path)
+
+    def _where(self, path: Path) -> str:
+        return path_name((self.context.section, *path))
+
+
+class _Template(Capture):
+    """The tensors and paths of a state dict that a stored one is about to replace."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.tensors: dict[Path, torch.Tensor] = {}
+
+    def _tensor(self, tensor: torch.Tensor, path: Path, own: bool) -> None:
+        self.tensors[path] = tensor
+        self.source.metas[path_name(path)] = tensor_shards(path_name(path), tensor)[0]
+
+
+def _materialize(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Memory for a meta tensor; the caller puts it in the tensor's place."""
+    made = (
+        empty_like_dtensor(tensor, device=device)
+        if is_dtensor(tensor)
+        else torch.empty_like(tensor.detach(), device=device or "cpu")
+    )
+    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made

@@ -1,0 +1,220 @@
+"""The manifest in memory: columns, and the look-ups on them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..metadata import ByteMeta
+from ..tables import BoxTable, Int64, TensorTable, ragged_positions
+
+__all__ = ["FileTable", "Manifest", "SectionInfo", "UInt64"]
+
+UInt64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class SectionInfo:
+    """One entry of the saved state. ``kind`` is the name of the adapter that wrote it."""
+
+    name: str
+    kind: str
+
+
+@dataclass(eq=False)
+class FileTable:
+    """Every data file, one row each.
+
+    ``name`` is its key relative to the checkpoint; ``size`` in bytes; ``section`` indexes the manifest's sections;
+    ``rank`` wrote it; ``kind`` is "tensors", "values" (every rank's) or "rank_values" (the writer's own).
+    ``head_length`` bytes at its front (the safetensors header with its padding, or the whole of a values file) have
+    the xxh3-64 ``head_checksum``; ``chunk_size`` is the length of the pieces of shards that have a checksum each;
+    ``codec`` is "raw".
+    """
+
+    name: list[str]
+    size: Int64
+    section: Int64
+    rank: Int64
+    kind: list[str]
+    head_length: Int64
+    head_checksum: UInt64
+    chunk_size: Int64
+    codec: list[str]
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+@dataclass(eq=False)
+class Manifest:
+    """What one checkpoint holds. Not to be changed once made: look-ups remember what they computed.
+
+    ``created`` is RFC 3339 in UTC with microseconds; ``attempt`` the directory of all files; ``metadata`` the user's
+    plain values. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the rank
+    whose own it is. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data start
+    of file ``shard_file``. ``checksums`` are the xxh3-64 values of all shards' chunks, in shard order. ``aliases``
+    are (tied full name, full name its bytes are stored under), sorted.
+    """
+
+    library_version: str
+    step: int | None
+    created: str
+    world_size: int
+    attempt: str
+    metadata: dict[str, Any]
+    sections: list[SectionInfo]
+    files: FileTable
+    tensors: TensorTable
+    scope: Int64
+    shards: BoxTable
+    shard_file: Int64
+    shard_offset: Int64
+    checksums: UInt64
+    aliases: list[tuple[str, str]] = field(default_factory=list)
+    version: int = 1
+
+    @classmethod
+    def assemble(
+        cls,
+        *,
+        library_version: str,
+        step: int | None,
+        created: str,
+        world_size: int,
+        attempt: str,
+        metadata: dict[str, Any],
+        sections: list[SectionInfo],
+        files: FileTable,
+        tensors: TensorTable,
+        scope: Int64,
+        shards: BoxTable,
+        shard_file: Int64,
+        shard_offset: Int64,
+        checksums: UInt64,
+        aliases: list[tuple[str, str]],
+    ) -> Manifest:
+        """A manifest from tables in any row order: sorts them, and points ``tensors.section`` at ``sections``.
+
+        ``checksums`` come in the order of the shards given here. Raises ``KeyError`` for a tensor whose section is
+        not listed; everything else is left to ``validate``.
+        """
+        index = {section.name: i for i, section in enumerate(sections)}
+        section = np.array([index[name] for name in tensors.sections], np.int64)
+        order = np.array(sorted(range(len(tensors)), key=tensors.names.__getitem__), np.int64)
+        sorted_tensors = TensorTable(
+            [tensors.names[row] for row in order.tolist()],
+            [s.name for s in sections],
+            section[tensors.section[order]],
+            tensors.dtype[order],
+            tensors.ndim[order],
+            tensors.shape[ragged_positions(tensors.starts[:-1][order], tensors.ndim[order])],
+        )
+        new_row = np.empty(len(order), np.int64)
+        new_row[order] = np.arange(len(order))
+        moved = BoxTable(new_row[shards.tensor], shards.offsets, shards.lengths, shards.starts)
+        rows = _shard_order(moved)
+        counts = _chunks(moved.nbytes(sorted_tensors), files.chunk_size[shard_file])
+        starts = np.cumsum(counts) - counts
+        return cls(
+            library_version,
+            step,
+            created,
+            world_size,
+            attempt,
+            metadata,
+            sections,
+            files,
+            sorted_tensors,
+            scope[order],
+            moved.take(rows),
+            shard_file[rows],
+            shard_offset[rows],
+            checksums[ragged_positions(starts[rows], counts[rows])],
+            sorted(aliases),
+        )
+
+    @cached_property
+    def shard_nbytes(self) -> Int64:
+        """Bytes of each shard."""
+        return self.shards.nbytes(self.tensors)
+
+    @cached_property
+    def checksum_starts(self) -> Int64:
+        """Shard ``i`` has checksums ``[checksum_starts[i], checksum_starts[i + 1])``."""
+        starts = np.zeros(len(self.shards) + 1, np.int64)
+        np.cumsum(_chunks(self.shard_nbytes, self.files.chunk_size[self.shard_file]), out=starts[1:])
+        return starts
+
+    @cached_property
+    def _shard_starts(self) -> Int64:
+        return np.searchsorted(self.shards.tensor, np.arange(len(self.tensors) + 1))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return int(self.shard_nbytes.sum())
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all data files."""
+        return int(self.files.size.sum())
+
+    def tensor_row(self, name: str) -> int | None:
+        """The row of the tensor of this full name; None where no tensor is stored under it (it may be an alias)."""
+        row = bisect_left(self.tensors.names, name)
+        return row if row < len(self.tensors) and self.tensors.names[row] == name else None
+
+    def resolve(self, name: str) -> str:
+        """The name under which the bytes of ``name`` are stored: its alias target, or itself."""
+        at = bisect_left(self.aliases, (name, ""))
+        return self.aliases[at][1] if at < len(self.aliases) and self.aliases[at][0] == name else name
+
+    def shards_of(self, row: int) -> slice:
+        """The shard rows of one tensor."""
+        return slice(int(self._shard_starts[row]), int(self._shard_starts[row + 1]))
+
+    def byte_meta(self, shard: int) -> ByteMeta:
+        """Where a shard's bytes lie. ``offset`` counts from the beginning of the file."""
+        file = int(self.shard_file[shard])
+        first, last = self.checksum_starts[shard : shard + 2].tolist()
+        return ByteMeta(
+            self.files.name[file],
+            int(self.files.head_length[file] + self.shard_offset[shard]),
+            int(self.shard_nbytes[shard]),
+            int(self.files.chunk_size[file]),
+            tuple(self.checksums[first:last].tolist()),
+            self.files.codec[file],
+        )
+
+    def section_name(self, index: int) -> str:
+        return self.sections[index].name
+
+    def section_index(self, name: str) -> int | None:
+        """Position of a section in ``sections``; None where it is not stored."""
+        return next((i for i, section in enumerate(self.sections) if section.name == name), None)
+
+    def section_tensors(self, name: str) -> Int64:
+        """The tensor rows of a section; none for a section that is not stored."""
+        index = self.section_index(name)
+        return np.flatnonzero(self.tensors.section == (-1 if index is None else index))
+
+
+def _chunks(nbytes: Int64, chunk_size: Int64) -> Int64:
+    return -(-nbytes // chunk_size)
+
+
+def _shard_order(shards: BoxTable) -> Int64:
+    counts = shards.starts[1:] - shards.starts[:-1]
+    widest = int(counts.max(initial=0))
+    keys = np.zeros((widest + 1, len(shards)), np.int64)
+    keys[0] = shards.tensor
+    for d in range(widest):
+        rows = np.flatnonzero(counts > d)
+        keys[d + 1, rows] = shards.offsets[shards.starts[:-1][rows] + d]
+    return np.lexsort(keys[::-1])

@@ -1,0 +1,195 @@
+"""The safetensors container: building headers that every reader opens, and parsing those of strangers.
+
+A file is an 8-byte little-endian header length, a JSON header, and the data area. What this library builds has the
+data area on a 4096-byte boundary (the header is padded with spaces) and its tensors in file order without gaps, as
+the format demands. Nothing here does I/O or knows of torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from .dtypes import DTYPES, DType
+from .errors import FormatError
+from .geometry import Box
+
+__all__ = ["DATA_ALIGNMENT", "HeaderEntry", "HeaderRecord", "SafetensorsHeader", "build_header", "parse_header"]
+__all__ += ["shard_name"]
+
+DATA_ALIGNMENT = 4096
+"""The data area of every file built here begins on a multiple of this many bytes."""
+
+_MAX_HEADER = 100_000_000  # the limit of the stock library; a longer header would be unreadable to it
+_MAX_NAME = 1 << 16
+_MAX_NDIM = 64
+_MAX_INT = (1 << 63) - 1
+_METADATA = "__metadata__"
+_ENTRY_KEYS = frozenset(("dtype", "shape", "data_offsets"))
+
+# Bits per element of every code of the format. The last ones are read only: torch has no such dtype, or the stock
+# Python reader cannot map it, so they are never written here.
+_CODE_BITS: dict[str, int] = {d.safetensors: 8 * d.itemsize for d in DTYPES.values() if d.safetensors is not None}
+_CODE_BITS |= {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """One tensor to be written: its name in the file, and ``nbytes`` bytes of row-major data."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class HeaderRecord:
+    """One tensor as found in a header. ``dtype`` is the safetensors code; ``begin`` and ``end`` count bytes from the
+    start of the data area."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """A parsed header. ``data_start`` is the data area's first byte in the file; ``entries`` are in file order."""
+
+    data_start: int
+    entries: tuple[HeaderRecord, ...]
+    metadata: dict[str, str]
+
+
+def shard_name(fqn: str, box: Box, whole: bool) -> str:
+    """What a shard is called inside its file: the plain fqn for a whole tensor, else ``fqn[0:2,3:4]``."""
+    return fqn if whole else f"{fqn}{box}"
+
+
+def build_header(entries: Sequence[HeaderEntry], metadata: dict[str, str]) -> bytes:
+    """The file's first bytes, up to the data area. ``entries`` are in file order and lie back to back.
+
+    Raises ``FormatError`` for a name used twice, an entry whose size is not that of its shape, and a header over the
+    100 MB that stock readers accept.
+    """
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    begin = 0
+    for entry in entries:
+        _check_name(entry.name, entry.name in header)
+        if entry.nbytes != prod(entry.shape) * entry.dtype.itemsize:
+            raise FormatError(f"{entry.name}: {entry.nbytes} bytes are not {entry.dtype}{list(entry.shape)}")
+        code, shape = entry.dtype.safetensors, list(entry.shape)
+        if code is None:
+            code, shape = "U8", [*shape, entry.dtype.itemsize]
+        header[entry.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, begin + entry.nbytes]}
+        begin += entry.nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    padded = -(-(8 + len(text)) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+    if padded - 8 > _MAX_HEADER:
+        raise FormatError(
+            f"a header of {padded - 8} bytes is over the {_MAX_HEADER} that readers accept; use more files"
+        )
+    return (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
+
+
+def parse_header(read: Callable[[int, int], bytes], file_size: int) -> SafetensorsHeader:
+    """Read and prove a header. ``read(offset, length)`` returns exactly those bytes of a file of ``file_size`` bytes.
+
+    Raises ``FormatError`` for anything that breaks the format; nothing is allocated for a header that cannot be true.
+    """
+    if file_size < 8:
+        raise FormatError(f"not a safetensors file: {file_size} bytes")
+    length = int.from_bytes(read(0, 8), "little")
+    if length > _MAX_HEADER or length > file_size - 8:
+        raise FormatError(f"safetensors header of {length} bytes in a file of {file_size} (at most {_MAX_HEADER})")
+    header = _parse_json(read(8, length))
+    metadata = _metadata_of(header.pop(_METADATA, None))
+    records = [_record(name, entry) for name, entry in header.items()]
+    records.sort(key=lambda record: (record.begin, record.end))
+    data_start, position = 8 + length, 0
+    for record in records:
+        if record.begin != position:
+            raise FormatError(f"{record.name!r} begins at data offset {record.begin}, not {position}: overlap or hole")
+        position = record.end
+    if position != file_size - data_start:
+        raise FormatError(f"tensors end at data offset {position}, the file at {file_size - data_start}")
+    return SafetensorsHeader(data_start, tuple(records), metadata)
+
+
+def _parse_json(raw: bytes) -> dict[str, Any]:
+    # The format fixes the first byte, so that no other kind of file passes for a header.
+    if not raw.startswith(b"{"):
+        raise FormatError("safetensors header does not begin with '{'")
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_float=_no, parse_constant=_no)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"safetensors header is not the JSON it must be: {error}") from None
+    if not isinstance(header, dict):
+        raise FormatError("safetensors header is not a JSON object")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise FormatError(f"key {twice!r:.200} stands twice in one object of the safetensors header")
+    return found
+
+
+def _no(text: str) -> Any:
+    raise ValueError(f"number {text} is not a whole one")
+
+
+def _metadata_of(found: object) -> dict[str, str]:
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise FormatError(f"{_METADATA} of the safetensors header is not a map of strings")
+    return found
+
+
+def _record(name: str, entry: object) -> HeaderRecord:
+    _check_name(name, False)
+    if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
+        raise FormatError(f"{name!r}: a safetensors entry has exactly dtype, shape and data_offsets")
+    dtype = entry["dtype"]
+    shape = _integers(name, "shape", entry["shape"])
+    offsets = _integers(name, "data_offsets", entry["data_offsets"])
+    if not isinstance(dtype, str) or dtype not in _CODE_BITS:
+        raise FormatError(f"{name!r}: unknown safetensors dtype {dtype!r:.80}")
+    if len(shape) > _MAX_NDIM or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise FormatError(f"{name!r}: shape of {len(shape)} dimensions, data_offsets {offsets[:3]}")
+    bits = prod(shape) * _CODE_BITS[dtype]
+    if bits != 8 * (offsets[1] - offsets[0]):
+        raise FormatError(f"{name!r}: {dtype}{list(shape)} does not take {offsets[1] - offsets[0]} bytes")
+    return HeaderRecord(name, dtype, shape, offsets[0], offsets[1])
+
+
+def _integers(name: str, what: str, found: object) -> tuple[int, ...]:
+    # bool is an int to isinstance, and JSON's true is not a number
+    if not isinstance(found, list) or not all(type(n) is int and 0 <= n <= _MAX_INT for n in found):
+        raise FormatError(f"{name!r}: {what} is not a list of whole numbers of 0 to 2^63-1")
+    return tuple(found)
+
+
+def _check_name(name: str, taken: bool) -> None:
+    if taken or name == _METADATA:
+        raise FormatError(f"name {name!r:.200} is taken in this safetensors file")
+    if len(name) > _MAX_NAME or "\0" in name or not _is_text(name):
+        raise FormatError(f"name {name!r:.200} cannot stand in a safetensors file: too long, or not text")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON escapes can spell
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""The meeting point of frameworks and engine: local memory with a global address.
+
+An adapter (``frameworks/``) turns any object into a list of ``Shard``s and a set of plain values; saving reads the
+shards' memory, loading writes into it. Nobody else needs to know what FSDP, tensor parallel or ZeRO mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .dtypes import DTYPES
+from .errors import StateError, UnsupportedTensorError
+from .geometry import Box
+from .metadata import BasicMeta
+from .values import Path
+
+__all__ = ["Path", "SectionSource", "SectionTarget", "Shard", "StoredSection", "basic_meta", "torch_dtype"]
+
+
+def torch_dtype(meta: BasicMeta) -> torch.dtype:
+    """The torch element type of ``meta``. Raises ``UnsupportedTensorError`` where this torch has no such type."""
+    dtype = getattr(torch, meta.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedTensorError(
+            f"torch {torch.__version__} has no dtype {meta.dtype.name}; a newer torch is needed"
+        )
+    return dtype
+
+
+def basic_meta(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> BasicMeta:
+    """Dtype and global shape as this library writes them. Raises ``UnsupportedTensorError`` for quantised dtypes."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedTensorError(f"dtype {dtype} cannot be stored: it has no plain bytes of its own")
+    return BasicMeta(DTYPES[name], tuple(int(n) for n in shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A box of the global tensor ``fqn`` that lies in this process's memory.
+
+    ``tensor`` has exactly the box's shape and the meta's dtype, on any device; it may be a non-contiguous view, never
+    a copy: loading fills it. A replica is simply the same box on several ranks.
+    """
+
+    fqn: str
+    meta: BasicMeta
+    box: Box
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if tuple(self.tensor.shape) != self.box.lengths or not Box.whole(self.meta.shape).contains(self.box):
+            raise StateError(
+                f"{self.fqn}: local tensor of shape {tuple(self.tensor.shape)} is not the box {self.box} of {self.meta}"
+            )
+        if self.tensor.layout != torch.strided or self.tensor.is_quantized:
+            raise UnsupportedTensorError(
+                f"{self.fqn}: layout {self.tensor.layout} cannot be stored; convert it first (for example .to_dense())"
+            )
+
+
+@dataclass
+class SectionSource:
+    """One section of the state, ready to be saved: what ``capture`` of an adapter returns.
+
+    ``metas`` names every tensor of the section of which this rank knows, also those it holds no element of.
+    ``values`` are plain (see ``values.py``), each under its path; a value that differs between ranks is stored once
+    for each. ``aliases`` maps a tied name to the name its bytes are stored under. Names in ``per_rank`` (tensors, by
+    fqn; values, by path) belong to this rank alone and are never taken for replicas. ``digests`` holds the xxh3-128 of
+    plain tensors that nothing but their name says are replicas (tensors of trees): where ranks differ, saving stores
+    each rank's own instead of taking one for all.
+    """
+
+    metas: dict[str, BasicMeta] = field(default_factory=dict)
+    shards: list[Shard] = field(default_factory=list)
+    values: dict[Path, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    per_rank: set[str | Path] = field(default_factory=set)
+    digests: dict[str, bytes] = field(default_factory=dict)
+
+    def make_per_rank(self, fqn: str) -> None:
+        """Turn a tensor into this rank's own; names tied to it become tensors of their own, of the same memory."""
+        names = [fqn, *(alias for alias, name in self.aliases.items() if name == fqn)]
+        local = [shard for shard in self.shards if shard.fqn == fqn]
+        for alias in names[1:]:
+            del self.aliases[alias]
+            self.metas[alias] = self.metas[fqn]
+            self.shards.extend(replace(shard, fqn=alias) for shard in local)
+        self.per_rank.update(names)
+
+
+@dataclass(frozen=True)
+class StoredSection:
+    """What a checkpoint holds of one section, as an adapter sees it when it makes room for a load.
+
+    ``values`` are those meant for this rank: shared ones, and its own where values were stored for each rank.
+    ``metas`` has aliases resolved: a tied name is listed too, with the meta of what it stands for.
+    """
+
+    metas: Mapping[str, BasicMeta]
+    values: Mapping[Path, Any]
+    aliases: Mapping[str, str]
+
+
+@dataclass
+class SectionTarget:
+    """Where one section's bytes and values go: what ``target`` of an adapter returns.
+
+    ``shards`` are filled in place, their dtypes being those wanted. ``wanted_values`` are the paths the object needs
+    (missing ones are reported); ``apply`` is called once, on the main thread, when every byte of every section has
+    arrived and been verified, with the stored values by path: it puts plain values (and state created for the load)
+    into the object. ``metas`` and ``aliases`` are as in ``SectionSource``.
+    ``optional`` names tensors and value paths that may be missing from the checkpoint (lazily created optimizer
+    state); ``ignorable`` those stored names that the object has no use for and that may be left unread.
+    """
+
+    metas: dict[str, BasicMeta] = field(default_factory=dict)
+    shards: list[Shard] = field(default_factory=list)
+    wanted_values: set[Path] = field(default_factory=set)
+    aliases: dict[str, str] = field(default_factory=dict)
+    optional: set[str | Path] = field(default_factory=set)
+    ignorable: set[str | Path] = field(default_factory=set)
+    apply: Callable[[Mapping[Path, Any]], None] = lambda values: None

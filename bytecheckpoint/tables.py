@@ -1,0 +1,151 @@
+"""Columns instead of objects: tensors and boxes by the million, as numpy arrays.
+
+Planners and the manifest speak of the same two tables. A *ragged* column holds ``ndim`` numbers per row back to back;
+``starts`` says where each row begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .dtypes import DTYPES, DType
+from .geometry import Box
+from .metadata import BasicMeta
+
+__all__ = ["BoxTable", "Int64", "TensorTable"]
+
+Int64 = npt.NDArray[np.int64]
+
+_BY_CODE: tuple[DType, ...] = tuple(DTYPES.values())
+_ITEMSIZE: Int64 = np.array([dtype.itemsize for dtype in _BY_CODE], np.int64)
+
+
+def _starts(counts: Int64) -> Int64:
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+@dataclass(eq=False)
+class TensorTable:
+    """Every tensor by name: section, dtype and global shape. Row order is the tensors' identity within one plan or
+    manifest; ``names`` are full (``<section>.<fqn>``) and unique; ``sections`` lists section names, ``section``
+    indexes it; ``dtype`` holds ``DType.code``; ``shape`` is ragged by ``ndim``."""
+
+    names: list[str]
+    sections: list[str]
+    section: Int64
+    dtype: Int64
+    ndim: Int64
+    shape: Int64
+
+    def __post_init__(self) -> None:
+        self.starts = _starts(self.ndim)
+
+    @classmethod
+    def build(cls, rows: Iterable[tuple[str, str, BasicMeta]]) -> TensorTable:
+        """From ``(section, fqn, meta)`` rows."""
+        names: list[str] = []
+        sections: dict[str, int] = {}
+        columns: list[tuple[int, int, int]] = []
+        shape: list[int] = []
+        for section, fqn, meta in rows:
+            names.append(f"{section}.{fqn}")
+            columns.append((sections.setdefault(section, len(sections)), meta.dtype.code, len(meta.shape)))
+            shape.extend(meta.shape)
+        table = np.array(columns, np.int64).reshape(-1, 3)
+        return cls(
+            names, list(sections), table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy(), np.array(shape, np.int64)
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def shape_of(self, row: int) -> tuple[int, ...]:
+        return tuple(self.shape[self.starts[row] : self.starts[row + 1]].tolist())
+
+    def meta_of(self, row: int) -> BasicMeta:
+        return BasicMeta(_BY_CODE[int(self.dtype[row])], self.shape_of(row))
+
+    def section_of(self, row: int) -> str:
+        return self.sections[int(self.section[row])]
+
+    def fqn_of(self, row: int) -> str:
+        """The name within its section."""
+        return self.names[row][len(self.section_of(row)) + 1 :]
+
+    def itemsize(self) -> Int64:
+        """Bytes per element, by row."""
+        return _ITEMSIZE[self.dtype]
+
+    def numel(self) -> Int64:
+        """Elements, by row."""
+        return ragged_product(self.shape, self.starts)
+
+
+@dataclass(eq=False)
+class BoxTable:
+    """Boxes of tensors of a ``TensorTable``: ``tensor`` is the row there; ``offsets`` and ``lengths`` are ragged by
+    that tensor's ndim."""
+
+    tensor: Int64
+    offsets: Int64
+    lengths: Int64
+    starts: Int64
+
+    @classmethod
+    def build(cls, rows: Sequence[tuple[int, Box]]) -> BoxTable:
+        """From ``(tensor row, box)``."""
+        return cls(
+            np.array([row for row, _ in rows], np.int64),
+            np.array([v for _, box in rows for v in box.offsets], np.int64),
+            np.array([v for _, box in rows for v in box.lengths], np.int64),
+            _starts(np.array([box.ndim for _, box in rows], np.int64)),
+        )
+
+    @classmethod
+    def from_columns(cls, tensors: TensorTable, tensor: Int64, offsets: Int64, lengths: Int64) -> BoxTable:
+        return cls(tensor, offsets, lengths, _starts(tensors.ndim[tensor]))
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def box_of(self, row: int) -> Box:
+        part = slice(int(self.starts[row]), int(self.starts[row + 1]))
+        return Box(tuple(self.offsets[part].tolist()), tuple(self.lengths[part].tolist()))
+
+    def numel(self) -> Int64:
+        """Elements, by row."""
+        return ragged_product(self.lengths, self.starts)
+
+    def nbytes(self, tensors: TensorTable) -> Int64:
+        """Bytes, by row."""
+        return self.numel() * tensors.itemsize()[self.tensor]
+
+    def take(self, rows: Int64) -> BoxTable:
+        """These rows, in this order."""
+        counts = (self.starts[1:] - self.starts[:-1])[rows]
+        picked = ragged_positions(self.starts[:-1][rows], counts)
+        return BoxTable(self.tensor[rows], self.offsets[picked], self.lengths[picked], _starts(counts))
+
+
+def ragged_positions(starts: Int64, counts: Int64) -> Int64:
+    """Flat positions of rows that begin at ``starts`` and hold ``counts`` numbers each."""
+    total = int(counts.sum())
+    ends = np.cumsum(counts)
+    positions: Int64 = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    return positions
+
+
+def ragged_product(values: Int64, starts: Int64) -> Int64:
+    """Product of each row's numbers; 1 for an empty row."""
+    padded = np.append(values, 1)
+    product: Int64 = np.empty(len(starts) - 1, np.int64)
+    if len(product):
+        np.multiply.reduceat(padded, starts[:-1], out=product)
+    product[starts[1:] == starts[:-1]] = 1
+    return product

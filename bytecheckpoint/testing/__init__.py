@@ -1,0 +1,7 @@
+"""The kit for tests of this library and of plug-ins for it."""
+
+from __future__ import annotations
+
+from bytecheckpoint.testing.ranks import RankPool, RanksFailed, run_ranks
+
+__all__ = ["RankPool", "RanksFailed", "run_ranks"]

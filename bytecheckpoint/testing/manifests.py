@@ -1,0 +1,73 @@
+"""Manifests made up from a list of tensors, for tests of what reads manifests. No data files belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..geometry import Box
+from ..manifest import FileTable, Manifest, SectionInfo
+from ..metadata import BasicMeta
+from ..tables import BoxTable, TensorTable
+
+__all__ = ["make_manifest"]
+
+
+def make_manifest(
+    tensors: Sequence[tuple[str, str, BasicMeta, Sequence[Box]]],
+    *,
+    ranks: int = 1,
+    chunk_size: int = 64,
+    head_length: int = 4096,
+    aliases: Sequence[tuple[str, str]] = (),
+    metadata: Mapping[str, Any] | None = None,
+    scope: Mapping[str, int] | None = None,
+    attempt: str = "attempt-0",
+) -> Manifest:
+    """A valid manifest of ``(section, fqn, meta, boxes)`` rows, if the boxes tile their tensors.
+
+    Each section has a file per rank that got one of its shards; shards are dealt out to ``ranks`` in turn, in the
+    order given. Checksums are 1, 2, 3, ... in that order. ``scope`` gives the rank of full names that are not shared.
+    """
+    table = TensorTable.build([(section, fqn, meta) for section, fqn, meta, _ in tensors])
+    shards = BoxTable.build([(row, box) for row, (_, _, _, boxes) in enumerate(tensors) for box in boxes])
+    files: dict[tuple[int, int], int] = {}
+    filled: list[int] = []
+    shard_file: list[int] = []
+    shard_offset: list[int] = []
+    for row, nbytes in enumerate(shards.nbytes(table).tolist()):
+        file = files.setdefault((int(table.section[shards.tensor[row]]), row % ranks), len(files))
+        filled.extend([0] * (file + 1 - len(filled)))
+        shard_file.append(file)
+        shard_offset.append(filled[file])
+        filled[file] += nbytes
+    chunks = sum(-(-n // chunk_size) for n in shards.nbytes(table).tolist())
+    return Manifest.assemble(
+        library_version="0.0.0",
+        step=7,
+        created="2025-01-31T23:59:59.000001Z",
+        world_size=max(ranks, 1 + max((scope or {}).values(), default=0)),
+        attempt=attempt,
+        metadata=dict(metadata or {}),
+        sections=[SectionInfo(name, "tree") for name in table.sections],
+        files=FileTable(
+            [f"{attempt}/{table.sections[section]}-{rank:05d}.safetensors" for section, rank in files],
+            np.array(filled, np.int64) + head_length,
+            np.array([section for section, _ in files], np.int64),
+            np.array([rank for _, rank in files], np.int64),
+            ["tensors"] * len(files),
+            np.full(len(files), head_length, np.int64),
+            np.arange(len(files), dtype=np.uint64),
+            np.full(len(files), chunk_size, np.int64),
+            ["raw"] * len(files),
+        ),
+        tensors=table,
+        scope=np.array([(scope or {}).get(name, -1) for name in table.names], np.int64),
+        shards=shards,
+        shard_file=np.array(shard_file, np.int64),
+        shard_offset=np.array(shard_offset, np.int64),
+        checksums=np.arange(1, chunks + 1, dtype=np.uint64),
+        aliases=list(aliases),
+    )

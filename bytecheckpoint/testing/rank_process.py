@@ -1,0 +1,235 @@
+"""The child side of the rank harness: what one rank process does between being forked and being killed.
+
+Messages are pickled: they travel over a pipe between a test process and the children it made itself, never from disk
+or network, and only in tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["THIRD_PARTY_WARNINGS", "Call", "FunctionReference", "load_function", "serve"]
+
+THIRD_PARTY_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
+    # FSDP-1 and some of its strategies are deprecated by torch; this library supports them all the same.
+    (FutureWarning, r"The `NO_SHARD` sharding strategy is deprecated"),
+    (FutureWarning, r"FSDP\.state_dict_type\(\) and FSDP\.set_state_dict_type\(\) are being deprecated"),
+    # FSDP-1 on one rank of a mesh dimension: the fallback it announces is what such a test is about.
+    (UserWarning, r"FSDP is switching to use `NO_SHARD`"),
+    # torch's own calls inside FSDP-1's state dicts.
+    (UserWarning, r"`_get_pg_default_device` will be deprecated"),
+    (UserWarning, r"Multiple backends are registered with this ProcessGroup"),
+    (FutureWarning, r"Please use DTensor instead and we are deprecating ShardedTensor"),
+    # torch's own checkpoint reader and tensors that share storage, when a test compares with them.
+    (UserWarning, r"TypedStorage is deprecated"),
+    (UserWarning, r"torch\.distributed is disabled, unavailable or uninitialized"),
+    # Raised for a barrier on a group made without a device.
+    (UserWarning, r"No device id is provided via `init_process_group`"),
+)
+"""Warnings of other people's code that tests do not turn into errors: (category, regular expression)."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class FunctionReference:
+    """A module-level function by name, with the file it stands in: test files cannot be imported by name alone."""
+
+    module: str
+    file: str | None
+    qualname: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function on one rank. ``arguments`` is a pickled tuple, read after the module is loaded."""
+
+    function: FunctionReference
+    arguments: bytes
+    rank: int
+    world_size: int
+    backend: str | None
+    store_file: str
+    timeout_s: float
+    env: dict[str, str]
+
+
+def serve(connection: Connection, output_file: str, stack_file: str, import_path: list[str]) -> None:
+    """Run calls until the parent goes away.
+
+    For each ``Call`` the answers are ``("returned" | "raised", payload, text)`` and then, once the process group is
+    gone, ``("idle", b"", "")``. A rank that returned keeps its group until the parent says that all others are done.
+    """
+    _prepare_process(output_file, stack_file, import_path)
+    while True:
+        try:
+            call = connection.recv()
+        except (EOFError, OSError):
+            return
+        if call is None:
+            return
+        os.truncate(output_file, 0)
+        with _surroundings(call):
+            _answer(connection, call)
+        _flush()
+        gc.collect()
+        connection.send(("idle", b"", ""))
+
+
+def load_function(reference: FunctionReference) -> Callable[..., Any]:
+    """Find the function, loading its module by path where its name cannot be imported."""
+    target: Any = _load_module(reference.module, reference.file)
+    for part in reference.qualname.split("."):
+        target = getattr(target, part)
+    if not callable(target):
+        raise TypeError(f"{reference.module}.{reference.qualname} is not callable")
+    return target  # type: ignore[no-any-return]
+
+
+def _load_module(name: str, file: str | None) -> ModuleType:
+    loaded = sys.modules.get(name)
+    if loaded is not None and (file is None or _same_file(getattr(loaded, "__file__", None), file)):
+        return loaded
+    if file is None:
+        return importlib.import_module(name)
+    with contextlib.suppress(ImportError, ValueError):
+        found = importlib.util.find_spec(name)
+        if found is not None and _same_file(found.origin, file):
+            return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {file} as module {name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _same_file(one: str | None, other: str) -> bool:
+    return one is not None and os.path.realpath(one) == os.path.realpath(other)
+
+
+def _prepare_process(output_file: str, stack_file: str, import_path: list[str]) -> None:
+    # A group of its own, so that the parent can kill a rank with whatever it started.
+    with contextlib.suppress(OSError):
+        os.setsid()
+    if sys.platform == "linux":
+        # The fork server ends when the test process does, however that one ends; ranks must not outlive it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor = os.open(output_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    # The handlers write to the bare descriptor at any time, so it stays open for as long as the process lives.
+    stacks = os.open(stack_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.enable(file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    sys.path[:] = [*import_path, *(entry for entry in sys.path if entry not in import_path)]
+
+
+@contextlib.contextmanager
+def _surroundings(call: Call) -> Iterator[None]:
+    """Give each call the same start, and undo what it changed of the process."""
+    environment = dict(os.environ)
+    folder = os.getcwd()
+    os.environ.update(call.env)
+    os.environ.update(
+        RANK=str(call.rank),
+        LOCAL_RANK=str(call.rank),
+        WORLD_SIZE=str(call.world_size),
+        LOCAL_WORLD_SIZE=str(call.world_size),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for category, message in THIRD_PARTY_WARNINGS:
+                warnings.filterwarnings("ignore", message=message, category=category)
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+
+
+def _answer(connection: Connection, call: Call) -> None:
+    import torch
+
+    _same_start()
+    try:
+        # By contract of this module: our own parent's bytes.
+        function = load_function(call.function)
+        arguments = pickle.loads(call.arguments)  # noqa: S301
+        _join(call)
+        result = function(call.rank, call.world_size, *arguments)
+        answer = pickle.dumps(result)
+    except BaseException:  # noqa: BLE001 - everything, SystemExit too, is reported to the parent as text
+        _flush()
+        connection.send(("raised", b"", traceback.format_exc()))
+    else:
+        _flush()
+        connection.send(("returned", answer, ""))
+        # Peers may still be inside a collective with this rank: the group lives until all have returned.
+        connection.recv()
+    finally:
+        if torch.distributed.is_initialized():
+            with contextlib.suppress(RuntimeError, ValueError):
+                torch.distributed.destroy_process_group()
+
+
+def _same_start() -> None:
+    import numpy
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _join(call: Call) -> None:
+    import torch.distributed
+    from torch._C._distributed_c10d import FileStore
+
+    if call.backend is None:
+        return
+    Path(call.store_file).parent.mkdir(parents=True, exist_ok=True)
+    torch.distributed.init_process_group(
+        call.backend,
+        store=FileStore(call.store_file, call.world_size),
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout=timedelta(seconds=call.timeout_s),
+    )
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

@@ -1,0 +1,198 @@
+"""From plain values to bytes."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+
+from ..errors import UnserializableError
+from .types import MAX_DEPTH, NUMPY_DTYPES, Container, Ext, check_key
+
+__all__ = ["encode_value"]
+
+
+def encode_value(value: object, where: str, *, allow_pickle: bool = False) -> bytes:
+    """One plain value as one msgpack document; equal values of equal types give equal bytes.
+
+    ``where`` is the dotted path that errors name. Raises ``UnserializableError`` for anything that is not plain;
+    with ``allow_pickle`` such a leaf (never a tensor) is stored as a pickle instead.
+    """
+    return _Encoder(allow_pickle).pack(value, where, 0)
+
+
+class _Encoder:
+    def __init__(self, allow_pickle: bool) -> None:
+        self.allow_pickle = allow_pickle
+
+    def pack(self, value: object, where: str, depth: int) -> bytes:
+        return _packb(self.lower(value, where, depth), where)
+
+    def lower(self, value: Any, where: str, depth: int) -> object:
+        """What msgpack has a type for stays; the rest becomes an extension."""
+        kind = type(value)
+        if value is None or kind is bool or kind is float or kind is bytes:
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**64 else _big_int(value)
+        if kind is str:
+            return _text(value)
+        if depth > MAX_DEPTH:
+            raise UnserializableError(
+                f"{where} is nested more than {MAX_DEPTH} levels deep (or contains itself); flatten it before saving"
+            )
+        if kind is list:
+            return self.items(value, where, depth)
+        if kind is dict:
+            return {self.key(k, where, depth): self.lower(v, _below(where, k), depth + 1) for k, v in value.items()}
+        encoder = _ENCODERS.get(kind)
+        if encoder is not None:
+            return encoder(self, value, where, depth)
+        if isinstance(value, np.generic) and kind.__module__ == "numpy":
+            dtype = _numpy_dtype(value.dtype, where)
+            return self.ext(Ext.NUMPY_SCALAR, [dtype, value.tobytes()], where)
+        if kind.__module__ == "torch" and kind.__name__ in _TORCH_ENCODERS:
+            return _TORCH_ENCODERS[kind.__name__](self, value, where)
+        return self.pickle(value, where)
+
+    def ext(self, code: Ext, parts: object, where: str) -> msgpack.ExtType:
+        return msgpack.ExtType(int(code), _packb(parts, where))
+
+    def items(self, values: Iterable[object], where: str, depth: int) -> list[object]:
+        return [self.lower(item, f"{where}.{index}", depth + 1) for index, item in enumerate(values)]
+
+    def pairs(self, values: dict[Any, Any], where: str, depth: int) -> list[object]:
+        lowered = ((self.key(k, where, depth), self.lower(v, _below(where, k), depth + 1)) for k, v in values.items())
+        return [part for pair in lowered for part in pair]
+
+    def sorted_items(self, values: Iterable[object], where: str, depth: int) -> list[object]:
+        packed = sorted(self.pack(item, f"{where}.<element>", depth + 1) for item in values)
+        return [_Raw(item) for item in packed]
+
+    def key(self, key: Any, where: str, depth: int) -> object:
+        check_key(key, where)
+        return self.lower(key, f"{where}.<key>", depth + 1)
+
+    def pickle(self, value: object, where: str) -> msgpack.ExtType:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__):
+            raise UnserializableError(
+                f"{where} is a tensor inside a plain value; tensors must stand in mappings with str or int keys, "
+                f"in lists or in tuples"
+            )
+        if not self.allow_pickle:
+            raise UnserializableError(
+                f"{where} is a {kind}, which is not a plain value and is not stored; store its state_dict() or its "
+                f"plain fields instead, or pass allow_pickle=True to both save and load"
+            )
+        import pickle
+
+        try:
+            return msgpack.ExtType(int(Ext.PICKLE), pickle.dumps(value, protocol=4))
+        except Exception as error:
+            raise UnserializableError(
+                f"{where} is a {kind}, which is not a plain value, and pickle cannot store it either: {error}"
+            ) from error
+
+
+class _Raw:
+    """A part that is packed already."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+def _packb(value: object, where: str) -> bytes:
+    try:
+        if type(value) is list and value and type(value[0]) is _Raw:
+            header = cast(bytes, msgpack.Packer().pack_array_header(len(value)))
+            return header + b"".join(item.data for item in value)
+        return cast(bytes, msgpack.packb(value, strict_types=True))
+    except (ValueError, OverflowError) as error:
+        raise UnserializableError(f"{where} cannot be stored: {error}; split it into smaller values") from error
+
+
+def _below(where: str, key: object) -> str:
+    return f"{where}.{key}" if type(key) is str or (type(key) is int and abs(key) < 2**64) else f"{where}[{key!r:.80}]"
+
+
+def _big_int(value: int) -> msgpack.ExtType:
+    return msgpack.ExtType(int(Ext.BIG_INT), value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _text(value: str) -> object:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return msgpack.ExtType(int(Ext.TEXT), value.encode("utf-8", "surrogatepass"))
+    return value
+
+
+def _numpy_dtype(dtype: np.dtype[Any], where: str) -> str:
+    if dtype.names is not None or dtype.str not in NUMPY_DTYPES:
+        raise UnserializableError(
+            f"{where} is of numpy dtype {dtype}, which is not stored; only bool, int, uint, float and complex of at "
+            f"most 64 bits a part are: convert it first"
+        )
+    return str(dtype.str)
+
+
+def _encode_ndarray(encoder: _Encoder, value: np.ndarray[Any, Any], where: str, depth: int) -> object:
+    dtype = _numpy_dtype(value.dtype, where)
+    return encoder.ext(Ext.NDARRAY, [dtype, list(value.shape), value.tobytes(order="C")], where)
+
+
+def _encode_bounds(code: Ext, encoder: _Encoder, value: Any, where: str, depth: int) -> object:
+    return encoder.ext(code, encoder.items([value.start, value.stop, value.step], where, depth), where)
+
+
+def _encode_items(code: Ext, encoder: _Encoder, value: Any, where: str, depth: int) -> object:
+    return encoder.ext(code, encoder.items(value, where, depth), where)
+
+
+def _encode_sorted(code: Ext, encoder: _Encoder, value: Any, where: str, depth: int) -> object:
+    return encoder.ext(code, encoder.sorted_items(value, where, depth), where)
+
+
+def _encode_pairs(code: Ext, encoder: _Encoder, value: Any, where: str, depth: int) -> object:
+    return encoder.ext(code, encoder.pairs(value, where, depth), where)
+
+
+def _encode_container(encoder: _Encoder, value: Container, where: str, depth: int) -> object:
+    return encoder.ext(Ext.CONTAINER, [value.kind, value.length], where)
+
+
+def _encode_deque(encoder: _Encoder, value: deque[Any], where: str, depth: int) -> object:
+    return encoder.ext(Ext.DEQUE, [value.maxlen, encoder.items(value, where, depth)], where)
+
+
+_ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], object]] = {
+    complex: lambda encoder, value, where, depth: msgpack.ExtType(
+        int(Ext.COMPLEX), struct.pack(">dd", value.real, value.imag)
+    ),
+    bytearray: lambda encoder, value, where, depth: msgpack.ExtType(int(Ext.BYTEARRAY), bytes(value)),
+    tuple: partial(_encode_items, Ext.TUPLE),
+    set: partial(_encode_sorted, Ext.SET),
+    frozenset: partial(_encode_sorted, Ext.FROZENSET),
+    OrderedDict: partial(_encode_pairs, Ext.ORDERED_DICT),
+    Counter: partial(_encode_pairs, Ext.COUNTER),
+    deque: _encode_deque,
+    range: partial(_encode_bounds, Ext.RANGE),
+    slice: partial(_encode_bounds, Ext.SLICE),
+    np.ndarray: _encode_ndarray,
+    Container: _encode_container,
+}
+
+# By name, so that this module does not import torch for them.
+_TORCH_ENCODERS: dict[str, Callable[[_Encoder, Any, str], object]] = {
+    "dtype": lambda encoder, value, where: msgpack.ExtType(
+        int(Ext.TORCH_DTYPE), str(value).removeprefix("torch.").encode()
+    ),
+    "device": lambda encoder, value, where: encoder.ext(Ext.TORCH_DEVICE, [value.type, value.index], where),
+    "Size": lambda encoder, value, where: encoder.ext(Ext.TORCH_SIZE, [int(n) for n in value], where),
+}

@@ -1,0 +1,86 @@
+"""What the encoder and the decoder of values agree on: paths, tags, limits, keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from ..errors import UnserializableError
+
+__all__ = ["CONTAINER_KINDS", "MAX_DEPTH", "NUMPY_DTYPES", "Container", "Ext", "Path", "check_key", "path_name"]
+
+Path = tuple["str | int", ...]
+"""Where a value stands in its section's tree: one component per nested mapping key or list index."""
+
+MAX_DEPTH = 64
+"""How deep plain values may nest."""
+
+CONTAINER_KINDS = ("dict", "OrderedDict", "list", "tuple", "tensor")
+
+# Fixed widths only: a long double has another layout on every platform.
+NUMPY_DTYPES = frozenset(
+    ["|b1", "|i1", "|u1"]
+    + [
+        f"{order}{kind}"
+        for order in "<>"
+        for kind in ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+    ]
+)
+
+
+class Ext(IntEnum):
+    """Extension tags. Payloads marked * are one msgpack document."""
+
+    BIG_INT = 1  # two's complement, little-endian, outside [-2**63, 2**64)
+    COMPLEX = 2  # two big-endian float64
+    TEXT = 3  # a str that is not valid Unicode: UTF-8 with surrogates passed through
+    BYTEARRAY = 4
+    TUPLE = 5  # * array
+    SET = 6  # * array, sorted by encoding
+    FROZENSET = 7  # * array, sorted by encoding
+    ORDERED_DICT = 8  # * array of keys and values in turn
+    COUNTER = 9  # * array of keys and values in turn
+    DEQUE = 10  # * [maxlen or nil, array]
+    RANGE = 11  # * [start, stop, step]
+    SLICE = 12  # * [start, stop, step]
+    NDARRAY = 13  # * [dtype, shape, row-major bytes]
+    NUMPY_SCALAR = 14  # * [dtype, bytes]
+    TORCH_DTYPE = 15  # UTF-8 name without "torch."
+    TORCH_DEVICE = 16  # * [type, index or nil]
+    TORCH_SIZE = 17  # * array of ints
+    CONTAINER = 18  # * [kind, length]
+    PICKLE = 127
+
+
+@dataclass(frozen=True)
+class Container:
+    """Stands in a section's values where a branch of the tree stood whose type its flattened leaves do not tell.
+
+    ``kind`` is ``dict``, ``OrderedDict``, ``list``, ``tuple``, or ``tensor`` for a tensor whose path cannot be read
+    off its dotted name. ``length`` counts the items of a list or tuple, and is 0 otherwise.
+    """
+
+    kind: str
+    length: int = 0
+
+
+def path_name(path: Path) -> str:
+    """The path with dots, as messages and tensor names show it."""
+    return ".".join(map(str, path))
+
+
+def check_key(key: Any, where: str) -> None:
+    kind = type(key)
+    if kind is tuple:
+        for part in key:
+            check_key(part, where)
+    elif kind is float:
+        if math.isnan(key):
+            raise UnserializableError(f"{where} has a NaN key; no look-up could ever find it again. Use another key")
+    elif key is not None and kind not in (str, int, bool, bytes):
+        raise UnserializableError(
+            f"{where} has a key of type {kind.__module__}.{kind.__qualname__}; "
+            f"keys must be str, int, float, bool, None, bytes or tuples of these"
+        )

@@ -1,0 +1,262 @@
+"""Train on four processes, lose one in the middle of a save, go on with two, then with one: the curve does not notice.
+
+    python examples/demo.py
+
+Every stage runs ``train_gpt.py``: FSDP-2 on 4 processes until one of them is killed while a checkpoint is being
+written; tensor parallelism on 2 processes from the newest checkpoint that is whole; then a single process. An
+uninterrupted run of the same job is the reference. Exits nonzero if anything is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+import bytecheckpoint as bcp
+
+matplotlib.use("Agg")
+
+TRAIN = Path(__file__).with_name("train_gpt.py")
+STEPS, SAVE_EVERY, KILL_AT, TP_STOPS_AT = 120, 8, 48, 80
+TOLERANCE = 1e-4  # of a loss of about 3: sums in another order, through 120 steps of Adam
+STAGE_DEADLINE_S = 300
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of the training script."""
+
+    name: str
+    title: str
+    processes: int
+    arguments: tuple[str, ...]
+    dies: bool = False
+
+    def command(self, out: Path) -> list[str]:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
+        common = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--journal", str(self.journal(out))]
+        launcher = [sys.executable, *(launch if self.processes > 1 else [])]
+        return [*launcher, str(TRAIN), *common, "--root", str(out / "checkpoints"), *self.arguments]
+
+    def journal(self, out: Path) -> Path:
+        return out / f"{self.name}.jsonl"
+
+    def events(self, out: Path, kind: str) -> list[dict[str, Any]]:
+        """What the run wrote down; a line that a killed process left unfinished is passed over."""
+        path = self.journal(out)
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in events if event["event"] == kind]
+
+    def losses(self, out: Path) -> dict[int, float]:
+        return {event["step"]: event["loss"] for event in self.events(out, "step")}
+
+
+REFERENCE = Stage("reference", "The reference: 1 process, never interrupted", 1, ("--no-save",))
+FSDP2 = Stage(
+    "fsdp2",
+    f"FSDP-2 on 4 processes; rank 2 gets SIGKILL while it writes step {KILL_AT}",
+    4,
+    ("--parallel", "fsdp2", "--compare-at", "20", "--kill-rank", "2", "--kill-at-step", str(KILL_AT)),
+    dies=True,
+)
+TP = Stage(
+    "tp",
+    "Resumed with tensor parallelism on 2 processes",
+    2,
+    ("--parallel", "tp", "--stop-at", str(TP_STOPS_AT), "--compare-at", str(TP_STOPS_AT)),
+)
+SINGLE = Stage("single", "Resumed on 1 process", 1, ())
+
+
+class Wrong(Exception):
+    """Something is not as the demo promises."""
+
+
+def expect(fact: bool, message: str) -> None:
+    if not fact:
+        raise Wrong(message)
+
+
+def run(stage: Stage, out: Path) -> None:
+    """Run one stage to its end. Its output goes to a log file, of which the end is shown where it fails."""
+    console.print(f"[bold]{stage.title}[/bold]")
+    log = out / f"{stage.name}.log"
+    begin = time.perf_counter()
+    with log.open("w") as file, console.status("starting ...") as status:
+        process = subprocess.Popen(stage.command(out), stdout=file, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                if time.perf_counter() - begin > STAGE_DEADLINE_S:
+                    raise Wrong(f"{stage.name} took more than {STAGE_DEADLINE_S} s; see {log}")
+                for event in stage.events(out, "step")[-1:]:
+                    status.update(f"step {event['step']}  loss {event['loss']:.4f}")
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if (process.returncode != 0) != stage.dies:
+        tail = "\n".join(log.read_text().splitlines()[-40:])
+        ended = "was to be killed but ended well" if stage.dies else f"failed with exit code {process.returncode}"
+        raise Wrong(f"{stage.name} {ended}; the end of {log}:\n{tail}")
+    steps = sorted(stage.losses(out))
+    expect(bool(steps), f"{stage.name} made no step; see {log}")
+    console.print(f"  steps {steps[0]} to {steps[-1]} in {time.perf_counter() - begin:.0f} s", highlight=False)
+
+
+def check_after_the_kill(out: Path) -> None:
+    """The save in which a rank died must not exist, and the one before must be whole."""
+    interrupted = out / "checkpoints" / f"step-{KILL_AT:06d}"
+    try:
+        bcp.open(interrupted)
+    except bcp.errors.CheckpointError as error:
+        console.print(f"  {interrupted.name}: [green]not a checkpoint[/green] ({type(error).__name__}), as it must be")
+    else:
+        raise Wrong(f"{interrupted} can be opened although a rank died while writing it")
+    newest = bcp.latest(out / "checkpoints")
+    expect(newest is not None and newest.step == KILL_AT - SAVE_EVERY, f"newest checkpoint is {newest}")
+    assert newest is not None
+    report = newest.verify()
+    expect(report.ok, f"{newest.url} is damaged: {report}")
+    console.print(f"  step-{newest.step:06d}: [green]whole[/green], every checksum right; training goes on from here")
+
+
+def check_resumed(stage: Stage, step: int, out: Path) -> None:
+    resumed = [event["step"] for event in stage.events(out, "resume")]
+    expect(resumed == [step], f"{stage.name} should have resumed once, from step {step}, but resumed from {resumed}")
+
+
+def compare_curves(out: Path) -> float:
+    """The largest difference between any resumed or interrupted step's loss and the reference's."""
+    reference = REFERENCE.losses(out)
+    worst = 0.0
+    table = Table(title="The loss curve, against the run that was never interrupted", title_justify="left")
+    for column in ("run", "steps", "first loss", "last loss", "largest difference"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for stage in (REFERENCE, FSDP2, TP, SINGLE):
+        losses = stage.losses(out)
+        steps = sorted(losses)
+        expect(steps == list(range(steps[0], steps[-1] + 1)), f"{stage.name} left out a step")
+        difference = max(abs(loss - reference[step]) for step, loss in losses.items())
+        worst = max(worst, difference)
+        span, first, last = f"{steps[0]}-{steps[-1]}", f"{losses[steps[0]]:.4f}", f"{losses[steps[-1]]:.4f}"
+        table.add_row(f"{stage.name} x{stage.processes}", span, first, last, f"{difference:.1e}")
+    console.print(table)
+    covered = set().union(*(stage.losses(out) for stage in (FSDP2, TP, SINGLE)))
+    expect(covered == set(reference), "the three runs together do not cover every step")
+    expect(reference[STEPS] < 0.75 * reference[1], "the model did not learn")
+    expect(worst <= TOLERANCE, f"the curves differ by {worst:.1e}, more than {TOLERANCE:.0e}")
+    return worst
+
+
+def show_times(out: Path) -> None:
+    """Side by side, from the same processes, model and optimizer; medians of interleaved repeats, slowest rank."""
+    table = Table(title="Model + optimizer, milliseconds (median; slowest rank)", title_justify="left")
+    for column in ("", "layout", "bytecheckpoint", "torch DCP", "ratio"):
+        table.add_column(column, justify="right" if column in ("bytecheckpoint", "torch DCP", "ratio") else "left")
+    for stage in (FSDP2, TP):
+        (times,) = stage.events(out, "times")
+        for name, title in (
+            ("stall", "async save: training waits"),
+            ("durable", "async save: durable after"),
+            ("load", "load in place"),
+        ):
+            ours, theirs = times[f"bytecheckpoint_{name}_s"], times[f"dcp_{name}_s"]
+            table.add_row(title, times["layout"], f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{ours / theirs:.2f}")
+        table.add_section()
+    console.print(table)
+    stalls = [event["stall_s"] for stage in (FSDP2, TP, SINGLE) for event in stage.events(out, "save")]
+    console.print(
+        f"{len(stalls)} saves while training, median stall {median(stalls) * 1e3:.1f} ms. This model is tiny, so the "
+        "times are fixed costs, not bandwidth.",
+        highlight=False,
+    )
+
+
+def draw(out: Path) -> Path:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    reference = REFERENCE.losses(out)
+    axes.plot(reference.keys(), reference.values(), color="0.8", linewidth=7, label="uninterrupted, 1 process")
+    for stage, label, color in (
+        (FSDP2, "FSDP-2 x4, until rank 2 is killed", "tab:blue"),
+        (TP, "tensor parallel x2", "tab:orange"),
+        (SINGLE, "1 process", "tab:green"),
+    ):
+        losses = stage.losses(out)
+        axes.plot(losses.keys(), losses.values(), color=color, linewidth=1.6, label=label)
+    axes.axvline(KILL_AT, color="tab:red", linestyle=":", linewidth=1)
+    axes.annotate("SIGKILL in the middle of a save", (KILL_AT, max(reference.values())), color="tab:red", va="top")
+    for step in (KILL_AT - SAVE_EVERY, TP_STOPS_AT):
+        axes.plot(step + 1, reference[step + 1], "k^", markersize=7, label=f"resumed from step {step}")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="One loss curve, three layouts")
+    axes.legend()
+    picture = out / "loss.png"
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+    return picture
+
+
+def prepare(out: Path) -> None:
+    """Remove what an earlier demo left; nothing else in the folder is touched."""
+    out.mkdir(parents=True, exist_ok=True)
+    for folder in ("checkpoints", "checkpoints-compare"):
+        shutil.rmtree(out / folder, ignore_errors=True)
+    for stage in (REFERENCE, FSDP2, TP, SINGLE):
+        stage.journal(out).unlink(missing_ok=True)
+
+
+def demo(out: Path) -> None:
+    begin = time.perf_counter()
+    prepare(out)
+    run(REFERENCE, out)
+    run(FSDP2, out)
+    check_after_the_kill(out)
+    run(TP, out)
+    check_resumed(TP, KILL_AT - SAVE_EVERY, out)
+    run(SINGLE, out)
+    check_resumed(SINGLE, TP_STOPS_AT, out)
+    console.print()
+    worst = compare_curves(out)
+    console.print()
+    show_times(out)
+    console.print(f"\nLoss curves: {draw(out)}", highlight=False)
+    console.print(
+        f"[bold green]The loss curve went on as if nothing had happened[/bold green]: it differs from the "
+        f"uninterrupted run by at most {worst:.1e}. ({time.perf_counter() - begin:.0f} s)",
+        highlight=False,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where everything is written")
+    out = parser.parse_args().out
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        demo(out)
+    except Wrong as error:
+        console.print(f"[bold red]Not as it should be:[/bold red] {error}", highlight=False, markup=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Train a small GPT on any layout, saving as it goes, and resume on any other.
+
+    torchrun --nproc-per-node 4 examples/train_gpt.py --parallel fsdp2 --root runs/gpt
+    torchrun --nproc-per-node 2 examples/train_gpt.py --parallel tp    --root runs/gpt     # goes on where that stopped
+    python examples/train_gpt.py                      --parallel none  --root runs/gpt
+
+The global batch is fixed and a function of the step, so the loss curve is the same on every layout, up to the order in
+which floating-point numbers are added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import signal
+import time
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from compare_dcp import compare
+from gpt import GPT, Config, Corpus, parallelize
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import bytecheckpoint as bcp
+from bytecheckpoint import trace
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parallel", choices=["none", "ddp", "fsdp2", "tp"], default="none")
+    parser.add_argument("--root", default="runs/gpt", help="where checkpoints go, a folder or a URL (step-000010, ...)")
+    parser.add_argument("--journal", type=Path, help="append one JSON line per step and per save to this file")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="the whole run's length; the learning rate depends on it"
+    )
+    parser.add_argument("--stop-at", type=int, help="stop after this step instead")
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--no-save", action="store_true", help="train only: neither save nor resume")
+    parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--compare-at", type=int, metavar="STEP", help="after this step, time saves and loads beside DCP"
+    )
+    kill = parser.add_argument_group("fault injection, for the demo and the tests")
+    kill.add_argument("--kill-rank", type=int, default=os.environ.get("TRAIN_GPT_KILL_RANK"))
+    kill.add_argument("--kill-at-step", type=int, default=os.environ.get("TRAIN_GPT_KILL_AT_STEP"))
+    kill.add_argument("--kill-phase", default=os.environ.get("TRAIN_GPT_KILL_PHASE", "write"))
+    return parser.parse_args()
+
+
+class Job:
+    """Model, optimizer, schedule and data of one process, and the state that a checkpoint holds of them."""
+
+    def __init__(self, args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
+        self.args = args
+        self.rank, self.world = (mesh.get_rank(), mesh.size()) if mesh else (0, 1)
+        self.config = Config()
+        self.corpus = Corpus()
+        torch.manual_seed(args.seed)
+        self.model = parallelize(GPT(self.config).to(args.device), args.parallel, mesh)
+        self.optimizer = torch.optim.AdamW(self._groups(), lr=args.lr, betas=(0.9, 0.95), foreach=args.parallel != "tp")
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._warm_up_then_cosine)
+        self.extra = {"step": 0, "corpus": self.corpus.fingerprint}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        parameters = list(self.model.parameters())
+        return [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+
+    def _warm_up_then_cosine(self, step: int) -> float:
+        # Without the warm-up the first steps amplify rounding: curves that should agree to 1e-6 differ by 1e-4.
+        warm_up = min(10, self.args.steps // 4)
+        if step < warm_up:
+            return (step + 1) / (warm_up + 1)
+        done = (step - warm_up) / max(1, self.args.steps - warm_up)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.schedule,
+            "rng": bcp.RNGState(),
+            "extra_state": self.extra,
+        }
+
+    def _my_part(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.args.parallel != "tp":  # under tensor parallelism all ranks work on the whole batch together
+            batch = batch.chunk(self.world)[self.rank]
+        return batch.to(self.args.device)
+
+    def _loss(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        tokens, following = (self._my_part(part) for part in batch)
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), following.flatten())
+
+    def _global_mean(self, loss: torch.Tensor) -> float:
+        mean = loss.detach().to(torch.float64, copy=True)
+        if self.world > 1:
+            dist.all_reduce(mean)
+            mean /= self.world
+        return float(mean)
+
+    def train_step(self) -> float:
+        """One step; returns the global mean loss before it."""
+        step = self.extra["step"]
+        loss = self._loss(self.corpus.batch(step, self.args.batch, self.config.context, self.args.seed))
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.extra["step"] = step + 1
+        return self._global_mean(loss)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        return self._global_mean(self._loss(self.corpus.validation(64, self.config.context)))
+
+
+class Journal:
+    """One JSON object a line, from rank 0 only; each line is on its way to the disk when ``write`` returns."""
+
+    def __init__(self, path: Path | None, enabled: bool, layout: str) -> None:
+        self.layout = layout
+        self.enabled = enabled
+        self.file = None
+        if enabled and path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("a", buffering=1)
+
+    def write(self, event: str, **facts: Any) -> None:
+        if not self.enabled:
+            return
+        if self.file:
+            self.file.write(json.dumps({"event": event, "layout": self.layout, **facts}) + "\n")
+        shown = "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items())
+        print(f"[{self.layout}] {event:6} {shown}", flush=True)
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+
+
+class Saver:
+    """Asynchronous saves, one under way at a time: the one before must be durable before the next begins."""
+
+    def __init__(self, job: Job, journal: Journal) -> None:
+        self.job, self.journal = job, journal
+        self.handle: bcp.SaveHandle | None = None
+        self.step = -1
+        self.close = trace.observe(self._kill_here)
+
+    def save(self) -> None:
+        self.wait()
+        self.step = self.job.extra["step"]
+        start = time.perf_counter()
+        self.handle = bcp.save(
+            f"{self.job.args.root}/step-{self.step:06d}", self.job.state, step=self.step, async_save=True
+        )
+        self.journal.write("save", step=self.step, stall_s=time.perf_counter() - start)
+
+    def wait(self) -> None:
+        """Until what was last saved is durable; raises what went wrong with it."""
+        if self.handle is not None:
+            self.handle.result()
+            self.handle = None
+
+    def _kill_here(self, phase: str, event: str) -> None:
+        args = self.job.args
+        here = (self.job.rank, self.step, phase) == (args.kill_rank, args.kill_at_step, f"save.{args.kill_phase}")
+        if here and event in ("enter", "point"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume(job: Job, journal: Journal) -> None:
+    """Fill the job from the newest valid checkpoint below the root, if there is one."""
+    found = bcp.latest(job.args.root)
+    if found is None:
+        return
+    start = time.perf_counter()
+    bcp.load(found.url, job.state)
+    journal.write("resume", step=job.extra["step"], load_s=time.perf_counter() - start)
+    if job.extra["corpus"] != job.corpus.fingerprint:
+        raise SystemExit(
+            "this checkpoint was trained on another Python version's standard library, so its loss curve cannot be "
+            "continued here; use that Python, or another --root"
+        )
+
+
+def train(args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
+    job = Job(args, mesh)
+    with (
+        closing(Journal(args.journal, job.rank == 0, f"{args.parallel} x{job.world}")) as journal,
+        closing(Saver(job, journal)) as saver,
+    ):
+        journal.write("start", parameters=sum(p.numel() for p in job.model.parameters()))
+        if not args.no_save:
+            resume(job, journal)
+        while job.extra["step"] < (args.stop_at or args.steps):
+            start = time.perf_counter()
+            loss = job.train_step()
+            journal.write("step", step=job.extra["step"], loss=loss, seconds=time.perf_counter() - start)
+            if not args.no_save and job.extra["step"] % args.save_every == 0:
+                saver.save()
+            if job.extra["step"] == args.compare_at:
+                saver.wait()
+                journal.write("times", **compare(job.model, job.optimizer, Path(f"{args.root}-compare")))
+        saver.wait()
+        journal.write("valid", step=job.extra["step"], loss=job.validate())
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 and args.parallel == "none":
+        return train(args, None)
+    if args.parallel == "none":
+        raise SystemExit("--parallel none is for one process; use ddp, fsdp2 or tp")
+    if args.parallel != "tp" and args.batch % world:
+        raise SystemExit(f"--batch {args.batch} does not divide evenly among {world} processes")
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(minutes=5))
+    try:
+        train(args, init_device_mesh(args.device, (world,)))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+        # gloo's threads drop a collective's tensors a little after it returned, and abort the process where the
+        # interpreter is gone by then. They are joined when the last reference to the group goes, so it must go now.
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Which rows of all ranks' shards are one and the same box.
+
+Every element of every tensor has a number: tensors one after the other, each in row-major order. A box that is not
+empty is known by the numbers of its first and its last element, so ragged rows compare as two integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import PlanError
+from ..tables import BoxTable, Int64, TensorTable
+
+__all__ = ["ElementNumbers", "Replicas", "group_replicas", "matrices", "number_elements"]
+
+Bool = npt.NDArray[np.bool_]
+Rows: TypeAlias = "slice | Int64"
+
+# Rows handled at once: temporaries stay in the cache and small beside the tables.
+_CHUNK = 1 << 18
+_MAX_ELEMENTS = 2.0**62
+
+
+@dataclass(eq=False)
+class ElementNumbers:
+    """By row of a ``BoxTable``: numbers of the ``first`` and ``last`` element, the ``numel``, and whether the box is
+    ``inside`` its tensor. ``first`` and ``last`` mean nothing where ``numel`` is 0 or the box is not inside."""
+
+    first: Int64
+    last: Int64
+    numel: Int64
+    inside: Bool
+
+
+@dataclass(eq=False)
+class Replicas:
+    """Rows grouped by equal box. Group ``g`` is ``rows[starts[g] : starts[g + 1]]``, in the order of ``rank``; groups
+    come in the order of tensor, then offsets."""
+
+    rows: Int64
+    starts: Int64
+
+
+def matrices(boxes: BoxTable, chunk: int = _CHUNK) -> Iterator[tuple[Rows, Int64, Int64]]:
+    """Rows of equal ndim with their offsets and lengths as ``[n, ndim]`` arrays, a bounded number at a time."""
+    counts = boxes.starts[1:] - boxes.starts[:-1]
+    if len(counts) == 0:
+        return
+    low, high = int(counts.min()), int(counts.max())
+    for ndim in range(low, high + 1):
+        if low == high:
+            parts: Iterator[Rows] = (slice(i, min(i + chunk, len(counts))) for i in range(0, len(counts), chunk))
+        else:
+            rows = np.flatnonzero(counts == ndim)
+            parts = (rows[i : i + chunk] for i in range(0, len(rows), chunk))
+        for part in parts:
+            if isinstance(part, slice):
+                span = slice(part.start * ndim, part.stop * ndim)
+                shape = (part.stop - part.start, ndim)
+                yield part, boxes.offsets[span].reshape(shape), boxes.lengths[span].reshape(shape)
+            else:
+                where = boxes.starts[part][:, None] + np.arange(ndim)
+                yield part, boxes.offsets[where], boxes.lengths[where]
+
+
+def number_elements(tensors: TensorTable, boxes: BoxTable) -> ElementNumbers:
+    """Number the elements of every tensor and find each box's. Raises ``PlanError`` beyond 2**62 elements."""
+    strides, base = _strides(tensors)
+    count = len(boxes)
+    out = ElementNumbers(
+        np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.bool_)
+    )
+    for rows, offsets, lengths in matrices(boxes):
+        tensor = boxes.tensor[rows]
+        where = tensors.starts[tensor]
+        first = base[tensor]
+        last = first.copy()
+        numel = np.ones(len(tensor), np.int64)
+        inside = np.ones(len(tensor), np.bool_)
+        for axis in range(offsets.shape[1]):
+            offset, length = offsets[:, axis], lengths[:, axis]
+            size, stride = tensors.shape[where + axis], strides[where + axis]
+            inside &= (offset >= 0) & (length >= 0) & (length <= size) & (offset <= size - length)
+            first += offset * stride
+            last += (offset + length - 1) * stride
+            numel *= length
+        out.first[rows], out.last[rows], out.numel[rows], out.inside[rows] = first, last, numel, inside
+    return out
+
+
+def group_replicas(numbers: ElementNumbers, rows: Int64, rank: Int64) -> Replicas:
+    """Group ``rows`` (none of them empty, all inside their tensors) by equal box; ``rank`` is by row of the table."""
+    first, last = numbers.first[rows], numbers.last[rows]
+    owner = rank[rows]
+    sorted_by_rank = bool((owner[1:] >= owner[:-1]).all())
+    order = np.argsort(first, kind="stable") if sorted_by_rank else np.lexsort((owner, first))
+    fresh = _differs(first[order])
+    # Boxes that begin together and end apart overlap: a fault, which the coverage proof reports.
+    if (_differs(last[order]) & ~fresh).any():
+        order = np.lexsort((owner, last, first))
+        fresh = _differs(first[order]) | _differs(last[order])
+    return Replicas(rows[order], np.append(np.flatnonzero(fresh), len(rows)).astype(np.int64, copy=False))
+
+
+def _differs(values: Int64) -> Bool:
+    fresh = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=fresh[1:])
+    return fresh
+
+
+def _strides(tensors: TensorTable) -> tuple[Int64, Int64]:
+    """Row-major strides, ragged like ``shape``, and the number of each tensor's first element."""
+    _refuse_huge(tensors)
+    strides = np.empty(len(tensors.shape), np.int64)
+    step = np.ones(len(tensors), np.int64)
+    for back in range(1, int(tensors.ndim.max(initial=0)) + 1):
+        rows = np.flatnonzero(tensors.ndim >= back)
+        where = tensors.starts[rows + 1] - back
+        strides[where] = step[rows]
+        step[rows] *= tensors.shape[where]
+    base = np.zeros(len(tensors), np.int64)
+    np.cumsum(step[:-1], out=base[1:])
+    return strides, base
+
+
+def _refuse_huge(tensors: TensorTable) -> None:
+    """Element numbers must fit into 62 bits, with room for sums."""
+    bits = np.zeros(len(tensors))
+    rows = np.repeat(np.arange(len(tensors)), tensors.ndim)
+    np.add.at(bits, rows, np.log2(np.maximum(tensors.shape, 1)))
+    bits[rows[tensors.shape == 0]] = -np.inf
+    if len(bits) and np.exp2(np.minimum(bits, 100.0)).sum() > _MAX_ELEMENTS:
+        largest = int(np.argmax(bits))
+        raise PlanError(
+            f"the tensors have more than 2**62 elements together; the largest is {tensors.names[largest]},"
+            f" {tensors.meta_of(largest)}"
+        )

@@ -1,0 +1,74 @@
+"""Reading part of a stored box: cut it so that a reader reads little more than it wants, in bounded pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..errors import PlanError
+from ..geometry import Box, row_major_strides
+
+__all__ = ["slabs", "span"]
+
+
+def span(inner: Box, outer: Box, itemsize: int) -> tuple[int, int]:
+    """First and one-past-last byte of ``inner`` in the row-major memory of ``outer``; ``(0, 0)`` for an empty box.
+
+    Both boxes are in global coordinates. Raises ``PlanError`` when ``inner`` is not inside ``outer``.
+    """
+    if not outer.contains(inner):
+        raise PlanError(f"box {inner} is not inside {outer}")
+    if inner.numel == 0:
+        return 0, 0
+    strides = row_major_strides(outer.lengths)
+    local = inner.relative_to(outer)
+    first = sum(o * s for o, s in zip(local.offsets, strides))
+    last = sum((o + n - 1) * s for o, n, s in zip(local.offsets, local.lengths, strides))
+    return first * itemsize, (last + 1) * itemsize
+
+
+def slabs(inner: Box, outer: Box, itemsize: int, max_bytes: int, gap_bytes: int) -> Iterator[Box]:
+    """Cut ``inner``, a part of the row-major stored box ``outer``, into sub-boxes to be read one by one.
+
+    They are disjoint, cover ``inner``, and come in storage order. The ``span`` of each is at most ``max_bytes``
+    (or one element, where that is longer), and no two neighbouring runs within one are more than ``gap_bytes``
+    apart. Boxes are in global coordinates. Raises ``PlanError`` when ``inner`` is not inside ``outer``.
+    """
+    if not outer.contains(inner):
+        raise PlanError(f"box {inner} is not inside {outer}")
+    if itemsize < 1 or max_bytes < 1 or gap_bytes < 0:
+        raise PlanError(f"cannot cut by itemsize {itemsize}, max_bytes {max_bytes}, gap_bytes {gap_bytes}")
+    if inner.numel == 0:
+        return iter(())
+    strides = [stride * itemsize for stride in row_major_strides(outer.lengths)]
+    # rest[d]: bytes spanned by one index of the dimensions before d, with everything of d and after.
+    rest = [itemsize] * (inner.ndim + 1)
+    # whole[d]: such a piece may be read as one.
+    whole = [True] * (inner.ndim + 1)
+    for axis in reversed(range(inner.ndim)):
+        length = inner.lengths[axis]
+        rest[axis] = rest[axis + 1] + (length - 1) * strides[axis]
+        dense = length == 1 or strides[axis] - rest[axis + 1] <= gap_bytes
+        whole[axis] = whole[axis + 1] and dense and rest[axis] <= max_bytes
+    return _cut(inner, 0, strides, rest, whole, max_bytes, gap_bytes)
+
+
+def _cut(
+    part: Box, axis: int, strides: list[int], rest: list[int], whole: list[bool], max_bytes: int, gap_bytes: int
+) -> Iterator[Box]:
+    if axis == part.ndim or whole[axis]:
+        yield part
+        return
+    offset, length = part.offsets[axis], part.lengths[axis]
+    step = 1
+    if whole[axis + 1] and strides[axis] - rest[axis + 1] <= gap_bytes:
+        step += max(0, (max_bytes - rest[axis + 1]) // strides[axis])
+    for start in range(0, length, step):
+        size = min(step, length - start)
+        piece = Box(
+            (*part.offsets[:axis], offset + start, *part.offsets[axis + 1 :]),
+            (*part.lengths[:axis], size, *part.lengths[axis + 1 :]),
+        )
+        if step > 1 or whole[axis + 1]:
+            yield piece
+        else:
+            yield from _cut(piece, axis + 1, strides, rest, whole, max_bytes, gap_bytes)

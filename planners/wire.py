@@ -1,0 +1,109 @@
+"""Plans on the wire: one msgpack map, integer columns as little-endian bytes. What comes in is a peer's and checked.
+
+Nothing is unpickled, and nothing is allocated that the bytes received do not already pay for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import PlanError
+
+__all__ = ["Fields", "column", "flags", "pack"]
+
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+
+def column(values: Int64) -> bytes:
+    """An integer column as little-endian 64-bit words."""
+    return values.astype("<i8", copy=False).tobytes()
+
+
+def flags(values: Bool) -> bytes:
+    """A column of truth values, one byte each."""
+    return values.astype(np.uint8).tobytes()
+
+
+def pack(kind: str, fields: Mapping[str, object]) -> bytes:
+    """One message: its kind, then named fields of plain values and packed columns."""
+    packed: bytes = msgpack.packb({"kind": kind, **fields}, use_bin_type=True)
+    return packed
+
+
+class Fields:
+    """The fields of one received message, each taken out with the type it must have. All raise ``PlanError``."""
+
+    def __init__(self, kind: str, data: bytes) -> None:
+        self.kind = kind
+        try:
+            fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        except (ValueError, OverflowError, msgpack.UnpackException) as error:
+            raise self.malformed(f"not msgpack ({error})") from error
+        if not isinstance(fields, dict) or fields.get("kind") != kind:
+            raise self.malformed("not a message of this kind")
+        self._fields: dict[str, Any] = fields
+
+    def malformed(self, why: str) -> PlanError:
+        """The error to raise for a message that breaks a rule."""
+        return PlanError(f"received a malformed {self.kind}: {why}; do all ranks run the same version of this library?")
+
+    def integers(self, name: str, length: int | None = None) -> Int64:
+        """A column of int64, of ``length`` rows where that is known."""
+        values = self.column_of(self._typed(name, bytes), name)
+        if length is not None and len(values) != length:
+            raise self.malformed(f"column {name!r} has {len(values)} rows, not {length}")
+        return values
+
+    def column_of(self, raw: bytes, name: str) -> Int64:
+        """The column that these bytes of field ``name`` are."""
+        if len(raw) % 8:
+            raise self.malformed(f"column {name!r} of {len(raw)} bytes is cut short")
+        return np.frombuffer(raw, "<i8").astype(np.int64)
+
+    def flags(self, name: str, length: int) -> Bool:
+        """A column of truth values."""
+        raw = self._typed(name, bytes)
+        if len(raw) != length:
+            raise self.malformed(f"column {name!r} has {len(raw)} rows, not {length}")
+        values: Bool = np.frombuffer(raw, np.uint8) != 0
+        return values
+
+    def strings(self, name: str, length: int | None = None) -> list[str]:
+        return self._items(name, str, length)
+
+    def blobs(self, name: str, length: int | None = None) -> list[bytes]:
+        return self._items(name, bytes, length)
+
+    def pairs(self, name: str) -> list[tuple[str, str]]:
+        """Pairs of strings, sent as one flat list."""
+        flat = self.strings(name)
+        if len(flat) % 2:
+            raise self.malformed(f"field {name!r} holds half a pair")
+        return list(zip(flat[::2], flat[1::2]))
+
+    def within(self, name: str, values: Int64, low: int, high: int) -> Int64:
+        """``values``, all of them in ``[low, high)``."""
+        if len(values) and (int(values.min()) < low or int(values.max()) >= high):
+            raise self.malformed(f"column {name!r} holds a number outside [{low}, {high})")
+        return values
+
+    def _typed(self, name: str, kind: type) -> Any:
+        value = self._fields.get(name)
+        if type(value) is not kind:
+            raise self.malformed(f"field {name!r} is {type(value).__name__}, not {kind.__name__}")
+        return value
+
+    def _items(self, name: str, kind: type, length: int | None) -> list[Any]:
+        items: list[Any] = self._typed(name, list)
+        if length is not None and len(items) != length:
+            raise self.malformed(f"field {name!r} has {len(items)} items, not {length}")
+        for item in items:
+            if type(item) is not kind:
+                raise self.malformed(f"field {name!r} holds a {type(item).__name__}, not only {kind.__name__}")
+        return items

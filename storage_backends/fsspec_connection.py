@@ -1,0 +1,99 @@
+"""One fsspec file system, as a backend uses it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import fsspec
+from fsspec.dircache import DirCache
+from fsspec.implementations.cached import CachingFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ..errors import UnsupportedURLError
+
+__all__ = ["Connection", "connect", "refuse_caches"]
+
+Kind = Literal["objects", "file", "memory", "others"]
+
+# Those whose pipe_file(mode="create") is a request that the store itself decides. The base class's is not.
+_CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A file system made in the process ``pid``, and where in it the root is.
+
+    ``shareable`` says whether threads may use it at once; ``conditional`` whether it has a conditional put."""
+
+    fs: Any
+    root: str
+    pid: int
+    kind: Kind
+    conditional: bool
+
+    @property
+    def shareable(self) -> bool:
+        return self.kind != "others"
+
+    def path(self, key: str) -> str:
+        """The file system's own path for a key (or prefix) below the root."""
+        if not key:
+            return self.root
+        return f"{self.root.rstrip('/')}/{key}" if self.root else key
+
+    def key(self, path: str) -> str | None:
+        """The inverse of ``path``; None for what is not below the root."""
+        root = self.root.strip("/")
+        path = path.lstrip("/")
+        if not root:
+            return path
+        return path[len(root) + 1 :] if path.startswith(root + "/") else None
+
+
+def connect(url: str, options: dict[str, Any]) -> Connection:
+    """Make a file system of our own: never one from fsspec's instance cache, which others may share and reconfigure."""
+    fs, root = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
+    while isinstance(fs, DirFileSystem):
+        root = f"{fs.path.rstrip('/')}/{root}".rstrip("/") if root else fs.path
+        fs = fs.fs
+    listings = getattr(fs, "dircache", None)
+    if isinstance(listings, DirCache):
+        listings.clear()
+        listings.use_listings_cache = False
+    kind = _kind(fs)
+    return Connection(fs, root, os.getpid(), kind, kind == "objects" and _has_conditional_put(fs))
+
+
+def refuse_caches(url: str) -> None:
+    """Raise ``UnsupportedURLError`` for a chain through one of fsspec's caches: it would serve objects that have been
+    replaced, and a checkpoint's manifest is replaced when it is saved again."""
+    for link in url.split("::"):
+        scheme = link.partition("://")[0] if "://" in link else link
+        try:
+            served = fsspec.get_filesystem_class(scheme)
+        except (ImportError, ValueError):
+            continue
+        if issubclass(served, CachingFileSystem):
+            raise UnsupportedURLError(
+                f"{url!r}: {scheme!r} may serve bytes that were replaced; open the URL without it"
+            )
+
+
+def _kind(fs: Any) -> Kind:
+    if isinstance(fs, LocalFileSystem):
+        return "file"
+    if isinstance(fs, MemoryFileSystem):
+        return "memory"
+    return "objects" if getattr(fs, "async_impl", False) else "others"
+
+
+def _has_conditional_put(fs: Any) -> bool:
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    method = getattr(fs, "_pipe_file", None)
+    # Releases without it (s3fs before 2024.10) take the argument among **kwargs and overwrite.
+    return bool(protocols & _CONDITIONAL) and method is not None and "mode" in inspect.signature(method).parameters

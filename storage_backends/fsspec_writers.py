@@ -1,0 +1,167 @@
+"""Objects written in pieces to stores that take them only whole or only in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+
+from fsspec.spec import AbstractBufferedFile
+from typing_extensions import Buffer
+
+from ..errors import StorageError
+from .base import ObjectWriter
+from .fsspec_errors import map_error
+from .pieces import PieceMap, byte_view
+
+__all__ = ["BufferedWriter", "StreamWriter"]
+
+logger = logging.getLogger(__name__)
+
+
+class BufferedWriter(ObjectWriter):
+    """Gathers a small object in memory; ``store`` is given all of it by ``complete``."""
+
+    def __init__(self, action: str, size: int, store: Callable[[bytes], None]) -> None:
+        self._action = action
+        self._pieces = PieceMap(action, size)
+        self._data = bytearray(size)
+        self._store = store
+        self._state = "open"
+        self._lock = Lock()
+
+    def write(self, offset: int, data: Buffer) -> None:
+        view = byte_view(data)
+        with self._lock:
+            self._check_open()
+            self._pieces.add(offset, len(view))
+            self._data[offset : offset + len(view)] = view
+
+    def complete(self) -> None:
+        with self._lock:
+            self._check_open()
+            self._pieces.check_whole()
+            self._state = "failed"
+            self._store(bytes(self._data))
+            self._state = "complete"
+            self._data = bytearray()
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._state != "complete":
+                self._state = "aborted"
+                self._data = bytearray()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise StorageError(f"{self._action}: this writer is {self._state}")
+
+
+class StreamWriter(ObjectWriter):
+    """Passes pieces to a file that can only be written from the start to the end.
+
+    A piece whose turn has come is passed on by the thread that brings it, and the others wait on the lock meanwhile,
+    which is what keeps fast writers back. A piece that comes early is copied and kept, since to block it would block
+    for ever a writer that has only one thread. So who writes roughly in order needs roughly no memory.
+
+    ``publish`` gives the finished file its name, where closing it does not; ``drop`` removes what was written.
+    """
+
+    def __init__(
+        self,
+        action: str,
+        size: int,
+        file: Any,
+        *,
+        publish: Callable[[], None] | None = None,
+        drop: Callable[[], None],
+    ) -> None:
+        self._action = action
+        self._pieces = PieceMap(action, size)
+        self._file = file
+        self._publish = publish
+        self._drop = drop
+        self._early: dict[int, bytes] = {}
+        self._next = 0
+        self._state = "open"
+        self._lock = Lock()
+
+    def write(self, offset: int, data: Buffer) -> None:
+        view = byte_view(data)
+        with self._lock:
+            self._check_open()
+            self._pieces.add(offset, len(view))
+            if not len(view):
+                return
+            if offset != self._next:
+                self._early[offset] = bytes(view)
+                return
+            try:
+                self._pass_on(view)
+                while self._next in self._early:
+                    self._pass_on(memoryview(self._early.pop(self._next)))
+            except Exception as error:
+                self._state = "failed"
+                raise map_error(error, self._action, reading=False) from error
+
+    def complete(self) -> None:
+        with self._lock:
+            self._check_open()
+            self._pieces.check_whole()
+            self._state = "failed"
+            try:
+                self._finish()
+            except Exception as error:
+                raise map_error(error, self._action, reading=False) from error
+            self._state = "complete"
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._state in ("complete", "aborted"):
+                return
+            self._state = "aborted"
+            self._early.clear()
+            try:
+                self._discard()
+            except Exception as error:  # noqa: BLE001 - abort never raises, and stores raise anything
+                logger.warning("%s: could not remove what was written: %s", self._action, error)
+
+    def _pass_on(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            # Raw files may take less than they are given; others return the full length, or nothing.
+            count = self._file.write(view[done:])
+            done += len(view) - done if count is None else count
+        self._next += len(view)
+
+    def _finish(self) -> None:
+        if not isinstance(self._file, AbstractBufferedFile):
+            self._file.flush()
+            with suppress(AttributeError, OSError):
+                os.fsync(self._file.fileno())
+        self._file.close()
+        if isinstance(self._file, AbstractBufferedFile) and not self._file.autocommit:
+            self._file.commit()
+        if self._publish is not None:
+            self._publish()
+
+    def _discard(self) -> None:
+        if isinstance(self._file, AbstractBufferedFile):
+            try:
+                self._file.discard()
+            finally:
+                # close() would upload the rest, and some implementations would then commit; the finalizer closes too.
+                self._file.closed = True
+                self._file.buffer = None
+            if self._publish is not None:
+                self._drop()
+            return
+        self._file.close()
+        self._drop()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise StorageError(f"{self._action}: this writer is {self._state}")

@@ -1,0 +1,483 @@
+"""Files below a directory of this machine: local disks, NFS, Lustre, FUSE mounts.
+
+``put`` writes a temporary file beside its target and renames it. ``create`` writes in place, because the names that
+the library gives to data files are never used twice, and a rename of a 100 GB file buys nothing: what makes it count
+is the manifest. Both reach the disk (``fsync`` of the file and of every directory on its way) before they return.
+
+Temporary files begin with ``.bcp-tmp-``; a killed process may leave one. They are no objects: never listed, never
+readable, and removed when a ``delete`` leaves nothing else in their directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from threading import Condition
+from typing import Any, ClassVar, TypeVar
+
+from typing_extensions import Buffer
+
+from ..errors import KeyExistsError, KeyNotFoundError, StorageError, StorageFullError, UnsupportedURLError
+from .base import ObjectStat, ObjectWriter, StorageBackend
+from .keys import check_children_prefix, check_key, check_prefix, is_key
+from .pieces import PieceMap, byte_view
+from .posix import free_bytes, map_os_error, preallocate, read_at, rename_exclusive, sync_directory, write_at
+from .tree import list_tree, may_follow, tree_has_objects
+
+__all__ = ["LocalBackend"]
+
+logger = logging.getLogger(__name__)
+
+_TEMPORARY = ".bcp-tmp-"
+
+# A delete in another process may remove a directory between our mkdir and our open, as often as it likes.
+_TRIES = 16
+
+_FILE_URL = re.compile(r"(?:file|local)://(?:localhost)?(?P<path>/.*)", re.DOTALL)
+
+_T = TypeVar("_T")
+
+
+class LocalBackend(StorageBackend):
+    """Objects as files below the directory ``root``, which need not exist yet. Holds no descriptors between calls.
+
+    A key whose path leaves the root through a symbolic link is refused with ``StorageError``. (The check is made on
+    the tree as it is at the call: it protects from what a checkpoint contains, not from somebody who rewrites the
+    directory at the same time and could change the files anyway.)
+    """
+
+    schemes: ClassVar[tuple[str, ...]] = ("file", "local")
+    atomic_writer: ClassVar[bool] = False
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.path.abspath(os.fspath(root))
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> LocalBackend:
+        """A path (``~`` is expanded) or ``file:///path``, taken literally: no percent-decoding. No options."""
+        if options:
+            raise UnsupportedURLError(f"local storage takes no options, got {sorted(options)} for {url!r}")
+        if not url.startswith(tuple(f"{scheme}://" for scheme in cls.schemes)):
+            return cls(os.path.expanduser(url))
+        found = _FILE_URL.fullmatch(url)
+        if found is None:
+            raise UnsupportedURLError(f"{url!r}: a file URL is file:///absolute/path, with three slashes and no host")
+        return cls(found["path"])
+
+    @property
+    def url(self) -> str:
+        return self._root
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        action = f"writing {key!r} in {self._root}"
+        view = byte_view(data)
+        place = _link_exclusive if if_absent else os.replace
+
+        def attempt(path: str) -> None:
+            temporary = os.path.join(os.path.dirname(path), _TEMPORARY + secrets.token_hex(8))
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                try:
+                    write_at(fd, view, 0)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                place(temporary, path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary)
+                raise
+
+        path = self._with_directories(key, action, attempt, needed=len(view))
+        self.sync_directories(path, action)
+
+    def create(self, key: str, size: int) -> ObjectWriter:
+        action = f"writing {key!r} in {self._root}"
+        pieces = PieceMap(action, size)
+
+        def attempt(path: str) -> int:
+            # Unlinking first, not truncating, leaves those who are reading the old object their bytes.
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+        opened: list[int] = []
+        path = self._with_directories(key, action, lambda path: opened.append(attempt(path)), needed=size)
+        writer = _LocalWriter(self, path, action, opened[0], size, pieces)
+        try:
+            writer.reserve()
+        except BaseException:
+            writer.abort()
+            raise
+        return writer
+
+    def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
+        action = f"reading {key!r} in {self._root}"
+        view = byte_view(buffer)
+        if view.readonly:
+            raise StorageError(f"{action}: the buffer to read into is read-only")
+        if offset < 0:
+            raise StorageError(f"{action}: the offset is {offset}")
+        with _OpenedObject(self._resolve(key, action), self, action) as opened:
+            done = read_at(opened.fd, view, offset)
+            # An empty read beyond the end moves no bytes, but the bytes it asks for are not there either.
+            if done < len(view) or offset > opened.size:
+                raise StorageError(
+                    f"{action}: wanted bytes [{offset}, {offset + len(view)}), got {done}: the object has only "
+                    f"{opened.size} bytes; it was cut short or replaced"
+                )
+
+    def get(self, key: str, *, max_size: int | None = None) -> bytes:
+        action = f"reading {key!r} in {self._root}"
+        with _OpenedObject(self._resolve(key, action), self, action) as opened:
+            if max_size is not None and opened.size > max_size:
+                raise StorageError(f"{action}: it has {opened.size} bytes, at most {max_size} were expected")
+            content = bytearray(opened.size)
+            done = read_at(opened.fd, memoryview(content), 0)
+            if done < opened.size:
+                raise StorageError(f"{action}: wanted {opened.size} bytes, got {done}: it was cut short meanwhile")
+            return bytes(content)
+
+    def stat(self, key: str) -> ObjectStat:
+        action = f"looking at {key!r} in {self._root}"
+        try:
+            found = os.stat(self._resolve(key, action))
+        except OSError as error:
+            raise self.map_error(error, action, reading=True) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise KeyNotFoundError(f"{action}: it is not a file")
+        return ObjectStat(key, found.st_size, f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}")
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        check_prefix(prefix)
+        return self._list(prefix)
+
+    def _list(self, prefix: str) -> Iterator[ObjectStat]:
+        action = f"listing {prefix!r} in {self._root}"
+        head = prefix[: prefix.rfind("/") + 1]
+        start, top = self._resolve_directory(head, action)
+        try:
+            for key, found in list_tree(start, head, top, self._is_object_name):
+                if key.startswith(prefix):
+                    version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
+                    yield ObjectStat(key, found.st_size, version)
+        except OSError as error:
+            raise self.map_error(error, action, reading=True) from error
+
+    def list_children(self, prefix: str = "") -> Sequence[str]:
+        check_children_prefix(prefix)
+        action = f"listing {prefix!r} in {self._root}"
+        start, top = self._resolve_directory(prefix, action)
+        names: list[str] = []
+        try:
+            with os.scandir(start) as entries:
+                for entry in entries:
+                    if not self._is_object_name(entry.name) or not may_follow(entry, top):
+                        continue
+                    if entry.is_dir():
+                        if tree_has_objects(entry.path, top, self._is_object_name):
+                            names.append(entry.name + "/")
+                    elif entry.is_file():
+                        names.append(entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self.map_error(error, action, reading=True) from error
+        return sorted(names)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        parents: set[str] = set()
+        for key in keys:
+            action = f"deleting {key!r} in {self._root}"
+            path = self._locate(key, action)
+            try:
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                pass
+            except OSError as error:
+                raise self.map_error(error, action, reading=False) from error
+            parents.add(os.path.dirname(path))
+        for parent in sorted(parents, key=len, reverse=True):
+            self.prune(parent)
+
+    # What the writer of one file shares with its backend.
+
+    def map_error(self, error: OSError, action: str, *, reading: bool, needed: int | None = None) -> StorageError:
+        """``error`` as a member of the errors tree; ``needed`` bytes make the message of a full disk say how full."""
+        self._check_root(action)
+        mapped = map_os_error(error, action, absent_is_missing_key=reading)
+        if isinstance(mapped, StorageFullError) and needed is not None:
+            free = free_bytes(self._root)
+            detail = "unknown" if free is None else f"{free} bytes"
+            return StorageFullError(f"{mapped} (needed: {needed} bytes, free on this file system: {detail})")
+        return mapped
+
+    def prune(self, directory: str) -> None:
+        """Remove ``directory`` and its parents as long as they hold no object, up to but without the root."""
+        top = os.path.realpath(self._root)
+        while directory != top and _inside(directory, top):
+            try:
+                os.rmdir(directory)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not _drop_leftovers(directory):
+                    return
+                continue
+            directory = os.path.dirname(directory)
+
+    def sync_directories(self, path: str, action: str) -> None:
+        """Make every name on the way from the root down to the file ``path`` durable."""
+        top = os.path.realpath(self._root)
+        directory = os.path.dirname(path)
+        try:
+            # All of them, not only those this process made: another rank may have made one and not synced it yet.
+            while _inside(directory, top):
+                sync_directory(directory)
+                if directory == top:
+                    return
+                directory = os.path.dirname(directory)
+        except OSError as error:
+            raise self.map_error(error, action, reading=False) from error
+
+    def _with_directories(self, key: str, action: str, attempt: Callable[[str], None], *, needed: int) -> str:
+        """Run ``attempt`` on the path of ``key`` with its directories made; again where they vanish meanwhile."""
+        path = self._locate(key, action)
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                _make_directories(os.path.dirname(path))
+                attempt(path)
+            except FileNotFoundError as error:
+                if not tries_left:
+                    raise self.map_error(error, action, reading=False) from error
+            except FileExistsError as error:
+                raise KeyExistsError(f"{action}: the key is taken") from error
+            except OSError as error:
+                self.prune(os.path.dirname(path))
+                raise self.map_error(error, action, reading=False, needed=needed) from error
+            else:
+                break
+        return path
+
+    def _locate(self, key: str, action: str) -> str:
+        """The path of ``key`` with the links in its directories resolved, its last component left as it is."""
+        check_key(key)
+        if any(component.startswith(_TEMPORARY) for component in key.split("/")):
+            raise StorageError(f"{action}: names that begin with {_TEMPORARY!r} are reserved")
+        top = os.path.realpath(self._root)
+        parent, name = os.path.split(os.path.join(top, key))
+        parent = os.path.realpath(parent)
+        if not _inside(parent, top):
+            raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {parent}")
+        return os.path.join(parent, name)
+
+    def _resolve(self, key: str, action: str) -> str:
+        """The path of ``key`` with all links resolved: what a read opens."""
+        path = os.path.realpath(self._locate(key, action))
+        if not _inside(path, os.path.realpath(self._root)):
+            raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {path}")
+        return path
+
+    def _resolve_directory(self, prefix: str, action: str) -> tuple[str, str]:
+        """The directory that ``prefix`` ends in and the root, both with all links resolved."""
+        self._check_root(action)
+        top = os.path.realpath(self._root)
+        directory = os.path.realpath(os.path.join(top, prefix))
+        if not _inside(directory, top):
+            raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {directory}")
+        return directory, top
+
+    def _check_root(self, action: str) -> None:
+        try:
+            mode = os.stat(self._root).st_mode
+        except OSError:
+            return
+        if not stat.S_ISDIR(mode):
+            raise StorageError(f"{action}: the root {self._root} is a file, not a directory; give another path")
+
+    @staticmethod
+    def _is_object_name(name: str) -> bool:
+        return not name.startswith(_TEMPORARY) and is_key(name)
+
+
+class _LocalWriter(ObjectWriter):
+    """Writes in place through the page cache.
+
+    The descriptor is closed only when no thread is inside a write: the kernel hands its number to the next file that
+    anybody opens, and a late write would land there.
+    """
+
+    def __init__(self, backend: LocalBackend, path: str, action: str, fd: int, size: int, pieces: PieceMap) -> None:
+        self._backend = backend
+        self._path = path
+        self._action = action
+        self._size = size
+        self._pieces = pieces
+        self._fd = fd
+        self._state = "open"
+        self._writing = 0
+        self._idle = Condition()
+
+    def reserve(self) -> None:
+        """Take the space now, so that a full disk is known before the first byte is copied."""
+        if not self._call(lambda: preallocate(self._fd, self._size)):
+            free = free_bytes(self._path)
+            if free is not None and free < self._size:
+                raise StorageFullError(
+                    f"{self._action}: needed: {self._size} bytes, free on this file system: {free} bytes; free space"
+                )
+
+    def write(self, offset: int, data: Buffer) -> None:
+        view = byte_view(data)
+        with self._idle:
+            self._check_open()
+            self._pieces.add(offset, len(view))
+            self._writing += 1
+        try:
+            self._call(lambda: write_at(self._fd, view, offset))
+        except BaseException:
+            with self._idle:
+                self._state = "failed"
+            raise
+        finally:
+            with self._idle:
+                self._writing -= 1
+                self._idle.notify_all()
+
+    def complete(self) -> None:
+        with self._idle:
+            self._check_open()
+            if self._writing:
+                raise StorageError(f"{self._action}: complete() was called while a write was going on")
+            self._pieces.check_whole()
+            self._state = "failed"
+            fd, self._fd = self._fd, -1
+        try:
+            # After a failed fsync the kernel may have dropped the dirty pages: trying it again could lie.
+            self._call(lambda: os.fdatasync(fd))
+        finally:
+            self._call(lambda: os.close(fd))
+        self._backend.sync_directories(self._path, self._action)
+        with self._idle:
+            self._state = "complete"
+
+    def abort(self) -> None:
+        with self._idle:
+            if self._state in ("complete", "aborted"):
+                return
+            self._state = "aborted"
+            self._idle.wait_for(lambda: not self._writing)
+            fd, self._fd = self._fd, -1
+        try:
+            if fd >= 0:
+                os.close(fd)
+            os.unlink(self._path)
+        except OSError as error:
+            logger.warning("%s: could not remove what was written: %s", self._action, error)
+        self._backend.prune(os.path.dirname(self._path))
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise StorageError(f"{self._action}: this writer is {self._state}")
+
+    def _call(self, function: Callable[[], _T]) -> _T:
+        try:
+            return function()
+        except OSError as error:
+            raise self._backend.map_error(error, self._action, reading=False, needed=self._size) from error
+
+
+class _OpenedObject:
+    """A regular file opened for reading, one descriptor for one call. No cache: a descriptor that outlives the call
+    would go on reading an object that was replaced, and opening costs little beside the piece that is read."""
+
+    def __init__(self, path: str, backend: LocalBackend, action: str) -> None:
+        self._path = path
+        self._backend = backend
+        self._action = action
+        self.fd = -1
+        self.size = 0
+
+    def __enter__(self) -> _OpenedObject:
+        try:
+            # O_NONBLOCK: a FIFO under a hostile name must not hang the open. It means nothing for regular files.
+            self.fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            found = os.fstat(self.fd)
+        except OSError as error:
+            raise self._backend.map_error(error, self._action, reading=True) from error
+        if not stat.S_ISREG(found.st_mode):
+            os.close(self.fd)
+            raise KeyNotFoundError(f"{self._action}: it is not a file")
+        self.size = found.st_size
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        os.close(self.fd)
+        if isinstance(error, OSError):
+            raise self._backend.map_error(error, self._action, reading=True) from error
+
+
+def _inside(path: str, top: str) -> bool:
+    return path == top or path.startswith(top.rstrip("/") + "/")
+
+
+def _make_directories(path: str) -> None:
+    """Make a directory and what is missing above it, each made durable before anything is put in it."""
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+        return
+    except FileNotFoundError:
+        parent = os.path.dirname(path)
+        if parent == path:
+            raise
+        _make_directories(parent)
+        with suppress(FileExistsError):
+            os.mkdir(path)
+    sync_directory(os.path.dirname(path))
+
+
+def _link_exclusive(source: str, target: str) -> None:
+    """Give the finished file ``source`` the name ``target`` unless that is taken (``FileExistsError``), in one step.
+
+    A hard link does it on every POSIX file system that has them; ``renameat2`` on most others. Where there is
+    neither, this refuses: creating ``target`` empty with ``O_EXCL`` and renaming over it would be exclusive, but a
+    crash between the two would leave an empty object, and readers could see it even without a crash.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileExistsError:
+        # NFS may have made the link and lost the reply; the retransmission then finds it made.
+        if os.stat(source).st_nlink != 2:
+            raise
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        if rename_exclusive(source, target):
+            return
+        raise OSError(errno.EOPNOTSUPP, "this file system has neither hard links nor renameat2", target) from error
+    with suppress(FileNotFoundError):
+        os.unlink(source)
+
+
+def _drop_leftovers(directory: str) -> bool:
+    """Remove the temporary files of killed processes, if there is nothing else. A ``put`` that is writing one of them
+    right now finds it gone and starts again."""
+    try:
+        names = os.listdir(directory)
+        if not all(name.startswith(_TEMPORARY) for name in names):
+            return False
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, name))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,179 @@
+"""Objects in this process's memory: for tests, and for handing a checkpoint from one object to another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Lock
+from typing import Any, ClassVar
+
+from typing_extensions import Buffer
+
+from ..errors import KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
+from .base import ObjectStat, ObjectWriter, StorageBackend
+from .keys import check_children_prefix, check_key, check_prefix
+from .pieces import PieceMap, byte_view
+
+__all__ = ["MemoryBackend"]
+
+_URL = re.compile(r"memory://(?P<name>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL)
+
+
+@dataclass
+class _Store:
+    """Contents are never changed once they are in ``objects``, only replaced: readers need the lock for no copy."""
+
+    lock: Lock = field(default_factory=Lock)
+    objects: dict[str, tuple[memoryview, int]] = field(default_factory=dict)
+    versions: Iterator[int] = field(default_factory=lambda: count(1))
+
+
+_stores: dict[str, _Store] = {}
+_stores_lock = Lock()
+
+
+class MemoryBackend(StorageBackend):
+    """The store ``name`` of this process, shared by everyone in it who gives that name. ``prefix`` is the root within.
+
+    It lives as long as the process, or until ``drop``. A forked child has a copy of its own.
+    """
+
+    schemes: ClassVar[tuple[str, ...]] = ("memory",)
+
+    def __init__(self, name: str, prefix: str = "") -> None:
+        if not name or "/" in name:
+            raise StorageError(f"a memory store needs a name without slashes, got {name!r}")
+        if prefix:
+            check_key(prefix)
+        self._name = name
+        self._prefix = prefix + "/" if prefix else ""
+        with _stores_lock:
+            self._store = _stores.setdefault(name, _Store())
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> MemoryBackend:
+        """``memory://name`` or ``memory://name/prefix``. No options."""
+        if options:
+            raise UnsupportedURLError(f"memory storage takes no options, got {sorted(options)} for {url!r}")
+        found = _URL.fullmatch(url)
+        if found is None:
+            raise UnsupportedURLError(f"{url!r}: a memory store has a name, as in memory://name/path")
+        return cls(found["name"], (found["prefix"] or "").rstrip("/"))
+
+    @classmethod
+    def drop(cls, name: str) -> None:
+        """Forget a store and free its memory. Backends that are open on it keep what they have to themselves."""
+        with _stores_lock:
+            _stores.pop(name, None)
+
+    @property
+    def url(self) -> str:
+        return f"memory://{self._name}/{self._prefix}".rstrip("/")
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        check_key(key)
+        self._place(key, memoryview(bytes(data)), if_absent=if_absent)
+
+    def create(self, key: str, size: int) -> ObjectWriter:
+        check_key(key)
+        return _MemoryWriter(self, key, size)
+
+    def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
+        view = byte_view(buffer)
+        if view.readonly:
+            raise StorageError(f"reading {key!r} in {self.url}: the buffer to read into is read-only")
+        content, _ = self._find(key)
+        end = offset + len(view)
+        if offset < 0 or end > len(content):
+            raise StorageError(
+                f"reading {key!r} in {self.url}: wanted bytes [{offset}, {end}), got "
+                f"{max(0, len(content) - max(offset, 0))}: the object has only {len(content)} bytes"
+            )
+        view[:] = content[offset:end]
+
+    def get(self, key: str, *, max_size: int | None = None) -> bytes:
+        content, _ = self._find(key)
+        if max_size is not None and len(content) > max_size:
+            raise StorageError(
+                f"reading {key!r} in {self.url}: it has {len(content)} bytes, at most {max_size} were expected"
+            )
+        return bytes(content)
+
+    def stat(self, key: str) -> ObjectStat:
+        content, version = self._find(key)
+        return ObjectStat(key, len(content), str(version))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        check_prefix(prefix)
+        full = self._prefix + prefix
+        with self._store.lock:
+            found = [(key, len(data), version) for key, (data, version) in self._store.objects.items()]
+        skip = len(self._prefix)
+        return (
+            ObjectStat(key[skip:], size, str(version)) for key, size, version in sorted(found) if key.startswith(full)
+        )
+
+    def list_children(self, prefix: str = "") -> Sequence[str]:
+        check_children_prefix(prefix)
+        full = self._prefix + prefix
+        with self._store.lock:
+            below = [key[len(full) :] for key in self._store.objects if key.startswith(full)]
+        return sorted({name + slash for name, slash, _ in (key.partition("/") for key in below)})
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
+        with self._store.lock:
+            for key in keys:
+                self._store.objects.pop(self._prefix + key, None)
+
+    def _find(self, key: str) -> tuple[memoryview, int]:
+        check_key(key)
+        with self._store.lock:
+            found = self._store.objects.get(self._prefix + key)
+        if found is None:
+            raise KeyNotFoundError(f"reading {key!r} in {self.url}: no such object")
+        return found
+
+    def _place(self, key: str, data: memoryview, *, if_absent: bool = False) -> None:
+        with self._store.lock:
+            if if_absent and self._prefix + key in self._store.objects:
+                raise KeyExistsError(f"writing {key!r} in {self.url}: the key is taken")
+            self._store.objects[self._prefix + key] = (data, next(self._store.versions))
+
+
+class _MemoryWriter(ObjectWriter):
+    def __init__(self, backend: MemoryBackend, key: str, size: int) -> None:
+        self._backend = backend
+        self._key = key
+        self._action = f"writing {key!r} in {backend.url}"
+        self._pieces = PieceMap(self._action, size)
+        self._data: bytearray | None = bytearray(size)
+        self._complete = False
+        self._lock = Lock()
+
+    def write(self, offset: int, data: Buffer) -> None:
+        view = byte_view(data)
+        with self._lock:
+            target = self._open_data()
+            self._pieces.add(offset, len(view))
+            target[offset : offset + len(view)] = view
+
+    def complete(self) -> None:
+        with self._lock:
+            data = self._open_data()
+            self._pieces.check_whole()
+            self._backend._place(self._key, memoryview(data).toreadonly())
+            self._data = None
+            self._complete = True
+
+    def abort(self) -> None:
+        with self._lock:
+            self._data = None
+
+    def _open_data(self) -> bytearray:
+        if self._data is None:
+            raise StorageError(f"{self._action}: this writer is {'complete' if self._complete else 'aborted'}")
+        return self._data

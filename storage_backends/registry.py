@@ -1,0 +1,136 @@
+"""From a URL to a backend.
+
+``""``, ``file`` and ``local`` are files, ``memory`` is this process's memory, and another package may serve a scheme
+through the entry point group ``bytecheckpoint.storage_backends`` (name: the scheme; value: a class with ``from_url``).
+Every other scheme, and every chain (``dir::s3://...``), goes to fsspec.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from ..errors import UnsupportedURLError
+from .base import StorageBackend
+from .keys import check_key
+
+__all__ = ["ENTRY_POINT_GROUP", "join", "open_backend", "plugin_schemes"]
+
+ENTRY_POINT_GROUP = "bytecheckpoint.storage_backends"
+
+_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(?:://[^:]*)?::")
+_ONE_SLASH = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]+):/(?!/)")
+
+
+def open_backend(url: str | os.PathLike[str], **options: Any) -> StorageBackend:
+    """The backend whose root is ``url``: a path, or a URL.
+
+    ``options`` go to the backend (for fsspec: ``endpoint_url=``, ``key=``, ``token=``, ...). Nothing is read or written
+    yet. Raises ``UnsupportedURLError`` where nothing serves the scheme; the message says what is known.
+    """
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text:
+        raise UnsupportedURLError(f"not a URL or path: {url!r}")
+    if _CHAIN.match(text):
+        return _open_with_fsspec(text.partition("::")[0].partition("://")[0], text, options)
+    scheme = _scheme_of(text)
+    if scheme in ("", "file", "local"):
+        from .local import LocalBackend
+
+        return LocalBackend.from_url(text, **options)
+    if scheme == "memory":
+        from .memory import MemoryBackend
+
+        return MemoryBackend.from_url(text, **options)
+    if scheme in plugin_schemes():
+        return _load_plugin(scheme).from_url(text, **options)
+    return _open_with_fsspec(scheme, text, options)
+
+
+def join(url: str | os.PathLike[str], *parts: str) -> str:
+    """``url`` with ``parts`` below it. Each part is a key: relative, without ``..``. In a chain, the first link that
+    has a path is the one that grows."""
+    text = os.fspath(url)
+    for part in parts:
+        check_key(part)
+    if not parts:
+        return text
+    head, grown, tail = _split_at_path(text)
+    below = "/".join(parts)
+    if not grown:
+        return head + below + tail
+    return head + grown.rstrip("/") + "/" + below + tail
+
+
+@cache
+def plugin_schemes() -> dict[str, list[EntryPoint]]:
+    """Schemes that installed packages serve, looked up once. Nothing of theirs is imported until one is opened."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        same_scheme = found.setdefault(entry.name, [])
+        # One distribution is seen twice where two entries of sys.path lead to it.
+        if entry.value not in [other.value for other in same_scheme]:
+            same_scheme.append(entry)
+    return found
+
+
+def _load_plugin(scheme: str) -> type[StorageBackend]:
+    entry, *others = plugin_schemes()[scheme]
+    if others:
+        claims = ", ".join(other.value for other in (entry, *others))
+        raise UnsupportedURLError(f"several packages serve {scheme}://: {claims}; uninstall all but one")
+    origin = f"the storage backend for {scheme}:// ({entry.value} of {entry.dist.name if entry.dist else 'unknown'})"
+    try:
+        backend = entry.load()
+    except Exception as error:
+        raise UnsupportedURLError(f"{origin} cannot be imported: {error}; repair or uninstall that package") from error
+    if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
+        raise UnsupportedURLError(f"{origin} is not a StorageBackend; repair or uninstall that package")
+    return backend
+
+
+def _open_with_fsspec(scheme: str, url: str, options: dict[str, Any]) -> StorageBackend:
+    from fsspec.registry import available_protocols, get_filesystem_class, known_implementations
+
+    from .fsspec_backend import FsspecBackend
+
+    if scheme not in available_protocols():
+        known = sorted({"file", "memory", *plugin_schemes(), *available_protocols()})
+        raise UnsupportedURLError(
+            f"no storage backend serves {scheme}:// ({url!r}). Known schemes: {', '.join(known)}. Install a package "
+            f"that registers {scheme!r} with fsspec, or one with an entry point in {ENTRY_POINT_GROUP!r}"
+        )
+    try:
+        get_filesystem_class(scheme)
+    except ImportError as error:
+        hint = known_implementations.get(scheme, {}).get("err", f"install the fsspec package for {scheme!r}")
+        raise UnsupportedURLError(f"{scheme}:// ({url!r}) needs a package that is not installed: {hint}") from error
+    return FsspecBackend.from_url(url, **options)
+
+
+def _scheme_of(text: str) -> str:
+    found = _SCHEME.match(text)
+    if found:
+        return found["scheme"].lower()
+    slip = _ONE_SLASH.match(text)
+    if slip:
+        raise UnsupportedURLError(
+            f"{text!r} has one slash after the colon; a URL has two ({slip['scheme']}://...), and a pathlib.Path drops "
+            f"one: pass URLs as str. For a directory of that name write ./{text}"
+        )
+    return ""
+
+
+def _split_at_path(text: str) -> tuple[str, str, str]:
+    """``text`` as (what comes before, path, what comes after), where the path is the one that ``join`` extends."""
+    links = text.split("::") if _CHAIN.match(text) else [text]
+    at = next((index for index, link in enumerate(links) if "://" in link), len(links) - 1)
+    found = _SCHEME.match(links[at])
+    head = found.group() if found else ""
+    before = "".join(link + "::" for link in links[:at])
+    after = "".join("::" + link for link in links[at + 1 :])
+    return before + head, links[at][len(head) :], after

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bytecheckpoint import errors
+from bytecheckpoint.control.agreement import describe_disagreement, format_ranks
+from bytecheckpoint.control.failure import FailureRecord
+from bytecheckpoint.control.peers import PeerIdentity
+from bytecheckpoint.control.single import SingleProcess
+from bytecheckpoint.errors import (
+    BytecheckpointError,
+    CorruptionError,
+    MismatchError,
+    RankFailedError,
+    StorageError,
+)
+
+HERE = PeerIdentity(2, "host-a", 4711, 99, "boot", "pidns", "netns")
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class ThrottledError(StorageError):
+    """As a plug-in would define it."""
+
+
+def travelled(error):
+    try:
+        raise error
+    except BaseException as raised:
+        return FailureRecord.unpack(FailureRecord.of_error(raised, "write", HERE).pack())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([], ""), ([3], "3"), ([5, 0, 1, 2], "0-2,5"), ([0, 2, 4], "0,2,4"), ([1, 0], "0-1")]
+)
+def test_ranks_are_written_short(ranks, text):
+    assert format_ranks(ranks) == text
+
+
+def test_a_disagreement_lists_values_and_ranks():
+    facts = [{"path": "a", "step": "1"}] * 3 + [{"path": "b", "step": "1"}, {"step": "1", "mode": "x"}]
+    text = describe_disagreement("save/begin", facts)
+    assert "path: 'a' on ranks 0-2; 'b' on rank 3; nothing on rank 4" in text
+    assert "mode: nothing on ranks 0-3; 'x' on rank 4" in text
+    assert "step" not in text
+    assert describe_disagreement("save/begin", facts[:3]) == ""
+
+
+def test_a_foreign_exception_becomes_rank_failed():
+    error = travelled(KeyError("wte")).error()
+    assert type(error) is RankFailedError
+    assert str(error).startswith("rank 2 on host-a failed in write: KeyError: 'wte'\n\n    Traceback")
+    assert (error.rank, error.host, error.phase, error.error_type) == (2, "host-a", "write", "KeyError")
+    assert "raise error" in error.traceback_text
+
+
+def test_an_error_of_this_library_keeps_its_class_and_message():
+    error = travelled(CorruptionError("flipped")).error()
+    assert type(error) is CorruptionError
+    assert str(error) == "flipped"
+    assert isinstance(error.__cause__, RankFailedError)
+    assert error.__cause__.rank == 2
+
+
+def test_a_plug_ins_error_becomes_its_nearest_class():
+    assert type(travelled(ThrottledError("slow down")).error()) is StorageError
+
+
+def test_faults_travel():
+    faults = [("missing", "model.wte", "did you mean model.wpe?")]
+    error = travelled(MismatchError("one fault", faults)).error()
+    assert isinstance(error, MismatchError)
+    assert error.faults == faults
+
+
+def test_a_failure_that_was_reported_before_is_not_wrapped_again():
+    first = travelled(ValueError("x")).error()
+    again = travelled(first).error()
+    assert type(again) is RankFailedError
+    assert str(again) == str(first)
+    assert (again.rank, again.phase, again.error_type) == (2, "write", "ValueError")
+
+
+@pytest.mark.parametrize("error", [Unprintable(), ValueError("\ud800"), KeyboardInterrupt(), SystemExit(3)])
+def test_any_exception_can_be_reported(error):
+    assert isinstance(travelled(error).error(), RankFailedError)
+
+
+def test_every_error_class_can_be_reported():
+    for name in errors.__all__:
+        error = travelled(getattr(errors, name)("text")).error()
+        assert isinstance(error, BytecheckpointError)
+        assert type(error).__name__ == name
+        assert "text" in str(error)
+
+
+def test_a_record_from_elsewhere_makes_no_foreign_class():
+    assert type(FailureRecord(0, "h", 1, "p", "t", "m", raised_as="annotations").error()) is BytecheckpointError
+
+
+def test_a_process_is_known_by_pid_and_start():
+    here = PeerIdentity.of_this_process(0)
+    assert not here.has_ended()
+    assert here.sees(here)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with open(f"/proc/{child.pid}/stat") as file:
+        start = int(file.read().rpartition(")")[2].split()[19])
+    peer = PeerIdentity(1, here.host, child.pid, start, here.boot_id, here.pid_namespace, here.net_namespace)
+    reused = PeerIdentity(1, here.host, child.pid, start + 1, here.boot_id, here.pid_namespace, here.net_namespace)
+    assert not peer.has_ended()
+    assert reused.has_ended()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert peer.has_ended(), "a zombie has ended"
+    child.communicate()
+    assert peer.has_ended()
+
+
+def test_other_hosts_and_unknown_ones_are_not_looked_at():
+    here = PeerIdentity.of_this_process(0)
+    unknown = PeerIdentity(1, here.host, 1, 1, "", "", "")
+    assert not here.sees(HERE)
+    assert not unknown.sees(unknown)
+    assert not unknown.shares_network(unknown)
+
+
+def test_one_process_needs_nobody():
+    operation = SingleProcess().operation("save", deadline_s=1)
+    assert operation.gather("a", b"x") == [b"x"]
+    assert operation.scatter("b", [b"y"]) == b"y"
+    assert operation.broadcast("c", b"z") == b"z"
+    operation.agree("d", {"path": "p"})
+    operation.barrier("e")
+    with pytest.raises(KeyError, match="original"):
+        with operation.phase("f"):
+            raise KeyError("original")
+    operation.close()

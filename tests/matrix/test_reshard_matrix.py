@@ -1,0 +1,85 @@
+"""Every pair (saved layout, loaded layout), model and optimizer, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import layouts
+import pytest
+import torch
+from layouts import LAYOUTS, build, differences
+
+import bytecheckpoint as bcp
+from bytecheckpoint.testing.ranks import RankPool
+
+
+def _save(rank: int, world_size: int, name: str, path: str) -> None:
+    bcp.save(path, build(name, seed=1, steps=2).state, step=2).result()
+
+
+def _load_all(rank: int, world_size: int, name: str, paths: dict[str, str]) -> dict[str, list[str]]:
+    """Load every saved layout into this one; what is wrong, by saved layout."""
+    expected = build(name, seed=1, steps=2)
+    further = build(name, seed=1, steps=3)
+    wrong: dict[str, list[str]] = {}
+    for number, (saved, path) in enumerate(paths.items()):
+        # A fresh optimizer without state, and one whose state must be overwritten.
+        built = build(name, seed=2, steps=number % 2)
+        report = bcp.load(path, built.state)
+        bad = differences(built, expected)
+        if report.missing or report.unexpected or report.cast:
+            bad.append(str(report))
+        if not bad and number % 3 == 0:
+            built.step()
+            bad = [f"after one more step: {name}" for name in differences(built, further)]
+        if bad:
+            wrong[saved] = bad
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, RankPool]) -> dict[str, str]:
+    """A checkpoint of every layout."""
+    root: Path = tmp_path_factory.mktemp("matrix")
+    paths = {}
+    for name, layout in LAYOUTS.items():
+        paths[name] = str(root / name)
+        pools[layout.world_size].run(_save, name, paths[name], timeout_s=120)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Ranks by world size, all out of one pool of eight."""
+    with RankPool(8) as pool:
+
+        class Sized:
+            def __init__(self, world_size: int) -> None:
+                self.world_size = world_size
+
+            def run(self, fn, *args, timeout_s):
+                return pool.run(fn, *args, world_size=self.world_size, timeout_s=timeout_s)
+
+        yield {n: Sized(n) for n in (1, 2, 3, 4, 8)}
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_loads_bit_equal_from_every_layout(target: str, saved: dict[str, str], pools) -> None:
+    results = pools[LAYOUTS[target].world_size].run(_load_all, target, saved, timeout_s=280)
+    wrong = {f"{source} on rank {rank}": bad for rank, result in enumerate(results) for source, bad in result.items()}
+    assert not wrong
+
+
+def test_layouts_really_differ_and_agree() -> None:
+    """The reference itself: seeds differ, and the plain layout's values are those of the formula."""
+    one, two = build("plain-1", seed=1, steps=0), build("plain-1", seed=2, steps=0)
+    assert differences(one, two)
+    assert torch.equal(
+        one.model.emb.weight[0, :2],
+        torch.sin(torch.tensor([0.0, 0.7], dtype=torch.float64) + _number(one) + 10).float(),
+    )
+
+
+def _number(built: layouts.Built) -> int:
+    names = sorted([n for n, _ in [*built.model.named_parameters(), *built.model.named_buffers()]])
+    return names.index("emb.weight")

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytecheckpoint.dtypes import DTYPES
+from bytecheckpoint.errors import PlanError
+from bytecheckpoint.geometry import Box
+from bytecheckpoint.metadata import BasicMeta
+from bytecheckpoint.planners import Assignment, LocalPlan, SavePlan, ValueEntry, layout, plan_columns, plan_save
+from bytecheckpoint.tables import BoxTable, TensorTable
+
+Tilings = Callable[[tuple[int, ...]], st.SearchStrategy[list[Box]]]
+Metas = dict[str, BasicMeta]
+Holding = list[tuple[str, Box]]
+
+WORLD = 4
+NAMES = ["model.a", "model.b.c", "model.z", "optimizer.a", "optimizer.m"]
+DTYPE_NAMES = ["uint8", "bfloat16", "float32", "float64", "complex128"]
+
+metas = st.dictionaries(
+    st.sampled_from(NAMES),
+    st.builds(
+        BasicMeta,
+        st.sampled_from([DTYPES[name] for name in DTYPE_NAMES]),
+        st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    ),
+    max_size=4,
+)
+
+
+def local_plan(tensors: Metas, held: Holding, **more: object) -> LocalPlan:
+    table = TensorTable.build((*name.split(".", 1), meta) for name, meta in tensors.items())
+    rows = {name: row for row, name in enumerate(table.names)}
+    return LocalPlan(table, BoxTable.build([(rows[name], box) for name, box in held]), **more)  # type: ignore[arg-type]
+
+
+@dataclass
+class World:
+    metas: Metas
+    held: list[Holding]
+
+    def plans(self) -> list[LocalPlan]:
+        return [local_plan(self.metas, held) for held in self.held]
+
+
+@st.composite
+def worlds(draw: st.DrawFn, tilings: Tilings) -> World:
+    """Random tensors in random tilings, each box on one rank or several, in any order, empty boxes among them."""
+    tensors = draw(metas)
+    held: list[Holding] = [[] for _ in range(WORLD)]
+    for name, meta in tensors.items():
+        for box in draw(tilings(meta.shape)):
+            for rank in draw(st.sets(st.integers(0, WORLD - 1), min_size=1)):
+                held[rank].append((name, box))
+    for rank in range(WORLD):
+        held[rank] = draw(st.permutations(held[rank]))
+    return World(tensors, held)
+
+
+def boxes_of(plan: SavePlan) -> list[tuple[str, Box]]:
+    rows = range(len(plan.shards))
+    return [(plan.tensors.names[int(plan.shards.tensor[row])], plan.shards.box_of(row)) for row in rows]
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_every_byte_is_written_once_and_where_the_plan_says(tilings: Tilings, data: st.DataObject) -> None:
+    world = data.draw(worlds(tilings))
+    plan = plan_save(world.plans())
+    written = {name: np.zeros(meta.shape, np.int64) for name, meta in world.metas.items()}
+    images: dict[tuple[str, int], np.ndarray] = {}
+    sizes = {(file.section, file.rank): file.data_size for file in plan.files}
+    places: dict[tuple[str, int], list[tuple[str, Box, int]]] = {}
+    for rank, local in enumerate(world.plans()):
+        told = Assignment.from_bytes(plan.assignment(rank).to_bytes(), local)
+        for section, rows in told.files:
+            offsets, size = layout(local.shards.nbytes(local.tensors)[rows])
+            assert size == sizes[section, rank]
+            image = images[section, rank] = np.zeros(size, np.int64)
+            for row, offset in zip(rows.tolist(), offsets.tolist()):
+                name, box = world.held[rank][row]
+                meta = world.metas[name]
+                assert name.startswith(section + ".")
+                assert offset % meta.dtype.itemsize == 0
+                written[name][box.slices()] += 1
+                image[offset : offset + box.numel * meta.dtype.itemsize] += 1
+                places.setdefault((section, rank), []).append((name, box, offset))
+    assert all((count == 1).all() for count in written.values())
+    assert all((image == 1).all() for image in images.values())
+    assert set(images) == set(sizes)
+
+    shards = boxes_of(plan)
+    assert shards == sorted(shards, key=lambda pair: (pair[0], pair[1].offsets))
+    assert plan.tensors.names == sorted(world.metas)
+    for row, (name, box) in enumerate(shards):
+        owner, file = int(plan.owner[row]), plan.files[int(plan.file[row])]
+        assert file.rank == owner
+        source_name, source = world.held[owner][int(plan.source[row])]
+        assert source_name == name
+        assert source == box or source.numel == box.numel == 0
+        stored = [(n, o) for n, b, o in places[file.section, owner] if n == name and (b == box or b.numel == 0)]
+        assert (name, int(plan.offset[row])) in stored
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_within_a_file_large_elements_come_first_then_names_then_boxes(tilings: Tilings, data: st.DataObject) -> None:
+    plan = plan_save(data.draw(worlds(tilings)).plans())
+    shards, itemsize = boxes_of(plan), plan.tensors.itemsize()[plan.shards.tensor]
+    for index, file in enumerate(plan.files):
+        rows = plan.order[plan.file_starts[index] : plan.file_starts[index + 1]].tolist()
+        keys = [(-int(itemsize[row]), shards[row][0], shards[row][1].offsets) for row in rows]
+        assert keys == sorted(keys)
+        assert {int(plan.file[row]) for row in rows} == {index}
+        assert {shards[row][0].split(".")[0] for row in rows} == {file.section}
+    assert [(file.section, file.rank) for file in plan.files] == sorted({(f.section, f.rank) for f in plan.files})
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_the_order_of_rows_does_not_matter(tilings: Tilings, data: st.DataObject) -> None:
+    world = data.draw(worlds(tilings))
+    plan = plan_save(world.plans())
+    shuffled = replace(world, held=[data.draw(st.permutations(held)) for held in world.held])
+    other = plan_save(shuffled.plans())
+    assert boxes_of(plan) == boxes_of(other)
+    for column in ("owner", "file", "offset"):
+        assert getattr(plan, column).tolist() == getattr(other, column).tolist()
+    assert plan.files == other.files
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_columns_in_any_order_of_ranks(tilings: Tilings, data: st.DataObject) -> None:
+    world = data.draw(worlds(tilings))
+    plan = plan_save(world.plans())
+    names = {name: row for row, name in enumerate(plan.tensors.names)}
+    rows = [(r, i, names[name], box) for r, held in enumerate(world.held) for i, (name, box) in enumerate(held)]
+    rows = data.draw(st.permutations(rows))
+    boxes = BoxTable.build([(tensor, box) for _, _, tensor, box in rows])
+    rank, source = (np.array([row[i] for row in rows], np.int64) for i in range(2))
+    other = plan_columns(plan.tensors, boxes, rank, source, world_size=WORLD)
+    assert boxes_of(plan) == boxes_of(other)
+    assert plan.owner.tolist() == other.owner.tolist()
+    assert plan.offset.tolist() == other.offset.tolist()
+
+
+F32 = BasicMeta(DTYPES["float32"], (8, 4))
+
+
+def rows(low: int, high: int, name: str = "model.w") -> tuple[str, Box]:
+    return name, Box((low, 0), (high - low, 4))
+
+
+def plans_of(*held: Holding, tensors: Metas | None = None) -> list[LocalPlan]:
+    return [local_plan({"model.w": F32} if tensors is None else tensors, one) for one in held]
+
+
+def fault_of(plans: Sequence[LocalPlan]) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan_save(plans)
+    return str(caught.value)
+
+
+def test_a_hole_names_tensor_region_and_holders() -> None:
+    text = fault_of(plans_of([rows(0, 2)], [rows(2, 4)], [rows(6, 8)]))
+    assert "model.w float32[8, 4]: no rank holds [4:6,0:4] (held by ranks 0-2)" in text
+
+
+def test_an_overlap_names_both_boxes_and_their_ranks() -> None:
+    text = fault_of(plans_of([rows(0, 5)], [rows(4, 8)], [rows(4, 8)]))
+    assert "[0:5,0:4] of rank 0 overlaps [4:8,0:4] of ranks 1-2" in text
+
+
+def test_boxes_that_begin_together_and_end_apart_overlap() -> None:
+    text = fault_of(plans_of([rows(0, 4), rows(4, 8)], [rows(0, 8)]))
+    assert "[0:4,0:4] of rank 0 overlaps [0:8,0:4] of rank 1" in text
+
+
+def test_overlap_of_boxes_with_gaps() -> None:
+    left, right = ("model.w", Box((0, 0), (8, 3))), ("model.w", Box((0, 2), (8, 2)))
+    assert "[0:8,0:3] of rank 0 overlaps [0:8,2:4] of rank 1" in fault_of(plans_of([left], [right]))
+
+
+def test_an_overlap_that_hides_a_hole_tells_of_both() -> None:
+    text = fault_of(plans_of([rows(0, 4), rows(2, 4)], [rows(6, 8)]))
+    assert "overlaps" in text
+    assert "no rank holds [4:6,0:4]" in text
+
+
+def test_all_bad_tensors_are_listed() -> None:
+    tensors = {f"model.{name}": F32 for name in "abc"}
+    held = [rows(0, 8, "model.a"), rows(0, 7, "model.b")]
+    text = fault_of(plans_of(held, tensors=tensors))
+    assert "2 of 3 tensors" in text
+    assert "model.b float32[8, 4]: no rank holds [7:8,0:4]" in text
+    assert "model.c float32[8, 4]: no rank holds any of it" in text
+    assert "model.a" not in text
+
+
+def test_a_box_outside_its_tensor() -> None:
+    text = fault_of(plans_of([rows(0, 8)], [rows(6, 9)]))
+    assert "model.w float32[8, 4]: offsets [6, 0], lengths [3, 4] of rank 1" in text
+
+
+def test_disagreement_about_a_tensor_says_who_says_what() -> None:
+    other = {"model.w": BasicMeta(DTYPES["bfloat16"], (8, 4)), "model.v": F32}
+    plans = [*plans_of([rows(0, 8)], []), *plans_of([], [], tensors=other)]
+    text = fault_of(plans)
+    assert "disagree about 1 tensors" in text
+    assert (
+        "model.w: float32[8, 4] in section 'model' on ranks 0-1; bfloat16[8, 4] in section 'model' on ranks 2-3" in text
+    )
+
+
+def test_tensors_of_one_rank_alone() -> None:
+    def plan(rank: int, scope: int) -> LocalPlan:
+        tensors = {"rng.state@" + str(rank): F32, "model.w": F32}
+        held = [rows(0, 8, f"rng.state@{rank}"), rows(0, 8)]
+        return local_plan(tensors, held, scope=np.array([scope, -1]))
+
+    saved = plan_save([plan(rank, rank) for rank in range(3)])
+    assert saved.tensors.names == ["model.w", "rng.state@0", "rng.state@1", "rng.state@2"]
+    assert saved.scope.tolist() == [-1, 0, 1, 2]
+    assert saved.owner.tolist()[1:] == [0, 1, 2]
+    assert "of rank 0 alone" in fault_of([plan(0, 0), plan(1, 0)])
+    assert "disagree" in fault_of([plan(0, 0), plan(0, 0)])
+
+
+def test_aliases() -> None:
+    def plans(*aliases: list[tuple[str, str]]) -> list[LocalPlan]:
+        return [local_plan({"model.w": F32}, [rows(0, 8)], aliases=one) for one in aliases]
+
+    assert plan_save(plans([("model.b", "model.w")], [("model.a", "model.w")], [])).aliases == [
+        ("model.a", "model.w"),
+        ("model.b", "model.w"),
+    ]
+    text = fault_of(plans([("model.a", "model.w")], [("model.a", "model.x")]))
+    assert "alias model.a: target 'model.w' on rank 0; target 'model.x' on rank 1" in text
+    assert "model.w: is a tensor" in fault_of(plans([("model.w", "model.w")]))
+    assert "model.a: alias of model.x, which no rank has" in fault_of(plans([("model.a", "model.x")]))
+
+
+def test_sections_agree_on_their_adapter() -> None:
+    plans = [local_plan({}, [], sections=[("model", kind)]) for kind in ("fsdp1", "fsdp1", "ddp")]
+    assert "section model: adapter 'fsdp1' on ranks 0-1; adapter 'ddp' on rank 2" in fault_of(plans)
+    assert plan_save(plans[:2]).sections == [("model", "fsdp1")]
+
+
+def test_values_are_written_once_where_equal_and_everywhere_where_not() -> None:
+    def entry(path: bytes, digest: bytes, per_rank: bool = False) -> ValueEntry:
+        return ValueEntry("extra", path, digest, 8, per_rank)
+
+    held = [
+        [entry(b"same", b"1"), entry(b"rng", b"1", True), entry(b"differs", b"1")],
+        [entry(b"differs", b"2"), entry(b"same", b"1"), entry(b"rng", b"1", True), entry(b"late", b"1")],
+        [entry(b"late", b"1")],
+    ]
+    plan = plan_save([local_plan({}, [], values=values) for values in held])
+    found = [(value.path, value.rank, value.shared, value.index) for value in plan.values]
+    assert found == [
+        (b"differs", 0, False, 2),
+        (b"differs", 1, False, 0),
+        (b"late", 1, True, 3),
+        (b"rng", 0, False, 1),
+        (b"rng", 1, False, 2),
+        (b"same", 0, True, 0),
+    ]
+    told = plan.assignment(1)
+    assert told.values.tolist() == [0, 3, 2]
+    assert told.shared.tolist() == [False, True, False]
+    assert len(plan.assignment(2).values) == 0
+    twice = local_plan({}, [], values=[entry(b"same", b"1"), entry(b"same", b"1")])
+    assert "rank 0 holds the value at b'same' twice" in fault_of([twice])
+
+
+def test_a_tensor_without_elements_is_kept_as_one_whole_box() -> None:
+    empty = BasicMeta(DTYPES["float32"], (0, 4))
+    held: list[Holding] = [[], [("model.e", Box((0, 4), (0, 0)))], [("model.e", Box((0, 0), (0, 4)))]]
+    plan = plan_save(plans_of(*held, tensors={"model.e": empty}))
+    assert boxes_of(plan) == [("model.e", Box((0, 0), (0, 4)))]
+    assert plan.owner.tolist() == [1]
+    assert plan.source.tolist() == [0]
+    assert plan.files[0].data_size == 0
+
+
+def test_no_tensors_and_no_ranks() -> None:
+    assert len(plan_save([]).shards) == 0
+    plan = plan_save(plans_of([], [], tensors={}))
+    assert plan.files == []
+    assert plan.assignment(0).files == []
+
+
+def test_more_elements_than_numbers() -> None:
+    shape = (2**31, 2**31, 3)
+    huge = {"model.w": BasicMeta(DTYPES["uint8"], shape)}
+    assert "2**62 elements" in fault_of(plans_of([("model.w", Box.whole(shape))], tensors=huge))
+
+
+def test_a_grid_of_boxes_with_gaps_and_a_pinwheel() -> None:
+    """Cuts on both axes, and five boxes that no straight cut separates."""
+    shape = (60, 60)
+    grid = [Box((i, j), (3, 2)) for i in range(0, 60, 3) for j in range(0, 60, 2)]
+    wheel = [Box((0, 0), (20, 40)), Box((0, 40), (40, 20)), Box((40, 20), (20, 40)), Box((20, 0), (40, 20))]
+    wheel.append(Box((20, 20), (20, 20)))
+    tensors = {name: BasicMeta(DTYPES["uint8"], shape) for name in ("model.grid", "model.wheel")}
+    held = [("model.grid", box) for box in grid] + [("model.wheel", box) for box in wheel]
+    plan = plan_save(plans_of(held, held, tensors=tensors))
+    assert len(plan.shards) == len(held)
+    assert sum(file.data_size for file in plan.files) == 2 * prod(shape)
+    wheel[4] = Box((19, 20), (21, 20))
+    held = [("model.grid", box) for box in grid[1:]] + [("model.wheel", box) for box in wheel]
+    text = fault_of(plans_of(held, tensors=tensors))
+    assert "no rank holds [0:3,0:2]" in text
+    assert "[0:20,0:40] of rank 0 overlaps [19:40,20:40] of rank 0" in text
