@@ -68,6 +68,10 @@ class Catalog:
     def stored(self, section: str) -> StoredSection:
         return self._sections[section]
 
+    def has(self, section: str) -> bool:
+        """Whether the section is stored at all."""
+        return self.manifest.section_index(section) is not None
+
     def row(self, section: str, fqn: str) -> int | None:
         """The manifest's tensor row that the target calls ``fqn``; None where nothing is stored for it."""
         return self._rows[section].get(fqn)

@@ -182,6 +182,8 @@ class _LoadJob:
     def _match(self, targets: Sequence[tuple[Section, SectionTarget]], catalog: Catalog, report: LoadReport) -> _Wants:
         wants = _Wants(faults=list(catalog.faults))
         for section, target in targets:
+            if not catalog.has(section.name):
+                continue
             rows = self._match_tensors(section.name, target, catalog, wants, report)
             for shard in target.shards:
                 if shard.fqn in rows:

@@ -12,7 +12,10 @@ from math import prod
 from .dtypes import DType
 from .geometry import Box
 
-__all__ = ["BasicMeta", "ByteMeta", "ShardMeta"]
+__all__ = ["BasicMeta", "ByteMeta", "Path", "ShardMeta"]
+
+Path = tuple["str | int", ...]
+"""Where a value stands in its section's tree: one component per nested mapping key or list index."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import xxhash
+import torch
 
 from . import trace
 from .control.base import Communicator, Operation
@@ -35,18 +35,29 @@ from .engine.files import FileImage, copy_in, place_images, shard_nbytes, tensor
 from .engine.record import record
 from .engine.resources import Engine
 from .engine.writer import WrittenFile, write_images
-from .errors import CheckpointError, CheckpointNotFoundError, CommitUnknownError, NotACheckpointError, StateError
+from .errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    NotACheckpointError,
+    RankFailedError,
+    StateError,
+)
+from .geometry import Box
 from .handle import SaveHandle, SaveResult
-from .manifest import Manifest
+from .manifest import Manifest, pack_metadata
 from .planners import Assignment, LocalPlan, SavePlan, ValueEntry, layout, plan_save
 from .sections import Section, check_state, rank_name, resolve_sections
-from .shards import Path, SectionSource, Shard
+from .shards import Path, SectionSource, Shard, torch_dtype
 from .storage_backends.base import StorageBackend
 from .tables import BoxTable, TensorTable
-from .values import encode_path, encode_value, encode_values_file
+from .values import encode_path, encode_value, encode_values_file, path_name, value_digest
 from .version import VERSION
 
 __all__ = ["CHUNK_SIZE", "SaveOptions", "save"]
+
+_BEFORE_COMMIT = trace.SAVE_STEPS[: trace.SAVE_STEPS.index("commit")]
+_SWEEP_AFTER_S = 10.0  # how long a failed save waits for the other ranks to stop writing, before it sweeps
 
 CHUNK_SIZE = 1 << 20  # bytes a checksum; the least that a verified partial read fetches
 
@@ -78,10 +89,9 @@ def save(
     job = _SaveJob(engine, backend, communicator, state, options)
     job.prepare()
     if background:
-        engine.background.submit(job.finish)
+        engine.background.submit(job.finish_in_background)
     else:
         job.finish()
-        job.handle.result()
     return job.handle
 
 
@@ -131,8 +141,15 @@ class _SaveJob:
         self._state = {}
         self.handle._mark_staged()
 
+    def finish_in_background(self) -> None:
+        """``finish`` for a thread that nobody waits for: what it raises is on the handle, and in the log."""
+        try:
+            self.finish()
+        except BaseException as error:  # noqa: BLE001 - handed on through the handle
+            _log.error("save to %s failed: %s", self._backend.url, error)
+
     def finish(self) -> None:
-        """From staged bytes to a committed checkpoint. Ends the handle, and never raises."""
+        """From staged bytes to a committed checkpoint. Ends the handle; raises what any rank raised."""
         try:
             with self._step("write"):
                 written = self._write()
@@ -140,11 +157,10 @@ class _SaveJob:
                 confirmed = self._confirm(written)
             with self._step("commit"):
                 self._commit(confirmed)
-        except BaseException as error:  # noqa: BLE001 - handed on through the handle
+        except BaseException as error:
             self._abandon(error)
-            _log.error("save to %s failed: %s", self._backend.url, error)
             self.handle._fail(error)
-            return
+            raise
         self._clean()
         self._op.close()
         result = SaveResult(
@@ -158,7 +174,7 @@ class _SaveJob:
     def _check(self) -> None:
         if self._options.step is not None and self._options.step < 0:
             raise StateError(f"step must not be negative: {self._options.step}")
-        encode_value(dict(self._options.metadata), "metadata")
+        pack_metadata(dict(self._options.metadata))
         if self._op.rank != 0:
             return
         try:
@@ -201,7 +217,7 @@ class _SaveJob:
         for full in msgpack.unpackb(differing):
             section, _, fqn = full.partition(".")
             if fqn in sources[section].metas:
-                sources[section].per_rank.add(fqn)
+                sources[section].make_per_rank(fqn)
 
     def _exchange_plans(self, local: _LocalState) -> Assignment:
         plans = self._op.gather("plans", local.plan.to_bytes())
@@ -213,7 +229,7 @@ class _SaveJob:
                 msgpack.packb([attempt, self._plan.assignment(r).to_bytes()]) for r in range(self._op.world_size)
             ]
         self._attempt, assignment = msgpack.unpackb(self._op.scatter("assignments", messages))
-        return Assignment.from_bytes(assignment)
+        return Assignment.from_bytes(assignment, local.plan)
 
     def _stage(self, local: _LocalState, assignment: Assignment) -> None:
         self._images = local.images(assignment, self._attempt)
@@ -226,7 +242,7 @@ class _SaveJob:
     def _write(self) -> list[WrittenFile]:
         assert self._slot is not None
         written = write_images(
-            self._backend, self._images, self._slot, self._options.chunk_size, self._engine.io, self.timings.point
+            self._backend, self._images, self._slot, self._options.chunk_size, self._engine.io, self._point
         )
         self.timings.count("write", sum(file.size for file in written))
         self._slot.release()
@@ -277,12 +293,18 @@ class _SaveJob:
         """Leave nothing behind that no manifest will ever name. Never raises."""
         if self._slot is not None:
             self._slot.release()
-        if self._attempt and not self._may_be_committed:
+        if self._attempt and (not self._may_be_committed or _never_committed(error)):
             if self._op.rank == 0:
+                # The others may still be writing; what they write after the sweep would stay for ever.
+                self._op.wait_alone(_SWEEP_AFTER_S)
                 remove_attempt(self._backend, self._attempt)
             else:
                 remove_files(self._backend, [image.key for image in self._images])
         self._op.close()
+
+    def _point(self, name: str) -> None:
+        self.timings.point(name)
+        self._op.check()
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
@@ -301,6 +323,20 @@ def _differing(everyone: Sequence[bytes]) -> list[str]:
     return sorted(differing)
 
 
+def _never_committed(error: BaseException) -> bool:
+    """Whether this is rank 0's own word that it failed before it could commit."""
+    failed = error if isinstance(error, RankFailedError) else error.__cause__
+    return isinstance(failed, RankFailedError) and failed.rank == 0 and failed.phase in _BEFORE_COMMIT
+
+
+def _elementless(source: SectionSource) -> Iterator[Shard]:
+    """The one empty shard of each tensor without elements: it is what makes the tensor part of a file."""
+    listed = {shard.fqn for shard in source.shards}
+    for fqn, meta in source.metas.items():
+        if meta.numel == 0 and fqn not in listed:
+            yield Shard(fqn, meta, Box.whole(meta.shape), torch.empty(meta.shape, dtype=torch_dtype(meta)))
+
+
 class _LocalState:
     """This rank's shards and encoded values in the order its plan lists them."""
 
@@ -308,7 +344,6 @@ class _LocalState:
         self, sections: Sequence[Section], sources: dict[str, SectionSource], rank: int, allow_pickle: bool
     ) -> None:
         self._rank = rank
-        self._sections: list[str] = []  # section of each shard
         self.shards: list[Shard] = []
         self.values: list[tuple[str, Path, bytes]] = []
         metas: list[tuple[str, str, Any]] = []
@@ -324,18 +359,17 @@ class _LocalState:
                 rows[fqn] = len(metas)
                 metas.append((section.name, rank_name(fqn, rank) if own else fqn, meta))
                 scopes.append(rank if own else -1)
-            for shard in source.shards:
+            for shard in [*source.shards, *_elementless(source)]:
                 boxes.append((rows[shard.fqn], shard.box))
-                self._sections.append(section.name)
                 self.shards.append(self._renamed(shard) if shard.fqn in source.per_rank else shard)
             for path, value in source.values.items():
-                data = encode_value(value, f"{section.name}.{'.'.join(map(str, path))}", allow_pickle=allow_pickle)
+                data = encode_value(value, f"{section.name}.{path_name(path)}", allow_pickle=allow_pickle)
                 self.values.append((section.name, path, data))
                 entries.append(
                     ValueEntry(
                         section.name,
                         encode_path(path),
-                        xxhash.xxh3_128_digest(data),
+                        value_digest(data),
                         len(data),
                         path in source.per_rank,
                     )

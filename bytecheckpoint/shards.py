@@ -15,8 +15,7 @@ import torch
 from .dtypes import DTYPES
 from .errors import StateError, UnsupportedTensorError
 from .geometry import Box
-from .metadata import BasicMeta
-from .values import Path
+from .metadata import BasicMeta, Path
 
 __all__ = ["Path", "SectionSource", "SectionTarget", "Shard", "StoredSection", "basic_meta", "torch_dtype"]
 

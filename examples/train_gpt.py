@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--no-save", action="store_true", help="train only: neither save nor resume")
     parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Plans on the wire: one msgpack map, integer columns as little-endian bytes. What comes in is a peer's and checked.
+"""Plans on the wire: one msgpack map, integer columns as little-endian words. What comes in is a peer's and checked.
 
 Nothing is unpickled, and nothing is allocated that the bytes received do not already pay for.
 """
@@ -19,10 +19,14 @@ __all__ = ["Fields", "column", "flags", "pack"]
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
+_WORDS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<i8"}
+
 
 def column(values: Int64) -> bytes:
-    """An integer column as little-endian 64-bit words."""
-    return values.astype("<i8", copy=False).tobytes()
+    """An integer column: one byte that says how wide its words are, then the words, the narrowest that hold all."""
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    width = 8 if low < 0 else next((width for width in (1, 2, 4) if high < 1 << 8 * width), 8)
+    return bytes([width]) + values.astype(_WORDS[width], copy=False).tobytes()
 
 
 def flags(values: Bool) -> bytes:
@@ -62,9 +66,10 @@ class Fields:
 
     def column_of(self, raw: bytes, name: str) -> Int64:
         """The column that these bytes of field ``name`` are."""
-        if len(raw) % 8:
+        width = raw[0] if raw else 0
+        if width not in _WORDS or (len(raw) - 1) % width:
             raise self.malformed(f"column {name!r} of {len(raw)} bytes is cut short")
-        return np.frombuffer(raw, "<i8").astype(np.int64)
+        return np.frombuffer(raw, _WORDS[width], offset=1).astype(np.int64)
 
     def flags(self, name: str, length: int) -> Bool:
         """A column of truth values."""

@@ -61,7 +61,7 @@ class StorageBackend(ABC):
 
     schemes: ClassVar[tuple[str, ...]] = ()
 
-    atomic_writer: ClassVar[bool] = True
+    atomic_writer: bool = True
     """False where a half-written object is visible under its key (local files). Readers never rely on it: only the
     manifest, written by ``put``, makes an object count."""
 

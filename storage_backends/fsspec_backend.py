@@ -59,6 +59,9 @@ _PARTS = 9_000
 
 _DELETES_AT_ONCE = 8
 
+# A delete in another thread or process may remove a directory between our makedirs and our open.
+_TRIES = 16
+
 _T = TypeVar("_T")
 
 
@@ -109,8 +112,7 @@ class FsspecBackend(StorageBackend):
             file = self._call(action, lambda: connection.fs.open(path, "wb", **options))
             return StreamWriter(action, size, file, drop=lambda: self._drop(connection, path))
         temporary = _beside(path)
-        self._call(action, lambda: connection.fs.makedirs(os.path.dirname(path), exist_ok=True))
-        file = self._call(action, lambda: connection.fs.open(temporary, "wb"))
+        file = self._call(action, lambda: _open_in_directory(connection.fs, temporary))
         return StreamWriter(
             action,
             size,
@@ -307,8 +309,7 @@ class FsspecBackend(StorageBackend):
         temporary = _beside(path)
 
         def write() -> None:
-            connection.fs.makedirs(os.path.dirname(path), exist_ok=True)
-            with connection.fs.open(temporary, "wb") as file:
+            with _open_in_directory(connection.fs, temporary) as file:
                 file.write(content)
                 file.flush()
                 with suppress(AttributeError, OSError):
@@ -392,6 +393,18 @@ def _is_object_key(key: str) -> bool:
 
 def _beside(path: str) -> str:
     return f"{os.path.dirname(path)}/{_TEMPORARY}{secrets.token_hex(8)}"
+
+
+def _open_in_directory(fs: Any, path: str) -> Any:
+    """A new file, its directory made; again where a delete elsewhere removes the directory in between."""
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            fs.makedirs(os.path.dirname(path), exist_ok=True)
+            return fs.open(path, "wb")
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+    raise AssertionError("not reached")
 
 
 def _version(info: dict[str, Any]) -> str:

@@ -33,7 +33,5 @@ def map_error(error: Exception, action: str, *, reading: bool) -> StorageError:
     if isinstance(error, NotImplementedError):
         return StorageError(f"{action}: this file system cannot do that: {error or 'not implemented'}")
     if isinstance(error, OSError) and error.errno:
-        mapped = map_os_error(error, action, absent_is_missing_key=reading)
-        said = error.strerror or (str(error.args[-1]) if error.args else "")
-        return type(mapped)(f"{mapped}: {said}" if said and said not in str(mapped) else str(mapped))
+        return map_os_error(error, action, absent_is_missing_key=reading)
     return StorageError(f"{action}: {type(error).__name__}: {error}")

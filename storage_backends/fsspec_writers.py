@@ -129,6 +129,12 @@ class StreamWriter(ObjectWriter):
             except Exception as error:  # noqa: BLE001 - abort never raises, and stores raise anything
                 logger.warning("%s: could not remove what was written: %s", self._action, error)
 
+    def __del__(self) -> None:
+        # A file that is forgotten would be closed by its own finalizer, and that uploads what it still holds.
+        file = getattr(self, "_file", None)
+        if isinstance(file, AbstractBufferedFile) and self._state != "complete":
+            file.closed = True
+
     def _pass_on(self, view: memoryview) -> None:
         done = 0
         while done < len(view):

@@ -53,7 +53,7 @@ class LocalBackend(StorageBackend):
     """
 
     schemes: ClassVar[tuple[str, ...]] = ("file", "local")
-    atomic_writer: ClassVar[bool] = False
+    atomic_writer: bool = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.path.abspath(os.fspath(root))

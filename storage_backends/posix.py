@@ -121,7 +121,7 @@ def map_os_error(error: OSError, action: str, *, absent_is_missing_key: bool) ->
     they say that a component of the key is an object itself, or that a directory was removed meanwhile.
     """
     name = errno.errorcode.get(error.errno or 0, "unknown error")
-    said = f"{action}: {os.strerror(error.errno) if error.errno else error} ({name})"
+    said = f"{action}: {error.strerror or error} ({name})"
     if error.errno in _FULL:
         return StorageFullError(f"{said}; free space or quota, or raise the file size limit (ulimit -f)")
     if error.errno in _DENIED:

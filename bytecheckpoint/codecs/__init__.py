@@ -1,0 +1,9 @@
+"""Codecs: optional compression of stored bytes, by name. Nothing is compressed unless asked for."""
+
+from __future__ import annotations
+
+from .base import Codec
+from .builtin import RawCodec, ZstdCodec
+from .registry import ENTRY_POINT_GROUP, codec_named, codec_names
+
+__all__ = ["ENTRY_POINT_GROUP", "Codec", "RawCodec", "ZstdCodec", "codec_named", "codec_names"]

@@ -75,6 +75,14 @@ class Operation(ABC):
         """
 
     @abstractmethod
+    def check(self) -> None:
+        """Raise what another rank has reported by now; returns at once. For long stretches without an exchange."""
+
+    @abstractmethod
+    def wait_alone(self, timeout_s: float) -> None:
+        """Rank 0 waits until every other rank has left this operation or ended, at most ``timeout_s``. Never raises."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leave; drop this operation's keys once every rank has left. Never raises."""
 

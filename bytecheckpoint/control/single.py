@@ -44,6 +44,12 @@ class SingleOperation(Operation):
     def phase(self, name: str) -> Iterator[None]:
         yield
 
+    def check(self) -> None:
+        """There is no other rank."""
+
+    def wait_alone(self, timeout_s: float) -> None:
+        """There is no other rank."""
+
     def close(self) -> None:
         return
 

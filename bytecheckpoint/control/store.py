@@ -122,13 +122,20 @@ class StoreCommunicator(Communicator):
         try:
             line = self.borrow_line()
             for prefix in list(self._left):
-                while line.has(_left_counter(prefix)) and time.monotonic() < give_up:
-                    ended = {peer.rank for peer in self.watch.ended()}
-                    if all(r in ended or line.has(_left_mark(prefix, r)) for r in range(1, self._world_size)):
-                        break
-                    time.sleep(_LONGEST_PAUSE_S)
+                if line.has(_left_counter(prefix)):
+                    self.await_leavers(line, prefix, give_up)
         except LineLost:
             _log.debug("the store ended before all ranks had left", exc_info=True)
+
+    def await_leavers(self, line: Line, prefix: str, give_up: float) -> None:
+        """Wait until every other rank has left the operation or its process has ended, or the clock says ``give_up``."""
+        while time.monotonic() < give_up:
+            ended = {peer.rank for peer in self.watch.ended()}
+            waited_for = [r for r in range(1, self._world_size) if r not in ended]
+            # The last rank to leave sweeps the marks away.
+            if all(line.has(_left_mark(prefix, r)) for r in waited_for):
+                return
+            time.sleep(_LONGEST_PAUSE_S)
 
 
 class StoreOperation(Operation):
@@ -226,6 +233,16 @@ class StoreOperation(Operation):
                 raise
             self._error = first.rank_failed()
             raise self._error from error
+
+    def check(self) -> None:
+        with self._step("check"):
+            pass
+
+    def wait_alone(self, timeout_s: float) -> None:
+        try:
+            self._communicator.await_leavers(self._line(), self._prefix, time.monotonic() + timeout_s)
+        except LineLost:
+            _log.debug("the store ended before all ranks had left %s", self._prefix, exc_info=True)
 
     def close(self) -> None:
         if self._closed:

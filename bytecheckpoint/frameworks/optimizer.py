@@ -1,7 +1,8 @@
 """Optimizers: state by parameter name, hyper-parameters by parameter name, nothing by position.
 
-``state.<fqn>.<key>`` are tensors, ``("state", fqn, key)`` plain values, ``("param_groups", fqn)`` the hyper-parameters
-of the group that the parameter was in. Taking a checkpoint runs no step, makes no state and changes no learning rate.
+``state.<fqn>.<key>`` are tensors, ``("state", fqn, key)`` plain values (``("state", fqn)`` an empty dict where there is
+no state yet), ``("param_groups", fqn)`` the hyper-parameters of the group that the parameter was in. Taking a
+checkpoint runs no step, makes no state and changes no learning rate.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ..shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .optimizer_groups import agreed_options, group_path, groups_of, options_of, set_options
 from .optimizer_params import NamedParam, is_optimizer, named_params
-from .optimizer_state import StoredState, capture_state
-from .optimizer_target import StateFiller, expected_keys
+from .optimizer_state import StoredState, capture_state, expected_keys
+from .optimizer_target import StateFiller
 
 __all__ = ["OptimizerAdapter"]
 
@@ -48,6 +49,7 @@ class OptimizerAdapter(Adapter):
             options = options_of(group, f"{context.section}.param_groups")
             source.values.update({group_path(name): options for name in names})
         source.values.update(_shared_values(optimizers))
+        source.values.update(_orders(params))
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
@@ -56,6 +58,8 @@ class OptimizerAdapter(Adapter):
         names = {name for named in params for name in named.names}
         state = StoredState.of(stored, names)
         _require_common_names(params, state, context)
+        orders = _orders(params)
+        _require_same_orders(orders, stored)
         groups = groups_of(params)
         agreed_options(groups, stored.values)
 
@@ -71,6 +75,9 @@ class OptimizerAdapter(Adapter):
             target.ignorable.update(state.names_of(name))
         shared = [path for path in stored.values if path[0] == "shared"]
         target.wanted_values.update(shared)
+        target.wanted_values.update(orders)
+        target.optional.update(orders)
+        target.ignorable.update(path for path in stored.values if path[0] == "order")
 
         def apply(values: Mapping[Path, Any]) -> None:
             chosen = agreed_options(groups, values)
@@ -103,6 +110,29 @@ def _shared_values(optimizers: Iterable[Any]) -> dict[Path, Any]:
                 )
             values["shared", number, key] = value
     return values
+
+
+def _orders(params: Iterable[NamedParam]) -> dict[Path, list[str]]:
+    """For LBFGS, whose state is one vector over all parameters in their order, that order; under its first name."""
+    orders: dict[int, list[str]] = {}
+    for named in params:
+        if isinstance(named.optimizer, torch.optim.LBFGS):
+            orders.setdefault(id(named.optimizer), []).extend(named.names)
+    return {("order", names[0]): names for names in orders.values()}
+
+
+def _require_same_orders(orders: Mapping[Path, list[str]], stored: StoredSection) -> None:
+    faults = [
+        ("value", str(path[1]), f"saved with the parameters {stored.values[path]}, now {names}")
+        for path, names in orders.items()
+        if path in stored.values and stored.values[path] != names
+    ]
+    if faults:
+        raise MismatchError(
+            "LBFGS keeps one state for all its parameters in their order, and the order has changed: "
+            + "; ".join(detail for *_, detail in faults),
+            faults,
+        )
 
 
 def _require_common_names(params: list[NamedParam], state: StoredState, context: Context) -> None:

@@ -8,7 +8,7 @@ where a tensor stood, the tensor itself being stored under its path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ __all__ = [
     "TENSOR_LEAF",
     "StoredState",
     "capture_state",
+    "empty_state_path",
+    "expected_keys",
     "is_whole",
     "lay_out",
     "local_layout",
@@ -49,6 +51,11 @@ def state_name(fqn: str, key: str) -> str:
 def state_path(fqn: str, key: str) -> Path:
     """Where the value ``key`` of the state of the parameter ``fqn`` stands."""
     return ("state", fqn, key)
+
+
+def empty_state_path(fqn: str) -> Path:
+    """Where it is written down that a parameter has no state yet: an empty dict."""
+    return ("state", fqn)
 
 
 def local_layout(named: NamedParam) -> ParamLayout:
@@ -113,6 +120,8 @@ def map_leaves(value: Any, leaf: Callable[[str, Any], Any], key: str, where: str
 def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSource) -> None:
     """Add one parameter's state to ``source``. Raises ``StateError`` naming the entry that cannot be stored."""
     where = _PREFIX + named.names[0]
+    if not state and not named.is_remote:
+        source.values.update({empty_state_path(fqn): {} for fqn in named.names})
 
     def leaf(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -139,6 +148,7 @@ class StoredState:
     section: StoredSection
     tensors: dict[str, dict[str, BasicMeta]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stateless: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, section: StoredSection, names: set[str]) -> StoredState:
@@ -149,6 +159,8 @@ class StoredState:
             if path[0] == "state" and len(path) == 3:
                 stored.values.setdefault(str(path[1]), {})[str(path[2])] = value
                 known.add(str(path[1]))
+            elif path[0] == "state" and len(path) == 2:
+                stored.stateless.add(str(path[1]))
         for name, meta in section.metas.items():
             owner = next((fqn for fqn in _prefixes(name) if fqn in known), None)
             if owner is not None:
@@ -173,13 +185,12 @@ class StoredState:
         """Every tensor name and value path that belongs to this parameter."""
         yield from (state_name(fqn, key) for key in self.tensors.get(fqn, {}))
         yield from (state_path(fqn, key) for key in self.values.get(fqn, {}))
-        if group_path(fqn) in self.section.values:
-            yield group_path(fqn)
+        yield from (path for path in (group_path(fqn), empty_state_path(fqn)) if path in self.section.values)
 
     def all_names(self) -> set[str]:
         """Every parameter of which something is stored."""
         grouped = {str(path[1]) for path in self.section.values if path[:1] == ("param_groups",) and len(path) == 2}
-        return grouped | self.tensors.keys() | self.values.keys()
+        return grouped | self.tensors.keys() | self.values.keys() | self.stateless
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -188,3 +199,30 @@ def _prefixes(name: str) -> Iterator[str]:
         end = len(name)
         while (end := name.rfind(".", len(_PREFIX), end)) > 0:
             yield name[len(_PREFIX) : end]
+
+
+def expected_keys(params: Iterable[NamedParam], stored: StoredState) -> dict[str, dict[str, BasicMeta | None]]:
+    """State that a parameter must have because its peers in the checkpoint have it; what is then missing is a fault.
+
+    Told only of torch's own optimizers, which give every parameter of one group and one kind (matrix or not) the same
+    entries; another optimizer may have reasons to differ. A tensor comes with the meta it must have, a value with None.
+    """
+    kinds: dict[tuple[int, bool], list[tuple[str, tuple[int, ...]]]] = {}
+    for named in params:
+        if type(named.optimizer).__module__.startswith("torch.optim"):
+            for fqn, shape in named.layout.fqns.items():
+                if stored.keys(fqn):
+                    kinds.setdefault((id(named.group), len(shape) > 1), []).append((fqn, shape))
+    expected: dict[str, dict[str, BasicMeta | None]] = {}
+    for members in kinds.values():
+        templates: dict[str, tuple[BasicMeta | None, tuple[int, ...]]] = {}
+        for fqn, shape in members:
+            for key in stored.keys(fqn):
+                templates.setdefault(key, (stored.tensors.get(fqn, {}).get(key), shape))
+        for fqn, shape in members:
+            for key in templates.keys() - set(stored.keys(fqn)):
+                meta, peer_shape = templates[key]
+                if meta is not None and meta.shape == peer_shape:
+                    meta = BasicMeta(meta.dtype, shape)
+                expected.setdefault(fqn, {})[key] = meta
+    return expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .optimizer_params import NamedParam
 from .optimizer_state import (
     TENSOR_LEAF,
     StoredState,
+    empty_state_path,
     is_whole,
     lay_out,
     local_layout,
@@ -25,36 +26,9 @@ from .optimizer_state import (
 )
 from .tensors import tensor_shards
 
-__all__ = ["StateFiller", "expected_keys"]
+__all__ = ["StateFiller"]
 
 _Values = Mapping[Path, Any]
-
-
-def expected_keys(params: Iterable[NamedParam], stored: StoredState) -> dict[str, dict[str, BasicMeta | None]]:
-    """State that a parameter must have because its peers in the checkpoint have it; what is then missing is a fault.
-
-    Told only of torch's own optimizers, which give every parameter of one group and one kind (matrix or not) the same
-    entries; another optimizer may have reasons to differ. A tensor comes with the meta it must have, a value with None.
-    """
-    kinds: dict[tuple[int, bool], list[tuple[str, tuple[int, ...]]]] = {}
-    for named in params:
-        if type(named.optimizer).__module__.startswith("torch.optim"):
-            for fqn, shape in named.layout.fqns.items():
-                if stored.keys(fqn):
-                    kinds.setdefault((id(named.group), len(shape) > 1), []).append((fqn, shape))
-    expected: dict[str, dict[str, BasicMeta | None]] = {}
-    for members in kinds.values():
-        templates: dict[str, tuple[BasicMeta | None, tuple[int, ...]]] = {}
-        for fqn, shape in members:
-            for key in stored.keys(fqn):
-                templates.setdefault(key, (stored.tensors.get(fqn, {}).get(key), shape))
-        for fqn, shape in members:
-            for key in templates.keys() - set(stored.keys(fqn)):
-                meta, peer_shape = templates[key]
-                if meta is not None and meta.shape == peer_shape:
-                    meta = BasicMeta(meta.dtype, shape)
-                expected.setdefault(fqn, {})[key] = meta
-    return expected
 
 
 class StateFiller:
@@ -79,13 +53,14 @@ class StateFiller:
         keys = list(
             dict.fromkeys(key for fqn in named.names for key in (*self.stored.keys(fqn), *expected.get(fqn, {})))
         )
+        self.target.wanted_values.update(empty_state_path(fqn) for fqn in named.names if fqn in self.stored.stateless)
         if named.is_remote:
             self._declare(named)
         elif keys:
             for key in dict.fromkeys((*keys, *existing)):
                 templates = {fqn: expected[fqn][key] for fqn in named.names if key in expected.get(fqn, {})}
                 self._add_entry(named, key, existing.get(key), templates)
-        elif any(self.stored.knows(fqn) for fqn in named.names):
+        elif self.stored.stateless.issuperset(named.names):
             # It had no state yet when it was saved, so a restored optimizer has none either.
             self._steps.append(lambda values: state.pop(named.param, None) and None)
         else:
@@ -98,7 +73,7 @@ class StateFiller:
             self.target.wanted_values.update(state_path(fqn, key) for key in self.stored.values.get(fqn, {}))
 
     def _keep(self, named: NamedParam, existing: Mapping[Any, Any]) -> None:
-        """The checkpoint does not know the parameter: what it has may stay."""
+        """The load brings nothing for the parameter: what it has may stay."""
         for key, value in existing.items():
             if isinstance(value, torch.Tensor):
                 self._add_tensor(named, key, value)
@@ -121,13 +96,14 @@ class StateFiller:
         if isinstance(first, (dict, list, tuple)):
             self._add_nested(named, key, existing, first)
         elif self._is_scalar(named, key, wanted, existing, has_values=bool(values)):
-            self._add_scalar(named, key, existing, wanted, values)
+            self._add_scalar(named, key, existing, wanted, metas.keys(), values)
         elif isinstance(existing, torch.Tensor):
             self._add_tensor(named, key, existing)
         else:
             tensor = self._make(named, key, next(iter(wanted.values())))
             self._add_tensor(named, key, tensor)
-            self._steps.append(lambda loaded: _state_of(named).__setitem__(key, tensor))
+            if metas:
+                self._steps.append(lambda loaded: _state_of(named).__setitem__(key, tensor))
 
     def _add_tensor(self, named: NamedParam, key: str, tensor: torch.Tensor) -> None:
         metas, shards = lay_out(named, key, tensor)
@@ -151,15 +127,26 @@ class StateFiller:
     # -------------------------------------------------------------------------------------------- numbers and 0-d
 
     def _add_scalar(
-        self, named: NamedParam, key: str, existing: Any, wanted: Mapping[str, BasicMeta], values: list[str]
+        self,
+        named: NamedParam,
+        key: str,
+        existing: Any,
+        wanted: Mapping[str, BasicMeta],
+        stored: Container[str],
+        values: list[str],
     ) -> None:
-        """A number or 0-d tensor, under each name of the parameter; they must agree, and fit what is there."""
+        """A number or 0-d tensor, under each name of the parameter; they must agree, and fit what is there.
+
+        Of the names ``wanted`` only those ``stored`` count: where a load goes on without the others, nothing arrives.
+        """
         loaded: dict[str, torch.Tensor] = {}
         for fqn, meta in wanted.items():
             name = state_name(fqn, key)
-            loaded[name] = torch.zeros(meta.shape, dtype=torch_dtype(meta))
-            found, shards = tensor_shards(name, loaded[name])
+            room = torch.zeros(meta.shape, dtype=torch_dtype(meta))
+            found, shards = tensor_shards(name, room)
             self._add_shards({name: found}, shards)
+            if fqn in stored:
+                loaded[name] = room
         paths = [state_path(fqn, key) for fqn in values]
         self.target.wanted_values.update(paths)
         for fqn in named.names:

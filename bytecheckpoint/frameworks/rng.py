@@ -75,7 +75,7 @@ class RNGState(PerRankState):
             _reseed(state_dict, rank, world_size)
             return
         random.setstate(_python_state(state_dict["python"]))
-        np.random.set_state(state_dict["numpy"])
+        _restore_numpy(state_dict["numpy"])
         torch.set_rng_state(torch.from_numpy(state_dict["torch"]))
         _restore_accelerators(state_dict.get("accelerator") or {}, exact=self._on_resize == "error")
 
@@ -91,6 +91,25 @@ class RNGState(PerRankState):
 def _python_state(state: Any) -> tuple[Any, ...]:
     version, numbers, gauss = state
     return version, tuple(numbers), gauss
+
+
+def _restore_numpy(state: Mapping[str, Any]) -> None:
+    here = np.random.get_state(legacy=False)["bit_generator"]
+    if here != state["bit_generator"]:
+        raise StateError(
+            f"numpy's global generator was a {state['bit_generator']} when saving and is a {here} now; call "
+            f"numpy.random.set_bit_generator(numpy.random.{state['bit_generator']}()) before loading"
+        )
+    np.random.set_state(dict(state))
+
+
+def _seed_numpy(seeds: np.random.SeedSequence) -> None:
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(generator) is np.random.MT19937:
+        np.random.seed(seeds.generate_state(8).tolist())
+    else:
+        # RandomState.seed works for MT19937 only.
+        generator.state = type(generator)(seeds).state
 
 
 def _to_array(state: torch.Tensor) -> ByteArray:
@@ -146,6 +165,6 @@ def _reseed(state: Mapping[str, Any], rank: int, world_size: int) -> None:
     drawn = torch.randint(2**62, (2,), generator=generator).tolist()
     seeds = np.random.SeedSequence([python.getrandbits(64), *drawn, rank, world_size]).generate_state(4, np.uint64)
     random.seed(int(seeds[0]))
-    np.random.seed(np.random.SeedSequence(int(seeds[1])).generate_state(8).tolist())
+    _seed_numpy(np.random.SeedSequence(int(seeds[1])))
     # Seeds every accelerator too, also one that starts later.
     torch.manual_seed(int(seeds[2]))

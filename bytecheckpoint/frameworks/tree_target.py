@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError, StateError
-from ..shards import Path, SectionTarget, StoredSection, torch_dtype
+from ..shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from ..values import Container, path_name
 from .base import Context
 from .dtensor import empty_like_dtensor, is_dtensor
@@ -211,20 +211,10 @@ class _Builder:
         """The stored state as it is, whatever keys it has: growing and shrinking states are the object's business."""
         capture = _Template(self.context)
         capture.visit(state_of(node, self._where(path)), path)
-        if not self._below(path):
-            wanted = [p for p, value in capture.source.values.items() if type(value) is not Container]
-            for value_path in wanted:
-                self._want(value_path, skip or value_path == path)
-            self.target.metas.update(capture.source.metas)
-            self.target.optional.update(capture.source.metas if skip else ())
-            stored_empty = path in self.stored.values
-
-            def restore_empty(values: Values) -> Any:
-                if stored_empty:
-                    node.load_state_dict({})
-                return node
-
-            return restore_empty
+        if path in self.stored.values and self.stored.values[path] == {}:
+            self._want(path, skip)
+        elif not self._below(path):
+            return self._absent(node, capture.source, path, skip)
         rebuilt = self._rebuilt(path, capture.tensors, in_place=isinstance(node, torch.nn.Module))
 
         def restore(values: Values) -> Any:
@@ -232,6 +222,15 @@ class _Builder:
             return node
 
         return restore
+
+    def _absent(self, node: Any, state: SectionSource, path: Path, skip: bool) -> Restore:
+        """Nothing is stored of a stateful object: all that it has is missing, and it is left alone."""
+        for value_path, value in state.values.items():
+            if type(value) is not Container:
+                self._want(value_path, skip or value_path == path)
+        self.target.metas.update(state.metas)
+        self.target.optional.update(state.metas if skip else ())
+        return lambda values: node
 
     def _below(self, path: Path) -> bool:
         """Whether anything is stored below ``path``."""

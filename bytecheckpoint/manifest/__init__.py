@@ -1,14 +1,15 @@
 """The manifest: the one document that says what a checkpoint holds and where each byte lies.
 
-``docs/format.md`` is normative. ``document`` is the manifest in memory, ``rules`` proves one, ``codec`` writes and
-reads its bytes, ``columns`` and ``plain`` are the pieces that ``codec`` is made of.
+``docs/format.md`` is normative. ``document`` is the manifest in memory; ``rules`` and ``tilings`` prove one; ``codec``
+writes and reads the envelope that all versions share, ``version1`` its payload, which is made of ``columns``.
 """
 
 from __future__ import annotations
 
-from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, decode, encode, pack_metadata
+from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, decode, encode
 from .document import FileTable, Manifest, SectionInfo, UInt64
 from .rules import validate
+from .version1 import pack_metadata
 
 __all__ = [
     "FORMAT_VERSION",

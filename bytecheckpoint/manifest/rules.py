@@ -9,16 +9,14 @@ from __future__ import annotations
 import operator
 import re
 from itertools import islice
-from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from ..dtypes import DTYPES
-from ..errors import FormatError, PlanError, UnsupportedVersionError
-from ..geometry import find_overlap
+from ..errors import UnsupportedVersionError
 from ..tables import Int64, ragged_positions
 from .document import Manifest
+from .tilings import check_tilings, fail, tensor_of_shard
 
 __all__ = ["MAX_NDIM", "validate"]
 
@@ -32,8 +30,6 @@ _ATTEMPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,254}")
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
-Bool = npt.NDArray[np.bool_]
-
 
 def validate(manifest: Manifest) -> None:
     """Raise ``FormatError`` (``UnsupportedVersionError`` for an unknown codec) naming the first broken rule."""
@@ -42,36 +38,32 @@ def validate(manifest: Manifest) -> None:
     _check_files(manifest)
     _check_tensors(manifest)
     _check_boxes(manifest)
-    _check_tilings(manifest)
+    check_tilings(manifest)
     _check_ranges(manifest)
     _check_checksums(manifest)
     _check_aliases(manifest)
 
 
-def _fail(what: str) -> NoReturn:
-    raise FormatError(f"manifest: {what}")
-
-
 def _check_job(manifest: Manifest) -> None:
     if not 1 <= manifest.world_size <= _MAX_WORLD:
-        _fail(f"world size {manifest.world_size}")
+        fail(f"world size {manifest.world_size}")
     if manifest.step is not None and not 0 <= manifest.step < 1 << 63:
-        _fail(f"step {manifest.step}")
+        fail(f"step {manifest.step}")
     if not _CREATED.fullmatch(manifest.created):
-        _fail(f"creation time {manifest.created!r:.80} is not like 2025-01-31T23:59:59.000000Z")
+        fail(f"creation time {manifest.created!r:.80} is not like 2025-01-31T23:59:59.000000Z")
     if not _ATTEMPT.fullmatch(manifest.attempt):
-        _fail(f"attempt {manifest.attempt!r:.80} is not a plain directory name")
+        fail(f"attempt {manifest.attempt!r:.80} is not a plain directory name")
     if len(manifest.library_version) > 200:
-        _fail("library version is too long")
+        fail("library version is too long")
 
 
 def _check_sections(manifest: Manifest) -> None:
     names = [section.name for section in manifest.sections]
     bad = next((name for name in names if not _SECTION.fullmatch(name)), None)
     if bad is not None or len(set(names)) != len(names):
-        _fail(f"section name {bad!r:.80} is not allowed" if bad is not None else "a section name stands twice")
+        fail(f"section name {bad!r:.80} is not allowed" if bad is not None else "a section name stands twice")
     if manifest.tensors.sections != names:
-        _fail(f"tensors know sections {manifest.tensors.sections}, not {names}")
+        fail(f"tensors know sections {manifest.tensors.sections}, not {names}")
 
 
 def _check_files(manifest: Manifest) -> None:
@@ -79,14 +71,14 @@ def _check_files(manifest: Manifest) -> None:
     count = len(files)
     columns = (files.size, files.section, files.rank, files.head_length, files.head_checksum, files.chunk_size)
     if any(len(column) != count for column in (*columns, files.kind, files.codec)):
-        _fail("columns of files differ in length")
+        fail("columns of files differ in length")
     if len(set(files.name)) != count:
-        _fail("a file name stands twice")
+        fail("a file name stands twice")
     inside = len(manifest.attempt) + 1
     for name in files.name:
         # One plain component below the attempt: no absolute names, no "..", no other attempt, nothing to normalise.
         if not name.startswith(manifest.attempt + "/") or not _FILE.fullmatch(name, inside):
-            _fail(f"file name {name!r:.200} is not a plain name inside {manifest.attempt}/")
+            fail(f"file name {name!r:.200} is not a plain name inside {manifest.attempt}/")
     for what, allowed in (("kind", ("tensors", "values", "rank_values")), ("codec", ("raw",))):
         for value in set(files.kind if what == "kind" else files.codec) - set(allowed):
             raise UnsupportedVersionError(f"a file has {what} {value!r:.40}; this library reads {', '.join(allowed)}")
@@ -101,28 +93,28 @@ def _check_files(manifest: Manifest) -> None:
     bad |= values & (files.head_length != files.size)
     if bad.any():
         row = int(np.argmax(bad))
-        _fail(f"head of {files.head_length[row]} bytes in file {files.name[row]} of {files.size[row]}")
+        fail(f"head of {files.head_length[row]} bytes in file {files.name[row]} of {files.size[row]}")
 
 
 def _check_column(what: str, column: Int64, low: int, high: int, names: list[str]) -> None:
     bad = (column < low) | (column >= high)
     if bad.any():
         row = int(np.argmax(bad))
-        _fail(f"{what} {names[row]!r:.200} is {column[row]}, not from {low} to {high - 1}")
+        fail(f"{what} {names[row]!r:.200} is {column[row]}, not from {low} to {high - 1}")
 
 
 def _check_tensors(manifest: Manifest) -> None:
     tensors, names = manifest.tensors, manifest.tensors.names
     columns = (tensors.section, tensors.dtype, tensors.ndim, manifest.scope)
     if any(len(column) != len(names) for column in columns) or int(tensors.starts[-1]) != len(tensors.shape):
-        _fail("columns of tensors differ in length")
+        fail("columns of tensors differ in length")
     if not names:
         return
     if not all(map(operator.lt, names, islice(names, 1, None))):
         row = next(i for i in range(len(names)) if names[i] >= names[i + 1])
-        _fail(f"tensor names {names[row]!r:.200} and {names[row + 1]!r:.200} are equal or not in order")
+        fail(f"tensor names {names[row]!r:.200} and {names[row + 1]!r:.200} are equal or not in order")
     if max(map(len, names)) > _MAX_NAME:
-        _fail(f"a tensor name is over {_MAX_NAME} characters")
+        fail(f"a tensor name is over {_MAX_NAME} characters")
     _check_column("section of tensor", tensors.section, 0, len(manifest.sections), names)
     _check_column("dtype of tensor", tensors.dtype, 0, len(DTYPES), names)
     _check_column("dimensions of tensor", tensors.ndim, 0, MAX_NDIM + 1, names)
@@ -131,17 +123,17 @@ def _check_tensors(manifest: Manifest) -> None:
     turns = np.flatnonzero(np.diff(tensors.section))
     for row in sorted({0, len(names) - 1, *turns.tolist(), *(turns + 1).tolist()}):
         if not names[row].startswith(f"{tensors.section_of(row)}."):
-            _fail(f"tensor {names[row]!r:.200} does not bear the name of its section {tensors.section_of(row)}")
+            fail(f"tensor {names[row]!r:.200} does not bear the name of its section {tensors.section_of(row)}")
     for row in np.flatnonzero(manifest.scope >= 0).tolist():
         if not names[row].endswith(f"@{manifest.scope[row]}"):
-            _fail(f"tensor {names[row]!r:.200} belongs to rank {manifest.scope[row]} but does not end in its number")
+            fail(f"tensor {names[row]!r:.200} belongs to rank {manifest.scope[row]} but does not end in its number")
     _check_sizes(manifest)
 
 
 def _check_sizes(manifest: Manifest) -> None:
     tensors = manifest.tensors
     if (tensors.shape < 0).any():
-        _fail("a tensor has a negative dimension")
+        fail("a tensor has a negative dimension")
     # As floats, and with zeros taken as ones: strides are products too, and none may overflow.
     sizes = np.append(np.maximum(tensors.shape, 1).astype(np.float64), 1.0)
     with np.errstate(over="ignore"):
@@ -150,134 +142,36 @@ def _check_sizes(manifest: Manifest) -> None:
         nbytes *= tensors.itemsize()
     if (nbytes >= _MAX_BYTES).any():
         row = int(np.argmax(nbytes))
-        _fail(f"tensor {tensors.names[row]!r:.200} of shape {tensors.shape_of(row)} is too large to address")
+        fail(f"tensor {tensors.names[row]!r:.200} of shape {tensors.shape_of(row)} is too large to address")
 
 
 def _check_boxes(manifest: Manifest) -> None:
     tensors, shards = manifest.tensors, manifest.shards
     count = len(shards)
     if any(len(column) != count for column in (manifest.shard_file, manifest.shard_offset)):
-        _fail("columns of shards differ in length")
+        fail("columns of shards differ in length")
     if count and (int(shards.tensor.min()) < 0 or int(shards.tensor.max()) >= len(tensors)):
-        _fail("a shard is of no tensor")
+        fail("a shard is of no tensor")
     if (np.diff(shards.tensor) < 0).any():
-        _fail("shards are not in the order of their tensors")
+        fail("shards are not in the order of their tensors")
     per_tensor = np.bincount(shards.tensor, minlength=len(tensors))
     if (per_tensor == 0).any():
-        _fail(f"tensor {tensors.names[int(np.argmin(per_tensor))]!r:.200} has no shard")
+        fail(f"tensor {tensors.names[int(np.argmin(per_tensor))]!r:.200} has no shard")
     ndim = tensors.ndim[shards.tensor]
     if not np.array_equal(np.diff(shards.starts), ndim) or len(shards.offsets) != len(shards.lengths):
-        _fail("a shard has not as many dimensions as its tensor")
+        fail("a shard has not as many dimensions as its tensor")
     if len(shards.offsets) != int(shards.starts[-1]):
-        _fail("columns of shards differ in length")
+        fail("columns of shards differ in length")
     shape = tensors.shape[ragged_positions(tensors.starts[:-1][shards.tensor], ndim)]
     outside = (shards.lengths < 0) | (shards.lengths > shape) | (shards.offsets < 0)
     outside |= shards.offsets > shape - shards.lengths
     if outside.any():
         row = int(np.searchsorted(shards.starts, int(np.argmax(outside)), side="right")) - 1
         part = slice(int(shards.starts[row]), int(shards.starts[row + 1]))
-        _fail(
+        fail(
             f"shard at {shards.offsets[part].tolist()} of lengths {shards.lengths[part].tolist()} is not inside tensor "
-            f"{_shard_tensor(manifest, row)}"
+            f"{tensor_of_shard(manifest, row)}"
         )
-
-
-def _shard_tensor(manifest: Manifest, row: int) -> str:
-    tensor = int(manifest.shards.tensor[row])
-    return f"{manifest.tensors.names[tensor]!r:.200} of shape {manifest.tensors.shape_of(tensor)}"
-
-
-def _check_tilings(manifest: Manifest) -> None:
-    """Shards are disjoint and their volumes add up: with both, they cover the tensor exactly."""
-    tensors, shards = manifest.tensors, manifest.shards
-    if not len(tensors):
-        return
-    volume, numel = shards.numel(), tensors.numel()
-    first = np.searchsorted(shards.tensor, np.arange(len(tensors)))
-    per_tensor = np.bincount(shards.tensor, minlength=len(tensors))
-    empty = volume == 0
-    if empty.any() and ((per_tensor > 1) & np.logical_or.reduceat(empty, first)).any():
-        row = int(np.argmax(empty & (per_tensor > 1)[shards.tensor]))
-        _fail(f"tensor {_shard_tensor(manifest, row)} is cut into several shards and one of them is empty")
-    # Sums may wrap around for overlapping shards only, and those are refused below.
-    wrong = np.add.reduceat(volume, first) != numel
-    if wrong.any():
-        tensor = int(np.argmax(wrong))
-        _fail(
-            f"shards of tensor {tensors.names[tensor]!r:.200} of shape {tensors.shape_of(tensor)} do not cover it "
-            f"exactly: they have {np.add.reduceat(volume, first)[tensor]} of {numel[tensor]} elements"
-        )
-    alone = (per_tensor == 1) & (numel == 0)
-    if alone.any():
-        rows = first[alone]
-        moved = shards.take(rows)
-        whole = tensors.shape[ragged_positions(tensors.starts[:-1][alone], tensors.ndim[alone])]
-        if moved.offsets.any() or not np.array_equal(moved.lengths, whole):
-            _fail("the one shard of a tensor without elements must be all of it")
-    cut = per_tensor[shards.tensor] > 1
-    for ndim in np.unique(tensors.ndim[per_tensor > 1]).tolist():
-        _check_disjoint(manifest, np.flatnonzero(cut & (tensors.ndim[shards.tensor] == ndim)), ndim)
-
-
-def _check_disjoint(manifest: Manifest, rows: Int64, ndim: int) -> None:
-    """Shards ``rows``, all non-empty and of tensors with ``ndim`` >= 1: in order, and no two share an element.
-
-    All tensors go through at once: along each axis in turn, every group of boxes falls apart where no box reaches
-    over. Meshes and flat ranges fall apart completely; what does not is left to ``find_overlap``.
-    """
-    shards = manifest.shards
-    at = shards.starts[:-1][rows][:, None] + np.arange(ndim)
-    offsets, lengths = shards.offsets[at], shards.lengths[at]
-    group = shards.tensor[rows]
-    _check_order(manifest, rows, offsets, group)
-    left = np.arange(len(rows))
-    quiet = axis = 0
-    while len(left) and quiet < ndim:
-        start, stop = offsets[left, axis], offsets[left, axis] + lengths[left, axis]
-        if _descends(group, start):
-            order = np.lexsort((start, group))
-            left, group, start, stop = left[order], group[order], start[order], stop[order]
-        reach = _running_max(group, stop)
-        same = group[1:] == group[:-1]
-        parts = np.append(True, ~same | (start[1:] >= reach[:-1]))
-        quiet = 0 if int(parts.sum()) > 1 + int((~same).sum()) else quiet + 1
-        group = np.cumsum(parts)
-        alone = parts & np.append(parts[1:], True)
-        left, group = left[~alone], group[~alone]
-        axis = (axis + 1) % ndim
-    for members in np.split(left, np.flatnonzero(np.diff(group)) + 1) if len(left) else []:
-        try:
-            pair = find_overlap(offsets[members], lengths[members])
-        except PlanError as error:
-            _fail(f"tensor {_shard_tensor(manifest, int(rows[members[0]]))}: {error}")
-        if pair is not None:
-            one, two = (shards.box_of(int(rows[members[i]])) for i in pair)
-            _fail(f"shards {one} and {two} of tensor {_shard_tensor(manifest, int(rows[members[0]]))} overlap")
-
-
-def _check_order(manifest: Manifest, rows: Int64, offsets: Int64, tensor: Int64) -> None:
-    step = np.diff(offsets, axis=0)
-    lead = np.argmax(step != 0, axis=1)
-    back = (np.take_along_axis(step, lead[:, None], axis=1)[:, 0] <= 0) & (tensor[1:] == tensor[:-1])
-    if back.any():
-        row = int(rows[int(np.argmax(back))])
-        _fail(f"shards of tensor {_shard_tensor(manifest, row)} overlap or are not in the order of their offsets")
-
-
-def _descends(group: Int64, start: Int64) -> bool:
-    return bool(((start[1:] < start[:-1]) & (group[1:] == group[:-1])).any())
-
-
-def _running_max(group: Int64, stop: Int64) -> Int64:
-    """The largest ``stop`` so far within each group; ``group`` ascends."""
-    number = np.cumsum(np.append(False, group[1:] != group[:-1]))
-    top = int(stop.max()) + 1
-    if (int(number[-1]) + 1) * top < 1 << 62:
-        reach: Int64 = np.maximum.accumulate(number * top + stop) - number * top
-        return reach
-    values, rank = np.unique(stop, return_inverse=True)
-    ranked = np.maximum.accumulate(number * len(values) + rank) - number * len(values)
-    return np.asarray(values[ranked], np.int64)
 
 
 def _check_ranges(manifest: Manifest) -> None:
@@ -285,15 +179,15 @@ def _check_ranges(manifest: Manifest) -> None:
     files, file, offset = manifest.files, manifest.shard_file, manifest.shard_offset
     nbytes = manifest.shard_nbytes
     if len(file) and (int(file.min()) < 0 or int(file.max()) >= len(files)):
-        _fail("a shard is in no file")
+        fail("a shard is in no file")
     room = files.size - files.head_length
     bad = (offset < 0) | (nbytes > room[file]) | (offset > room[file] - nbytes)
     bad |= files.section[file] != manifest.tensors.section[manifest.shards.tensor]
     bad |= np.array([kind != "tensors" for kind in files.kind], bool)[file]
     if bad.any():
         row = int(np.argmax(bad))
-        _fail(
-            f"a shard of tensor {_shard_tensor(manifest, row)} has {nbytes[row]} bytes at {offset[row]} of "
+        fail(
+            f"a shard of tensor {tensor_of_shard(manifest, row)} has {nbytes[row]} bytes at {offset[row]} of "
             f"{files.name[file[row]]}: outside its {room[file[row]]} bytes of data, or not a tensor file of its section"
         )
     rows = np.flatnonzero(nbytes)
@@ -307,28 +201,28 @@ def _check_ranges(manifest: Manifest) -> None:
     expected = np.append(0, np.where(same, (begin + length)[:-1], 0)) if len(rows) else begin
     if (begin != expected).any():
         row = int(np.argmax(begin != expected))
-        _fail(f"{files.name[at[row]]}: a shard begins at data byte {begin[row]}, not {expected[row]}: overlap or hole")
+        fail(f"{files.name[at[row]]}: a shard begins at data byte {begin[row]}, not {expected[row]}: overlap or hole")
     end = np.zeros(len(files), np.int64)
     end[at] = begin + length  # ascending within each file, so the last one stays
     if (end != room).any():
         row = int(np.argmax(end != room))
-        _fail(f"{files.name[row]}: shards end at data byte {end[row]}, the file at {room[row]}")
+        fail(f"{files.name[row]}: shards end at data byte {end[row]}, the file at {room[row]}")
 
 
 def _check_checksums(manifest: Manifest) -> None:
     counts = -(-manifest.shard_nbytes // manifest.files.chunk_size[manifest.shard_file])
     have = len(manifest.checksums)
     if int(counts.max(initial=0)) > have or int(counts.sum()) != have:
-        _fail(f"{have} chunk checksums, but the shards have {int(counts.sum())} chunks")
+        fail(f"{have} chunk checksums, but the shards have {int(counts.sum())} chunks")
 
 
 def _check_aliases(manifest: Manifest) -> None:
     aliases = manifest.aliases
     if any(aliases[i][0] >= aliases[i + 1][0] for i in range(len(aliases) - 1)):
-        _fail("aliases are not in order, or one stands twice")
+        fail("aliases are not in order, or one stands twice")
     for name, target in aliases:
         row = manifest.tensor_row(target)
         if row is None or manifest.tensor_row(name) is not None:
-            _fail(f"alias {name!r:.200} stands for {target!r:.200}: the one must be no tensor, the other must be one")
+            fail(f"alias {name!r:.200} stands for {target!r:.200}: the one must be no tensor, the other must be one")
         if not name.startswith(f"{manifest.tensors.section_of(row)}.") or len(name) > _MAX_NAME:
-            _fail(f"alias {name!r:.200} stands for a tensor of another section: {target!r:.200}")
+            fail(f"alias {name!r:.200} stands for a tensor of another section: {target!r:.200}")

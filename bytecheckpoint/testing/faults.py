@@ -98,6 +98,7 @@ class _WrappingBackend(StorageBackend):
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
+        self.atomic_writer = inner.atomic_writer
 
     @property
     def url(self) -> str:

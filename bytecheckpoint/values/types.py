@@ -8,11 +8,9 @@ from enum import IntEnum
 from typing import Any
 
 from ..errors import UnserializableError
+from ..metadata import Path
 
 __all__ = ["CONTAINER_KINDS", "MAX_DEPTH", "NUMPY_DTYPES", "Container", "Ext", "Path", "check_key", "path_name"]
-
-Path = tuple["str | int", ...]
-"""Where a value stands in its section's tree: one component per nested mapping key or list index."""
 
 MAX_DEPTH = 64
 """How deep plain values may nest."""

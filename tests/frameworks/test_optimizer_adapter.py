@@ -15,6 +15,7 @@ from bytecheckpoint.errors import MismatchError, NameCollisionError, StateError,
 from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.optimizer import OptimizerAdapter
 from bytecheckpoint.shards import SectionSource, SectionTarget, StoredSection
+from bytecheckpoint.values import decode_value, encode_value
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 ADAPTER = OptimizerAdapter()
@@ -240,6 +241,18 @@ def test_a_parameter_without_a_gradient_has_options_and_no_state() -> None:
     assert other.scale in restored.state
 
 
+def test_a_load_without_state_leaves_state_alone() -> None:
+    model, other = Net(), Net(1)
+    optimizer, restored = MAKERS["adam"](model.parameters()), MAKERS["adam"](other.parameters())
+    train(model, optimizer, 2)
+    train(other, restored, 1)
+    before = copy.deepcopy(restored.state_dict()["state"])
+    source = capture(optimizer, {"model": model})
+    excluded = SectionSource(values={path: value for path, value in source.values.items() if path[0] != "state"})
+    load(restored, {"model": other}, excluded)
+    assert same(restored.state_dict()["state"], before)
+
+
 def test_frozen_now_is_ignorable_and_new_is_optional() -> None:
     model, other = Net(), Net(1)
     model.second.requires_grad_(False)
@@ -349,11 +362,22 @@ def test_nested_state_keeps_its_structure() -> None:
     first = restored.state[other.weight]["history"][0]
     source = capture(optimizer, {"model": model})
     assert "state.weight.factors.0.0" in source.metas
+    for path, value in source.values.items():
+        source.values[path] = decode_value(encode_value(value, ""))
     load(restored, {"model": other}, source)
     for param, twin in zip(model.parameters(), other.parameters()):
         assert same(dict(optimizer.state[param]), dict(restored.state[twin]))
     assert restored.state["calls"] == 3
     assert restored.state[other.weight]["history"][0] is first
+
+
+def test_lbfgs_needs_its_parameters_in_order() -> None:
+    model = Net()
+    optimizer = MAKERS["lbfgs"](model.parameters())
+    train(model, optimizer, 1)
+    first, *rest = model.parameters()
+    with pytest.raises(MismatchError, match="the order has changed"):
+        load(MAKERS["lbfgs"]([first, *reversed(rest)]), {"model": model}, capture(optimizer, {"model": model}))
 
 
 def test_several_optimizers_are_one_union() -> None:

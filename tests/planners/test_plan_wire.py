@@ -13,7 +13,7 @@ from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.geometry import Box
 from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.planners import Assignment, LocalPlan, ValueEntry, plan_save
+from bytecheckpoint.planners import Assignment, LocalPlan, ValueEntry, plan_save, wire
 from bytecheckpoint.tables import BoxTable, TensorTable
 
 
@@ -127,7 +127,20 @@ def test_changed_bytes_are_harmless(data: st.DataObject) -> None:
 
 
 def words(*values: int) -> bytes:
-    return np.array(values, "<i8").tobytes()
+    return b"\x08" + np.array(values, "<i8").tobytes()
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4) | st.lists(st.integers(0, 2**33), max_size=4))
+@example([255])
+@example([256])
+@example([2**32 - 1])
+@example([2**32])
+@settings(deadline=None)
+def test_a_column_survives_in_the_narrowest_words(values: list[int]) -> None:
+    column = wire.column(np.array(values, np.int64))
+    fields = wire.Fields("test", wire.pack("test", {"column": column}))
+    assert fields.integers("column", len(values)).tolist() == values
+    assert len(column) == 1 or len(column) - 1 <= len(values) * 8
 
 
 odd = st.one_of(
@@ -159,6 +172,8 @@ def test_a_changed_field_is_harmless(field: str, value: object) -> None:
         ("shape", words(4, 3, -16)),
         ("shape", words(4, 3)),
         ("dtype", words(0, 0, 10_000)),
+        ("dtype", b""),
+        ("dtype", b"\x03" + bytes(9)),
         ("section", words(0, 0, 7)),
         ("section", words(0, 0, 0)),
         ("shard_tensor", words(0, 1, 3)),

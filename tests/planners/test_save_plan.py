@@ -70,7 +70,7 @@ def boxes_of(plan: SavePlan) -> list[tuple[str, Box]]:
 
 
 @given(st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_every_byte_is_written_once_and_where_the_plan_says(tilings: Tilings, data: st.DataObject) -> None:
     world = data.draw(worlds(tilings))
     plan = plan_save(world.plans())
@@ -110,7 +110,7 @@ def test_every_byte_is_written_once_and_where_the_plan_says(tilings: Tilings, da
 
 
 @given(st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_within_a_file_large_elements_come_first_then_names_then_boxes(tilings: Tilings, data: st.DataObject) -> None:
     plan = plan_save(data.draw(worlds(tilings)).plans())
     shards, itemsize = boxes_of(plan), plan.tensors.itemsize()[plan.shards.tensor]
@@ -124,7 +124,7 @@ def test_within_a_file_large_elements_come_first_then_names_then_boxes(tilings: 
 
 
 @given(st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_the_order_of_rows_does_not_matter(tilings: Tilings, data: st.DataObject) -> None:
     world = data.draw(worlds(tilings))
     plan = plan_save(world.plans())
@@ -137,7 +137,7 @@ def test_the_order_of_rows_does_not_matter(tilings: Tilings, data: st.DataObject
 
 
 @given(st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_columns_in_any_order_of_ranks(tilings: Tilings, data: st.DataObject) -> None:
     world = data.draw(worlds(tilings))
     plan = plan_save(world.plans())

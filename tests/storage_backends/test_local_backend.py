@@ -223,7 +223,7 @@ def test_root_that_is_a_file(tmp_path: Path) -> None:
         lambda: backend.create("a/b", 1),
         lambda: backend.get("a"),
         lambda: backend.stat("a"),
-        lambda: backend.delete(["a"]) or backend.list_children(),
+        lambda: backend.list_children(),
         lambda: [*backend.list()],
     ):
         with pytest.raises(StorageError, match="is a file, not a directory") as caught:
@@ -347,11 +347,10 @@ def test_everything_on_the_way_is_synced(backend: LocalBackend, monkeypatch: pyt
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         real(fd)
 
-    monkeypatch.setattr(local.os, "fsync", spy)
-    monkeypatch.setattr(local.os, "fdatasync", spy)
+    monkeypatch.setattr(os, "fsync", spy)
+    monkeypatch.setattr(os, "fdatasync", spy)
     backend.put("a/b/object", b"x")
     root = backend.url
-    assert os.path.basename(synced[2]).startswith("b") or synced  # order is checked below
     files = [path for path in synced if ".bcp-tmp-" in path]
     assert len(files) == 1
     after = synced[synced.index(files[0]) + 1 :]
@@ -368,13 +367,13 @@ def test_if_absent_without_hard_links(backend: LocalBackend, monkeypatch: pytest
     def refuse(*arguments: object, **options: object) -> None:
         raise OSError(errno.EPERM, "no hard links here")
 
-    monkeypatch.setattr(local.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     backend.put("object", b"first", if_absent=True)
     with pytest.raises(KeyExistsError):
         backend.put("object", b"second", if_absent=True)
     assert backend.get("object") == b"first"
     monkeypatch.setattr(local, "rename_exclusive", lambda source, target: False)
-    with pytest.raises(StorageError, match="EOPNOTSUPP") as caught:
+    with pytest.raises(StorageError, match="neither hard links nor renameat2") as caught:
         backend.put("other", b"x", if_absent=True)
     assert not isinstance(caught.value, KeyExistsError)
     assert os.listdir(backend.url) == ["object"]
@@ -385,8 +384,8 @@ def test_if_absent_without_hard_links(backend: LocalBackend, monkeypatch: pytest
 
 def test_short_writes_and_reads_are_continued(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     real_write, real_read = os.pwrite, os.preadv
-    monkeypatch.setattr(posix.os, "pwrite", lambda fd, data, offset: real_write(fd, data[:7], offset))
-    monkeypatch.setattr(posix.os, "preadv", lambda fd, buffers, offset: real_read(fd, [buffers[0][:5]], offset))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real_write(fd, data[:7], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real_read(fd, [buffers[0][:5]], offset))
     data = bytes(range(100))
     with backend.create("object", 100) as writer:
         writer.write(0, data)
@@ -410,15 +409,14 @@ def test_abort_waits_for_a_write_that_is_going_on(backend: LocalBackend, monkeyp
         descriptors.append(stat.S_ISREG(os.fstat(fd).st_mode))
         return real(fd, data, offset)
 
-    monkeypatch.setattr(posix.os, "pwrite", slow)
+    monkeypatch.setattr(os, "pwrite", slow)
     writer = backend.create("object", 4)
     thread = threading.Thread(target=writer.write, args=(0, b"abcd"))
     aborting = threading.Thread(target=writer.abort)
     thread.start()
     assert entered.wait(60)
     aborting.start()
-    with pytest.raises(StorageError):
-        writer.write(0, b"")
+    with pytest.raises(StorageError, match="while a write was going on|aborted"):
         writer.complete()
     go_on.set()
     thread.join(60)

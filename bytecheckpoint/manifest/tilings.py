@@ -1,0 +1,118 @@
+"""The proof that shards tile their tensors: for all tensors at once, on columns."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from ..errors import FormatError, PlanError
+from ..geometry import find_overlap
+from ..tables import Int64, ragged_positions
+from .document import Manifest
+
+__all__ = ["check_tilings", "fail", "tensor_of_shard"]
+
+
+def fail(what: str) -> NoReturn:
+    """Refuse the manifest."""
+    raise FormatError(f"manifest: {what}")
+
+
+def tensor_of_shard(manifest: Manifest, row: int) -> str:
+    """Name and shape of the tensor that shard ``row`` is of, for messages."""
+    tensor = int(manifest.shards.tensor[row])
+    return f"{manifest.tensors.names[tensor]!r:.200} of shape {manifest.tensors.shape_of(tensor)}"
+
+
+def check_tilings(manifest: Manifest) -> None:
+    """Shards are disjoint and their volumes add up: with both, they cover the tensor exactly."""
+    tensors, shards = manifest.tensors, manifest.shards
+    if not len(tensors):
+        return
+    volume, numel = shards.numel(), tensors.numel()
+    first = np.searchsorted(shards.tensor, np.arange(len(tensors)))
+    per_tensor = np.bincount(shards.tensor, minlength=len(tensors))
+    empty = volume == 0
+    if empty.any() and ((per_tensor > 1) & np.logical_or.reduceat(empty, first)).any():
+        row = int(np.argmax(empty & (per_tensor > 1)[shards.tensor]))
+        fail(f"tensor {tensor_of_shard(manifest, row)} is cut into several shards and one of them is empty")
+    # Sums may wrap around for overlapping shards only, and those are refused below.
+    wrong = np.add.reduceat(volume, first) != numel
+    if wrong.any():
+        tensor = int(np.argmax(wrong))
+        fail(
+            f"shards of tensor {tensors.names[tensor]!r:.200} of shape {tensors.shape_of(tensor)} do not cover it "
+            f"exactly: they have {np.add.reduceat(volume, first)[tensor]} of {numel[tensor]} elements"
+        )
+    alone = (per_tensor == 1) & (numel == 0)
+    if alone.any():
+        rows = first[alone]
+        moved = shards.take(rows)
+        whole = tensors.shape[ragged_positions(tensors.starts[:-1][alone], tensors.ndim[alone])]
+        if moved.offsets.any() or not np.array_equal(moved.lengths, whole):
+            fail("the one shard of a tensor without elements must be all of it")
+    cut = per_tensor[shards.tensor] > 1
+    for ndim in np.unique(tensors.ndim[per_tensor > 1]).tolist():
+        _check_disjoint(manifest, np.flatnonzero(cut & (tensors.ndim[shards.tensor] == ndim)), ndim)
+
+
+def _check_disjoint(manifest: Manifest, rows: Int64, ndim: int) -> None:
+    """Shards ``rows``, all non-empty and of tensors with ``ndim`` >= 1: in order, and no two share an element.
+
+    All tensors go through at once: along each axis in turn, every group of boxes falls apart where no box reaches
+    over. Meshes and flat ranges fall apart completely; what does not is left to ``find_overlap``.
+    """
+    shards = manifest.shards
+    at = shards.starts[:-1][rows][:, None] + np.arange(ndim)
+    offsets, lengths = shards.offsets[at], shards.lengths[at]
+    group = shards.tensor[rows]
+    _check_order(manifest, rows, offsets, group)
+    left = np.arange(len(rows))
+    quiet = axis = 0
+    while len(left) and quiet < ndim:
+        start, stop = offsets[left, axis], offsets[left, axis] + lengths[left, axis]
+        if _descends(group, start):
+            order = np.lexsort((start, group))
+            left, group, start, stop = left[order], group[order], start[order], stop[order]
+        reach = _running_max(group, stop)
+        same = group[1:] == group[:-1]
+        parts = np.append(True, ~same | (start[1:] >= reach[:-1]))
+        quiet = 0 if int(parts.sum()) > 1 + int((~same).sum()) else quiet + 1
+        group = np.cumsum(parts)
+        alone = parts & np.append(parts[1:], True)
+        left, group = left[~alone], group[~alone]
+        axis = (axis + 1) % ndim
+    for members in np.split(left, np.flatnonzero(np.diff(group)) + 1) if len(left) else []:
+        try:
+            pair = find_overlap(offsets[members], lengths[members])
+        except PlanError as error:
+            fail(f"tensor {tensor_of_shard(manifest, int(rows[members[0]]))}: {error}")
+        if pair is not None:
+            one, two = (shards.box_of(int(rows[members[i]])) for i in pair)
+            fail(f"shards {one} and {two} of tensor {tensor_of_shard(manifest, int(rows[members[0]]))} overlap")
+
+
+def _check_order(manifest: Manifest, rows: Int64, offsets: Int64, tensor: Int64) -> None:
+    step = np.diff(offsets, axis=0)
+    lead = np.argmax(step != 0, axis=1)
+    back = (np.take_along_axis(step, lead[:, None], axis=1)[:, 0] <= 0) & (tensor[1:] == tensor[:-1])
+    if back.any():
+        row = int(rows[int(np.argmax(back))])
+        fail(f"shards of tensor {tensor_of_shard(manifest, row)} overlap or are not in the order of their offsets")
+
+
+def _descends(group: Int64, start: Int64) -> bool:
+    return bool(((start[1:] < start[:-1]) & (group[1:] == group[:-1])).any())
+
+
+def _running_max(group: Int64, stop: Int64) -> Int64:
+    """The largest ``stop`` so far within each group; ``group`` ascends."""
+    number = np.cumsum(np.append(False, group[1:] != group[:-1]))
+    top = int(stop.max()) + 1
+    if (int(number[-1]) + 1) * top < 1 << 62:
+        reach: Int64 = np.maximum.accumulate(number * top + stop) - number * top
+        return reach
+    values, rank = np.unique(stop, return_inverse=True)
+    ranked = np.maximum.accumulate(number * len(values) + rank) - number * len(values)
+    return np.asarray(values[ranked], np.int64)

@@ -1,0 +1,241 @@
+"""Payload of format version 1: a map of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from ..dtypes import DTYPES, dtype_named
+from ..errors import FormatError, UnserializableError
+from ..msgpack_scan import scan_msgpack, unpack_plain
+from ..tables import BoxTable, Int64, TensorTable
+from .columns import count_of, pack_names, pack_numbers, unpack_names, unpack_numbers, unpack_uint64
+from .document import FileTable, Manifest, SectionInfo
+from .rules import MAX_NDIM
+
+__all__ = ["ManifestV1", "pack_metadata"]
+
+_MAX_METADATA = 64 << 20
+
+
+class ManifestV1:
+    """Version 1 as a type: ``unpack`` inverts ``pack``. Neither validates beyond what it needs to build columns."""
+
+    @staticmethod
+    def pack(manifest: Manifest) -> bytes:
+        """The payload of a valid manifest."""
+        files, tensors, shards = manifest.files, manifest.tensors, manifest.shards
+        counts = np.bincount(shards.tensor, minlength=len(tensors)).astype(np.int64)
+        dtypes = sorted(name for name in DTYPES if (tensors.dtype == DTYPES[name].code).any())
+        dtype_index = np.zeros(len(DTYPES), np.int64)
+        dtype_index[[DTYPES[name].code for name in dtypes]] = np.arange(len(dtypes))
+        document = {
+            "library_version": manifest.library_version,
+            "step": manifest.step,
+            "created": manifest.created,
+            "world_size": manifest.world_size,
+            "attempt": manifest.attempt,
+            "metadata": pack_metadata(manifest.metadata),
+            "sections": {
+                "name": pack_names([section.name for section in manifest.sections]),
+                "kind": pack_names([section.kind for section in manifest.sections]),
+            },
+            "files": {
+                "name": pack_names(files.name),
+                "size": pack_numbers(files.size),
+                "section": pack_numbers(files.section),
+                "rank": pack_numbers(files.rank),
+                "kind": _pack_choices(files.kind),
+                "head_length": pack_numbers(files.head_length),
+                "head_checksum": pack_numbers(files.head_checksum),
+                "chunk_size": pack_numbers(files.chunk_size),
+                "codec": _pack_choices(files.codec),
+            },
+            "tensors": {
+                "name": pack_names(tensors.names),
+                "section": pack_numbers(tensors.section),
+                "dtype": {"of": pack_names(dtypes), "index": pack_numbers(dtype_index[tensors.dtype])},
+                "ndim": pack_numbers(tensors.ndim),
+                "shape": pack_numbers(tensors.shape),
+                "scope": pack_numbers(manifest.scope + 1),
+                "shards": pack_numbers(counts),
+            },
+            "shards": {
+                "offsets": pack_numbers(shards.offsets),
+                "lengths": pack_numbers(shards.lengths),
+                "file": pack_numbers(manifest.shard_file),
+                "offset": pack_numbers(manifest.shard_offset),
+                "checksums": pack_numbers(manifest.checksums),
+            },
+            "aliases": {
+                "name": pack_names([name for name, _ in manifest.aliases]),
+                "target": pack_names([target for _, target in manifest.aliases]),
+            },
+        }
+        return _packed(document)
+
+    @staticmethod
+    def unpack(payload: bytes) -> Manifest:
+        """Raises ``FormatError`` for what is not such a map of columns whose lengths agree."""
+        document = unpack_plain("manifest payload", payload, max_depth=4)
+        top = _fields("manifest", document, _TOP)
+        sections = [
+            SectionInfo(name, kind) for name, kind in _same_length("sections", *_names(top, "sections", "name", "kind"))
+        ]
+        files = _unpack_files(_fields("files", top["files"], _FILES))
+        tensors, scope, counts = _unpack_tensors(
+            _fields("tensors", top["tensors"], _TENSORS), [section.name for section in sections]
+        )
+        column = _fields("shards", top["shards"], _SHARDS)
+        total = count_of("shards.file", column["file"])
+        if int(counts.max(initial=0)) > total or int(counts.sum()) != total:
+            raise FormatError(f"manifest: tensors announce {counts.sum()} shards, {total} are there")
+        tensor = np.repeat(np.arange(len(tensors), dtype=np.int64), counts)
+        coordinates = int(tensors.ndim[tensor].sum())
+        return Manifest(
+            library_version=_typed(top, "library_version", str),
+            step=None if top["step"] is None else _typed(top, "step", int),
+            created=_typed(top, "created", str),
+            world_size=_typed(top, "world_size", int),
+            attempt=_typed(top, "attempt", str),
+            metadata=_unpack_metadata(_typed(top, "metadata", bytes)),
+            sections=sections,
+            files=files,
+            tensors=tensors,
+            scope=scope - 1,
+            shards=BoxTable.from_columns(
+                tensors,
+                tensor,
+                unpack_numbers("shards.offsets", column["offsets"], coordinates),
+                unpack_numbers("shards.lengths", column["lengths"], coordinates),
+            ),
+            shard_file=unpack_numbers("shards.file", column["file"], total),
+            shard_offset=unpack_numbers("shards.offset", column["offset"], total),
+            checksums=unpack_uint64(
+                "shards.checksums", column["checksums"], count_of("shards.checksums", column["checksums"])
+            ),
+            aliases=list(_same_length("aliases", *_names(top, "aliases", "name", "target"))),
+            version=1,
+        )
+
+
+_TOP = (
+    *("library_version", "step", "created", "world_size", "attempt", "metadata"),
+    *("sections", "files", "tensors", "shards", "aliases"),
+)
+_FILES = ("name", "size", "section", "rank", "kind", "head_length", "head_checksum", "chunk_size", "codec")
+_TENSORS = ("name", "section", "dtype", "ndim", "shape", "scope", "shards")
+_SHARDS = ("offsets", "lengths", "file", "offset", "checksums")
+
+
+def _unpack_files(column: Mapping[str, Any]) -> FileTable:
+    names = unpack_names("files.name", column["name"])
+    count = len(names)
+    number: Callable[[str], Int64] = lambda key: unpack_numbers(f"files.{key}", column[key], count)  # noqa: E731
+    return FileTable(
+        names,
+        number("size"),
+        number("section"),
+        number("rank"),
+        _unpack_choices("files.kind", column["kind"], count),
+        number("head_length"),
+        unpack_uint64("files.head_checksum", column["head_checksum"], count),
+        number("chunk_size"),
+        _unpack_choices("files.codec", column["codec"], count),
+    )
+
+
+def _unpack_tensors(column: Mapping[str, Any], sections: list[str]) -> tuple[TensorTable, Int64, Int64]:
+    names = unpack_names("tensors.name", column["name"])
+    count = len(names)
+    dtypes = _fields("tensors.dtype", column["dtype"], ("of", "index"))
+    codes = np.array([dtype_named(name).code for name in unpack_names("tensors.dtype.of", dtypes["of"])], np.int64)
+    index = unpack_numbers("tensors.dtype.index", dtypes["index"], count)
+    ndim = unpack_numbers("tensors.ndim", column["ndim"], count)
+    if int(index.max(initial=-1)) >= len(codes) or int(ndim.max(initial=0)) > MAX_NDIM:
+        raise FormatError(f"manifest: a tensor's dtype is not in the list, or it has over {MAX_NDIM} dimensions")
+    shape = unpack_numbers("tensors.shape", column["shape"], int(ndim.sum()))
+    section = unpack_numbers("tensors.section", column["section"], count)
+    scope = unpack_numbers("tensors.scope", column["scope"], count)
+    shards = unpack_numbers("tensors.shards", column["shards"], count)
+    dtype = codes[index] if count else index
+    return TensorTable(names, sections, section, dtype, ndim, shape), scope, shards
+
+
+def _pack_choices(values: list[str]) -> dict[str, Any]:
+    """A column of few different strings: those, and which one each row has."""
+    of = sorted(set(values))
+    position = {value: i for i, value in enumerate(of)}
+    return {"of": pack_names(of), "index": pack_numbers(np.array([position[v] for v in values], np.int64))}
+
+
+def _unpack_choices(what: str, column: object, count: int) -> list[str]:
+    fields = _fields(what, column, ("of", "index"))
+    of = unpack_names(what, fields["of"])
+    index = unpack_numbers(what, fields["index"], count)
+    if int(index.max(initial=-1)) >= len(of):
+        raise FormatError(f"manifest column {what}: choice {int(index.max())} of {len(of)}")
+    return [of[i] for i in index.tolist()]
+
+
+def pack_metadata(metadata: dict[str, Any]) -> bytes:
+    """The user's metadata as a msgpack document of its own.
+
+    Raises ``UnserializableError`` unless it is a dict of None, bool, int (of 64 bits), float, str, bytes, list and
+    dict with str or bytes keys, at most 64 deep and 64 MiB large. Call it before the first byte of a save is written.
+    """
+    try:
+        data: bytes = msgpack.packb(metadata, use_bin_type=True, strict_types=True)
+        scan_msgpack("metadata", data)
+        msgpack.unpackb(data, strict_map_key=True)
+    except (TypeError, ValueError, OverflowError, FormatError) as error:
+        raise UnserializableError(
+            f"metadata cannot be stored: {error}; it takes plain values (None, bool, int, float, str, bytes, lists and "
+            f"dicts with str keys, no tuples). Store anything else as a section of the state"
+        ) from None
+    if len(data) > _MAX_METADATA or type(metadata) is not dict:
+        raise UnserializableError(f"metadata is not a dict of at most {_MAX_METADATA} bytes; store it as a section")
+    return data
+
+
+def _unpack_metadata(data: bytes) -> dict[str, Any]:
+    if len(data) > _MAX_METADATA:
+        raise FormatError(f"user metadata of {len(data)} bytes is over {_MAX_METADATA}")
+    metadata = unpack_plain("user metadata", data)
+    if not isinstance(metadata, dict):
+        raise FormatError("user metadata is not a map")
+    return metadata
+
+
+def _packed(value: object) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(value, use_bin_type=True, strict_types=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FormatError(f"manifest holds a value that is not plain: {error}") from None
+    return packed
+
+
+def _fields(what: str, found: object, wanted: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(found, dict) or set(found) != set(wanted):
+        raise FormatError(f"manifest: {what} does not have exactly the fields {', '.join(wanted)}")
+    return found
+
+
+def _names(top: Mapping[str, Any], what: str, first: str, second: str) -> tuple[list[str], list[str]]:
+    fields = _fields(what, top[what], (first, second))
+    return unpack_names(f"{what}.{first}", fields[first]), unpack_names(f"{what}.{second}", fields[second])
+
+
+def _same_length(what: str, first: list[str], second: list[str]) -> list[tuple[str, str]]:
+    if len(first) != len(second):
+        raise FormatError(f"manifest: {what} has columns of {len(first)} and {len(second)} rows")
+    return list(zip(first, second))
+
+
+def _typed(top: Mapping[str, Any], key: str, kind: type) -> Any:
+    if type(top[key]) is not kind:
+        raise FormatError(f"manifest: {key} is not {kind.__name__}")
+    return top[key]

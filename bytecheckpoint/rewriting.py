@@ -1,0 +1,209 @@
+"""From a committed checkpoint to new files, in bounded memory: what export, resharding and copying are made of.
+
+A file's header is known from shapes alone, so a file is a header followed by a stream of pieces. Pieces are read ahead
+by a few threads, verified and cast as they arrive, and written in file order. Whatever the sizes of tensors and
+checkpoint, about ``PIECE * (AHEAD + threads)`` bytes are held at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+import xxhash
+
+from .checkpoint import Checkpoint, cut
+from .dtypes import DType
+from .engine.files import as_bytes
+from .engine.reader import Reader, ReadPart
+from .errors import KeyExistsError, KeyNotFoundError
+from .geometry import Box
+from .manifest import MANIFEST_KEY
+from .planners import plan_load, slabs
+from .safetensors_file import HeaderEntry, build_header
+from .shards import torch_dtype
+from .storage_backends.base import StorageBackend
+from .tables import BoxTable, Int64
+
+__all__ = ["AHEAD", "PIECE", "ChunkHasher", "Item", "Progress", "Rewriter", "StreamedFile", "refuse_checkpoint"]
+
+PIECE = 8 << 20
+"""Bytes that are read, held and written at once."""
+
+AHEAD = 3
+"""Pieces that are read or waiting while one is written."""
+
+_THREADS = 4
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were done since the last call; from the caller's own thread."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of a file to be: ``box`` of the tensor in manifest row ``row``, as ``dtype``, called ``name``."""
+
+    name: str
+    row: int
+    box: Box
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StreamedFile:
+    """A safetensors file to be: its first bytes, then ``items`` back to back."""
+
+    key: str
+    head: bytes
+    items: tuple[Item, ...]
+
+    @classmethod
+    def lay_out(cls, key: str, items: Sequence[Item], note: dict[str, str]) -> StreamedFile:
+        """Larger element types come first, so that every tensor is aligned. Raises ``FormatError`` for names that
+        cannot stand in one file."""
+        ordered = tuple(sorted(items, key=lambda item: -item.dtype.itemsize))
+        entries = [HeaderEntry(item.name, item.dtype, item.box.lengths, item.nbytes) for item in ordered]
+        return cls(key, build_header(entries, note), ordered)
+
+    @property
+    def data_size(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + self.data_size
+
+    def offsets(self) -> Int64:
+        """Where each item begins in the data area."""
+        sizes = np.array([item.nbytes for item in self.items], np.int64)
+        return np.cumsum(sizes) - sizes
+
+
+class ChunkHasher:
+    """xxh3-64 of consecutive ``chunk_size`` bytes of what is fed in pieces of any length; each item begins anew."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self._chunk_size = chunk_size
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+        self.checksums: list[int] = []
+
+    def update(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            part = data[at : at + self._chunk_size - self._filled]
+            self._hash.update(part)
+            self._filled += len(part)
+            at += len(part)
+            if self._filled == self._chunk_size:
+                self.end_item()
+
+    def end_item(self) -> None:
+        """Close the last, shorter chunk of an item."""
+        if self._filled:
+            self.checksums.append(self._hash.intdigest())
+            self._hash.reset()
+            self._filled = 0
+
+
+class Rewriter:
+    """Streams tensors of one checkpoint, whatever layout they are stored in. Use it as a context manager.
+
+    Every byte is checked against the manifest on its way. ``bytes_read`` counts what was fetched.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._manifest = checkpoint.manifest
+        self._io = ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-rewrite-io")
+        # Apart from the pool above, which the tasks in this one wait for.
+        self._ahead = ThreadPoolExecutor(2, thread_name_prefix="bcp-rewrite")
+        self._reader = Reader(checkpoint.backend, checkpoint.manifest, self._io)
+
+    def __enter__(self) -> Rewriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ahead.shutdown(wait=True, cancel_futures=True)
+        self._io.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._reader.stats.read
+
+    def read(self, row: int, box: Box, dtype: DType | None = None) -> torch.Tensor:
+        """One box of a tensor, contiguous, cast where ``dtype`` says so. Raises ``CorruptionError``."""
+        meta = self._manifest.tensors.meta_of(row)
+        out = torch.empty(box.lengths, dtype=torch_dtype(meta))
+        mine = self._manifest.shards_of(row)
+        stored = self._manifest.shards.take(np.arange(mine.start, mine.stop, dtype=np.int64))
+        plan = plan_load(self._manifest.tensors, stored, BoxTable.build([(row, box)]))
+        self._reader.read([ReadPart(mine.start + i, part, cut(out, part, box)) for _, i, part in plan.pieces()])
+        if dtype is None or dtype == meta.dtype:
+            return out
+        return out.to(getattr(torch, dtype.name))
+
+    def pieces(self, items: Sequence[Item]) -> Iterator[tuple[int, torch.Tensor]]:
+        """``(index of the item, next piece of it)``, every item's pieces in the order of its bytes."""
+        waiting: deque[tuple[int, Future[torch.Tensor]]] = deque()
+        for index, item in enumerate(items):
+            itemsize = self._manifest.tensors.meta_of(item.row).dtype.itemsize
+            for box in slabs(item.box, item.box, max(itemsize, item.dtype.itemsize), PIECE, 0):
+                waiting.append((index, self._ahead.submit(self.read, item.row, box, item.dtype)))
+                if len(waiting) >= AHEAD:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+
+    def write(
+        self, target: StorageBackend, file: StreamedFile, progress: Progress, *, chunk_size: int = PIECE
+    ) -> list[int]:
+        """Write one file and make it durable; returns the checksums of its items' chunks, in file order.
+
+        On any error nothing of the file remains. Where a half-written file would be visible, its header is written
+        last: until then it begins with zeros, which no reader takes for a safetensors file.
+        """
+        hasher = ChunkHasher(chunk_size)
+        at, current = len(file.head), 0
+        with target.create(file.key, file.size) as writer:
+            if target.atomic_writer:
+                writer.write(0, file.head)
+            for index, piece in self.pieces(file.items):
+                if index != current:
+                    hasher.end_item()
+                    current = index
+                data = memoryview(as_bytes(piece).numpy())  # type: ignore[arg-type]
+                writer.write(at, data)
+                hasher.update(data)
+                at += len(data)
+                progress(len(data))
+            hasher.end_item()
+            if not target.atomic_writer:
+                writer.write(0, file.head)
+            writer.complete()
+        return hasher.checksums
+
+
+def refuse_checkpoint(target: StorageBackend, source_url: str = "") -> None:
+    """Raise ``KeyExistsError`` where a checkpoint is committed at ``target``: these tools never overwrite one."""
+    try:
+        target.stat(MANIFEST_KEY)
+    except KeyNotFoundError:
+        return
+    if target.url == source_url:
+        raise KeyExistsError(f"{target.url} is both source and target; give another target")
+    raise KeyExistsError(
+        f"{target.url} holds a checkpoint already, and it was left as it is; give another target, or remove it first"
+    )

@@ -1,0 +1,146 @@
+"""Random streams go on exactly where they were, or start anew in a way that can be repeated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bytecheckpoint.errors import StateError
+from bytecheckpoint.frameworks.rng import RNGState
+from bytecheckpoint.values import decode_value, encode_value
+
+
+@pytest.fixture(autouse=True)
+def _untouched_generators() -> Iterator[None]:
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+
+
+def draw() -> list[Any]:
+    gauss = [random.gauss(0, 1), float(np.random.randn()), float(torch.randn(()))]
+    return [*gauss, random.random(), np.random.rand(2).tolist(), torch.rand(3).tolist()]
+
+
+def seed(value: int) -> None:
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def through_bytes(state: dict[str, Any]) -> dict[str, Any]:
+    return decode_value(encode_value(state, "rng"))  # type: ignore[no-any-return]
+
+
+def test_streams_go_on_exactly_even_between_two_gaussians() -> None:
+    seed(3)
+    draw()
+    state = through_bytes(RNGState().state_dict())
+    expected = draw()
+    seed(99)
+    RNGState().load_state_dict(state)
+    assert draw() == expected
+
+
+def test_taking_the_state_draws_nothing() -> None:
+    seed(5)
+    expected = draw()
+    seed(5)
+    RNGState().state_dict()
+    assert draw() == expected
+
+
+def test_reseeding_is_repeatable_and_different_for_every_rank() -> None:
+    seed(7)
+    state = through_bytes(RNGState(rank=0, world_size=2).state_dict())
+    drawn = {}
+    for _ in range(2):
+        for rank in range(4):
+            seed(rank)
+            RNGState(rank=rank, world_size=4).load_state_dict(state)
+            now = draw()
+            assert drawn.setdefault(rank, now) == now
+    flat = [str(part) for values in drawn.values() for part in values]
+    assert len(set(flat)) == len(flat)
+
+
+def test_lowest_gives_everyone_the_stored_streams() -> None:
+    seed(7)
+    state = through_bytes(RNGState(rank=0, world_size=2).state_dict())
+    expected = draw()
+    for rank in range(3):
+        RNGState("lowest", rank=rank, world_size=3).load_state_dict(state)
+        assert draw() == expected
+
+
+def test_error_refuses_another_place_and_changes_nothing() -> None:
+    state = RNGState(rank=0, world_size=2).state_dict()
+    before = RNGState().state_dict()
+    with pytest.raises(StateError, match="rank 0 of 2 loaded on rank 0 of 3"):
+        RNGState("error", rank=0, world_size=3).load_state_dict(state)
+    assert encode_value(RNGState().state_dict(), "rng") == encode_value(before, "rng")
+
+
+def test_another_bit_generator_of_numpy_is_kept() -> None:
+    old = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        state = through_bytes(RNGState().state_dict())
+        expected = np.random.rand(3).tolist()
+        np.random.rand(5)
+        RNGState().load_state_dict(state)
+        assert np.random.rand(3).tolist() == expected
+        RNGState(rank=1, world_size=2).load_state_dict(state)
+        other = np.random.rand(3).tolist()
+        RNGState(rank=1, world_size=2).load_state_dict(state)
+        assert np.random.rand(3).tolist() == other != expected
+    finally:
+        np.random.set_bit_generator(old)
+    with pytest.raises(StateError, match="was a PCG64 when saving and is a MT19937"):
+        RNGState().load_state_dict(state)
+
+
+def test_bad_arguments_and_states() -> None:
+    with pytest.raises(StateError, match="on_resize"):
+        RNGState("modulo")  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="lacks numpy"):
+        RNGState().load_state_dict({"rank": 0, "world_size": 1, "python": (), "torch": None})
+
+
+def test_states_of_absent_accelerators(caplog: pytest.LogCaptureFixture) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    state = RNGState().state_dict()
+    assert state["accelerator"] == {}
+    state["accelerator"] = {"type": "cuda", "states": [np.zeros(16, np.uint8)]}
+    with pytest.raises(StateError, match=r"1 cuda device\(s\) were stored, but here is no accelerator"):
+        RNGState("error").load_state_dict(state)
+    RNGState().load_state_dict(state)
+    assert "those that fit are restored" in caplog.text
+
+
+@pytest.mark.gpu
+def test_accelerator_streams_go_on_exactly() -> None:
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        pytest.skip("no accelerator")
+    torch.manual_seed(1)
+    torch.rand(3, device=device)
+    state = through_bytes(RNGState().state_dict())
+    assert state["accelerator"]["type"] == device.type
+    expected = torch.rand(3, device=device)
+    torch.rand(7, device=device)
+    RNGState().load_state_dict(state)
+    assert torch.equal(torch.rand(3, device=device), expected)
+    drawn = []
+    for rank in (0, 1):
+        RNGState(rank=rank, world_size=5).load_state_dict(state)
+        drawn.append(torch.rand(3, device=device))
+    assert not torch.equal(drawn[0], drawn[1])

@@ -1,0 +1,115 @@
+"""What the package promises about its own shape."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import bytecheckpoint as bcp
+from bytecheckpoint import errors
+
+PACKAGE = Path(bcp.__file__).parent
+
+# Where a caller asks for it by name, on saving and again on loading; and between a test and the processes it started.
+MAY_PICKLE = {
+    "bytecheckpoint.testing.rank_process",
+    "bytecheckpoint.testing.ranks",
+    "bytecheckpoint.values.decoding",
+    "bytecheckpoint.values.encoding",
+}
+SERIALISERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def module_files() -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for folder, _, files in os.walk(PACKAGE, followlinks=True):
+        for file in files:
+            if file.endswith(".py"):
+                path = Path(folder) / file
+                parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+                found[".".join(part for part in parts if part != "__init__")] = path
+    return dict(sorted(found.items()))
+
+
+MODULES = module_files()
+
+
+@pytest.fixture(params=MODULES)
+def module(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(request.param)
+
+
+def test_public_names_exist_and_are_documented() -> None:
+    assert len(set(bcp.__all__)) == len(bcp.__all__)
+    for name in bcp.__all__:
+        value = getattr(bcp, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert inspect.getdoc(value), f"bytecheckpoint.{name} has no docstring"
+            for method, function in inspect.getmembers(value, inspect.isfunction):
+                if not method.startswith("_") and function.__module__.startswith("bytecheckpoint"):
+                    assert inspect.getdoc(function), f"bytecheckpoint.{name}.{method} has no docstring"
+
+
+def test_surface_of_the_design_is_there() -> None:
+    assert {"save", "load", "open", "latest", "SaveHandle", "LoadReport", "Checkpoint"} <= set(bcp.__all__)
+    assert {"path", "state", "framework", "async_save", "step"} <= set(inspect.signature(bcp.save).parameters)
+    assert {"path", "state", "framework", "strict"} <= set(inspect.signature(bcp.load).parameters)
+
+
+def test_module_declares_what_it_exports(module: ModuleType) -> None:
+    names = getattr(module, "__all__", None)
+    assert isinstance(names, list), f"{module.__name__} has no __all__"
+    assert len(set(names)) == len(names)
+    assert not [name for name in names if not hasattr(module, name)]
+    assert module.__doc__, f"{module.__name__} has no docstring"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_library_code_neither_prints_nor_pickles(name: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("print", "eval", "exec"), f"{name}:{node.lineno}: {node.func.id}()"
+        imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported = [node.module]
+        if name not in MAY_PICKLE:
+            assert not SERIALISERS & {path.partition(".")[0] for path in imported}, f"{name}:{node.lineno}"
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    vague = {"utils", "util", "common", "helpers", "helper", "misc"}
+    assert not [name for name in MODULES if vague & set(name.split("."))]
+
+
+def drawn_tree(text: str) -> dict[str, str | None]:
+    """``{class: parent}`` as the tree drawing at the top of ``errors.py`` shows it."""
+    parents: dict[str, str | None] = {}
+    stack: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        found = re.match(r"    ([│ ├└─]*)([A-Z]\w+Error)\b", line)
+        if found:
+            depth, name = len(found[1]), found[2]
+            while stack and stack[-1][0] >= depth:
+                stack.pop()
+            parents[name] = stack[-1][1] if stack else None
+            stack.append((depth, name))
+    return parents
+
+
+def test_error_tree_is_the_one_drawn() -> None:
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+    actual = {c.__name__: None if c.__base__ is Exception else c.__base__.__name__ for c in classes if c.__base__}
+    assert drawn_tree(errors.__doc__ or "") == actual
+    assert sorted(actual) == sorted(errors.__all__)
+
+
+def test_every_error_says_when_it_is_raised() -> None:
+    for name in errors.__all__:
+        assert vars(errors)[name].__doc__, name

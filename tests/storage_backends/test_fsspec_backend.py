@@ -1,0 +1,305 @@
+"""The fsspec backend on fsspec's memory and local files, on a file system with nothing but the basics, and on S3."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from bytecheckpoint.errors import (
+    AccessDeniedError,
+    KeyExistsError,
+    KeyNotFoundError,
+    StorageError,
+    StorageFullError,
+    UnsupportedURLError,
+)
+from bytecheckpoint.storage_backends import StorageBackend, open_backend
+from bytecheckpoint.storage_backends.fsspec_backend import FsspecBackend
+from bytecheckpoint.storage_backends.fsspec_errors import map_error
+from bytecheckpoint.testing.storage import StorageConformance
+
+
+class TestFsspecMemory(StorageConformance):
+    @pytest.fixture
+    def backend(self) -> Iterator[FsspecBackend]:
+        name = uuid.uuid4().hex
+        yield FsspecBackend(f"memory://{name}/root")
+        fs = fsspec.filesystem("memory")
+        for path in fs.find(f"/{name}"):
+            fs.rm_file(path)
+
+
+class TestFsspecFile(StorageConformance):
+    large_bytes = 9 * 2**20 + 17
+    piece_bytes = 2**20
+
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> FsspecBackend:
+        return FsspecBackend(f"file://{tmp_path}/not/made/yet")
+
+    def check_no_leftovers(self, backend: StorageBackend) -> None:
+        root = Path(backend.url.partition("://")[2])
+        assert [path for path in root.rglob("*") if path.is_file()] == []
+
+
+class TestFsspecChain(TestFsspecFile):
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> StorageBackend:
+        return open_backend(f"dir::file://{tmp_path}/chained")
+
+    def check_no_leftovers(self, backend: StorageBackend) -> None:
+        pass
+
+
+class PlainFileSystem(LocalFileSystem):  # type: ignore[misc]
+    """What SFTP or HDFS look like: real directories, one user at a time, a rename that does not replace, no links."""
+
+    protocol = "bcpplain"
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        if self.exists(path2):
+            raise OSError("a rename does not replace")
+        os.rename(self._strip_protocol(path1), self._strip_protocol(path2))
+
+    def link(self, src: str, dst: str, **options: Any) -> None:
+        raise NotImplementedError
+
+
+class SilentFileSystem(PlainFileSystem):
+    """As WebHDFS: a rename over an object does nothing and says nothing."""
+
+    protocol = "bcpsilent"
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        if not self.exists(path2):
+            super().mv(path1, path2)
+
+
+class _Unknown:
+    """Not recognised as local files, so treated as any file system that is not known."""
+
+
+@pytest.fixture
+def as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bytecheckpoint.storage_backends import fsspec_connection
+
+    monkeypatch.setattr(fsspec_connection, "LocalFileSystem", _Unknown)
+    for served in (PlainFileSystem, SilentFileSystem):
+        fsspec.register_implementation(served.protocol, served, clobber=True)
+
+
+@pytest.mark.usefixtures("as_unknown")
+class TestFsspecPlainFileSystem(StorageConformance):
+    supports_if_absent = False
+    atomic_replace = False
+    large_bytes = 9 * 2**20 + 17
+    piece_bytes = 2**20
+
+    @pytest.fixture
+    def backend(self, tmp_path: Path, as_unknown: None) -> FsspecBackend:
+        return FsspecBackend(f"bcpplain://{tmp_path}/root")
+
+
+@pytest.mark.usefixtures("as_unknown")
+def test_rename_that_silently_refuses(tmp_path: Path) -> None:
+    backend = FsspecBackend(f"bcpsilent://{tmp_path}/root")
+    backend.put("object", b"first")
+    backend.put("object", b"second")
+    assert backend.get("object") == b"second"
+    assert os.listdir(tmp_path / "root") == ["object"]
+
+
+@pytest.mark.usefixtures("as_unknown")
+def test_if_absent_that_the_store_cannot_decide_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="PlainFileSystem has no conditional put"):
+        FsspecBackend(f"bcpplain://{tmp_path}").put("object", b"x", if_absent=True)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", ["simplecache::memory://x", "blockcache::memory://x", "filecache::memory://x"])
+def test_caches_are_refused(url: str) -> None:
+    with pytest.raises(UnsupportedURLError, match="may serve bytes that were replaced"):
+        open_backend(url)
+
+
+def test_errors_are_mapped(tmp_path: Path) -> None:
+    cases: list[tuple[Exception, type[StorageError]]] = [
+        (FileNotFoundError("x"), KeyNotFoundError),
+        (PermissionError("Access Denied"), AccessDeniedError),
+        (FileExistsError("x"), KeyExistsError),
+        (OSError(errno.ENOSPC, "x"), StorageFullError),
+        (OSError(errno.EBUSY, "SlowDown"), StorageError),
+        (OSError("no errno"), StorageError),
+        (NotImplementedError(), StorageError),
+        (TimeoutError(), StorageError),
+        (RuntimeError("client library"), StorageError),
+    ]
+    for error, kind in cases:
+        mapped = map_error(error, "reading 'k' in s3://b", reading=True)
+        assert type(mapped) is kind
+        assert "reading 'k' in s3://b" in str(mapped)
+    # A missing bucket is no missing key when writing.
+    assert type(map_error(FileNotFoundError("b"), "writing", reading=False)) is StorageError
+
+
+def test_passwords_stay_out_of_messages(tmp_path: Path) -> None:
+    backend = FsspecBackend("ftp://user:hunter2@127.0.0.1:1/root", timeout=1)
+    with pytest.raises(StorageError) as caught:
+        backend.get("object")
+    assert "hunter2" not in str(caught.value)
+    assert "127.0.0.1" in str(caught.value)
+    assert "hunter2" in backend.url
+
+
+FORK = """
+import os, sys
+from bytecheckpoint.storage_backends.fsspec_backend import FsspecBackend
+
+options = eval(sys.argv[2])
+backend = FsspecBackend(sys.argv[1], **options)
+backend.put("object", b"from the parent")
+child = os.fork()
+if child == 0:
+    try:
+        assert backend.get("object") == b"from the parent"
+        backend.put("child", b"from the child")
+        os._exit(0)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        os._exit(1)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert backend.get("object") == b"from the parent"
+if not sys.argv[1].startswith("memory"):
+    assert backend.get("child") == b"from the child"
+backend.close()
+"""
+
+
+def _fork(url: str, options: dict[str, Any]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORK, url, repr(options)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_usable_in_a_forked_child(tmp_path: Path, scheme: str) -> None:
+    _fork(f"{scheme}://{tmp_path}/root", {})
+
+
+# S3
+
+_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+
+server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, Any]]:
+    """The options of a running S3 server; it ends when its standard input does, even if this process is killed."""
+    pytest.importorskip("s3fs")
+    found = subprocess.run([sys.executable, "-c", "import moto.server"], capture_output=True)
+    if found.returncode:
+        pytest.skip("needs moto[server]")
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        yield {"key": "testing", "secret": "testing", "endpoint_url": f"http://127.0.0.1:{port}"}
+        server.communicate()
+
+
+@pytest.fixture
+def bucket(s3: dict[str, Any]) -> str:
+    name = f"bucket-{uuid.uuid4().hex}"
+    fsspec.filesystem("s3", **s3).mkdir(name)
+    return name
+
+
+@pytest.mark.s3
+class TestFsspecS3(StorageConformance):
+    large_bytes = 34 * 2**20 + 17
+    piece_bytes = 3 * 2**20
+    writers = 8
+
+    @pytest.fixture
+    def backend(self, bucket: str, s3: dict[str, Any]) -> Iterator[StorageBackend]:
+        self.fs = fsspec.filesystem("s3", **s3)
+        self.bucket = bucket
+        backend = open_backend(f"s3://{bucket}/some/root", **s3)
+        yield backend
+        backend.close()
+
+    @pytest.fixture(autouse=True)
+    def _no_pending_uploads(self, backend: StorageBackend) -> Iterator[None]:
+        yield
+        self.check_no_uploads()
+
+    def check_no_leftovers(self, backend: StorageBackend) -> None:
+        self.fs.invalidate_cache()
+        assert self.fs.find(self.bucket) == []
+        self.check_no_uploads()
+
+    def check_no_uploads(self) -> None:
+        assert self.fs.list_multipart_uploads(self.bucket) == []
+
+
+@pytest.mark.s3
+def test_s3_usable_in_a_forked_child(bucket: str, s3: dict[str, Any]) -> None:
+    _fork(f"s3://{bucket}/root", s3)
+
+
+@pytest.mark.s3
+def test_s3_bucket_is_never_made(s3: dict[str, Any]) -> None:
+    backend = open_backend(f"s3://none-{uuid.uuid4().hex}/root", **s3)
+    with pytest.raises(StorageError, match="bucket"):
+        backend.put("object", b"x")
+    with pytest.raises(KeyNotFoundError):
+        backend.get("object")
+    writer = backend.create("large", 20 * 2**20)
+    with pytest.raises(StorageError, match="bucket"):
+        writer.write(0, bytes(20 * 2**20))
+    writer.abort()
+    assert [*backend.list()] == []
+
+
+@pytest.mark.s3
+def test_s3_forgotten_writer_stores_nothing(bucket: str, s3: dict[str, Any]) -> None:
+    backend = open_backend(f"s3://{bucket}", **s3)
+    writer = backend.create("large", 20 * 2**20)
+    writer.write(0, bytes(19 * 2**20))
+    del writer
+    gc.collect()
+    assert [*backend.list()] == []
+
+
+@pytest.mark.s3
+def test_s3_unreachable(bucket: str, s3: dict[str, Any]) -> None:
+    options = {**s3, "endpoint_url": "http://127.0.0.1:1", "config_kwargs": {"retries": {"max_attempts": 0}}}
+    with pytest.raises(StorageError, match=r"127\.0\.0\.1:1"):
+        open_backend(f"s3://{bucket}", **options).get("object")
