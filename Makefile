@@ -64,7 +64,7 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 
 bench: $(STAMP)
-	@found=0; for script in benchmarks/bench_*.py; do \
+	@found=0; for script in benchmarks/[!_]*.py; do \
 	  [ -e "$$script" ] || continue; found=1; echo "== $$script"; $(BIN)/python "$$script" $(BENCH_ARGS); \
 	done; [ $$found = 1 ] || echo "make: there are no benchmarks yet"
 

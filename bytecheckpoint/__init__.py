@@ -1,15 +1,15 @@
 """Unified checkpointing for PyTorch: any layout to any layout, asynchronous, checked, with nothing to convert.
 
-    import bytecheckpoint as bcp
+import bytecheckpoint as bcp
 
-    handle = bcp.save("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": {"step": 1000}})
-    bcp.load("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": extra})
+handle = bcp.save("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": {"step": 1000}})
+bcp.load("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": extra})
 """
 
 from __future__ import annotations
 
 from . import errors
-from .api import Checkpointer, latest, load, open, save  # noqa: A004 - bcp.open is the intended name
+from .api import Checkpointer, latest, load, open, save
 from .checkpoint import Checkpoint, StoredTensor, VerifyReport
 from .frameworks.per_rank import PerRank
 from .frameworks.registry import register_adapter

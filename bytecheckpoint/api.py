@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import re
@@ -124,13 +123,7 @@ def _default() -> Checkpointer:
     global _shared
     if _shared is None or _shared._pid != os.getpid():
         _shared = Checkpointer()
-        atexit.register(_finish, _shared)
     return _shared
-
-
-def _finish(checkpointer: Checkpointer) -> None:
-    if checkpointer._pid == os.getpid():
-        checkpointer.close()
 
 
 def save(

@@ -7,6 +7,7 @@ written last. Names are compared with what the caller expects before the first b
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -179,9 +180,9 @@ def _groups(
         name = rename(alias[len(section) + 1 :])
         if alias.startswith(f"{section}.") and row in names and not any(fnmatchcase(name, p) for p in exclude):
             names[row].append(name)
-    flat = [name for group in names.values() for name in group]
-    if len(set(flat)) != len(flat):
-        twice = sorted({name for name in flat if flat.count(name) > 1})
+    counts = Counter(name for group in names.values() for name in group)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
         raise NameCollisionError(f"several tensors would be exported under one name: {_listed(twice)}; change rename")
     return names
 

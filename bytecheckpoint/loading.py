@@ -27,7 +27,7 @@ from .control.base import Communicator, Operation
 from .engine.commit import decode_manifest, read_manifest_bytes
 from .engine.reader import Reader, ReadPart
 from .engine.resources import Engine
-from .errors import PlanError, StateError
+from .errors import MismatchError, PlanError, StateError
 from .manifest import Manifest
 from .matching import Fault, Rules, dtype_fault, mismatch_error
 from .planners import plan_load
@@ -134,8 +134,11 @@ class _LoadJob:
             targets = self._describe(sections, catalog, report)
         with self._step("plan"):
             wants = self._match(targets, catalog, report)
-            self._agree_on_faults(wants, catalog, report)
-            parts, finishers = self._plan(manifest, wants)
+            mismatch = self._agree_on_faults(wants, catalog, report)
+            parts, finishers = self._plan(manifest, wants if mismatch is None else _Wants())
+        if mismatch is not None:
+            # Every rank has the same verdict; reporting it to the others as a failure would only lose its details.
+            raise mismatch
         with self._step("read"):
             self._read(manifest, parts, finishers, report)
             self._op.barrier("read")
@@ -250,7 +253,7 @@ class _LoadJob:
         else:
             wants.faults.append(("missing", full, ""))
 
-    def _agree_on_faults(self, wants: _Wants, catalog: Catalog, report: LoadReport) -> None:
+    def _agree_on_faults(self, wants: _Wants, catalog: Catalog, report: LoadReport) -> MismatchError | None:
         """One error for all ranks. What is stored but wanted by none is known only when all have spoken."""
         said = self._op.gather("claims", msgpack.packb([wants.faults, *catalog.claims()]))
         verdict = None
@@ -265,8 +268,9 @@ class _LoadJob:
                 report.unexpected.append(full)
             else:
                 faults.append(("unexpected", full, ""))
-        if faults:
-            raise mismatch_error(self._backend.url, [tuple(fault) for fault in faults], catalog.names())
+        if not faults:
+            return None
+        return mismatch_error(self._backend.url, [tuple(fault) for fault in faults], catalog.names())
 
     def _plan(self, manifest: Manifest, wants: _Wants) -> tuple[list[ReadPart], list[Callable[[], None]]]:
         outs: list[torch.Tensor] = []

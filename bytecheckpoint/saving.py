@@ -17,21 +17,18 @@ every rank raises the same cause (DESIGN laws 1 to 3).
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
-import numpy as np
-import torch
 
 from . import trace
 from .control.base import Communicator, Operation
 from .engine.arena import Slot
 from .engine.commit import commit, new_attempt, read_manifest, remove_attempt, remove_files
-from .engine.files import FileImage, copy_in, place_images, shard_nbytes, tensor_image, values_image
+from .engine.files import FileImage, copy_in, place_images
 from .engine.record import record
 from .engine.resources import Engine
 from .engine.writer import WrittenFile, write_images
@@ -43,15 +40,13 @@ from .errors import (
     RankFailedError,
     StateError,
 )
-from .geometry import Box
 from .handle import SaveHandle, SaveResult
+from .local_state import LocalState
 from .manifest import Manifest, pack_metadata
-from .planners import Assignment, LocalPlan, SavePlan, ValueEntry, layout, plan_save
-from .sections import Section, check_state, rank_name, resolve_sections
-from .shards import Path, SectionSource, Shard, torch_dtype
+from .planners import Assignment, LocalPlan, SavePlan, plan_save
+from .sections import Section, check_state, resolve_sections
+from .shards import SectionSource
 from .storage_backends.base import StorageBackend
-from .tables import BoxTable, TensorTable
-from .values import encode_path, encode_value, encode_values_file, path_name, value_digest
 from .version import VERSION
 
 __all__ = ["CHUNK_SIZE", "SaveOptions", "save"]
@@ -130,7 +125,7 @@ class _SaveJob:
             with self._step("agree"):
                 self._agree(sources)
             with self._step("plan"):
-                local = _LocalState(sections, sources, self._op.rank, self._options.allow_pickle)
+                local = LocalState(sections, sources, self._op.rank, self._options.allow_pickle)
                 assignment = self._exchange_plans(local)
             with self._step("stage"):
                 self._stage(local, assignment)
@@ -219,7 +214,7 @@ class _SaveJob:
             if fqn in sources[section].metas:
                 sources[section].make_per_rank(fqn)
 
-    def _exchange_plans(self, local: _LocalState) -> Assignment:
+    def _exchange_plans(self, local: LocalState) -> Assignment:
         plans = self._op.gather("plans", local.plan.to_bytes())
         messages = None
         if plans is not None:
@@ -231,7 +226,7 @@ class _SaveJob:
         self._attempt, assignment = msgpack.unpackb(self._op.scatter("assignments", messages))
         return Assignment.from_bytes(assignment, local.plan)
 
-    def _stage(self, local: _LocalState, assignment: Assignment) -> None:
+    def _stage(self, local: LocalState, assignment: Assignment) -> None:
         self._images = local.images(assignment, self._attempt)
         self._slot = self._engine.arena.acquire(place_images(self._images), self._options.deadline_s)
         for image in self._images:
@@ -327,82 +322,3 @@ def _never_committed(error: BaseException) -> bool:
     """Whether this is rank 0's own word that it failed before it could commit."""
     failed = error if isinstance(error, RankFailedError) else error.__cause__
     return isinstance(failed, RankFailedError) and failed.rank == 0 and failed.phase in _BEFORE_COMMIT
-
-
-def _elementless(source: SectionSource) -> Iterator[Shard]:
-    """The one empty shard of each tensor without elements: it is what makes the tensor part of a file."""
-    listed = {shard.fqn for shard in source.shards}
-    for fqn, meta in source.metas.items():
-        if meta.numel == 0 and fqn not in listed:
-            yield Shard(fqn, meta, Box.whole(meta.shape), torch.empty(meta.shape, dtype=torch_dtype(meta)))
-
-
-class _LocalState:
-    """This rank's shards and encoded values in the order its plan lists them."""
-
-    def __init__(
-        self, sections: Sequence[Section], sources: dict[str, SectionSource], rank: int, allow_pickle: bool
-    ) -> None:
-        self._rank = rank
-        self.shards: list[Shard] = []
-        self.values: list[tuple[str, Path, bytes]] = []
-        metas: list[tuple[str, str, Any]] = []
-        boxes: list[tuple[int, Any]] = []
-        scopes: list[int] = []
-        entries: list[ValueEntry] = []
-        aliases: list[tuple[str, str]] = []
-        for section in sections:
-            source = sources[section.name]
-            rows: dict[str, int] = {}
-            for fqn, meta in source.metas.items():
-                own = fqn in source.per_rank
-                rows[fqn] = len(metas)
-                metas.append((section.name, rank_name(fqn, rank) if own else fqn, meta))
-                scopes.append(rank if own else -1)
-            for shard in [*source.shards, *_elementless(source)]:
-                boxes.append((rows[shard.fqn], shard.box))
-                self.shards.append(self._renamed(shard) if shard.fqn in source.per_rank else shard)
-            for path, value in source.values.items():
-                data = encode_value(value, f"{section.name}.{path_name(path)}", allow_pickle=allow_pickle)
-                self.values.append((section.name, path, data))
-                entries.append(
-                    ValueEntry(
-                        section.name,
-                        encode_path(path),
-                        value_digest(data),
-                        len(data),
-                        path in source.per_rank,
-                    )
-                )
-            aliases += [(f"{section.name}.{alias}", f"{section.name}.{fqn}") for alias, fqn in source.aliases.items()]
-        self.plan = LocalPlan(
-            TensorTable.build(metas),
-            BoxTable.build(boxes),
-            entries,
-            np.array(scopes, np.int64),
-            aliases,
-            [(section.name, section.adapter.name) for section in sections],
-        )
-
-    def _renamed(self, shard: Shard) -> Shard:
-        return Shard(rank_name(shard.fqn, self._rank), shard.meta, shard.box, shard.tensor)
-
-    def images(self, assignment: Assignment, attempt: str) -> list[FileImage]:
-        """What this rank was given to write."""
-        images = []
-        note = {"format": "pt", "bytecheckpoint": VERSION, "host": platform.node()}
-        for section, rows in assignment.files:
-            shards = [self.shards[row] for row in rows.tolist()]
-            offsets, _ = layout(np.array([shard_nbytes(shard) for shard in shards], np.int64))
-            key = f"{attempt}/{section}-{self._rank:05d}.safetensors"
-            images.append(tensor_image(key, section, shards, offsets.tolist(), note))
-        for shared, kind, suffix in ((True, "values", ""), (False, "rank_values", ".rank")):
-            by_section: dict[str, list[tuple[Path, bool, bytes]]] = {}
-            for index, is_shared in zip(assignment.values.tolist(), assignment.shared.tolist()):
-                if is_shared == shared:
-                    section, path, data = self.values[index]
-                    by_section.setdefault(section, []).append((path, shared, data))
-            for section, leaves in by_section.items():
-                key = f"{attempt}/{section}-{self._rank:05d}{suffix}.msgpack"
-                images.append(values_image(key, section, kind, encode_values_file(leaves)))
-        return images

@@ -11,37 +11,31 @@ readable, and removed when a ``delete`` leaves nothing else in their directory.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from threading import Condition
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from typing_extensions import Buffer
 
 from ..errors import KeyExistsError, KeyNotFoundError, StorageError, StorageFullError, UnsupportedURLError
 from .base import ObjectStat, ObjectWriter, StorageBackend
 from .keys import check_children_prefix, check_key, check_prefix, is_key
+from .local_directories import TEMPORARY, drop_leftovers, inside, link_exclusive, make_directories
+from .local_objects import LocalWriter, OpenedObject
 from .pieces import PieceMap, byte_view
-from .posix import free_bytes, map_os_error, preallocate, read_at, rename_exclusive, sync_directory, write_at
+from .posix import free_bytes, map_os_error, read_at, sync_directory, write_at
 from .tree import list_tree, may_follow, tree_has_objects
 
 __all__ = ["LocalBackend"]
-
-logger = logging.getLogger(__name__)
-
-_TEMPORARY = ".bcp-tmp-"
 
 # A delete in another process may remove a directory between our mkdir and our open, as often as it likes.
 _TRIES = 16
 
 _FILE_URL = re.compile(r"(?:file|local)://(?:localhost)?(?P<path>/.*)", re.DOTALL)
-
-_T = TypeVar("_T")
 
 
 class LocalBackend(StorageBackend):
@@ -77,10 +71,10 @@ class LocalBackend(StorageBackend):
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         action = f"writing {key!r} in {self._root}"
         view = byte_view(data)
-        place = _link_exclusive if if_absent else os.replace
+        place = link_exclusive if if_absent else os.replace
 
         def attempt(path: str) -> None:
-            temporary = os.path.join(os.path.dirname(path), _TEMPORARY + secrets.token_hex(8))
+            temporary = os.path.join(os.path.dirname(path), TEMPORARY + secrets.token_hex(8))
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 try:
@@ -109,7 +103,7 @@ class LocalBackend(StorageBackend):
 
         opened: list[int] = []
         path = self._with_directories(key, action, lambda path: opened.append(attempt(path)), needed=size)
-        writer = _LocalWriter(self, path, action, opened[0], size, pieces)
+        writer = LocalWriter(self, path, action, opened[0], size, pieces)
         try:
             writer.reserve()
         except BaseException:
@@ -124,7 +118,7 @@ class LocalBackend(StorageBackend):
             raise StorageError(f"{action}: the buffer to read into is read-only")
         if offset < 0:
             raise StorageError(f"{action}: the offset is {offset}")
-        with _OpenedObject(self._resolve(key, action), self, action) as opened:
+        with OpenedObject(self._resolve(key, action), self, action) as opened:
             done = read_at(opened.fd, view, offset)
             # An empty read beyond the end moves no bytes, but the bytes it asks for are not there either.
             if done < len(view) or offset > opened.size:
@@ -135,7 +129,7 @@ class LocalBackend(StorageBackend):
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         action = f"reading {key!r} in {self._root}"
-        with _OpenedObject(self._resolve(key, action), self, action) as opened:
+        with OpenedObject(self._resolve(key, action), self, action) as opened:
             if max_size is not None and opened.size > max_size:
                 raise StorageError(f"{action}: it has {opened.size} bytes, at most {max_size} were expected")
             content = bytearray(opened.size)
@@ -221,13 +215,13 @@ class LocalBackend(StorageBackend):
     def prune(self, directory: str) -> None:
         """Remove ``directory`` and its parents as long as they hold no object, up to but without the root."""
         top = os.path.realpath(self._root)
-        while directory != top and _inside(directory, top):
+        while directory != top and inside(directory, top):
             try:
                 os.rmdir(directory)
             except FileNotFoundError:
                 pass
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not _drop_leftovers(directory):
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not drop_leftovers(directory):
                     return
                 continue
             directory = os.path.dirname(directory)
@@ -238,7 +232,7 @@ class LocalBackend(StorageBackend):
         directory = os.path.dirname(path)
         try:
             # All of them, not only those this process made: another rank may have made one and not synced it yet.
-            while _inside(directory, top):
+            while inside(directory, top):
                 sync_directory(directory)
                 if directory == top:
                     return
@@ -251,7 +245,7 @@ class LocalBackend(StorageBackend):
         path = self._locate(key, action)
         for tries_left in reversed(range(_TRIES)):
             try:
-                _make_directories(os.path.dirname(path))
+                make_directories(os.path.dirname(path))
                 attempt(path)
             except FileNotFoundError as error:
                 if not tries_left:
@@ -268,19 +262,19 @@ class LocalBackend(StorageBackend):
     def _locate(self, key: str, action: str) -> str:
         """The path of ``key`` with the links in its directories resolved, its last component left as it is."""
         check_key(key)
-        if any(component.startswith(_TEMPORARY) for component in key.split("/")):
-            raise StorageError(f"{action}: names that begin with {_TEMPORARY!r} are reserved")
+        if any(component.startswith(TEMPORARY) for component in key.split("/")):
+            raise StorageError(f"{action}: names that begin with {TEMPORARY!r} are reserved")
         top = os.path.realpath(self._root)
         parent, name = os.path.split(os.path.join(top, key))
         parent = os.path.realpath(parent)
-        if not _inside(parent, top):
+        if not inside(parent, top):
             raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {parent}")
         return os.path.join(parent, name)
 
     def _resolve(self, key: str, action: str) -> str:
         """The path of ``key`` with all links resolved: what a read opens."""
         path = os.path.realpath(self._locate(key, action))
-        if not _inside(path, os.path.realpath(self._root)):
+        if not inside(path, os.path.realpath(self._root)):
             raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {path}")
         return path
 
@@ -289,7 +283,7 @@ class LocalBackend(StorageBackend):
         self._check_root(action)
         top = os.path.realpath(self._root)
         directory = os.path.realpath(os.path.join(top, prefix))
-        if not _inside(directory, top):
+        if not inside(directory, top):
             raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {directory}")
         return directory, top
 
@@ -303,181 +297,4 @@ class LocalBackend(StorageBackend):
 
     @staticmethod
     def _is_object_name(name: str) -> bool:
-        return not name.startswith(_TEMPORARY) and is_key(name)
-
-
-class _LocalWriter(ObjectWriter):
-    """Writes in place through the page cache.
-
-    The descriptor is closed only when no thread is inside a write: the kernel hands its number to the next file that
-    anybody opens, and a late write would land there.
-    """
-
-    def __init__(self, backend: LocalBackend, path: str, action: str, fd: int, size: int, pieces: PieceMap) -> None:
-        self._backend = backend
-        self._path = path
-        self._action = action
-        self._size = size
-        self._pieces = pieces
-        self._fd = fd
-        self._state = "open"
-        self._writing = 0
-        self._idle = Condition()
-
-    def reserve(self) -> None:
-        """Take the space now, so that a full disk is known before the first byte is copied."""
-        if not self._call(lambda: preallocate(self._fd, self._size)):
-            free = free_bytes(self._path)
-            if free is not None and free < self._size:
-                raise StorageFullError(
-                    f"{self._action}: needed: {self._size} bytes, free on this file system: {free} bytes; free space"
-                )
-
-    def write(self, offset: int, data: Buffer) -> None:
-        view = byte_view(data)
-        with self._idle:
-            self._check_open()
-            self._pieces.add(offset, len(view))
-            self._writing += 1
-        try:
-            self._call(lambda: write_at(self._fd, view, offset))
-        except BaseException:
-            with self._idle:
-                self._state = "failed"
-            raise
-        finally:
-            with self._idle:
-                self._writing -= 1
-                self._idle.notify_all()
-
-    def complete(self) -> None:
-        with self._idle:
-            self._check_open()
-            if self._writing:
-                raise StorageError(f"{self._action}: complete() was called while a write was going on")
-            self._pieces.check_whole()
-            self._state = "failed"
-            fd, self._fd = self._fd, -1
-        try:
-            # After a failed fsync the kernel may have dropped the dirty pages: trying it again could lie.
-            self._call(lambda: os.fdatasync(fd))
-        finally:
-            self._call(lambda: os.close(fd))
-        self._backend.sync_directories(self._path, self._action)
-        with self._idle:
-            self._state = "complete"
-
-    def abort(self) -> None:
-        with self._idle:
-            if self._state in ("complete", "aborted"):
-                return
-            self._state = "aborted"
-            self._idle.wait_for(lambda: not self._writing)
-            fd, self._fd = self._fd, -1
-        try:
-            if fd >= 0:
-                os.close(fd)
-            os.unlink(self._path)
-        except OSError as error:
-            logger.warning("%s: could not remove what was written: %s", self._action, error)
-        self._backend.prune(os.path.dirname(self._path))
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise StorageError(f"{self._action}: this writer is {self._state}")
-
-    def _call(self, function: Callable[[], _T]) -> _T:
-        try:
-            return function()
-        except OSError as error:
-            raise self._backend.map_error(error, self._action, reading=False, needed=self._size) from error
-
-
-class _OpenedObject:
-    """A regular file opened for reading, one descriptor for one call. No cache: a descriptor that outlives the call
-    would go on reading an object that was replaced, and opening costs little beside the piece that is read."""
-
-    def __init__(self, path: str, backend: LocalBackend, action: str) -> None:
-        self._path = path
-        self._backend = backend
-        self._action = action
-        self.fd = -1
-        self.size = 0
-
-    def __enter__(self) -> _OpenedObject:
-        try:
-            # O_NONBLOCK: a FIFO under a hostile name must not hang the open. It means nothing for regular files.
-            self.fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            found = os.fstat(self.fd)
-        except OSError as error:
-            raise self._backend.map_error(error, self._action, reading=True) from error
-        if not stat.S_ISREG(found.st_mode):
-            os.close(self.fd)
-            raise KeyNotFoundError(f"{self._action}: it is not a file")
-        self.size = found.st_size
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        os.close(self.fd)
-        if isinstance(error, OSError):
-            raise self._backend.map_error(error, self._action, reading=True) from error
-
-
-def _inside(path: str, top: str) -> bool:
-    return path == top or path.startswith(top.rstrip("/") + "/")
-
-
-def _make_directories(path: str) -> None:
-    """Make a directory and what is missing above it, each made durable before anything is put in it."""
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
-        return
-    except FileNotFoundError:
-        parent = os.path.dirname(path)
-        if parent == path:
-            raise
-        _make_directories(parent)
-        with suppress(FileExistsError):
-            os.mkdir(path)
-    sync_directory(os.path.dirname(path))
-
-
-def _link_exclusive(source: str, target: str) -> None:
-    """Give the finished file ``source`` the name ``target`` unless that is taken (``FileExistsError``), in one step.
-
-    A hard link does it on every POSIX file system that has them; ``renameat2`` on most others. Where there is
-    neither, this refuses: creating ``target`` empty with ``O_EXCL`` and renaming over it would be exclusive, but a
-    crash between the two would leave an empty object, and readers could see it even without a crash.
-    """
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except FileExistsError:
-        # NFS may have made the link and lost the reply; the retransmission then finds it made.
-        if os.stat(source).st_nlink != 2:
-            raise
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-            raise
-        if rename_exclusive(source, target):
-            return
-        raise OSError(errno.EOPNOTSUPP, "this file system has neither hard links nor renameat2", target) from error
-    with suppress(FileNotFoundError):
-        os.unlink(source)
-
-
-def _drop_leftovers(directory: str) -> bool:
-    """Remove the temporary files of killed processes, if there is nothing else. A ``put`` that is writing one of them
-    right now finds it gone and starts again."""
-    try:
-        names = os.listdir(directory)
-        if not all(name.startswith(_TEMPORARY) for name in names):
-            return False
-        for name in names:
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(directory, name))
-    except OSError:
-        return False
-    return True
+        return not name.startswith(TEMPORARY) and is_key(name)

@@ -9,12 +9,20 @@ import torch
 import xxhash
 
 from ..geometry import Box
-from ..metadata import BasicMeta
 from ..safetensors_file import HeaderEntry, build_header, shard_name
 from ..shards import Shard
 from .arena import Slot, page_round
 
-__all__ = ["FileImage", "Span", "as_bytes", "chunk_checksums", "copy_in", "tensor_image", "values_image"]
+__all__ = [
+    "FileImage",
+    "Span",
+    "as_bytes",
+    "chunk_checksums",
+    "copy_elements",
+    "copy_in",
+    "tensor_image",
+    "values_image",
+]
 
 
 @dataclass(frozen=True)
@@ -99,23 +107,26 @@ def copy_in(image: FileImage, slot: Slot) -> None:
     devices = set()
     for span in image.spans:
         if span.nbytes and span.shard is not None:
-            stage(
-                span.shard.tensor, slot.tensor[data + span.offset : data + span.offset + span.nbytes], span.shard.meta
-            )
+            place = slot.tensor[data + span.offset : data + span.offset + span.nbytes]
+            source = span.shard.tensor.detach()
+            typed = place if source.dtype == torch.uint8 else place.view(source.dtype)
+            copy_elements(typed.view(source.shape), source, non_blocking=True)
             devices.add(span.shard.tensor.device)
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
 
-def stage(source: torch.Tensor, target: torch.Tensor, meta: BasicMeta) -> None:
-    """Copy ``source`` row-major into the bytes ``target`` (uint8, contiguous)."""
-    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        # Byte for byte: also right for element types that torch can hold but not compute with.
-        target.copy_(as_bytes(source), non_blocking=True)
-        return
-    typed = target.view(source.dtype) if source.dtype != torch.uint8 else target
-    typed.view(source.shape).copy_(source, non_blocking=True)
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def copy_elements(out: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """``out[...] = source``; between equal types bit by bit, so that also those torch cannot compute with survive."""
+    with torch.no_grad():
+        if out.dtype == source.dtype and not any(t.is_conj() or t.is_neg() for t in (out, source)):
+            carrier = _CARRIERS[out.dtype.itemsize]
+            out, source = out.view(carrier), source.view(carrier)
+        out.copy_(source, non_blocking=non_blocking)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ..metadata import BasicMeta, ByteMeta
 from ..planners.slabs import slabs, span
 from ..shards import torch_dtype
 from ..storage_backends.base import StorageBackend
-from .files import as_bytes, chunk_checksums
+from .files import as_bytes, chunk_checksums, copy_elements
 
 __all__ = ["ReadPart", "ReadStats", "Reader", "read_stored_file"]
 
@@ -203,15 +203,3 @@ def _strided_view(elements: torch.Tensor, meta: BasicMeta, box: Box, stored: Box
     dtype = torch_dtype(meta)
     typed = elements if dtype == torch.uint8 else elements.view(dtype)
     return typed.as_strided(box.lengths, strides)
-
-
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-def copy_elements(out: torch.Tensor, source: torch.Tensor) -> None:
-    """``out[...] = source``; between equal types bit by bit, so that also those torch cannot compute with survive."""
-    with torch.no_grad():
-        if out.dtype == source.dtype and not out.is_conj() and not out.is_neg():
-            carrier = _SAME_SIZE[out.dtype.itemsize]
-            out, source = out.view(carrier), source.view(carrier)
-        out.copy_(source)

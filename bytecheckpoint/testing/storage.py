@@ -471,7 +471,8 @@ class StorageConformance:
                 writer.complete()
             backend.create(f"f/{turn}", 3).abort()
             backend.read_into(f"e/{turn}", 0, bytearray(3))
-            failing = [*_reads(backend, "missing"), lambda: backend.read_into(f"e/{turn}", 2, bytearray(3))]
+            failing: list[Callable[[], object]] = _reads(backend, "missing")
+            failing.append(lambda: backend.read_into(f"e/{turn}", 2, bytearray(3)))
             for operation in failing:
                 with pytest.raises(StorageError):
                     operation()

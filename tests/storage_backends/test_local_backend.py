@@ -23,7 +23,7 @@ from bytecheckpoint.errors import (
     StorageError,
     StorageFullError,
 )
-from bytecheckpoint.storage_backends import StorageBackend, local, posix
+from bytecheckpoint.storage_backends import StorageBackend, local_directories, local_objects, posix
 from bytecheckpoint.storage_backends.local import LocalBackend
 from bytecheckpoint.testing.storage import StorageConformance
 
@@ -89,7 +89,7 @@ def test_a_file_that_does_not_fit_is_refused_before_the_first_byte(small_disk: P
 
 
 def test_without_fallocate_the_free_space_is_asked(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "preallocate", lambda fd, size: False)
+    monkeypatch.setattr(local_objects, "preallocate", lambda fd, size: False)
     backend = LocalBackend(small_disk)
     with pytest.raises(StorageFullError, match=r"needed: 5000000 bytes"):
         backend.create("object", 5_000_000)
@@ -97,7 +97,7 @@ def test_without_fallocate_the_free_space_is_asked(small_disk: Path, monkeypatch
 
 
 def test_disk_that_fills_during_a_write(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "preallocate", lambda fd, size: False)
+    monkeypatch.setattr(local_objects, "preallocate", lambda fd, size: False)
     backend = LocalBackend(small_disk)
     writer = backend.create("object", 800_000)
     (small_disk / "other").write_bytes(b"x" * 500_000)
@@ -372,7 +372,7 @@ def test_if_absent_without_hard_links(backend: LocalBackend, monkeypatch: pytest
     with pytest.raises(KeyExistsError):
         backend.put("object", b"second", if_absent=True)
     assert backend.get("object") == b"first"
-    monkeypatch.setattr(local, "rename_exclusive", lambda source, target: False)
+    monkeypatch.setattr(local_directories, "rename_exclusive", lambda source, target: False)
     with pytest.raises(StorageError, match="neither hard links nor renameat2") as caught:
         backend.put("other", b"x", if_absent=True)
     assert not isinstance(caught.value, KeyExistsError)
@@ -416,7 +416,7 @@ def test_abort_waits_for_a_write_that_is_going_on(backend: LocalBackend, monkeyp
     thread.start()
     assert entered.wait(60)
     aborting.start()
-    with pytest.raises(StorageError, match="while a write was going on|aborted"):
+    with pytest.raises(StorageError, match=r"while a write was going on|aborted"):
         writer.complete()
     go_on.set()
     thread.join(60)

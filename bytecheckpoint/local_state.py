@@ -1,0 +1,99 @@
+"""This rank's part of a state in the order in which its plan lists it, and the files it is given to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .engine.files import FileImage, shard_nbytes, tensor_image, values_image
+from .geometry import Box
+from .planners import Assignment, LocalPlan, ValueEntry, layout
+from .sections import Section, rank_name
+from .shards import Path, SectionSource, Shard, torch_dtype
+from .tables import BoxTable, TensorTable
+from .values import encode_path, encode_value, encode_values_file, path_name, value_digest
+from .version import VERSION
+
+__all__ = ["LocalState"]
+
+
+def _elementless(source: SectionSource) -> Iterator[Shard]:
+    """The one empty shard of each tensor without elements: it is what makes the tensor part of a file."""
+    listed = {shard.fqn for shard in source.shards}
+    for fqn, meta in source.metas.items():
+        if meta.numel == 0 and fqn not in listed:
+            yield Shard(fqn, meta, Box.whole(meta.shape), torch.empty(meta.shape, dtype=torch_dtype(meta)))
+
+
+class LocalState:
+    """This rank's shards and encoded values in the order its plan lists them."""
+
+    def __init__(
+        self, sections: Sequence[Section], sources: dict[str, SectionSource], rank: int, allow_pickle: bool
+    ) -> None:
+        self._rank = rank
+        self.shards: list[Shard] = []
+        self.values: list[tuple[str, Path, bytes]] = []
+        metas: list[tuple[str, str, Any]] = []
+        boxes: list[tuple[int, Any]] = []
+        scopes: list[int] = []
+        entries: list[ValueEntry] = []
+        aliases: list[tuple[str, str]] = []
+        for section in sections:
+            source = sources[section.name]
+            rows: dict[str, int] = {}
+            for fqn, meta in source.metas.items():
+                own = fqn in source.per_rank
+                rows[fqn] = len(metas)
+                metas.append((section.name, rank_name(fqn, rank) if own else fqn, meta))
+                scopes.append(rank if own else -1)
+            for shard in [*source.shards, *_elementless(source)]:
+                boxes.append((rows[shard.fqn], shard.box))
+                self.shards.append(self._renamed(shard) if shard.fqn in source.per_rank else shard)
+            for path, value in source.values.items():
+                data = encode_value(value, f"{section.name}.{path_name(path)}", allow_pickle=allow_pickle)
+                self.values.append((section.name, path, data))
+                entries.append(
+                    ValueEntry(
+                        section.name,
+                        encode_path(path),
+                        value_digest(data),
+                        len(data),
+                        path in source.per_rank,
+                    )
+                )
+            aliases += [(f"{section.name}.{alias}", f"{section.name}.{fqn}") for alias, fqn in source.aliases.items()]
+        self.plan = LocalPlan(
+            TensorTable.build(metas),
+            BoxTable.build(boxes),
+            entries,
+            np.array(scopes, np.int64),
+            aliases,
+            [(section.name, section.adapter.name) for section in sections],
+        )
+
+    def _renamed(self, shard: Shard) -> Shard:
+        return Shard(rank_name(shard.fqn, self._rank), shard.meta, shard.box, shard.tensor)
+
+    def images(self, assignment: Assignment, attempt: str) -> list[FileImage]:
+        """What this rank was given to write."""
+        images = []
+        note = {"format": "pt", "bytecheckpoint": VERSION}
+        for section, rows in assignment.files:
+            shards = [self.shards[row] for row in rows.tolist()]
+            offsets, _ = layout(np.array([shard_nbytes(shard) for shard in shards], np.int64))
+            key = f"{attempt}/{section}-{self._rank:05d}.safetensors"
+            images.append(tensor_image(key, section, shards, offsets.tolist(), note))
+        for shared, kind, suffix in ((True, "values", ""), (False, "rank_values", ".rank")):
+            by_section: dict[str, list[tuple[Path, bool, bytes]]] = {}
+            for index, is_shared in zip(assignment.values.tolist(), assignment.shared.tolist()):
+                if is_shared == shared:
+                    section, path, data = self.values[index]
+                    by_section.setdefault(section, []).append((path, shared, data))
+            for section, leaves in by_section.items():
+                key = f"{attempt}/{section}-{self._rank:05d}{suffix}.msgpack"
+                images.append(values_image(key, section, kind, encode_values_file(leaves)))
+        return images

@@ -1,0 +1,274 @@
+"""Whatever happens to the bytes of a checkpoint: an error that names file and tensor, never a wrong value."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from damage import MANIFEST, data_begin, flipped, keys_of, regions, replaced, swapped, tensor_at
+from small_training import differing, memory, training
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError
+from bytecheckpoint.testing.ranks import RankPool
+
+WORLD = 4
+CHUNK = 64  # so that a tensor of a few hundred bytes has several checksums
+FLIPS = 12  # of each region of each file
+
+
+def _save(rank: int, world_size: int, path: str, value: float) -> None:
+    state = training(value, shard=world_size > 1)
+    bcp.save(path, state, step=int(value), chunk_size=CHUNK)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(WORLD) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corruption") / "checkpoint"
+    pool.run(_save, str(path), 1.0)
+    return path
+
+
+@pytest.fixture
+def checkpoint(saved: Path) -> Iterator[Path]:
+    """The shared checkpoint; a test that leaves it damaged fails."""
+    yield saved
+    assert _loaded_is_right(saved)
+
+
+def _load(path: Path, **options: object) -> dict[str, object]:
+    state = training(9.0)
+    bcp.load(path, state, **options)  # type: ignore[arg-type]
+    return memory(state)
+
+
+def _loaded_is_right(path: Path) -> bool:
+    return not differing(_load(path), memory(training(1.0)))
+
+
+def _fails(path: Path) -> str:
+    """What a load of everything says, which must be an error."""
+    with pytest.raises(CheckpointError) as caught:
+        _load(path)
+    return str(caught.value)
+
+
+def _problems(path: Path) -> str:
+    """What ``verify`` finds, which must be something; for a manifest it cannot even open."""
+    try:
+        report = bcp.open(path).verify()
+    except CheckpointError as error:
+        return str(error)
+    assert not report.ok
+    assert report.problems
+    return "\n".join(report.problems)
+
+
+def _data_files(path: Path) -> list[str]:
+    return [key for key in keys_of(path) if key != MANIFEST]
+
+
+def test_what_is_damaged_here(checkpoint: Path) -> None:
+    """Every kind of file is there, and what is undamaged is right."""
+    keys = keys_of(checkpoint)
+    assert MANIFEST in keys
+    for section in ("model", "optimizer"):
+        assert sum(f"/{section}-" in key and key.endswith(".safetensors") for key in keys) == WORLD
+    assert any("/extra_state-" in key and key.endswith(".msgpack") for key in keys)
+    report = bcp.open(checkpoint).verify()
+    assert report.ok
+    assert report.files == len(keys) - 1
+    assert report.bytes_checked == sum((checkpoint / key).stat().st_size for key in keys if key != MANIFEST)
+
+
+def test_a_flipped_bit_anywhere(checkpoint: Path) -> None:
+    chance = random.Random(20240701)
+    flips = 0
+    for key in keys_of(checkpoint):
+        file = checkpoint / key
+        for low, high in regions(file):
+            for _ in range(FLIPS):
+                offset = chance.randrange(low, high)
+                with flipped(file, offset, chance.randrange(8)):
+                    said, found = _fails(checkpoint), _problems(checkpoint)
+                where = f"byte {offset} of {key}"
+                assert str(file) in said, where
+                assert str(file) in found, where
+                tensor = tensor_at(file, offset)
+                if tensor:
+                    for message in (said, found):
+                        _names_the_place(message, tensor, offset)
+                flips += 1
+    assert flips >= 200
+
+
+def _names_the_place(message: str, tensor: str, offset: int) -> None:
+    """The tensor, and a byte range of at most one chunk around the damage."""
+    assert tensor.partition("@")[0] in message
+    ranges = [(int(low), int(high)) for low, high in re.findall(r"bytes \[(\d+), (\d+)\)", message)]
+    assert any(low <= offset < high and high - low <= CHUNK for low, high in ranges), message
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".msgpack"])
+def test_cut_at_any_length(checkpoint: Path, suffix: str) -> None:
+    chance = random.Random(7)
+    for key in keys_of(checkpoint):
+        file = checkpoint / key
+        if file.suffix != suffix:
+            continue
+        content = file.read_bytes()
+        begin = data_begin(file)
+        lengths = {0, 1, 7, 8, 9, begin - 1, begin, begin + 1, len(content) - 1}
+        lengths |= {chance.randrange(len(content)) for _ in range(4)}
+        for length in sorted(n for n in lengths if 0 <= n < len(content)):
+            with replaced(file, content[:length]):
+                assert str(file) in _fails(checkpoint), f"{key} cut at {length}"
+                assert str(file) in _problems(checkpoint), f"{key} cut at {length}"
+
+
+def test_a_missing_file(checkpoint: Path) -> None:
+    for key in _data_files(checkpoint):
+        file = checkpoint / key
+        with replaced(file, None):
+            for message in (_fails(checkpoint), _problems(checkpoint)):
+                assert str(file) in message
+                assert "missing" in message
+    with replaced(checkpoint / MANIFEST, None):
+        assert "none was committed" in _fails(checkpoint)
+
+
+def test_any_two_files_swapped(checkpoint: Path) -> None:
+    """Those of one size are told apart by their headers alone."""
+    keys = _data_files(checkpoint)
+    sizes = {key: (checkpoint / key).stat().st_size for key in keys}
+    equal = 0
+    for index, one in enumerate(keys):
+        for other in keys[index + 1 :]:
+            with swapped(checkpoint / one, checkpoint / other):
+                said, found = _fails(checkpoint), _problems(checkpoint)
+            assert one in said or other in said
+            assert one in found
+            assert other in found
+            equal += sizes[one] == sizes[other]
+    assert equal, "no two files have the same size, so the hard case was not tested"
+
+
+def test_a_file_of_another_save_of_the_same_shape(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
+    """The same names, shapes and sizes, but other values: only the checksums tell."""
+    other = tmp_path / "other"
+    pool.run(_save, str(other), 2.0)
+    theirs = {Path(key).name: other / key for key in _data_files(other)}
+    for key in _data_files(checkpoint):
+        content = theirs[Path(key).name].read_bytes()
+        if content == (checkpoint / key).read_bytes():
+            continue
+        with replaced(checkpoint / key, content):
+            assert key in _fails(checkpoint)
+            assert key in _problems(checkpoint)
+
+
+def test_bytes_appended_to_a_file_are_found_by_verify(checkpoint: Path) -> None:
+    """A load reads none of them and is right; ``verify`` promises more."""
+    for key in _data_files(checkpoint):
+        file = checkpoint / key
+        with replaced(file, file.read_bytes() + b"more"):
+            assert _loaded_is_right(checkpoint)
+            found = _problems(checkpoint)
+            assert str(file) in found
+            assert "the manifest says" in found
+    file = checkpoint / MANIFEST
+    with replaced(file, file.read_bytes() + b"more"):
+        assert str(file) in _fails(checkpoint)
+
+
+def test_verify_lists_every_fault(checkpoint: Path) -> None:
+    keys = [key for key in _data_files(checkpoint) if key.endswith(".safetensors")]
+    first, second = checkpoint / keys[0], checkpoint / keys[1]
+    with replaced(checkpoint / keys[2], None), flipped(first, data_begin(first)), flipped(second, 9):
+        problems = bcp.open(checkpoint).verify().problems
+    assert len(problems) == 3
+    for key in keys[:3]:
+        assert sum(key in problem for problem in problems) == 1
+
+
+def test_slices_are_checked_too(checkpoint: Path) -> None:
+    """A damaged chunk fails the slices that touch it, and only those."""
+    key = next(key for key in _data_files(checkpoint) if "model-00000" in key)
+    file = checkpoint / key
+    offset = data_begin(file)
+    name = f"model.{tensor_at(file, offset).partition('@')[0].removeprefix('model.')}"
+    with flipped(file, offset, 3):
+        opened = bcp.open(checkpoint)
+        with pytest.raises(CorruptionError, match=re.escape(name)):
+            opened[name].load()
+        for other in opened:
+            if other != name and not other.startswith("model.0"):
+                opened[other].load()
+
+
+def test_an_unverified_load_skips_checksums_but_not_what_cannot_be(checkpoint: Path) -> None:
+    """``verify=False`` is for bytes that somebody else vouches for: a flipped bit goes through, a lost file does not."""
+    key = next(key for key in _data_files(checkpoint) if "model-00000" in key)
+    file = checkpoint / key
+    with flipped(file, data_begin(file), 1):
+        loaded = _load(checkpoint, verify=False)
+        assert differing(loaded, memory(training(1.0)))
+        with pytest.raises(CorruptionError):
+            _load(checkpoint, verify=True)
+    with replaced(file, file.read_bytes()[:-1]), pytest.raises(CorruptionError, match=re.escape(str(file))):
+        _load(checkpoint, verify=False)
+    with replaced(file, None), pytest.raises(CorruptionError, match="missing"):
+        _load(checkpoint, verify=False)
+    with flipped(checkpoint / MANIFEST, 200), pytest.raises((CorruptionError, FormatError)):
+        _load(checkpoint, verify=False)
+
+
+def test_plain_values_stay_when_a_tensor_is_damaged(checkpoint: Path) -> None:
+    key = next(key for key in _data_files(checkpoint) if "optimizer-00003" in key and key.endswith(".safetensors"))
+    file = checkpoint / key
+    state = training(9.0)
+    state["extra_state"]["step"] = 77
+    with flipped(file, file.stat().st_size - 1), pytest.raises(CorruptionError):
+        bcp.load(checkpoint, state)
+    assert state["extra_state"]["step"] == 77
+
+
+def _load_on_ranks(rank: int, world_size: int, path: str) -> tuple[str, str, bool]:
+    state = training(9.0, shard=True)
+    try:
+        bcp.load(path, state, deadline_s=30)
+    except bcp.errors.BytecheckpointError as error:
+        failed = type(error).__name__, str(error)
+    else:
+        failed = "none", ""
+    # The line between the ranks is as good as before.
+    bcp.save(path + "-next", {"extra_state": {"after": 1}}, deadline_s=30)
+    return (*failed, torch.is_tensor(state["extra_state"]["table"]))
+
+
+def test_every_rank_raises_the_same(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
+    """Also the ranks whose own bytes are whole."""
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    keys = [key for key in _data_files(copy) if "model-" in key]
+    file = copy / keys[-1]
+    with flipped(file, file.stat().st_size - 1):
+        said = pool.run(_load_on_ranks, str(copy), world_size=2)
+    assert {kind for kind, _, _ in said} == {"CorruptionError"}
+    assert all(str(file) in message for _, message, _ in said)
+    with replaced(copy / MANIFEST, (copy / MANIFEST).read_bytes()[:-5]):
+        said = pool.run(_load_on_ranks, str(copy), world_size=2)
+    assert len({(kind, message) for kind, message, _ in said}) == 1
+    assert said[0][0] in ("CorruptionError", "FormatError")
+    assert MANIFEST in said[0][1]

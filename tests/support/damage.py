@@ -1,0 +1,111 @@
+"""Ways to damage a checkpoint on a local disk, each undone again.
+
+Nothing here uses the library: what a file holds is told by its name and, for safetensors, by its header.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+MANIFEST = "manifest.msgpack"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One byte of a checkpoint: the file's key, the offset in it, and the tensor it belongs to ("" for no tensor)."""
+
+    key: str
+    offset: int
+    tensor: str
+
+
+def keys_of(root: Path) -> list[str]:
+    """Every file below ``root``, as keys, in order."""
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def data_begin(file: Path) -> int:
+    """Where the data of a safetensors file begin; the size of any other file."""
+    if file.suffix != ".safetensors":
+        return file.stat().st_size
+    with file.open("rb") as opened:
+        return 8 + int.from_bytes(opened.read(8), "little")
+
+
+def tensor_at(file: Path, offset: int) -> str:
+    """The header's name for the tensor whose data hold this byte; "" outside the data."""
+    begin = data_begin(file)
+    if offset < begin:
+        return ""
+    with file.open("rb") as opened:
+        opened.seek(8)
+        header = json.loads(opened.read(begin - 8))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        if first <= offset - begin < last:
+            return str(name)
+    return ""
+
+
+def regions(file: Path) -> list[tuple[int, int]]:
+    """Parts of a file that are damaged in different ways: length field, header text, padding, data; or all of it."""
+    size = file.stat().st_size
+    begin = data_begin(file)
+    if file.suffix != ".safetensors":
+        return [(0, size)]
+    with file.open("rb") as opened:
+        text = len(opened.read(begin).rstrip(b" "))
+    return [(low, high) for low, high in ((0, 8), (8, text), (text, begin), (begin, size)) if high > low]
+
+
+@contextmanager
+def flipped(file: Path, offset: int, bit: int = 0) -> Iterator[None]:
+    """One bit of one byte the other way round."""
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        old = opened.read(1)
+        opened.seek(offset)
+        opened.write(bytes([old[0] ^ (1 << bit)]))
+    try:
+        yield
+    finally:
+        with file.open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(old)
+
+
+@contextmanager
+def replaced(file: Path, content: bytes | None) -> Iterator[None]:
+    """Another content, or no file at all."""
+    old = file.read_bytes()
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    try:
+        yield
+    finally:
+        file.write_bytes(old)
+
+
+@contextmanager
+def swapped(one: Path, other: Path) -> Iterator[None]:
+    """Two files under each other's name."""
+    aside = one.with_name("aside")
+
+    def swap() -> None:
+        os.rename(one, aside)
+        os.rename(other, one)
+        os.rename(aside, other)
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
