@@ -13,7 +13,7 @@ import torch
 
 from .checkpoint import Checkpoint
 from .control import current_communicator
-from .control.base import Communicator
+from .control.base import Communicator, Operation
 from .engine.resources import Engine
 from .errors import CheckpointError
 from .handle import SaveHandle
@@ -22,14 +22,14 @@ from .loading import load as run_load
 from .matching import Cast, Rules, Strictness
 from .saving import CHUNK_SIZE, SaveOptions
 from .saving import save as run_save
-from .storage_backends import open_backend
+from .storage_backends import StorageBackend, open_backend
 
 __all__ = ["Checkpointer", "latest", "load", "open", "save"]
 
 URL = Union[str, "os.PathLike[str]"]
 
 _DEADLINE_S = 600.0
-_NUMBER_AT_END = re.compile(r"(\d+)/?$")
+_NUMBER_AT_END = re.compile(r"(\d+)$")
 
 _log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class Checkpointer:
     ) -> SaveHandle:
         """See ``bytecheckpoint.save``."""
         options = SaveOptions(framework, step, dict(metadata or {}), allow_pickle, deadline_s, chunk_size)
-        backend = open_backend(path, **dict(storage_options or {}))
-        return run_save(self._engine, backend, self._ranks(), state, options, background=async_save)
+        backend, op = self._begin("save", path, storage_options, deadline_s)
+        return run_save(self._engine, backend, op, state, options, background=async_save)
 
     def load(
         self,
@@ -87,8 +87,8 @@ class Checkpointer:
         rules = Rules(include, exclude, rename, strict, cast)
         place = None if device is None else torch.device(device)
         options = LoadOptions(framework, rules, per_rank, allow_pickle, verify, place, deadline_s)
-        backend = open_backend(path, **dict(storage_options or {}))
-        return run_load(self._engine, backend, self._ranks(), state, options)
+        backend, op = self._begin("load", path, storage_options, deadline_s)
+        return run_load(self._engine, backend, op, state, options)
 
     def open(self, path: URL, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
         """See ``bytecheckpoint.open``."""
@@ -107,8 +107,18 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _ranks(self) -> Communicator:
-        return self._communicator if self._communicator is not None else current_communicator()
+    def _begin(
+        self, kind: str, path: URL, storage_options: Mapping[str, Any] | None, deadline_s: float
+    ) -> tuple[StorageBackend, Operation]:
+        """Enter the operation before anything that may fail on one rank alone: ranks meet by counting operations."""
+        ranks = self._communicator if self._communicator is not None else current_communicator()
+        op = ranks.operation(kind, deadline_s=deadline_s)
+        try:
+            with op.phase("check"):
+                return open_backend(path, **dict(storage_options or {})), op
+        except BaseException:
+            op.close()
+            raise
 
     @property
     def _pid(self) -> int:
@@ -233,19 +243,32 @@ def open(  # named like the builtin on purpose: bcp.open(path)
 def latest(root: URL, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | None:
     """The committed checkpoint of the highest step among the direct children of ``root``; None if there is none.
 
-    A child counts by its manifest's ``step``, or by the number at the end of its name. A child whose manifest does not
-    decode is passed over with a warning; one that was never committed is passed over.
+    Children whose names end in a number are tried from the highest number down, until one opens. A checkpoint's step
+    is the one stored with it, else the number in its name. A child whose manifest does not decode is passed over with
+    a warning; so is what was never committed.
     """
     backend = open_backend(root, **dict(storage_options or {}))
-    candidates = [name for name in backend.list_children("") if name.endswith("/")]
-    for name in sorted(candidates, key=_step_in_name, reverse=True):
-        try:
-            return open(f"{backend.url.rstrip('/')}/{name.rstrip('/')}", storage_options=storage_options)
-        except CheckpointError as error:
-            _log.warning("passed over: %s", error)
-    return None
+    children = [name.rstrip("/") for name in backend.list_children("") if name.endswith("/")]
+    numbered = [name for name in children if _number_in(name) >= 0]
+    found: list[tuple[int, str, Checkpoint]] = []
+    for name in sorted(numbered, key=_number_in, reverse=True):
+        if (checkpoint := _opened(backend.url, name, storage_options)) is not None:
+            found.append((_number_in(name) if checkpoint.step is None else checkpoint.step, name, checkpoint))
+            break
+    for name in sorted(set(children) - set(numbered)):
+        if (checkpoint := _opened(backend.url, name, storage_options)) is not None:
+            found.append((-1 if checkpoint.step is None else checkpoint.step, name, checkpoint))
+    return max(found, key=lambda entry: entry[:2])[2] if found else None
 
 
-def _step_in_name(name: str) -> tuple[int, str]:
+def _opened(root: str, name: str, storage_options: Mapping[str, Any] | None) -> Checkpoint | None:
+    try:
+        return open(join(root, name), storage_options=storage_options)
+    except CheckpointError as error:
+        _log.warning("passed over: %s", error)
+        return None
+
+
+def _number_in(name: str) -> int:
     number = _NUMBER_AT_END.search(name)
-    return (int(number[1]) if number else -1, name)
+    return int(number[1]) if number else -1

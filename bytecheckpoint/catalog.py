@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .checkpoint import stored_values
+from .errors import StateError
 from .frameworks.per_rank import choose_rank
 from .manifest import Manifest
 from .matching import Fault, Rules
@@ -43,20 +44,23 @@ class Catalog:
         self._values: list[tuple[str, Path]] = []
         self._claimed_values: set[tuple[str, Path]] = set()
         self._own_values: set[tuple[str, Path]] = set()
+        self._own_tensors: dict[str, int] = {}
 
     def open_section(self, name: str, policies: Mapping[Path, str], default_policy: str) -> StoredSection:
         """Read the section's values and name everything as the target knows it.
 
-        A section that is not stored is one ``missing`` fault and an empty ``StoredSection``.
+        A section that is not stored is one ``missing`` fault and an empty ``StoredSection``; so is, with no fault and
+        nothing read, one that the patterns leave out.
         """
-        if self.manifest.section_index(name) is None:
+        selected = self._rules.selects_some_of(name)
+        if not self.has(name):
             stored = ", ".join(section.name for section in self.manifest.sections)
-            if self._rules.strictness(name) != "lenient" and self._rules.selects(name):
+            if self._rules.strictness(name) != "lenient" and selected:
                 self.faults.append(("missing", name, f"no such section; the checkpoint has {stored}"))
-            self._sections[name] = StoredSection({}, {}, {})
-            self._rows[name], self._skipped[name] = {}, set()
-            return self._sections[name]
         self._skipped[name] = set()
+        if not (selected and self.has(name)):
+            self._sections[name], self._rows[name] = StoredSection({}, {}, {}), {}
+            return self._sections[name]
         choose = _RankChoice(self.manifest.world_size, self._rank, self._world_size, policies, default_policy)
         metas, rows = self._tensors(name, choose)
         values = self._section_values(name, choose)
@@ -98,8 +102,9 @@ class Catalog:
     def claims(self) -> list[Any]:
         """This rank's claims as plain data for rank 0."""
         values = np.array([value in self._claimed_values for value in self._values], np.bool_)
-        own = sorted(f"{s}.{path_name(p)}" for s, p in self._own_values - self._claimed_values)
-        return [np.packbits(self._claimed).tobytes(), np.packbits(values).tobytes(), own]
+        own = [f"{s}.{path_name(p)}" for s, p in self._own_values - self._claimed_values]
+        own += [name for name, row in self._own_tensors.items() if not self._claimed[row]]
+        return [np.packbits(self._claimed).tobytes(), np.packbits(values).tobytes(), sorted(own)]
 
     def unclaimed(self, claims: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
         """``(section, full name)`` of what was stored but claimed by no rank, among the sections asked for."""
@@ -108,7 +113,7 @@ class Catalog:
         left: list[tuple[str, str]] = []
         for row in np.flatnonzero(~tensors).tolist():
             section = self.manifest.tensors.section_of(row)
-            name = self._rules.renamed(self.manifest.tensors.names[row])
+            name = f"{section}.{self._renamed(section, self.manifest.tensors.fqn_of(row))}"
             if self._rules.selects(name):
                 left.append((section, name))
         left += [(s, f"{s}.{path_name(p)}") for (s, p), taken in zip(self._values, values.tolist()) if not taken]
@@ -137,7 +142,11 @@ class Catalog:
                 fqn = plain
             name = self._renamed(section, fqn)
             if self._rules.selects(f"{section}.{name}"):
+                if name in rows:
+                    raise _both_renamed(section, tensors.fqn_of(rows[name]), tensors.fqn_of(row), name)
                 metas[name], rows[name] = tensors.meta_of(row), row
+                if scope >= 0:
+                    self._own_tensors[f"{section}.{name}"] = row
         return metas, rows
 
     def _aliases(self, section: str, metas: dict[str, BasicMeta], rows: dict[str, int]) -> dict[str, str]:
@@ -157,8 +166,12 @@ class Catalog:
 
     def _section_values(self, section: str, choose: _RankChoice) -> dict[Path, Any]:
         shared, _ = stored_values(self._backend, self.manifest, section, -1)
-        raw = {self._renamed_path(section, path): data for path, data in shared.items()}
-        raw = {path: data for path, data in raw.items() if self._selects(section, path)}
+        stored_as: dict[Path, Path] = {}
+        for path in shared:
+            name = self._renamed_path(section, path)
+            if self._selects(section, name) and stored_as.setdefault(name, path) != path:
+                raise _both_renamed(section, path_name(stored_as[name]), path_name(path), path_name(name))
+        raw = {name: shared[path] for name, path in stored_as.items()}
         self._values += [(section, path) for path in sorted(raw, key=_path_key)]
         for path, data in self._own(section, choose).items():
             raw[path] = data
@@ -207,14 +220,27 @@ class Catalog:
     def _renamed_path(self, section: str, path: Path) -> Path:
         if self._rules.rename is None:
             return path
-        if self._is_optimizer(section) and len(path) > 1:
+        if self._is_optimizer(section) and len(path) > 1 and path[0] in ("state", "param_groups", "order"):
             return (path[0], self._renamed_parameter(str(path[1])), *path[2:])
         old = path_name(path)
         new = _within(section, self._rules.renamed(f"{section}.{old}"))
-        return path if new == old else tuple(new.split("."))
+        return path if new == old else _path_like(path, new.split("."))
 
     def _renamed_parameter(self, fqn: str) -> str:
-        return _within("model", self._rules.renamed(f"model.{fqn}"))
+        """The new name of a parameter that an optimizer knows as ``fqn``, or as ``<section>.<fqn>`` if it has the
+        parameters of several modules."""
+        if self._stores(fqn):
+            return self._rules.renamed(fqn)
+        section = next((s for s in self._module_sections() if self._stores(f"{s}.{fqn}")), "model")
+        return _within(section, self._rules.renamed(f"{section}.{fqn}"))
+
+    def _module_sections(self) -> Iterable[str]:
+        """Sections that may own an optimizer's parameters, the usual one first."""
+        names = [section.name for section in self.manifest.sections if not self._is_optimizer(section.name)]
+        return sorted(names, key=lambda name: name != "model")
+
+    def _stores(self, full_name: str) -> bool:
+        return self.manifest.tensor_row(self.manifest.resolve(full_name)) is not None
 
     def _is_optimizer(self, section: str) -> bool:
         index = self.manifest.section_index(section)
@@ -242,6 +268,20 @@ class _RankChoice:
 def _within(section: str, full: str) -> str:
     """The name inside the section; a rename cannot move a name to another section."""
     return full[len(section) + 1 :] if full.startswith(f"{section}.") else full
+
+
+def _path_like(old: Path, parts: Sequence[str]) -> Path:
+    """A renamed path; where it has as many components as before, its numbers stay numbers."""
+    if len(parts) != len(old):
+        return tuple(parts)
+    return tuple(int(new) if isinstance(was, int) and new.isdecimal() else new for was, new in zip(old, parts))
+
+
+def _both_renamed(section: str, one: str, other: str, name: str) -> StateError:
+    return StateError(
+        f"rename takes two stored names, {section}.{one} and {section}.{other}, to {section}.{name}; rename or exclude "
+        f"one of them so that it is clear which is meant"
+    )
 
 
 def _anyone(packed: Sequence[bytes], count: int) -> Bits:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -74,7 +75,10 @@ class StoredTensor:
         return self.read(Box.whole(self.shape), device)
 
     def read(self, box: Box, device: torch.device | str = "cpu") -> torch.Tensor:
-        """One box of it, verified. Raises ``CorruptionError`` naming file and range."""
+        """One box of it, verified. Raises ``CorruptionError`` naming file and range; ``StateError`` for a box that is
+        not inside the tensor."""
+        if len(box.lengths) != len(self.shape) or not Box.whole(self.shape).contains(box):
+            raise StateError(f"{self.name}: the box {box} is not inside a tensor of shape {list(self.shape)}")
         out = torch.empty(box.lengths, dtype=self.dtype, device=device)
         self._checkpoint.read([(self._row, box, out)])
         return out
@@ -253,8 +257,8 @@ def _index_box(index: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tupl
             offsets.append(start if stop > start else 0)
             lengths.append(max(stop - start, 0))
             rest.append(slice(None, None, step))
-        elif isinstance(item, int) and -size <= item < size:
-            offsets.append(item % size)
+        elif isinstance(item, Integral) and not isinstance(item, bool) and -size <= item < size:
+            offsets.append(int(item) % size)
             lengths.append(1)
             rest.append(0)
         else:

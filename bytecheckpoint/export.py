@@ -259,7 +259,7 @@ def _split(items: Sequence[Item], max_file_bytes: int) -> list[StreamedFile]:
     if max_file_bytes < 1:
         raise StateError(f"max_file_bytes must be positive, not {max_file_bytes}")
     parts: list[list[Item]] = []
-    head = data = 0
+    head, data = _ENTRY_BYTES, 0
     for item in items:
         entry = len(json.dumps(item.name, ensure_ascii=False).encode()) + len(str(item.box.lengths)) + _ENTRY_BYTES
         size = -(-(head + entry) // DATA_ALIGNMENT) * DATA_ALIGNMENT + data + item.nbytes

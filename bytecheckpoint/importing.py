@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ from .sections import check_state, split_rank_name
 from .storage_backends import open_backend
 from .storage_backends.base import StorageBackend
 from .tables import BoxTable, TensorTable
-from .timestamps import utc_now
 from .version import VERSION
 
 __all__ = ["ImportReport", "SafetensorsFolder", "import_safetensors"]
@@ -266,7 +266,7 @@ def _manifest(section: str, step: int | None, attempt: str, written: Sequence[_W
     return Manifest.assemble(
         library_version=VERSION,
         step=step,
-        created=utc_now(),
+        created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         world_size=1,
         attempt=attempt,
         metadata={},

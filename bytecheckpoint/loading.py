@@ -23,7 +23,7 @@ import torch
 from . import trace
 from .catalog import Catalog
 from .checkpoint import cut
-from .control.base import Communicator, Operation
+from .control.base import Operation
 from .engine.commit import decode_manifest, read_manifest_bytes
 from .engine.reader import Reader, ReadPart
 from .engine.resources import Engine
@@ -89,14 +89,11 @@ class LoadReport:
 def load(
     engine: Engine,
     backend: StorageBackend,
-    communicator: Communicator,
+    op: Operation,
     state: Mapping[str, Any],
     options: LoadOptions,
 ) -> LoadReport:
-    """Run the protocol on this rank. Raises what any rank raised."""
-    check_state(state)
-    options.rules.check(state)
-    op = communicator.operation("load", deadline_s=options.deadline_s)
+    """Run the protocol on this rank, and close ``op``, this load among the ranks. Raises what any rank raised."""
     try:
         return _LoadJob(engine, backend, op, state, options).run()
     finally:
@@ -153,6 +150,8 @@ class _LoadJob:
     # -- the steps -----------------------------------------------------------------------------------------------
 
     def _check(self) -> list[Section]:
+        check_state(self._state)
+        self._rules.check(self._state)
         self._op.agree("agree", {"path": self._backend.url, "sections": ", ".join(sorted(self._state))})
         return resolve_sections(
             self._state,
@@ -186,6 +185,8 @@ class _LoadJob:
         wants = _Wants(faults=list(catalog.faults))
         for section, target in targets:
             if not catalog.has(section.name):
+                if self._rules.selects_some_of(section.name):
+                    report.missing.append(section.name)
                 continue
             rows = self._match_tensors(section.name, target, catalog, wants, report)
             for shard in target.shards:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -52,12 +53,26 @@ class Rules:
             fnmatch.fnmatchcase(full_name, p) for p in self.exclude
         )
 
+    def selects_some_of(self, section: str) -> bool:
+        """Whether the section takes part at all; False only where the patterns leave out everything below it."""
+        below = f"{section}."
+        included = any(
+            fnmatch.fnmatchcase(section, p) or fnmatch.fnmatchcase(below, p) or _may_match_below(below, p)
+            for p in self.include
+        )
+        return included and not any(
+            fnmatch.fnmatchcase(section, p) or _matches_all_below(below, p) for p in self.exclude
+        )
+
     def renamed(self, full_name: str) -> str:
         """The target's name of a stored one."""
         if self.rename is None:
             return full_name
         if callable(self.rename):
-            return self.rename(full_name)
+            new = self.rename(full_name)
+            if not isinstance(new, str):
+                raise StateError(f"rename returned {new!r} for {full_name!r}; return the name itself to leave it as is")
+            return new
         return self.rename.get(full_name, full_name)
 
     def strictness(self, section: str) -> Strictness:
@@ -81,6 +96,17 @@ class Rules:
         for patterns in (self.include, self.exclude):
             if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
                 raise StateError(f"include and exclude are lists of patterns, not {patterns!r}")
+
+
+def _may_match_below(below: str, pattern: str) -> bool:
+    """Whether some name that begins with ``below`` may match; True where that is not plain to see."""
+    fixed = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+    return fixed.startswith(below) or (fixed != pattern and below.startswith(fixed))
+
+
+def _matches_all_below(below: str, pattern: str) -> bool:
+    """Whether every name that begins with ``below`` matches; False where that is not plain to see."""
+    return pattern.endswith("*") and fnmatch.fnmatchcase(below, pattern)
 
 
 def dtype_fault(stored: BasicMeta, wanted: BasicMeta, cast: Cast) -> str | None:

@@ -7,6 +7,7 @@ checkpoint, about ``PIECE * (AHEAD + threads)`` bytes are held at once.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -127,6 +128,9 @@ class Rewriter:
         # Apart from the pool above, which the tasks in this one wait for.
         self._ahead = ThreadPoolExecutor(2, thread_name_prefix="bcp-rewrite")
         self._reader = Reader(checkpoint.backend, checkpoint.manifest, self._io)
+        # Reused, not allocated for each piece: what threads free, malloc keeps. One more than are read ahead, for the
+        # one that is being written.
+        self._memories = [torch.empty(PIECE, dtype=torch.uint8) for _ in range(AHEAD + 1)]
 
     def __enter__(self) -> Rewriter:
         return self
@@ -141,10 +145,16 @@ class Rewriter:
     def bytes_read(self) -> int:
         return self._reader.stats.read
 
-    def read(self, row: int, box: Box, dtype: DType | None = None) -> torch.Tensor:
-        """One box of a tensor, contiguous, cast where ``dtype`` says so. Raises ``CorruptionError``."""
+    def read(self, row: int, box: Box, dtype: DType | None = None, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """One box of a tensor, contiguous, cast where ``dtype`` says so; in ``memory`` (flat uint8) where that is given
+        and large enough. Raises ``CorruptionError``."""
         meta = self._manifest.tensors.meta_of(row)
-        out = torch.empty(box.lengths, dtype=torch_dtype(meta))
+        nbytes = box.numel * meta.dtype.itemsize
+        if memory is None or nbytes > len(memory):
+            out = torch.empty(box.lengths, dtype=torch_dtype(meta))
+        else:
+            typed = memory[:nbytes] if meta.dtype.name == "uint8" else memory[:nbytes].view(torch_dtype(meta))
+            out = typed.view(box.lengths)
         mine = self._manifest.shards_of(row)
         stored = self._manifest.shards.take(np.arange(mine.start, mine.stop, dtype=np.int64))
         plan = plan_load(self._manifest.tensors, stored, BoxTable.build([(row, box)]))
@@ -154,12 +164,14 @@ class Rewriter:
         return out.to(getattr(torch, dtype.name))
 
     def pieces(self, items: Sequence[Item]) -> Iterator[tuple[int, torch.Tensor]]:
-        """``(index of the item, next piece of it)``, every item's pieces in the order of its bytes."""
+        """``(index of the item, next piece of it)``, every item's pieces in the order of its bytes. A piece is good
+        until the next one is asked for."""
         waiting: deque[tuple[int, Future[torch.Tensor]]] = deque()
+        memories = itertools.cycle(self._memories)
         for index, item in enumerate(items):
             itemsize = self._manifest.tensors.meta_of(item.row).dtype.itemsize
             for box in slabs(item.box, item.box, max(itemsize, item.dtype.itemsize), PIECE, 0):
-                waiting.append((index, self._ahead.submit(self.read, item.row, box, item.dtype)))
+                waiting.append((index, self._ahead.submit(self.read, item.row, box, item.dtype, next(memories))))
                 if len(waiting) >= AHEAD:
                     first, future = waiting.popleft()
                     yield first, future.result()

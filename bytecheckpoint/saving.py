@@ -25,7 +25,7 @@ from typing import Any
 import msgpack
 
 from . import trace
-from .control.base import Communicator, Operation
+from .control.base import Operation
 from .engine.arena import Slot
 from .engine.commit import commit, new_attempt, read_manifest, remove_attempt, remove_files
 from .engine.files import FileImage, copy_in, place_images
@@ -74,14 +74,17 @@ class SaveOptions:
 def save(
     engine: Engine,
     backend: StorageBackend,
-    communicator: Communicator,
+    op: Operation,
     state: Mapping[str, Any],
     options: SaveOptions,
     *,
     background: bool,
 ) -> SaveHandle:
-    """Run the protocol; with ``background`` the steps after ``stage`` run in the engine's background thread."""
-    job = _SaveJob(engine, backend, communicator, state, options)
+    """Run the protocol; with ``background`` the steps after ``stage`` run in the engine's background thread.
+
+    ``op`` is this save among the ranks, and is closed when the save is over, however it ends.
+    """
+    job = _SaveJob(engine, backend, op, state, options)
     job.prepare()
     if background:
         engine.background.submit(job.finish_in_background)
@@ -97,15 +100,14 @@ class _SaveJob:
         self,
         engine: Engine,
         backend: StorageBackend,
-        communicator: Communicator,
+        op: Operation,
         state: Mapping[str, Any],
         options: SaveOptions,
     ) -> None:
-        check_state(state)
         self.timings = trace.Timings("save")
         self.handle = SaveHandle(backend.url, self.timings)
         self._engine, self._backend, self._state, self._options = engine, backend, state, options
-        self._op: Operation = communicator.operation("save", deadline_s=options.deadline_s)
+        self._op = op
         self._attempt = ""
         self._images: list[FileImage] = []
         self._slot: Slot | None = None
@@ -167,6 +169,7 @@ class _SaveJob:
     # -- the steps -----------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
+        check_state(self._state)
         if self._options.step is not None and self._options.step < 0:
             raise StateError(f"step must not be negative: {self._options.step}")
         pack_metadata(dict(self._options.metadata))

@@ -73,7 +73,18 @@ FSDP2 = Stage(
     "fsdp2",
     f"FSDP-2 on 4 processes; rank 2 gets SIGKILL while it writes step {KILL_AT}",
     4,
-    ("--parallel", "fsdp2", "--compare-at", "20", "--kill-rank", "2", "--kill-at-step", str(KILL_AT)),
+    (
+        "--parallel",
+        "fsdp2",
+        "--compare-at",
+        "20",
+        "--kill-rank",
+        "2",
+        "--kill-at-step",
+        str(KILL_AT),
+        "--kill-phase",
+        "write.complete",
+    ),
     dies=True,
 )
 TP = Stage(

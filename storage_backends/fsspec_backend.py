@@ -404,6 +404,10 @@ def _open_in_directory(fs: Any, path: str) -> Any:
         except FileNotFoundError:
             if not tries_left:
                 raise
+        except FileExistsError as error:
+            # makedirs says so too where a directory that it found was removed before it looked again.
+            if not tries_left:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
     raise AssertionError("not reached")
 
 

@@ -24,7 +24,7 @@ from typing_extensions import Buffer
 from ..errors import KeyExistsError, KeyNotFoundError, StorageError, StorageFullError, UnsupportedURLError
 from .base import ObjectStat, ObjectWriter, StorageBackend
 from .keys import check_children_prefix, check_key, check_prefix, is_key
-from .local_directories import TEMPORARY, drop_leftovers, inside, link_exclusive, make_directories
+from .local_directories import TEMPORARY, drop_leftovers, inside, link_exclusive, make_directories, mark_in_use
 from .local_objects import LocalWriter, OpenedObject
 from .pieces import PieceMap, byte_view
 from .posix import free_bytes, map_os_error, read_at, sync_directory, write_at
@@ -77,16 +77,16 @@ class LocalBackend(StorageBackend):
             temporary = os.path.join(os.path.dirname(path), TEMPORARY + secrets.token_hex(8))
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
-                try:
-                    write_at(fd, view, 0)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                mark_in_use(fd)
+                write_at(fd, view, 0)
+                os.fsync(fd)
                 place(temporary, path)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(temporary)
                 raise
+            finally:
+                os.close(fd)
 
         path = self._with_directories(key, action, attempt, needed=len(view))
         self.sync_directories(path, action)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 from contextlib import suppress
 
 from .posix import rename_exclusive, sync_directory
 
-__all__ = ["TEMPORARY", "drop_leftovers", "inside", "link_exclusive", "make_directories"]
+__all__ = ["TEMPORARY", "drop_leftovers", "inside", "link_exclusive", "make_directories", "mark_in_use"]
 
 TEMPORARY = ".bcp-tmp-"
 """What the names of temporary files begin with."""
@@ -24,7 +26,8 @@ def make_directories(path: str) -> None:
     try:
         os.mkdir(path)
     except FileExistsError:
-        if not os.path.isdir(path):
+        # stat raises where somebody removed the directory since: the caller starts again then.
+        if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
         return
     except FileNotFoundError:
@@ -60,16 +63,36 @@ def link_exclusive(source: str, target: str) -> None:
         os.unlink(source)
 
 
+def mark_in_use(fd: int) -> None:
+    """Lock a temporary file for as long as it is open, so that ``drop_leftovers`` knows that its writer lives."""
+    # Where the file system has no locks, drop_leftovers cannot tell either, and lets the file be.
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def drop_leftovers(directory: str) -> bool:
-    """Remove the temporary files of killed processes, if there is nothing else. A ``put`` that is writing one of them
-    right now finds it gone and starts again."""
+    """Remove the temporary files of killed processes, if there is nothing else. False where something remains."""
     try:
         names = os.listdir(directory)
-        if not all(name.startswith(TEMPORARY) for name in names):
-            return False
-        for name in names:
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(directory, name))
+        return all(name.startswith(TEMPORARY) for name in names) and all(
+            _drop_if_abandoned(os.path.join(directory, name)) for name in names
+        )
     except OSError:
         return False
+
+
+def _drop_if_abandoned(path: str) -> bool:
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return True
+    try:
+        # The kernel drops the lock of a process that is killed. A put that has opened its file and not locked it yet
+        # finds the file gone, and starts again.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    except FileNotFoundError:
+        return True
+    finally:
+        os.close(fd)
     return True

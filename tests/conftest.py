@@ -1,3 +1,3 @@
 from __future__ import annotations
 
-pytest_plugins = ["bytecheckpoint.testing.fixtures"]
+pytest_plugins = ["bytecheckpoint.testing.fixtures", "s3_server"]

@@ -38,13 +38,14 @@ _ADDRESS_VARIABLE = "BYTECHECKPOINT_CONTROL_ADDRESS"
 
 @dataclass
 class Meeting:
-    """What a rank knows when all have met. ``server`` is the store itself, on rank 0."""
+    """What a rank knows when all have met: who, where, and a first line. ``server`` is the store itself, on rank 0."""
 
     here: PeerIdentity
     root: PeerIdentity
     neighbours: list[PeerIdentity]
     addresses: list[str]
     port: int
+    line: Line
     server: Any = field(default=None, repr=False)
 
 
@@ -96,7 +97,7 @@ def _host(shared: Any, here: PeerIdentity, world_size: int, deadline: float, dea
     local = all(here.shares_network(identity) for identity in identities.values())
     server, port = serve_store(_LOOPBACK if local else "")
     addresses = [_LOOPBACK] if local else _own_addresses()
-    line = Line([_LOOPBACK], port)
+    line = Line(server)
     answer = msgpack.packb([addresses, port, here.pack()])
     for rank in others:
         shared.set(f"reply/{words[rank]}", answer)
@@ -117,7 +118,7 @@ def _host(shared: Any, here: PeerIdentity, world_size: int, deadline: float, dea
     line.put("ready", b"")
     for rank in range(world_size):
         _forget(shared, f"hello/{rank}")
-    return Meeting(here, here, groups[here.neighbourhood], [_LOOPBACK], port, server)
+    return Meeting(here, here, groups[here.neighbourhood], [_LOOPBACK], port, line, server)
 
 
 def _join(shared: Any, here: PeerIdentity, word: str, deadline: float, deadline_s: float) -> Meeting:
@@ -125,17 +126,12 @@ def _join(shared: Any, here: PeerIdentity, word: str, deadline: float, deadline_
     _until_none(lambda: [] if shared.check([reply]) else [0], deadline, deadline_s, "serve the ranks' own store")
     addresses, port, packed = msgpack.unpackb(bytes(shared.get(reply)))
     _forget(shared, reply)
-    line = Line(addresses, port)
+    line = Line.connect(addresses, port)
     line.put(f"joined/{here.rank}", here.pack())
     _until_none(lambda: [] if line.has("ready") else [0], deadline, deadline_s, "hear from all ranks")
     peers, _keys = line.read(f"peers/{here.neighbourhood}")
-    return Meeting(
-        here,
-        PeerIdentity.unpack(packed),
-        [PeerIdentity.unpack(peer) for peer in msgpack.unpackb(peers)],
-        addresses,
-        port,
-    )
+    neighbours = [PeerIdentity.unpack(peer) for peer in msgpack.unpackb(peers)]
+    return Meeting(here, PeerIdentity.unpack(packed), neighbours, addresses, port, line)
 
 
 def _until_none(
@@ -167,9 +163,8 @@ def _own_addresses() -> list[str]:
     with contextlib.suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
     found.append(socket.getfqdn())
-    return [address for address in dict.fromkeys(found) if not address.startswith(("127.", "::1", "fe80:"))] or [
-        _LOOPBACK
-    ]
+    local = ("127.", "::1", "fe80:")
+    return [address for address in dict.fromkeys(found) if not address.startswith(local)] or [_LOOPBACK]
 
 
 def _hint() -> str:

@@ -53,7 +53,7 @@ class StoreCommunicator(Communicator):
         self._port = meeting.port
         self._server = meeting.server
         self._lock = threading.Lock()
-        self._idle_lines: list[Line] = []
+        self._idle_lines = [meeting.line]
         self._numbers: collections.Counter[str] = collections.Counter()
         self._left: collections.deque[str] = collections.deque(maxlen=64)
 
@@ -106,7 +106,7 @@ class StoreCommunicator(Communicator):
         with self._lock:
             if self._idle_lines:
                 return self._idle_lines.pop()
-        return Line(self._addresses, self._port)
+        return Line.connect(self._addresses, self._port)
 
     def return_line(self, line: Line) -> None:
         with self._lock:
@@ -122,20 +122,26 @@ class StoreCommunicator(Communicator):
         try:
             line = self.borrow_line()
             for prefix in list(self._left):
-                if line.has(_left_counter(prefix)):
-                    self.await_leavers(line, prefix, give_up)
+                # The last rank to leave sweeps marks and counter away.
+                while line.has(_left_counter(prefix)) and not self._others_left(line, prefix):
+                    if time.monotonic() > give_up:
+                        return
+                    time.sleep(_LONGEST_PAUSE_S)
         except LineLost:
             _log.debug("the store ended before all ranks had left", exc_info=True)
 
     def await_leavers(self, line: Line, prefix: str, give_up: float) -> None:
-        """Wait until every other rank has left the operation or its process has ended, or the clock says ``give_up``."""
-        while time.monotonic() < give_up:
-            ended = {peer.rank for peer in self.watch.ended()}
-            waited_for = [r for r in range(1, self._world_size) if r not in ended]
-            # The last rank to leave sweeps the marks away.
-            if all(line.has(_left_mark(prefix, r)) for r in waited_for):
-                return
+        """Wait until every other rank has left or its process has ended, at most until the clock says ``give_up``.
+
+        For a rank that is still in the operation itself: until it leaves, the others' marks stay.
+        """
+        while not self._others_left(line, prefix) and time.monotonic() < give_up:
             time.sleep(_LONGEST_PAUSE_S)
+
+    def _others_left(self, line: Line, prefix: str) -> bool:
+        ended = {peer.rank for peer in self.watch.ended()}
+        others = (rank for rank in range(self._world_size) if rank != self.rank and rank not in ended)
+        return all(line.has(_left_mark(prefix, rank)) for rank in others)
 
 
 class StoreOperation(Operation):

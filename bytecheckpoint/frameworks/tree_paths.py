@@ -53,6 +53,9 @@ def kind_of(node: object, where: str, *, root: bool = False) -> str:
             )
         if not node or not all(type(key) is str or type(key) is int for key in node):
             return "leaf"
+        if type(node) is OrderedDict and not root and not _holds_objects(node, where):
+            # Flattened, it would lose its order, which is part of what it is.
+            return "leaf"
         return "mapping"
     if type(node) in (list, tuple) and is_branch(node, where):
         return type(node).__name__
@@ -71,6 +74,18 @@ def is_branch(items: Any, where: str, depth: int = 0) -> bool:
             return True
         if kind in (list, tuple) and is_branch(item, where, depth + 1):
             return True
+    return False
+
+
+def _holds_objects(node: Any, where: str, depth: int = 0) -> bool:
+    """Whether a tensor, a stateful object or a rank's own part stands anywhere below."""
+    if depth > MAX_DEPTH:
+        raise UnserializableError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
+    if isinstance(node, (torch.Tensor, PerRank)) or is_stateful(node):
+        return True
+    if isinstance(node, Mapping) or type(node) in (list, tuple):
+        items = node.values() if isinstance(node, Mapping) else node
+        return any(_holds_objects(item, where, depth + 1) for item in items)
     return False
 
 

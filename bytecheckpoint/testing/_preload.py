@@ -14,6 +14,8 @@ __all__: list[str] = []
 
 # Read by the OpenMP runtime when it is loaded; ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's stores look up the names of loopback addresses; a name server that drops requests must not cost 5 s each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from bytecheckpoint.testing.ranks import RankPool
 
 WORLD = 4
 CHUNK = 64  # so that a tensor of a few hundred bytes has several checksums
-FLIPS = 12  # of each region of each file
+FLIPS = 7  # of each region of each file
 
 
 def _save(rank: int, world_size: int, path: str, value: float) -> None:
@@ -47,10 +49,16 @@ def checkpoint(saved: Path) -> Iterator[Path]:
     assert _loaded_is_right(saved)
 
 
-def _load(path: Path, **options: object) -> dict[str, object]:
+def _load(path: Path, **options: Any) -> dict[str, Any]:
     state = training(9.0)
-    bcp.load(path, state, **options)  # type: ignore[arg-type]
+    bcp.load(path, state, **options)
     return memory(state)
+
+
+@functools.cache
+def _target() -> dict[str, Any]:
+    """For loads that fail, one after the other."""
+    return training(9.0)
 
 
 def _loaded_is_right(path: Path) -> bool:
@@ -60,7 +68,7 @@ def _loaded_is_right(path: Path) -> bool:
 def _fails(path: Path) -> str:
     """What a load of everything says, which must be an error."""
     with pytest.raises(CheckpointError) as caught:
-        _load(path)
+        bcp.load(path, _target())
     return str(caught.value)
 
 
@@ -115,7 +123,7 @@ def test_a_flipped_bit_anywhere(checkpoint: Path) -> None:
 
 def _names_the_place(message: str, tensor: str, offset: int) -> None:
     """The tensor, and a byte range of at most one chunk around the damage."""
-    assert tensor.partition("@")[0] in message
+    assert tensor in message
     ranges = [(int(low), int(high)) for low, high in re.findall(r"bytes \[(\d+), (\d+)\)", message)]
     assert any(low <= offset < high and high - low <= CHUNK for low, high in ranges), message
 
@@ -179,11 +187,14 @@ def test_a_file_of_another_save_of_the_same_shape(pool: RankPool, checkpoint: Pa
 
 
 def test_bytes_appended_to_a_file_are_found_by_verify(checkpoint: Path) -> None:
-    """A load reads none of them and is right; ``verify`` promises more."""
+    """A load that reads parts of a file need not look behind them, and is right; ``verify`` promises more."""
     for key in _data_files(checkpoint):
         file = checkpoint / key
         with replaced(file, file.read_bytes() + b"more"):
-            assert _loaded_is_right(checkpoint)
+            if file.suffix == ".safetensors":
+                assert _loaded_is_right(checkpoint)
+            else:
+                assert str(file) in _fails(checkpoint)
             found = _problems(checkpoint)
             assert str(file) in found
             assert "the manifest says" in found
@@ -207,7 +218,7 @@ def test_slices_are_checked_too(checkpoint: Path) -> None:
     key = next(key for key in _data_files(checkpoint) if "model-00000" in key)
     file = checkpoint / key
     offset = data_begin(file)
-    name = f"model.{tensor_at(file, offset).partition('@')[0].removeprefix('model.')}"
+    name = f"model.{tensor_at(file, offset)}"
     with flipped(file, offset, 3):
         opened = bcp.open(checkpoint)
         with pytest.raises(CorruptionError, match=re.escape(name)):

@@ -1,17 +1,15 @@
-"""A reader written from docs/format.md alone. The library is used to write, and for nothing in the reading."""
+"""``independent_reader`` reads what the library writes, and ``docs/format.md`` is right about its own example."""
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import xxhash
-import zstandard
+from independent_reader import NUMPY, names, ragged, read_checkpoint, read_payload
 
 from bytecheckpoint.dtypes import DTYPES, dtype_named
 from bytecheckpoint.geometry import Box, decompose
@@ -21,62 +19,6 @@ from bytecheckpoint.safetensors_file import HeaderEntry, build_header, shard_nam
 from bytecheckpoint.testing.manifests import make_manifest
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
-NUMPY = {"float32": "<f4", "int64": "<i8", "uint8": "u1", "bool": "?", "complex128": "<c16"}
-
-
-def names(column: dict[str, Any]) -> list[str]:
-    return column["d"].decode().split("\0")[:-1]
-
-
-def numbers(column: dict[str, Any]) -> list[int]:
-    return np.frombuffer(column["d"], f"<u{column['w']}").tolist()
-
-
-def choices(column: dict[str, Any]) -> list[str]:
-    return [names(column["of"])[i] for i in numbers(column["index"])]
-
-
-def ragged(column: dict[str, Any], ndim: list[int]) -> list[list[int]]:
-    rest = numbers(column)
-    return [[rest.pop(0) for _ in range(n)] for n in ndim]
-
-
-def read_payload(data: bytes) -> dict[str, Any]:
-    assert xxhash.xxh3_128_digest(data[:-16]) == data[-16:]
-    magic, version, codec, raw_length, payload, _ = msgpack.unpackb(data)
-    assert (magic, version) == ("bytecheckpoint", 1)
-    if codec == "zstd":
-        payload = zstandard.decompress(payload)
-    assert len(payload) == raw_length
-    document: dict[str, Any] = msgpack.unpackb(payload)
-    return document
-
-
-def read_checkpoint(root: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Every tensor, whole, by full name; every chunk checked."""
-    document = read_payload((root / "manifest.msgpack").read_bytes())
-    files, tensors, shards = document["files"], document["tensors"], document["shards"]
-    ndim = numbers(tensors["ndim"])
-    owner = [row for row, count in enumerate(numbers(tensors["shards"])) for _ in range(count)]
-    dtypes = [np.dtype(NUMPY[dtype]) for dtype in choices(tensors["dtype"])]
-    out = [np.zeros(shape, dtype) for shape, dtype in zip(ragged(tensors["shape"], ndim), dtypes)]
-    offsets, lengths = (ragged(shards[key], [ndim[row] for row in owner]) for key in ("offsets", "lengths"))
-    checksums = numbers(shards["checksums"])
-    for shard, row in enumerate(owner):
-        file = numbers(shards["file"])[shard]
-        begin = numbers(files["head_length"])[file] + numbers(shards["offset"])[shard]
-        nbytes = math.prod(lengths[shard]) * dtypes[row].itemsize
-        data = (root / names(files["name"])[file]).read_bytes()[begin : begin + nbytes]
-        step = numbers(files["chunk_size"])[file]
-        for at in range(0, nbytes, step):
-            assert xxhash.xxh3_64_intdigest(data[at : at + step]) == checksums.pop(0)
-        box = tuple(slice(o, o + n) for o, n in zip(offsets[shard], lengths[shard]))
-        out[row][box] = np.frombuffer(data, dtypes[row]).reshape(lengths[shard])
-    assert checksums == []
-    found = dict(zip(names(tensors["name"]), out))
-    return found | {
-        a: found[t] for a, t in zip(names(document["aliases"]["name"]), names(document["aliases"]["target"]))
-    }
 
 
 def write_checkpoint(root: Path, manifest: Manifest, contents: dict[str, np.ndarray[Any, Any]]) -> None:

@@ -127,6 +127,15 @@ def test_if_absent_that_the_store_cannot_decide_is_refused(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == []
 
 
+def test_object_where_a_directory_is_needed(tmp_path: Path) -> None:
+    backend = FsspecBackend(f"file://{tmp_path}")
+    backend.put("a", b"x")
+    with pytest.raises(StorageError, match="is itself an object") as caught:
+        backend.put("a/b", b"x")
+    assert not isinstance(caught.value, KeyExistsError)
+    assert os.listdir(tmp_path) == ["a"]
+
+
 @pytest.mark.parametrize("url", ["simplecache::memory://x", "blockcache::memory://x", "filecache::memory://x"])
 def test_caches_are_refused(url: str) -> None:
     with pytest.raises(UnsupportedURLError, match="may serve bytes that were replaced"):
@@ -201,44 +210,6 @@ def test_usable_in_a_forked_child(tmp_path: Path, scheme: str) -> None:
 
 
 # S3
-
-_SERVER = """
-import sys
-from moto.server import ThreadedMotoServer
-
-server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-server.stop()
-"""
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[dict[str, Any]]:
-    """The options of a running S3 server; it ends when its standard input does, even if this process is killed."""
-    pytest.importorskip("s3fs")
-    found = subprocess.run([sys.executable, "-c", "import moto.server"], capture_output=True)
-    if found.returncode:
-        pytest.skip("needs moto[server]")
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", _SERVER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as server:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        yield {"key": "testing", "secret": "testing", "endpoint_url": f"http://127.0.0.1:{port}"}
-        server.communicate()
-
-
-@pytest.fixture
-def bucket(s3: dict[str, Any]) -> str:
-    name = f"bucket-{uuid.uuid4().hex}"
-    fsspec.filesystem("s3", **s3).mkdir(name)
-    return name
 
 
 @pytest.mark.s3

@@ -339,6 +339,39 @@ local.LocalBackend(sys.argv[1]).put("dir/object", b"new")
     assert os.listdir(backend.url) == []
 
 
+def test_directory_that_vanishes_under_mkdir(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.mkdir
+    lost: list[str] = []
+
+    def found_then_gone(path: str, mode: int = 0o777) -> None:
+        if not lost:
+            lost.append(path)
+            raise FileExistsError(errno.EEXIST, "another process has it, for a moment", path)
+        real(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", found_then_gone)
+    backend.put("dir/object", b"x")
+    assert len(lost) == 1
+    assert backend.get("dir/object") == b"x"
+
+
+def test_delete_spares_the_temporary_file_of_a_live_put(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.replace
+
+    tries: list[str] = []
+
+    def delete_first(source: str, target: str) -> None:
+        tries.append(source)
+        backend.delete(["dir/other"])
+        real(source, target)
+
+    backend.put("dir/other", b"x")
+    monkeypatch.setattr(os, "replace", delete_first)
+    backend.put("dir/object", b"y")
+    assert len(tries) == 1
+    assert [found.key for found in backend.list()] == ["dir/object"]
+
+
 def test_everything_on_the_way_is_synced(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     real = os.fsync

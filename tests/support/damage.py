@@ -9,19 +9,9 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 MANIFEST = "manifest.msgpack"
-
-
-@dataclass(frozen=True)
-class Place:
-    """One byte of a checkpoint: the file's key, the offset in it, and the tensor it belongs to ("" for no tensor)."""
-
-    key: str
-    offset: int
-    tensor: str
 
 
 def keys_of(root: Path) -> list[str]:
@@ -38,7 +28,7 @@ def data_begin(file: Path) -> int:
 
 
 def tensor_at(file: Path, offset: int) -> str:
-    """The header's name for the tensor whose data hold this byte; "" outside the data."""
+    """The name of the tensor whose data hold this byte, without the box; "" outside the data."""
     begin = data_begin(file)
     if offset < begin:
         return ""
@@ -49,7 +39,7 @@ def tensor_at(file: Path, offset: int) -> str:
     for name, entry in header.items():
         first, last = entry["data_offsets"]
         if first <= offset - begin < last:
-            return str(name)
+            return str(name).partition("[")[0]
     return ""
 
 

@@ -1,0 +1,228 @@
+"""``bcp ls`` and ``bcp inspect``: manifests only; no tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import click
+import numpy as np
+
+from .. import api
+from ..checkpoint import Checkpoint
+from ..listing import Listing, list_checkpoints
+from ..stored_values import stored_values
+from .options import EXIT_CORRUPT, command, options_for
+from .output import Output, plain, size_text
+
+__all__ = ["inspect_command", "ls_command"]
+
+
+@command("ls")
+@click.argument("root")
+@click.option("-d", "--depth", type=click.IntRange(0, 32), default=1, show_default=True, help="Folders below ROOT.")
+def ls_command(out: Output, options: Mapping[str, Any], root: str, depth: int) -> None:
+    """List the checkpoints below ROOT, and what is there that is none, and why.
+
+    Exits with 4 when a manifest there cannot be read. Saves that never were committed are told, and are no error.
+    """
+    found = list_checkpoints(root, depth=depth, storage_options=options_for(root, options))
+    steps = [one for one in found if one.status == "checkpoint" and one.step is not None]
+    latest = steps[-1].name if steps else None
+    out.document({"root": root, "latest": latest, "entries": [_listing(one) for one in found]})
+    rows = [
+        (one.name, _text(one.step), one.created[:19], size_text(one.size), one.world_size, ", ".join(one.sections))
+        for one in found
+        if one.status == "checkpoint"
+    ]
+    out.table(("NAME", ">STEP", "TIME (UTC)", ">SIZE", ">RANKS", "SECTIONS"), rows)
+    for one in found:
+        if one.status != "checkpoint":
+            out.line(f"{one.name}: {one.status}, no checkpoint: {one.problem}")
+        elif one.attempts:
+            out.line(f"{one.name}: {len(one.attempts)} more attempt(s) there: left by dead saves, or being written now")
+    if any(one.status == "broken" for one in found):
+        raise click.exceptions.Exit(EXIT_CORRUPT)
+
+
+def _listing(one: Listing) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "name": one.name,
+        "url": one.url,
+        "status": one.status,
+        "problem": one.problem,
+        "attempts": list(one.attempts),
+    }
+    if one.status == "checkpoint":
+        document |= {
+            "step": one.step,
+            "created": one.created,
+            "world_size": one.world_size,
+            "sections": list(one.sections),
+            "tensors": one.tensors,
+            "files": one.files,
+            "bytes": one.size,
+        }
+    return document
+
+
+@command("inspect")
+@click.argument("checkpoint")
+@click.option("-t", "--tensor", "patterns", multiple=True, metavar="PATTERN", help="Only tensors like this (model.*).")
+@click.option("--tensors/--no-tensors", "tensors", default=True, help="The table of tensors.")
+@click.option("--shards", is_flag=True, help="Every shard: its box, and where its bytes lie.")
+@click.option("--files", is_flag=True, help="Every file: which rank wrote it, and how large it is.")
+@click.option("--values", is_flag=True, help="Plain values (those stored as pickle are named, never loaded).")
+def inspect_command(
+    out: Output,
+    options: Mapping[str, Any],
+    checkpoint: str,
+    patterns: Sequence[str],
+    tensors: bool,
+    shards: bool,
+    files: bool,
+    values: bool,
+) -> None:
+    """Show what CHECKPOINT holds: tensors, shapes, dtypes, shards, sizes, and who wrote what."""
+    found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
+    document = _summary(found)
+    rows = [
+        row
+        for row, name in enumerate(found.manifest.tensors.names)
+        if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    document["tensors"] = [_tensor(found, row, shards) for row in rows] if tensors or shards else []
+    if files:
+        document["files"] = _files(found)
+    if values:
+        document["values"] = _values(found)
+    out.document(document)
+    _print_summary(out, found)
+    if tensors and not shards:
+        _print_tensors(out, document["tensors"])
+    if shards:
+        _print_shards(out, document["tensors"])
+    if files:
+        _print_files(out, document["files"])
+    for value in document.get("values", []):
+        out.line(f"{value['name']} = {value['value']!r}")
+
+
+def _summary(found: Checkpoint) -> dict[str, Any]:
+    manifest = found.manifest
+    return {
+        "url": found.url,
+        "step": found.step,
+        "created": found.created,
+        "world_size": found.world_size,
+        "format_version": manifest.version,
+        "library_version": manifest.library_version,
+        "attempt": manifest.attempt,
+        "metadata": plain(found.metadata),
+        "bytes": manifest.file_bytes,
+        "file_count": len(manifest.files),
+        "tensor_count": len(manifest.tensors),
+        "shard_count": len(manifest.shards),
+        "sections": [_section(found, index) for index in range(len(manifest.sections))],
+        "aliases": dict(found.aliases),
+    }
+
+
+def _section(found: Checkpoint, index: int) -> dict[str, Any]:
+    manifest = found.manifest
+    section = manifest.sections[index]
+    rows = manifest.section_tensors(section.name)
+    nbytes = manifest.shard_nbytes[(manifest.tensors.section == index)[manifest.shards.tensor]]
+    return {"name": section.name, "kind": section.kind, "tensors": len(rows), "tensor_bytes": int(nbytes.sum())}
+
+
+def _tensor(found: Checkpoint, row: int, shards: bool) -> dict[str, Any]:
+    manifest = found.manifest
+    meta, mine = manifest.tensors.meta_of(row), manifest.shards_of(row)
+    document: dict[str, Any] = {
+        "name": manifest.tensors.names[row],
+        "dtype": str(meta.dtype),
+        "shape": list(meta.shape),
+        "bytes": meta.nbytes,
+        "shard_count": mine.stop - mine.start,
+        "rank": int(manifest.scope[row]) if manifest.scope[row] >= 0 else None,
+    }
+    if shards:
+        document["shards"] = [_shard(found, shard) for shard in range(mine.start, mine.stop)]
+    return document
+
+
+def _shard(found: Checkpoint, shard: int) -> dict[str, Any]:
+    at, box = found.manifest.byte_meta(shard), found.manifest.shards.box_of(shard)
+    return {
+        "offsets": list(box.offsets),
+        "lengths": list(box.lengths),
+        "file": at.file,
+        "rank": int(found.manifest.files.rank[int(found.manifest.shard_file[shard])]),
+        "offset": at.offset,
+        "bytes": at.length,
+    }
+
+
+def _files(found: Checkpoint) -> list[dict[str, Any]]:
+    files = found.manifest.files
+    shards = np.bincount(found.manifest.shard_file, minlength=len(files))
+    return [
+        {
+            "name": name,
+            "section": found.manifest.section_name(int(files.section[row])),
+            "kind": files.kind[row],
+            "rank": int(files.rank[row]),
+            "bytes": int(files.size[row]),
+            "shard_count": int(shards[row]),
+        }
+        for row, name in enumerate(files.name)
+    ]
+
+
+def _values(found: Checkpoint) -> list[dict[str, Any]]:
+    return [
+        {"name": value.name, "section": value.section, "rank": value.rank, "value": plain(value.decode())}
+        for value in stored_values(found)
+    ]
+
+
+def _print_summary(out: Output, found: Checkpoint) -> None:
+    document = _summary(found)
+    out.line(f"{found.url}")
+    out.line(f"  step {_text(found.step)}, saved {found.created} by {found.world_size} rank(s)")
+    out.line(f"  format {document['format_version']}, bytecheckpoint {document['library_version']}")
+    out.line(f"  {size_text(document['bytes'])} in {document['file_count']} file(s) of {document['attempt']}")
+    if document["metadata"]:
+        out.line(f"  metadata {document['metadata']}")
+    out.line()
+    rows = [(s["name"], s["kind"], s["tensors"], size_text(s["tensor_bytes"])) for s in document["sections"]]
+    out.table(("SECTION", "KIND", ">TENSORS", ">SIZE"), rows)
+    for alias, name in found.aliases.items():
+        out.line(f"{alias} is tied to {name}")
+    out.line()
+
+
+def _print_tensors(out: Output, tensors: Sequence[Mapping[str, Any]]) -> None:
+    rows = [(t["name"], t["dtype"], t["shape"], t["shard_count"], size_text(t["bytes"])) for t in tensors]
+    out.table(("TENSOR", "DTYPE", "SHAPE", ">SHARDS", ">SIZE"), rows)
+
+
+def _print_shards(out: Output, tensors: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        (t["name"], s["offsets"], s["lengths"], s["rank"], s["file"].rpartition("/")[2], s["offset"], s["bytes"])
+        for t in tensors
+        for s in t["shards"]
+    ]
+    out.table(("TENSOR", "OFFSETS", "LENGTHS", ">RANK", "FILE", ">AT", ">BYTES"), rows)
+
+
+def _print_files(out: Output, files: Sequence[Mapping[str, Any]]) -> None:
+    out.line()
+    rows = [(f["name"], f["section"], f["kind"], f["rank"], f["shard_count"], size_text(f["bytes"])) for f in files]
+    out.table(("FILE", "SECTION", "KIND", ">RANK", ">SHARDS", ">SIZE"), rows)
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,174 @@
+"""What all commands share: their options, and how errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from ..errors import (
+    BytecheckpointError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    MismatchError,
+    NotACheckpointError,
+    StorageError,
+)
+from .output import Output, printable
+
+__all__ = [
+    "EXIT_CODES",
+    "EXIT_CORRUPT",
+    "EXIT_NOT_SO",
+    "command",
+    "exit_code",
+    "options_for",
+    "parse_size",
+    "prefix_renaming",
+]
+
+EXIT_CODES = """\b
+Exit codes:
+  0  fine
+  1  it is not so: verify found faults, diff found differences, names are not those expected, or you said no
+  2  wrong usage
+  3  nothing there, or no checkpoint
+  4  a checkpoint that is damaged, or of a format that this version does not read
+  5  the storage failed, refused, or holds something already
+  6  any other error
+  130  interrupted
+"""
+
+EXIT_NOT_SO = 1
+EXIT_CORRUPT = 4
+EXIT_INTERRUPTED = 130
+_SIZE_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+Run = Callable[..., None]
+
+
+def command(name: str) -> Callable[[Run], click.Command]:
+    """A command whose function takes an ``Output``, the storage options, and its own parameters."""
+
+    def decorate(function: Run) -> click.Command:
+        @functools.wraps(function)
+        def run(*, as_json: bool, debug: bool, storage_option: tuple[str, ...], **arguments: Any) -> None:
+            with _failures(debug):
+                function(Output(as_json), _storage_options(storage_option), **arguments)
+
+        for option in (
+            click.option("--debug", is_flag=True, help="Show where an error came from."),
+            click.option(
+                "-o",
+                "--storage-option",
+                multiple=True,
+                metavar="KEY=VALUE",
+                help="For the storage backends of URLs (endpoint_url=https://...); VALUE may be JSON. Repeatable.",
+            ),
+            click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output."),
+        ):
+            run = option(run)
+        return click.command(name, epilog=EXIT_CODES)(run)
+
+    return decorate
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code for an error; one table for all commands."""
+    codes: list[tuple[type[BaseException], int]] = [
+        (MismatchError, EXIT_NOT_SO),
+        (CheckpointNotFoundError, 3),
+        (NotACheckpointError, 3),
+        (CheckpointError, EXIT_CORRUPT),
+        (StorageError, 5),
+    ]
+    return next((code for kind, code in codes if isinstance(error, kind)), 6)
+
+
+@contextmanager
+def _failures(debug: bool) -> Iterator[None]:
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except BrokenPipeError:
+        raise  # the reader of our output has gone; click ends quietly
+    except KeyboardInterrupt:
+        click.echo("bcp: interrupted; what was begun was removed", err=True)
+        raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+    except Exception as error:  # noqa: BLE001 - the end of the road: it becomes a message and an exit code
+        if debug:
+            click.echo(traceback.format_exc(), err=True)
+        if isinstance(error, BytecheckpointError):
+            click.echo(f"bcp: {printable(error)}", err=True)
+        else:
+            hint = "" if debug else "; --debug shows where"
+            click.echo(f"bcp: unexpected {type(error).__name__}: {printable(error)}{hint}", err=True)
+        raise click.exceptions.Exit(exit_code(error)) from None
+
+
+def _storage_options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise click.UsageError(f"--storage-option takes KEY=VALUE, not {pair!r}")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options
+
+
+def options_for(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The storage options that are meant for this one of a command's URLs: local paths take none."""
+    scheme = url.partition("://")[0] if "://" in url or "::" in url else ""
+    return {} if scheme in ("", "file", "local", "memory") else options
+
+
+def parse_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """``5GB``, ``512MiB`` or a plain number, in bytes."""
+    text = value.strip().upper().removesuffix("B")
+    number = text.rstrip("KMGTI")
+    try:
+        size = int(float(number) * _SIZE_UNITS[text[len(number) :].strip()])
+    except (KeyError, ValueError, OverflowError):
+        raise click.BadParameter(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes") from None
+    if size < 1:
+        raise click.BadParameter(f"{value!r} is less than one byte")
+    return size
+
+
+def prefix_renaming(pairs: tuple[str, ...]) -> Callable[[str], str] | None:
+    """``OLD=NEW`` pairs as a function that replaces the first prefix that fits."""
+    rules: Mapping[str, str] = dict(_pair(pair) for pair in pairs)
+    if not rules:
+        return None
+
+    def rename(name: str) -> str:
+        old = next((old for old in rules if name.startswith(old)), None)
+        return name if old is None else rules[old] + name[len(old) :]
+
+    return rename
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals:
+        raise click.UsageError(f"--rename takes OLD=NEW (prefixes of names), not {text!r}")
+    return old, new

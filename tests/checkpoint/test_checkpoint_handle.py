@@ -1,0 +1,335 @@
+"""``bcp.open``: slices of tensors that were saved in pieces, values, metadata; and finding the latest checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointNotFoundError, NotACheckpointError, StateError, StorageError
+from bytecheckpoint.geometry import Box
+from bytecheckpoint.testing.ranks import RankPool
+
+WORLD = 3
+CHUNK = 64
+SHAPES: dict[str, tuple[int, ...]] = {"c": (3, 4, 5), "w": (5, 7), "v": (11,), "one": (1,)}
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            self.register_parameter(name, nn.Parameter(_values(number, shape)))
+
+
+def _values(number: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape) + 1000 * number
+
+
+def _expected(name: str) -> torch.Tensor:
+    return _values(list(SHAPES).index(name), SHAPES[name])
+
+
+def _save(rank: int, world_size: int, path: str, layout: str) -> None:
+    model: Any = _Net()
+    if layout == "flat":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FSDP-1 announces its deprecation
+            model = FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sizes = {name: max(range(len(shape)), key=shape.__getitem__) for name, shape in SHAPES.items()}
+        model = {name: distribute_tensor(_expected(name), mesh, [Shard(d)]) for name, d in sizes.items()}
+    extra = {"step": 3, "rank": bcp.PerRank(rank), "list": [1, (2, None)]}
+    bcp.save(
+        path, {"model": model, "extra_state": extra}, step=3, metadata={"by": "test", "n": [1, 2]}, chunk_size=CHUNK
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same values, cut into flat ranges by FSDP-1 and into slabs by tensor parallel."""
+    root = tmp_path_factory.mktemp("handle")
+    with RankPool(WORLD) as pool:
+        for layout in ("flat", "slabs"):
+            pool.run(_save, str(root / layout), layout)
+    return {layout: root / layout for layout in ("flat", "slabs")}
+
+
+@pytest.fixture(scope="module", params=["flat", "slabs"])
+def checkpoint(saved: dict[str, Path], request: pytest.FixtureRequest) -> bcp.Checkpoint:
+    assert not dist.is_initialized()
+    return bcp.open(saved[request.param])
+
+
+# -- slices ------------------------------------------------------------------------------------------------------
+
+_INDICES = [
+    0,
+    -1,
+    slice(None),
+    slice(1, 3),
+    slice(-3, None),
+    slice(None, None, 2),
+    slice(1, 100, 3),
+    slice(4, 2),
+    slice(2, 2),
+    ...,
+    (..., 1),
+    (0, ...),
+    (slice(1, 4), slice(2, 6)),
+    (-2, slice(None, None, 3)),
+    (slice(None), -1),
+    (slice(3, 1), 2),
+    (),
+]
+
+
+@pytest.mark.parametrize("index", _INDICES, ids=repr)
+def test_an_index_means_what_it_means_on_a_tensor(checkpoint: bcp.Checkpoint, index: Any) -> None:
+    wanted = _expected("w")[index]
+    found = checkpoint["model.w"][index]
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "index", [5, -6, (0, 7), (0, 0, 0), (..., ...), slice(None, None, -1), "x", 1.0, [0, 1], None, True], ids=repr
+)
+def test_an_index_that_cannot_be_here(checkpoint: bcp.Checkpoint, index: Any) -> None:
+    with pytest.raises(IndexError, match=r"model\.w"):
+        checkpoint["model.w"][index]
+
+
+@st.composite
+def _boxes(draw: st.DrawFn) -> tuple[str, Box]:
+    name = draw(st.sampled_from(list(SHAPES)))
+    offsets, lengths = [], []
+    for size in SHAPES[name]:
+        begin = draw(st.integers(0, size))
+        offsets.append(begin)
+        lengths.append(draw(st.integers(0, size - begin)))
+    return name, Box(tuple(offsets), tuple(lengths))
+
+
+@settings(deadline=None, max_examples=60)
+@given(what=_boxes())
+@pytest.mark.parametrize("layout", ["flat", "slabs"])
+def test_any_box_equals_the_slice(saved: dict[str, Path], layout: str, what: tuple[str, Box]) -> None:
+    name, box = what
+    found = bcp.open(saved[layout])[f"model.{name}"].read(box)
+    assert torch.equal(found, _expected(name)[box.slices()])
+
+
+def test_numpy_integers_are_integers(checkpoint: bcp.Checkpoint) -> None:
+    assert torch.equal(checkpoint["model.w"][np.int64(2), np.int32(-1)], _expected("w")[2, -1])
+
+
+def test_a_box_outside(checkpoint: bcp.Checkpoint) -> None:
+    with pytest.raises(bcp.errors.BytecheckpointError, match=r"model\.w"):
+        checkpoint["model.w"].read(Box((4, 0), (2, 7)))
+    with pytest.raises(bcp.errors.BytecheckpointError, match=r"model\.w"):
+        checkpoint["model.w"].read(Box((0,), (2,)))
+
+
+def test_whole_tensors_and_their_shards(checkpoint: bcp.Checkpoint) -> None:
+    for name, shape in SHAPES.items():
+        tensor = checkpoint[f"model.{name}"]
+        assert torch.equal(tensor.load(), _expected(name))
+        assert (tensor.name, tensor.shape, tensor.dtype) == (f"model.{name}", shape, torch.float32)
+        assert tensor.nbytes == 4 * torch.Size(shape).numel()
+        assert sum(shard.box.numel for shard in tensor.shards) == torch.Size(shape).numel()
+        assert name in repr(tensor)
+    for name in ("model.w", "model.c"):
+        assert len(checkpoint[name].shards) > 1, "it was not cut, so nothing was tested"
+
+
+def test_the_edges(tmp_path: Path) -> None:
+    """0-d and empty tensors, and every dtype that cannot be computed with."""
+    state = {
+        "zero_d": torch.tensor(5),
+        "empty": torch.zeros(0, 3),
+        "fp8": torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn),
+        "bools": torch.tensor([True, False, True]),
+        "complex": torch.tensor([1 + 2j]),
+    }
+    bcp.save(tmp_path, {"model": state})
+    checkpoint = bcp.open(tmp_path)
+    for name, tensor in state.items():
+        found = checkpoint[f"model.{name}"]
+        for loaded in (found.load(), found[...]):
+            assert loaded.dtype == tensor.dtype
+            assert loaded.shape == tensor.shape
+            assert torch.equal(loaded.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    assert checkpoint["model.zero_d"][()].item() == 5
+    assert checkpoint["model.empty"][:, 1].shape == (0,)
+    with pytest.raises(IndexError):
+        checkpoint["model.zero_d"][0]
+
+
+def test_reading_costs_what_is_read(tmp_path: Path) -> None:
+    """A slice fetches the chunks around it, not the tensor."""
+    chunk = 4096
+    weight = torch.arange(1 << 18, dtype=torch.float32).reshape(512, 512)  # 1 MiB
+    bcp.save(tmp_path, {"model": {"w": weight}}, chunk_size=chunk)
+    checkpoint = bcp.open(tmp_path)
+    stored = checkpoint["model.w"]
+    head = 4096
+    for index, wanted in ((slice(3, 5), 2 * 512 * 4), (7, 512 * 4), ((0, 0), 4)):
+        before_read, before_wanted = checkpoint.stats.read, checkpoint.stats.wanted
+        assert torch.equal(stored[index], weight[index])
+        assert checkpoint.stats.wanted - before_wanted == wanted
+        assert checkpoint.stats.read - before_read <= wanted + 2 * chunk + head
+    before = checkpoint.stats.read
+    assert torch.equal(stored[:, 0], weight[:, 0])
+    assert checkpoint.stats.read - before <= weight.nbytes + head
+    before = checkpoint.stats.read
+    assert stored[4:2].numel() == 0
+    assert checkpoint.stats.read == before
+
+
+# -- names, values, metadata -------------------------------------------------------------------------------------
+
+
+def test_names_and_metadata(checkpoint: bcp.Checkpoint) -> None:
+    assert sorted(checkpoint) == [f"model.{name}" for name in sorted(SHAPES)]
+    assert len(checkpoint) == len(SHAPES)
+    assert "model.w" in checkpoint
+    assert "model.nothing" not in checkpoint
+    assert checkpoint.step == 3
+    assert checkpoint.metadata == {"by": "test", "n": [1, 2]}
+    assert checkpoint.world_size == WORLD
+    assert checkpoint.sections == ["extra_state", "model"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", checkpoint.created)
+    assert "step=3" in repr(checkpoint)
+    assert checkpoint.url in repr(checkpoint)
+    assert checkpoint.verify().ok
+
+
+def test_a_name_that_is_not_there(checkpoint: bcp.Checkpoint) -> None:
+    with pytest.raises(KeyError, match=r"no tensor 'model\.x' in "):
+        checkpoint["model.x"]
+    with pytest.raises(StateError, match=r"no section 'optimizer'; it has extra_state, model"):
+        checkpoint.values("optimizer")
+
+
+def test_values(checkpoint: bcp.Checkpoint) -> None:
+    for rank in range(WORLD):
+        values = checkpoint.values("extra_state", rank=rank)
+        assert values == {("step",): 3, ("rank",): rank, ("list",): [1, (2, None)]}
+
+
+def test_tied_names(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.first = nn.Linear(3, 3, bias=False)
+    model.second = nn.Linear(3, 3, bias=False)
+    model.second.weight = model.first.weight
+    bcp.save(tmp_path, {"model": model})
+    checkpoint = bcp.open(tmp_path)
+    assert dict(checkpoint.aliases) == {"model.second.weight": "model.first.weight"}
+    assert sorted(checkpoint) == ["model.first.weight", "model.second.weight"]
+    assert torch.equal(checkpoint["model.second.weight"][1], model.first.weight[1])
+    assert checkpoint["model.second.weight"].name == "model.second.weight"
+    assert checkpoint.manifest.nbytes == 9 * 4
+
+
+# -- where there is none -----------------------------------------------------------------------------------------
+
+
+def test_opening_what_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="nothing is stored there; check the path"):
+        bcp.open(tmp_path / "nowhere")
+    with pytest.raises(CheckpointNotFoundError):
+        bcp.open(tmp_path)
+    (tmp_path / "model.pt").write_text("something")
+    with pytest.raises(NotACheckpointError, match=r"has no manifest\.msgpack but holds model\.pt"):
+        bcp.open(tmp_path)
+    with pytest.raises(StorageError, match="is a file, not a directory"):
+        bcp.open(tmp_path / "model.pt")
+    (tmp_path / "manifest.msgpack").mkdir()
+    with pytest.raises(bcp.errors.BytecheckpointError, match=r"manifest\.msgpack"):
+        bcp.open(tmp_path)
+
+
+def _steps(root: Path, *steps: int, name: str = "step-{}") -> None:
+    for step in steps:
+        bcp.save(root / name.format(step), {"extra_state": {"value": step}}, step=step)
+
+
+def test_latest_is_the_highest_step(tmp_path: Path) -> None:
+    _steps(tmp_path, 9, 100, 20)
+    found = bcp.latest(tmp_path)
+    assert found is not None
+    assert found.step == 100
+    assert found.values("extra_state")[("value",)] == 100
+
+
+def test_latest_goes_by_the_stored_step_where_names_say_nothing(tmp_path: Path) -> None:
+    """The manifest's step comes first; a name's number counts for those saved without one."""
+    bcp.save(tmp_path / "a-good-one", {"extra_state": {}}, step=50)
+    bcp.save(tmp_path / "step-7", {"extra_state": {}}, step=7)
+    found = bcp.latest(tmp_path)
+    assert found is not None
+    assert found.step == 50
+    bcp.save(tmp_path / "run-60", {"extra_state": {}})
+    found = bcp.latest(tmp_path)
+    assert found is not None
+    assert found.url.endswith("run-60")
+
+
+def test_latest_passes_over_what_is_broken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _steps(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "step-4" / "manifest.msgpack").write_bytes(b"garbage")
+    (tmp_path / "step-3" / "manifest.msgpack").unlink()  # as if it was never committed
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-6.txt").write_text("a file")
+    (tmp_path / "logs-9").mkdir()
+    (tmp_path / "logs-9" / "log.txt").write_text("not a checkpoint")
+    with caplog.at_level(logging.WARNING):
+        found = bcp.latest(tmp_path)
+    assert found is not None
+    assert found.step == 2
+    assert "step-4" in caplog.text
+    assert "manifest" in caplog.text
+
+
+def test_latest_where_there_is_none(tmp_path: Path) -> None:
+    assert bcp.latest(tmp_path) is None
+    assert bcp.latest(tmp_path / "nowhere") is None
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "attempt-x").mkdir()
+    (tmp_path / "step-1" / "attempt-x" / "model-00000.safetensors").write_text("half")
+    assert bcp.latest(tmp_path) is None
+
+
+def test_memory_urls_work_the_same() -> None:
+    root = "memory://handle-test"
+    for step in (1, 2):
+        bcp.save(f"{root}/step-{step}", {"extra_state": {"value": step}}, step=step)
+    found = bcp.latest(root)
+    assert found is not None
+    assert found.step == 2
+    assert found.verify().ok
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group() -> Iterator[None]:
+    assert not dist.is_initialized()
+    yield
+    assert not dist.is_initialized()

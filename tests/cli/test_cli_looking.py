@@ -1,0 +1,221 @@
+"""ls, inspect, verify, and what every command does with what is no checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cli_checkpoints as kit
+import pytest
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli.options import exit_code
+from bytecheckpoint.cli.output import plain, printable, size_text
+
+
+def test_ls_tells_checkpoints_from_what_is_none(one: Path, tmp_path: Path, bcp_command) -> None:
+    for step in (9, 10):
+        shutil.copytree(one, tmp_path / f"step-{step}")
+    (tmp_path / "half" / "attempt-20260101T000000Z-00").mkdir(parents=True)
+    (tmp_path / "half" / "attempt-20260101T000000Z-00" / "model-00000.safetensors").write_bytes(b"x")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.txt").write_text("a")
+    (tmp_path / "step-10" / "attempt-dead").mkdir()
+    (tmp_path / "step-10" / "attempt-dead" / "f").write_bytes(b"x")
+    ran = bcp_command("ls", tmp_path, "--json")
+    assert ran.code == 0
+    assert ran.stderr == ""
+    entries = {entry["name"]: entry for entry in ran.json["entries"]}
+    assert {name: entry["status"] for name, entry in entries.items()} == {
+        "step-9": "checkpoint",
+        "step-10": "checkpoint",
+        "half": "partial",
+        "logs": "other",
+    }
+    assert entries["step-9"]["step"] == 5
+    assert entries["step-9"]["world_size"] == 1
+    assert entries["step-9"]["sections"] == ["extra", "model", "optimizer"]
+    assert entries["step-9"]["bytes"] > 0
+    assert entries["step-10"]["attempts"] == ["attempt-dead"]
+    assert "none was committed" in entries["half"]["problem"]
+    text = bcp_command("ls", tmp_path).stdout
+    assert "half: partial, no checkpoint" in text
+    assert "step-10: 1 more attempt(s)" in text
+
+
+def test_ls_of_a_checkpoint_deep_roots_and_a_broken_one(one: Path, tmp_path: Path, bcp_command) -> None:
+    assert [entry["name"] for entry in bcp_command("ls", one, "--json").json["entries"]] == ["."]
+    shutil.copytree(one, tmp_path / "a" / "b")
+    assert bcp_command("ls", tmp_path, "-d", 2, "--json").json["latest"] == "a/b"
+    manifest = tmp_path / "a" / "b" / "manifest.msgpack"
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    ran = bcp_command("ls", tmp_path, "-d", 2, "--json")
+    assert ran.code == 4
+    assert ran.json["entries"][0]["status"] == "broken"
+    assert "cut short" in ran.json["entries"][0]["problem"]
+
+
+def test_inspect_of_one_process(one: Path, bcp_command) -> None:
+    ran = bcp_command("inspect", one, "--files", "--shards", "--values", "--json")
+    assert ran.code == 0
+    found = ran.json
+    assert found["step"] == 5
+    assert found["metadata"] == {"run": "r1"}
+    assert found["aliases"] == {"model.head.weight": "model.embed.weight"}
+    assert {s["name"]: s["kind"] for s in found["sections"]} == {
+        "extra": "tree",
+        "model": "module",
+        "optimizer": "optimizer",
+    }
+    tensors = {t["name"]: t for t in found["tensors"]}
+    assert tensors["model.inner.weight"]["shape"] == [6, 4]
+    assert tensors["model.coarse"]["dtype"] == "bfloat16"
+    assert tensors["model.count"]["shape"] == []
+    assert [s["bytes"] for s in tensors["model.inner.weight"]["shards"]] == [96]
+    assert sum(f["shard_count"] for f in found["files"]) == found["shard_count"]
+    assert {"name": "extra.note", "section": "extra", "rank": None, "value": "hello"} in found["values"]
+
+
+def test_inspect_of_four_ranks_says_who_wrote_what(four: Path, bcp_command) -> None:
+    found = bcp_command("inspect", four, "--shards", "--files", "--values", "-t", "model.emb*", "--json").json
+    assert found["world_size"] == 4
+    (tensor,) = found["tensors"]
+    assert tensor["shard_count"] == 4
+    assert {shard["rank"] for shard in tensor["shards"]} == {0, 1, 2, 3}
+    assert [shard["offsets"] for shard in tensor["shards"]] == [[0, 0], [2, 0], [4, 0], [6, 0]]
+    assert {f["rank"] for f in found["files"] if f["section"] == "model"} == {0, 1, 2, 3}
+    assert {v["name"]: v["value"] for v in found["values"] if v["section"] == "own"} == {
+        f"own.rank@{rank}": rank for rank in range(4)
+    }
+    text = bcp_command("inspect", four, "--files", "-t", "model.emb*").stdout
+    assert "model.emb.weight" in text
+    assert "model-00003.safetensors" in text
+    assert "optimizer.state" not in bcp_command("inspect", four, "--no-tensors").stdout
+
+
+@pytest.mark.parametrize("which", ["one", "four"])
+def test_verify_of_what_is_whole(which: str, request: pytest.FixtureRequest, bcp_command) -> None:
+    ran = bcp_command("verify", request.getfixturevalue(which), "--json")
+    assert ran.code == 0
+    assert ran.json["ok"]
+    assert ran.json["problems"] == []
+
+
+@pytest.mark.parametrize("which", ["one", "four"])
+def test_verify_names_what_is_wrong(which: str, request: pytest.FixtureRequest, tmp_path: Path, bcp_command) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(request.getfixturevalue(which), path)
+    checkpoint = bcp.open(path)
+    name = "model.inner.weight" if which == "one" else "model.cube"
+    row = checkpoint.manifest.tensor_row(name)
+    at = checkpoint.manifest.byte_meta(checkpoint.manifest.shards_of(row).start)
+    with open(path / at.file, "r+b") as file:
+        file.seek(at.offset)
+        byte = file.read(1)
+        file.seek(at.offset)
+        file.write(bytes([byte[0] ^ 1]))
+    gone = next(path.glob("*/optimizer-00000.safetensors"))
+    gone.unlink()
+    ran = bcp_command("verify", path, "--json")
+    assert ran.code == 1
+    assert not ran.json["ok"]
+    assert len(ran.json["problems"]) == 2
+    assert any(name in problem and at.file in problem for problem in ran.json["problems"])
+    assert any(gone.name in problem and "missing" in problem for problem in ran.json["problems"])
+    assert name in bcp_command("verify", path).stdout
+
+
+COMMANDS = [
+    ("inspect", "PATH"),
+    ("verify", "PATH"),
+    ("diff", "PATH", "PATH"),
+    ("reshard", "PATH", "DST", "--files", "1"),
+    ("export", "PATH", "DST"),
+    ("import", "PATH", "DST"),
+    ("copy", "PATH", "DST"),
+    ("rm", "PATH", "--yes"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_what_is_no_checkpoint_is_refused_and_kept(command: tuple[str, ...], tmp_path: Path, bcp_command) -> None:
+    def run(path: Path):
+        return bcp_command(*({"PATH": path, "DST": tmp_path / "dst"}.get(word, word) for word in command), "--json")
+
+    something = tmp_path / "something"
+    something.mkdir()
+    (something / "precious.txt").write_text("mine")
+    for path in (tmp_path / "nothing", something):
+        ran = run(path)
+        assert ran.code == 3
+        assert ran.stdout == ""
+        assert path.name in ran.stderr
+        assert "Traceback" not in ran.stderr
+    assert kit.folder_contents(tmp_path) == ["something/precious.txt"]
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c[0] != "import"], ids=lambda command: command[0])
+def test_a_damaged_manifest_is_exit_code_4(command: tuple[str, ...], one: Path, tmp_path: Path, bcp_command) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(one, path)
+    data = bytearray((path / "manifest.msgpack").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "manifest.msgpack").write_bytes(data)
+    before = kit.folder_contents(tmp_path)
+    ran = bcp_command(*({"PATH": path, "DST": tmp_path / "dst"}.get(word, word) for word in command))
+    assert ran.code == 4
+    assert "checksum mismatch in the manifest" in ran.stderr
+    assert kit.folder_contents(tmp_path) == before
+
+
+def test_usage_and_debug(one: Path, bcp_command) -> None:
+    assert bcp_command("inspect").code == 2
+    assert bcp_command("reshard", one, "x", "--files", 0).code == 2
+    assert bcp_command("export", one, "x", "--max-file-size", "much").code == 2
+    assert bcp_command("verify", one, "-o", "nonsense").code == 2
+    ran = bcp_command("verify", "no/such/path", "--debug")
+    assert ran.code == 3
+    assert "Traceback" in ran.stderr
+    assert "Exit codes" in bcp_command("diff", "--help").stdout
+
+
+def test_every_error_has_an_exit_code() -> None:
+    expected = {
+        "MismatchError": 1,
+        "CheckpointNotFoundError": 3,
+        "NotACheckpointError": 3,
+        "CorruptionError": 4,
+        "FormatError": 4,
+        "UnsupportedVersionError": 4,
+        "KeyExistsError": 5,
+        "StorageFullError": 5,
+        "UnsupportedURLError": 5,
+        "StateError": 6,
+        "CommitUnknownError": 6,
+    }
+    for name, code in expected.items():
+        assert exit_code(getattr(bcp.errors, name)("x")) == code
+    assert exit_code(ZeroDivisionError()) == 6
+
+
+def test_output_helpers() -> None:
+    assert printable("a\x1b[31mb\u202ec\nd") == "a\\x1b[31mb\\u202ec\nd"
+    assert [size_text(n) for n in (0, 1023, 1536, 5 << 30)] == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB"]
+    assert plain({1: (float("nan"), b"x", {"y": 1.5})}) == {"1": ["nan", "b'x'", {"y": 1.5}]}
+
+
+def test_as_a_process_of_its_own(one: Path, tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        script = "from bytecheckpoint.cli import main; main()"
+        return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120)
+
+    listed = run("ls", str(one.parent))
+    assert listed.returncode == 0
+    assert "step-5" in listed.stdout
+    assert listed.stderr == ""
+    missing = run("verify", str(tmp_path / "nothing"), "--json")
+    assert missing.returncode == 3
+    assert missing.stdout == ""
+    assert missing.stderr.startswith("bcp: no checkpoint at")

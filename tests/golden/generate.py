@@ -1,0 +1,28 @@
+"""Write the golden checkpoints and what is expected of them: ``python tests/golden/generate.py [folder]``.
+
+Run it only to add a case, or for a new format version: the committed files are what earlier releases wrote, and stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import golden
+
+from bytecheckpoint.testing.ranks import RankPool
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else golden.ROOT
+    folder.mkdir(parents=True, exist_ok=True)
+    with RankPool(4) as pool:
+        for name in golden.CASES:
+            golden.write_case(pool, name, folder)
+            print(name, sum(file.stat().st_size for file in (folder / name).rglob("*.*")), "bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,452 @@
+"""Asynchronous saves: the state at the call, order, failures, the handle, and that nothing piles up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from small_training import differing, memory, training
+
+import bytecheckpoint as bcp
+from bytecheckpoint import trace
+from bytecheckpoint.errors import StateError
+from bytecheckpoint.testing.ranks import RankPool
+
+WAIT_S = 60.0
+
+
+@contextmanager
+def _held_at(point: str) -> Iterator[threading.Event]:
+    """Saves of this process stop at ``point`` until the event is set (at the latest when the block ends)."""
+    go_on = threading.Event()
+
+    def hold(name: str, event: str) -> None:
+        if name == point and event in ("enter", "point"):
+            go_on.wait(WAIT_S)
+
+    stop = trace.observe(hold)
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        stop()
+
+
+@contextmanager
+def _failing_at(point: str, times: int = 1) -> Iterator[None]:
+    left = [times]
+
+    def fail(name: str, event: str) -> None:
+        if name == point and event in ("enter", "point") and left[0]:
+            left[0] -= 1
+            raise OSError(f"injected at {name}")
+
+    stop = trace.observe(fail)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def _spoil(state: dict[str, Any]) -> None:
+    """Change everything in a state that can be changed in place."""
+    with torch.no_grad():
+        for tensor in [*state["model"].parameters(), *state["model"].buffers()]:
+            tensor.add_(1000)
+    for entries in state["optimizer"].state.values():
+        for value in entries.values():
+            value.add_(1000)
+    state["optimizer"].param_groups[0]["lr"] = 1000.0
+    extra = state["extra_state"]
+    extra["table"].zero_()
+    extra["array"][:] = -1
+    extra["nested"]["list"].append("late")
+    extra["nested"]["list"][0]["inner"] = "late"
+    extra["step"] = -1
+    extra["new"] = "late"
+    extra["bytes"][0] = 0
+
+
+def _full_state(value: float) -> dict[str, Any]:
+    state = training(value)
+    state["extra_state"] |= {
+        "array": np.arange(5) + value,
+        "nested": {"list": [{"inner": "early"}, 2]},
+        "bytes": bytearray(b"early"),
+    }
+    return state
+
+
+def _plain(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in held.items()}
+
+
+# -- the state at the call ---------------------------------------------------------------------------------------
+
+
+def test_what_is_stored_is_the_state_at_the_call(tmp_path: Path) -> None:
+    state = _full_state(1.0)
+    at_the_call = _plain(memory(state))
+    with _held_at("save.write"):
+        handle = bcp.save(tmp_path, state, async_save=True)
+        assert handle.staged()
+        assert not handle.done()
+        _spoil(state)
+    handle.result(WAIT_S)
+    loaded = _full_state(9.0)
+    bcp.load(tmp_path, loaded)
+    assert not differing(_plain(memory(loaded)), at_the_call)
+
+
+def test_the_state_may_go_away(tmp_path: Path) -> None:
+    with _held_at("save.write"):
+        handle = bcp.save(tmp_path, {"extra_state": {"weight": torch.full((1000,), 3.0)}}, async_save=True)
+        # Memory of the same size, which would get the freed tensor's place.
+        others = [torch.full((1000,), -1.0) for _ in range(20)]
+    handle.result(WAIT_S)
+    assert bcp.open(tmp_path)["extra_state.weight"].load().eq(3).all()
+    assert len(others) == 20
+
+
+def test_steps_taken_during_a_save_do_not_show(tmp_path: Path) -> None:
+    state = training(1.0)
+    at_the_call = memory(state)
+    with _held_at("save.commit"):
+        handle = bcp.save(tmp_path, state, async_save=True)
+        for _ in range(3):
+            for parameter in state["model"].parameters():
+                parameter.grad = torch.ones_like(parameter)
+            state["optimizer"].step()
+    handle.result(WAIT_S)
+    loaded = training(9.0)
+    bcp.load(tmp_path, loaded)
+    assert not differing(memory(loaded), at_the_call)
+
+
+# -- the handle --------------------------------------------------------------------------------------------------
+
+
+def test_the_handle_of_a_save_on_its_way(tmp_path: Path) -> None:
+    called: list[tuple[bool, bool]] = []
+    with _held_at("save.commit.before") as go_on:
+        handle = bcp.save(tmp_path, training(1.0), step=4, async_save=True)
+        handle.add_done_callback(lambda h: called.append((h is handle, (tmp_path / "manifest.msgpack").exists())))
+        assert handle.wait_staged(0)
+        assert (handle.done(), called) == (False, [])
+        assert "pending" in repr(handle)
+        with pytest.raises(TimeoutError):
+            handle.result(0.01)
+        with pytest.raises(TimeoutError):
+            handle.exception(0.01)
+        assert not (tmp_path / "manifest.msgpack").exists()
+        go_on.set()
+        result = handle.result(WAIT_S)
+    assert handle.done()
+    assert handle.exception() is None
+    assert "committed" in repr(handle)
+    assert handle.url == result.url == str(tmp_path)
+    assert result.step == 4
+    assert (tmp_path / result.attempt).is_dir()
+    files = [path for path in (tmp_path / result.attempt).iterdir()]
+    assert result.files_written == len(files)
+    assert result.bytes_written == sum(path.stat().st_size for path in files)
+    # Callbacks run after the commit, in the saving thread; later ones at once.
+    bcp.Checkpointer().close()
+    handle.add_done_callback(lambda h: called.append((h.done(), True)))
+    assert called[-1] == (True, True)
+    assert all(call == (True, True) for call in called)
+
+
+def test_timings_of_every_step(tmp_path: Path) -> None:
+    handle = bcp.save(tmp_path, training(1.0), async_save=True)
+    handle.result(WAIT_S)
+    assert [name for name in trace.SAVE_STEPS if name in handle.timings.seconds] == list(trace.SAVE_STEPS)
+    assert handle.timings.nbytes["write"] == handle.timings.nbytes["stage"] == handle.result().bytes_written
+
+
+def test_a_synchronous_save_returns_a_finished_handle(tmp_path: Path) -> None:
+    handle = bcp.save(tmp_path, training(1.0))
+    assert handle.done()
+    assert handle.staged()
+    called: list[bool] = []
+    handle.add_done_callback(lambda h: called.append(h.done()))
+    assert called == [True]
+    assert handle.result(0).url == str(tmp_path)
+
+
+def test_a_callback_that_raises_harms_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def bad(handle: bcp.SaveHandle) -> None:
+        raise RuntimeError("from the callback")
+
+    called: list[int] = []
+    with _held_at("save.commit.before"):
+        handle = bcp.save(tmp_path, training(1.0), async_save=True)
+        handle.add_done_callback(bad)
+        handle.add_done_callback(lambda h: called.append(1))
+    handle.result(WAIT_S)
+    bcp.save(tmp_path, training(2.0), async_save=True).result(WAIT_S)
+    assert called == [1]
+    assert "from the callback" in caplog.text
+
+
+# -- order -------------------------------------------------------------------------------------------------------
+
+
+def test_two_saves_in_a_row_are_committed_in_order(tmp_path: Path) -> None:
+    order: list[str] = []
+    with _held_at("save.write"):
+        first = bcp.save(tmp_path / "one", training(1.0), async_save=True)
+        second = bcp.save(tmp_path / "two", training(2.0), async_save=True)
+        for name, handle in (("one", first), ("two", second)):
+            handle.add_done_callback(lambda h, name=name: order.append(name))
+        assert not first.done()
+        assert not second.done()
+    second.result(WAIT_S)
+    assert first.done(), "the second save was committed before the first"
+    assert order[:1] == ["one"]
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        loaded = training(9.0)
+        bcp.load(tmp_path / name, loaded)
+        assert not differing(memory(loaded), memory(training(value)))
+
+
+def test_the_later_of_two_saves_to_one_path_stands(tmp_path: Path) -> None:
+    with _held_at("save.write"):
+        handles = [bcp.save(tmp_path, training(float(i)), step=i, async_save=True) for i in (1, 2, 3)]
+    for handle in handles:
+        handle.result(WAIT_S)
+    assert bcp.open(tmp_path).step == 3
+    assert bcp.open(tmp_path).verify().ok
+    loaded = training(9.0)
+    bcp.load(tmp_path, loaded)
+    assert not differing(memory(loaded), memory(training(3.0)))
+    attempts = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert [path.name for path in attempts] == [bcp.open(tmp_path).manifest.attempt], "files of old saves stay behind"
+
+
+def test_a_synchronous_save_after_an_asynchronous_one(tmp_path: Path) -> None:
+    handle = bcp.save(tmp_path, training(1.0), step=1, async_save=True)
+    bcp.save(tmp_path, training(2.0), step=2)
+    handle.result(WAIT_S)
+    assert bcp.open(tmp_path).step == 2, "the save that was begun first was committed last"
+    assert bcp.open(tmp_path).verify().ok
+
+
+def test_save_then_load_at_once(tmp_path: Path) -> None:
+    """A load waits for nothing: it finds the old checkpoint or the new one, whole."""
+    bcp.save(tmp_path, training(1.0), step=1)
+    loaded = training(9.0)
+    with _held_at("save.commit.before"):
+        handle = bcp.save(tmp_path, training(2.0), step=2, async_save=True)
+        assert bcp.load(tmp_path, loaded).step == 1
+        assert not differing(memory(loaded), memory(training(1.0)))
+    handle.result(WAIT_S)
+    assert bcp.load(tmp_path, loaded).step == 2
+    assert not differing(memory(loaded), memory(training(2.0)))
+    handle = bcp.save(tmp_path, training(3.0), step=3, async_save=True)
+    step = bcp.load(tmp_path, loaded, deadline_s=WAIT_S).step if handle.result(WAIT_S) else None
+    assert step == 3
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", ["save.write.file", "save.write.complete", "save.confirm", "save.commit.before"])
+def test_a_failure_in_the_background(tmp_path: Path, caplog: pytest.LogCaptureFixture, point: str) -> None:
+    bcp.save(tmp_path, training(1.0), step=1)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    called: list[BaseException | None] = []
+    with _failing_at(point), caplog.at_level(logging.ERROR):
+        handle = bcp.save(tmp_path, training(2.0), step=2, async_save=True)
+        handle.add_done_callback(lambda h: called.append(h.exception()))
+        error = handle.exception(WAIT_S)
+        following = bcp.save(tmp_path / "next", training(3.0), async_save=True)
+        following.result(WAIT_S)
+    assert isinstance(error, OSError)
+    assert called == [error]
+    with pytest.raises(OSError, match=f"injected at {point}"):
+        handle.result()
+    assert "failed" in repr(handle)
+    assert f"save to {tmp_path} failed: injected at {point}" in caplog.text
+    found = sorted(path.name for path in tmp_path.rglob("*") if "next" not in path.parts)
+    assert found == before
+    assert bcp.open(tmp_path).step == 1
+
+
+def test_what_is_wrong_with_the_state_is_raised_at_the_call(tmp_path: Path) -> None:
+    with pytest.raises(StateError):
+        bcp.save(tmp_path, {"extra_state": {"f": print}}, async_save=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- budget ------------------------------------------------------------------------------------------------------
+
+
+def test_a_memory_budget_makes_saves_wait_for_each_other(tmp_path: Path) -> None:
+    """Two states do not fit, so the second save is staged when the first has been written."""
+    state = {"extra_state": {"weight": torch.ones(3 << 18)}}  # 3 MiB
+    with bcp.Checkpointer(memory_budget=4 << 20) as saver:
+        handles = [saver.save(tmp_path / str(i), state, async_save=True, deadline_s=WAIT_S) for i in range(3)]
+        assert handles[0].done() or handles[1].done()
+        for handle in handles:
+            handle.result(WAIT_S)
+        with pytest.raises(StateError, match=r"staging needs \d+ bytes but the arena's budget is \d+"):
+            saver.save(tmp_path / "big", {"extra_state": {"weight": torch.ones(2 << 20)}}, async_save=True)
+
+
+# -- nothing piles up --------------------------------------------------------------------------------------------
+
+
+def _held_resources(saver: bcp.Checkpointer) -> dict[str, Any]:
+    process = psutil.Process()
+    return {
+        "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("bcp")),
+        "descriptors": process.num_fds(),
+        "all threads": process.num_threads(),
+        "shared memory": sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else [],
+        "arena": saver._engine.arena.nbytes,
+    }
+
+
+def test_thirty_saves_leave_what_two_left(tmp_path: Path) -> None:
+    state = training(1.0)
+    with bcp.Checkpointer() as saver:
+
+        def save(times: int) -> None:
+            for step in range(times):
+                saver.save(tmp_path, state, step=step, async_save=True).result(WAIT_S)
+
+        save(4)  # threads are started as they are needed
+        before = _held_resources(saver)
+        save(30)
+        after = _held_resources(saver)
+        assert {k: v for k, v in after.items() if k != "shared memory"} == {
+            k: v for k, v in before.items() if k != "shared memory"
+        }
+        ours = [name for name in set(after["shared memory"]) - set(before["shared memory"]) if "bcp" in name]
+        assert ours == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp") and _of(saver, thread)]
+    assert saver._engine.arena.nbytes == 0
+
+
+def _of(saver: bcp.Checkpointer, thread: threading.Thread) -> bool:
+    pools = (saver._engine.io, saver._engine.background)
+    return any(thread in pool._threads for pool in pools)
+
+
+_EXIT_WITH_SAVE = """
+import sys, time
+import torch
+import bytecheckpoint as bcp
+from bytecheckpoint import trace
+trace.observe(lambda name, event: time.sleep(0.5) if name == "save.write.file" else None)
+handle = bcp.save(sys.argv[1], {"extra_state": {"weight": torch.ones(1000), "value": 3}}, async_save=True)
+print("done" if handle.done() else "in flight")
+if sys.argv[2] == "raise":
+    raise SystemExit(3)
+if sys.argv[2] == "error":
+    raise RuntimeError("the script fails")
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "raise", "error"])
+def test_the_interpreter_finishes_a_save_in_flight(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _EXIT_WITH_SAVE, str(tmp_path / "checkpoint"), how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == "in flight\n"
+    assert done.returncode == {"end": 0, "raise": 3, "error": 1}[how]
+    if how != "error":
+        assert done.stderr == ""
+    checkpoint = bcp.open(tmp_path / "checkpoint")
+    assert checkpoint.verify().ok
+    assert checkpoint.values("extra_state")[("value",)] == 3
+
+
+# -- beside collectives ------------------------------------------------------------------------------------------
+
+
+def _save_beside_collectives(rank: int, world_size: int, path: str, rounds: int) -> list[float]:
+    state = training(1.0, shard=True)
+    at_the_call = memory(state)
+    handles = []
+    total = torch.zeros(1)
+    for step in range(rounds):
+        if step % 50 == 0:
+            handles.append(bcp.save(path, state, step=step, async_save=True, deadline_s=30))
+        dist.barrier()
+        one = torch.ones(1) * rank
+        dist.all_reduce(one)
+        total += one
+    for handle in handles:
+        handle.result(30)
+    loaded = training(9.0, shard=True)
+    bcp.load(path, loaded, deadline_s=30)
+    assert not differing(memory(loaded), at_the_call)
+    return [total.item(), float(bcp.open(path).step or 0)]
+
+
+def _mutate_after(rank: int, world_size: int, path: str) -> list[str]:
+    state = training(1.0, shard=True)
+    at_the_call = memory(state)
+    handle = bcp.save(path, state, async_save=True, deadline_s=30)
+    with torch.no_grad():
+        for parameter in state["model"].parameters():
+            parameter.mul_(-1)
+    handle.result(30)
+    loaded = training(9.0, shard=True)
+    bcp.load(path, loaded, deadline_s=30)
+    return differing(memory(loaded), at_the_call)
+
+
+def _fail_in_background(rank: int, world_size: int, path: str) -> tuple[str, str, int]:
+    state = training(1.0, shard=True)
+    bcp.save(path, state, step=1, deadline_s=30)
+    with _failing_at("save.write.complete") if rank == 1 else _nothing():
+        handle = bcp.save(path, training(2.0, shard=True), step=2, async_save=True, deadline_s=30)
+        error = handle.exception(60)
+    step = bcp.open(path).step or 0
+    dist.barrier()
+    bcp.save(path, state, step=3, async_save=True, deadline_s=30).result(60)
+    return type(error).__name__, str(error).splitlines()[0], step
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def test_saves_beside_barriers_and_reductions(pool: RankPool, tmp_path: Path) -> None:
+    """The save's own line between the ranks and the main thread's process group never meet."""
+    assert pool.run(_save_beside_collectives, str(tmp_path), 200) == [[200.0, 150.0]] * 2
+
+
+def test_ranks_may_go_on_at_once(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_mutate_after, str(tmp_path)) == [[], []]
+
+
+def test_a_rank_that_fails_in_the_background_fails_all(pool: RankPool, tmp_path: Path) -> None:
+    said = pool.run(_fail_in_background, str(tmp_path))
+    assert {kind for kind, _, _ in said} == {"RankFailedError"}
+    assert said[0][1] == said[1][1]
+    assert "rank 1" in said[0][1]
+    assert "injected at save.write.complete" in said[0][1]
+    assert [step for *_, step in said] == [1, 1]
+    assert bcp.open(tmp_path).step == 3

@@ -1,0 +1,69 @@
+"""Whole checkpoints on stores that are no file system: a real S3 server, and memory."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageError
+from bytecheckpoint.testing.ranks import RankPool
+
+
+def _model(value: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def _save_sharded(rank: int, world_size: int, path: str, options: dict[str, Any], value: float) -> None:
+    state = {"model": fully_shard(_model(value)), "extra_state": {"value": value}}
+    bcp.save(path, state, step=int(value), async_save=True, storage_options=options).result(60)
+
+
+def _load_whole(path: str, options: dict[str, Any]) -> float:
+    model, extra = _model(0.0), {"value": 0.0}
+    bcp.load(path, {"model": model, "extra_state": extra}, storage_options=options)
+    (value,) = {*torch.cat([p.flatten() for p in model.parameters()]).tolist(), extra["value"]}
+    return float(value)
+
+
+@pytest.mark.s3
+def test_ranks_save_to_s3_and_one_process_loads(rank_pool: RankPool, bucket: str, s3: dict[str, Any]) -> None:
+    root = f"s3://{bucket}/runs"
+    for step in (1.0, 2.0):
+        rank_pool.run(_save_sharded, f"{root}/step-{step:.0f}", s3, step, world_size=2)
+    newest = bcp.latest(root, storage_options=s3)
+    assert newest is not None
+    assert newest.step == 2
+    assert newest.verify().ok
+    assert _load_whole(newest.url, s3) == 2.0
+    assert newest["model.0.weight"][2:4, 1].tolist() == [2.0, 2.0]
+
+    # Overwriting replaces the whole; nothing of the old stays in the bucket.
+    rank_pool.run(_save_sharded, f"{root}/step-1", s3, 5.0, world_size=2)
+    again = bcp.open(f"{root}/step-1", storage_options=s3)
+    assert _load_whole(again.url, s3) == 5.0
+    stored = {stat.key for stat in again.backend.list()}
+    assert stored == {"manifest.msgpack", *again.manifest.files.name}
+
+
+@pytest.mark.s3
+def test_nothing_there_on_s3(bucket: str, s3: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=bucket):
+        bcp.open(f"s3://{bucket}/nowhere", storage_options=s3)
+    with pytest.raises(StorageError, match="bucket"):
+        bcp.save(f"s3://none-{uuid.uuid4().hex}/x", {"model": _model(1.0)}, storage_options=s3)
+
+
+def test_memory_store(rank_pool: RankPool) -> None:
+    path = f"memory://{uuid.uuid4().hex}/checkpoint"
+    bcp.save(path, {"model": _model(3.0), "extra_state": {"value": 3.0}})
+    assert _load_whole(path, {}) == 3.0
+    assert bcp.open(path).verify().ok

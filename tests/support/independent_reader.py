@@ -1,0 +1,145 @@
+"""A reader written from docs/format.md alone; it uses nothing of the library.
+
+Tensors come as numpy arrays; of types that numpy lacks as void of their size, whose bytes count.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+import zstandard
+
+NUMPY = {
+    "bool": "?", "uint8": "u1", "int8": "i1", "int16": "<i2", "uint16": "<u2", "int32": "<i4", "uint32": "<u4",
+    "int64": "<i8", "uint64": "<u8", "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8",
+    "complex128": "<c16", "bfloat16": "V2", "complex32": "V4", "bits16": "V2",
+}  # fmt: skip
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(NUMPY.get(name, "V1"))
+
+
+def names(column: dict[str, Any]) -> list[str]:
+    return column["d"].decode().split("\0")[:-1]
+
+
+def numbers(column: dict[str, Any]) -> list[int]:
+    return np.frombuffer(column["d"], f"<u{column['w']}").tolist()
+
+
+def choices(column: dict[str, Any]) -> list[str]:
+    return [names(column["of"])[i] for i in numbers(column["index"])]
+
+
+def ragged(column: dict[str, Any], ndim: list[int]) -> list[list[int]]:
+    rest = numbers(column)
+    return [[rest.pop(0) for _ in range(n)] for n in ndim]
+
+
+def read_payload(data: bytes) -> dict[str, Any]:
+    assert xxhash.xxh3_128_digest(data[:-16]) == data[-16:]
+    magic, version, codec, raw_length, payload, _ = msgpack.unpackb(data)
+    assert (magic, version) == ("bytecheckpoint", 1)
+    if codec == "zstd":
+        payload = zstandard.decompress(payload)
+    assert len(payload) == raw_length
+    document: dict[str, Any] = msgpack.unpackb(payload)
+    return document
+
+
+def read_checkpoint(root: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Every tensor, whole, by full name; every chunk checked."""
+    document = read_payload((root / "manifest.msgpack").read_bytes())
+    files, tensors, shards = document["files"], document["tensors"], document["shards"]
+    ndim = numbers(tensors["ndim"])
+    owner = [row for row, count in enumerate(numbers(tensors["shards"])) for _ in range(count)]
+    dtypes = [numpy_dtype(dtype) for dtype in choices(tensors["dtype"])]
+    out = [np.zeros(shape, dtype) for shape, dtype in zip(ragged(tensors["shape"], ndim), dtypes)]
+    offsets, lengths = (ragged(shards[key], [ndim[row] for row in owner]) for key in ("offsets", "lengths"))
+    checksums = numbers(shards["checksums"])
+    for shard, row in enumerate(owner):
+        file = numbers(shards["file"])[shard]
+        begin = numbers(files["head_length"])[file] + numbers(shards["offset"])[shard]
+        nbytes = math.prod(lengths[shard]) * dtypes[row].itemsize
+        data = (root / names(files["name"])[file]).read_bytes()[begin : begin + nbytes]
+        step = numbers(files["chunk_size"])[file]
+        for at in range(0, nbytes, step):
+            assert xxhash.xxh3_64_intdigest(data[at : at + step]) == checksums.pop(0)
+        box = tuple(slice(o, o + n) for o, n in zip(offsets[shard], lengths[shard]))
+        out[row][box] = np.frombuffer(data, dtypes[row]).reshape(lengths[shard])
+    assert checksums == []
+    found = dict(zip(names(tensors["name"]), out))
+    return found | {
+        a: found[t] for a, t in zip(names(document["aliases"]["name"]), names(document["aliases"]["target"]))
+    }
+
+
+def read_values(root: Path, rank: int) -> dict[str, dict[tuple[str | int, ...], Any]]:
+    """The values of every section by path: those all ranks share, then those of ``rank``. Containers are left out."""
+    document = read_payload((root / "manifest.msgpack").read_bytes())
+    files, sections = document["files"], names(document["sections"]["name"])
+    shared: dict[str, dict[tuple[str | int, ...], Any]] = {section: {} for section in sections}
+    own: dict[str, dict[tuple[str | int, ...], Any]] = {section: {} for section in sections}
+    rows = zip(names(files["name"]), numbers(files["section"]), numbers(files["rank"]), choices(files["kind"]))
+    for row, (name, section, writer, kind) in enumerate(rows):
+        if kind == "tensors" or (kind == "rank_values" and writer != rank):
+            continue
+        data = (root / name).read_bytes()
+        assert len(data) == numbers(files["size"])[row] == numbers(files["head_length"])[row]
+        assert xxhash.xxh3_64_intdigest(data) == numbers(files["head_checksum"])[row]
+        content = msgpack.unpackb(data)
+        assert content.keys() == {"values_version", "entries"}
+        assert content["values_version"] == 1
+        for path, is_shared, value in content["entries"]:
+            assert is_shared == (kind == "values")
+            (shared if is_shared else own)[sections[section]][tuple(path)] = read_value(value)
+    merged = {section: shared[section] | own[section] for section in sections}
+    return {s: {p: v for p, v in values.items() if not is_container(v)} for s, values in merged.items()}
+
+
+def is_container(value: Any) -> bool:
+    return type(value) is msgpack.ExtType and value.code == 18
+
+
+def read_value(data: bytes) -> Any:
+    return msgpack.unpackb(data, ext_hook=_extension, strict_map_key=False)
+
+
+def _extension(tag: int, payload: bytes) -> Any:
+    import torch
+
+    if tag == 1:
+        return int.from_bytes(payload, "little", signed=True)
+    if tag == 2:
+        return complex(*struct.unpack(">dd", payload))
+    if tag == 3:
+        return payload.decode("utf-8", "surrogatepass")
+    if tag == 4:
+        return bytearray(payload)
+    if tag == 15:
+        return getattr(torch, payload.decode())
+    if tag == 18:
+        return msgpack.ExtType(tag, payload)
+    parts = read_value(payload)
+    if tag == 13:
+        return np.frombuffer(parts[2], parts[0]).reshape(parts[1])
+    if tag == 14:
+        return np.frombuffer(parts[1], parts[0])[0]
+    if tag == 16:
+        return torch.device(*(part for part in parts if part is not None))
+    pairs = zip(parts[::2], parts[1::2])
+    if tag in (8, 9):
+        return {8: OrderedDict, 9: Counter}[tag](dict(pairs))
+    if tag == 10:
+        return deque(parts[1], parts[0])
+    if tag in (11, 12):
+        return {11: range, 12: slice}[tag](*parts)
+    return {5: tuple, 6: set, 7: frozenset, 17: torch.Size}[tag](parts)

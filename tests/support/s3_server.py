@@ -1,0 +1,50 @@
+"""A real S3 server process on 127.0.0.1, for the tests that need one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+
+_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+
+server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, Any]]:
+    """The options of a running S3 server; it ends when its standard input does, even if this process is killed."""
+    pytest.importorskip("s3fs")
+    found = subprocess.run([sys.executable, "-c", "import moto.server"], capture_output=True)
+    if found.returncode:
+        pytest.skip("needs moto[server]")
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        yield {"key": "testing", "secret": "testing", "endpoint_url": f"http://127.0.0.1:{port}"}
+        server.communicate()
+
+
+@pytest.fixture
+def bucket(s3: dict[str, Any]) -> str:
+    name = f"bucket-{uuid.uuid4().hex}"
+    fsspec.filesystem("s3", **s3).mkdir(name)
+    return name
