@@ -22,7 +22,7 @@ from .loading import load as run_load
 from .matching import Cast, Rules, Strictness
 from .saving import CHUNK_SIZE, SaveOptions
 from .saving import save as run_save
-from .storage_backends import StorageBackend, open_backend
+from .storage_backends import StorageBackend, join, open_backend
 
 __all__ = ["Checkpointer", "latest", "load", "open", "save"]
 
@@ -249,15 +249,16 @@ def latest(root: URL, *, storage_options: Mapping[str, Any] | None = None) -> Ch
     """
     backend = open_backend(root, **dict(storage_options or {}))
     children = [name.rstrip("/") for name in backend.list_children("") if name.endswith("/")]
-    numbered = [name for name in children if _number_in(name) >= 0]
     found: list[tuple[int, str, Checkpoint]] = []
-    for name in sorted(numbered, key=_number_in, reverse=True):
-        if (checkpoint := _opened(backend.url, name, storage_options)) is not None:
-            found.append((_number_in(name) if checkpoint.step is None else checkpoint.step, name, checkpoint))
-            break
-    for name in sorted(set(children) - set(numbered)):
-        if (checkpoint := _opened(backend.url, name, storage_options)) is not None:
-            found.append((-1 if checkpoint.step is None else checkpoint.step, name, checkpoint))
+    number_found = False
+    for name in sorted(children, key=_number_in, reverse=True):
+        number = _number_in(name)
+        if number >= 0 and number_found:
+            continue
+        checkpoint = _opened(backend.url, name, storage_options)
+        if checkpoint is not None:
+            number_found = True
+            found.append((number if checkpoint.step is None else checkpoint.step, name, checkpoint))
     return max(found, key=lambda entry: entry[:2])[2] if found else None
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
 from .engine.commit import read_manifest
 from .engine.reader import Reader, ReadPart, ReadStats, read_stored_file
 from .engine.resources import Engine
-from .errors import CheckpointError, CorruptionError, StateError
+from .errors import CheckpointError, StateError, StorageError
 from .geometry import Box
 from .manifest import Manifest
 from .metadata import BasicMeta, ShardMeta
@@ -187,7 +187,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         for file in range(len(self.manifest.files)):
             try:
                 head = read_stored_file(self.backend, self.manifest, file, head_only=False)
-            except CheckpointError as error:
+            except (CheckpointError, StorageError) as error:
                 problems.append(str(error))
                 continue
             progress(len(head))
@@ -196,7 +196,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
                 nbytes = int(self.manifest.shard_nbytes[row])
                 try:
                     self._check_shard(row)
-                except CorruptionError as error:
+                except (CheckpointError, StorageError) as error:
                     problems.append(str(error))
                 checked += nbytes
                 progress(nbytes)
@@ -257,7 +257,7 @@ def _index_box(index: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tupl
             offsets.append(start if stop > start else 0)
             lengths.append(max(stop - start, 0))
             rest.append(slice(None, None, step))
-        elif isinstance(item, Integral) and not isinstance(item, bool) and -size <= item < size:
+        elif isinstance(item, (int, np.integer)) and not isinstance(item, bool) and -size <= item < size:
             offsets.append(int(item) % size)
             lengths.append(1)
             rest.append(0)

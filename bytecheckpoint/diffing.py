@@ -16,6 +16,7 @@ from .stored_values import StoredValue, stored_values
 
 __all__ = ["DiffReport", "TensorDiff", "ValueDiff", "diff"]
 
+_PIECE = PIECE // 2  # both sides are held, and as float64 with temporaries where they differ
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -181,7 +182,7 @@ class _Comparison:
         differing, max_abs = 0, 0.0
         itemsize = self.a.manifest.tensors.meta_of(row_a).dtype.itemsize
         for box in boxes:
-            for piece in slabs(box, box, itemsize, PIECE, 0):
+            for piece in slabs(box, box, itemsize, _PIECE, 0):
                 count, largest = _compare(self.read_a.read(row_a, piece), self.read_b.read(row_b, piece), self.differs)
                 differing += count
                 max_abs = largest if largest != largest or largest > max_abs else max_abs

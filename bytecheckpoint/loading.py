@@ -94,8 +94,12 @@ def load(
     options: LoadOptions,
 ) -> LoadReport:
     """Run the protocol on this rank, and close ``op``, this load among the ranks. Raises what any rank raised."""
+    job = _LoadJob(engine, backend, op, state, options)
     try:
-        return _LoadJob(engine, backend, op, state, options).run()
+        return job.run()
+    except BaseException:
+        job.put_back()
+        raise
     finally:
         op.close()
 
@@ -117,6 +121,7 @@ class _LoadJob:
         self._engine, self._backend, self._op, self._state, self._options = engine, backend, op, state, options
         self._rules = options.rules
         self.timings = trace.Timings("load")
+        self._prepared: Sequence[Section] = ()  # their targets were made, and nothing was loaded into them yet
 
     def run(self) -> LoadReport:
         with self._step("check"):
@@ -136,6 +141,7 @@ class _LoadJob:
         if mismatch is not None:
             # Every rank has the same verdict; reporting it to the others as a failure would only lose its details.
             raise mismatch
+        self._prepared = ()
         with self._step("read"):
             self._read(manifest, parts, finishers, report)
             self._op.barrier("read")
@@ -146,6 +152,15 @@ class _LoadJob:
             report.notes += [note for section, _ in targets[:1] for note in section.context.notes]
             _log.info("%s (%s)", report, self.timings)
         return report
+
+    def put_back(self) -> None:
+        """After a failure: take back what was done to make room, unless bytes have come already. Never raises."""
+        for section in self._prepared:
+            for step in reversed(section.context.undo):
+                try:
+                    step()
+                except Exception:  # noqa: BLE001 - the load's own error is the one to raise
+                    _log.warning("section %s: its targets could not be put back", section.name, exc_info=True)
 
     # -- the steps -----------------------------------------------------------------------------------------------
 
@@ -175,6 +190,7 @@ class _LoadJob:
         self, sections: Sequence[Section], catalog: Catalog, report: LoadReport
     ) -> list[tuple[Section, SectionTarget]]:
         targets = []
+        self._prepared = sections
         for section in sections:
             policies = section.adapter.per_rank_policies(section.obj)
             stored = catalog.open_section(section.name, policies, self._options.per_rank)

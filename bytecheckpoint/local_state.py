@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from .engine.files import FileImage, shard_nbytes, tensor_image, values_image
 from .geometry import Box
+from .metadata import BasicMeta
 from .planners import Assignment, LocalPlan, ValueEntry, layout
 from .sections import Section, rank_name
 from .shards import Path, SectionSource, Shard, torch_dtype
@@ -34,45 +34,54 @@ class LocalState:
     def __init__(
         self, sections: Sequence[Section], sources: dict[str, SectionSource], rank: int, allow_pickle: bool
     ) -> None:
-        self._rank = rank
-        self.shards: list[Shard] = []
+        self._sections, self._sources, self._rank = sections, sources, rank
         self.values: list[tuple[str, Path, bytes]] = []
-        metas: list[tuple[str, str, Any]] = []
-        boxes: list[tuple[int, Any]] = []
+        self._entries: list[ValueEntry] = []
+        for name, source in sources.items():
+            for path, value in source.values.items():
+                data = encode_value(value, f"{name}.{path_name(path)}", allow_pickle=allow_pickle)
+                own = path in source.per_rank
+                self.values.append((name, path, data))
+                self._entries.append(ValueEntry(name, encode_path(path), value_digest(data), len(data), own))
+        self._list_shards()
+
+    @property
+    def digests(self) -> dict[str, bytes]:
+        """Content of plain tensors that may turn out to differ between ranks, by full name."""
+        return {f"{name}.{fqn}": d for name, source in self._sources.items() for fqn, d in source.digests.items()}
+
+    def separate(self, names: Sequence[str]) -> None:
+        """Make the tensors of these full names this rank's own, and plan anew."""
+        for full in names:
+            section, _, fqn = full.partition(".")
+            if fqn in self._sources[section].metas:
+                self._sources[section].make_per_rank(fqn)
+        self._list_shards()
+
+    def _list_shards(self) -> None:
+        self.shards: list[Shard] = []
+        metas: list[tuple[str, str, BasicMeta]] = []
+        boxes: list[tuple[int, Box]] = []
         scopes: list[int] = []
-        entries: list[ValueEntry] = []
         aliases: list[tuple[str, str]] = []
-        for section in sections:
-            source = sources[section.name]
+        for name, source in self._sources.items():
             rows: dict[str, int] = {}
             for fqn, meta in source.metas.items():
                 own = fqn in source.per_rank
                 rows[fqn] = len(metas)
-                metas.append((section.name, rank_name(fqn, rank) if own else fqn, meta))
-                scopes.append(rank if own else -1)
+                metas.append((name, rank_name(fqn, self._rank) if own else fqn, meta))
+                scopes.append(self._rank if own else -1)
             for shard in [*source.shards, *_elementless(source)]:
                 boxes.append((rows[shard.fqn], shard.box))
                 self.shards.append(self._renamed(shard) if shard.fqn in source.per_rank else shard)
-            for path, value in source.values.items():
-                data = encode_value(value, f"{section.name}.{path_name(path)}", allow_pickle=allow_pickle)
-                self.values.append((section.name, path, data))
-                entries.append(
-                    ValueEntry(
-                        section.name,
-                        encode_path(path),
-                        value_digest(data),
-                        len(data),
-                        path in source.per_rank,
-                    )
-                )
-            aliases += [(f"{section.name}.{alias}", f"{section.name}.{fqn}") for alias, fqn in source.aliases.items()]
+            aliases += [(f"{name}.{alias}", f"{name}.{fqn}") for alias, fqn in source.aliases.items()]
         self.plan = LocalPlan(
             TensorTable.build(metas),
             BoxTable.build(boxes),
-            entries,
+            self._entries,
             np.array(scopes, np.int64),
             aliases,
-            [(section.name, section.adapter.name) for section in sections],
+            [(section.name, section.adapter.name) for section in self._sections],
         )
 
     def _renamed(self, shard: Shard) -> Shard:

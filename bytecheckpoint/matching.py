@@ -37,8 +37,8 @@ _SHOWN = 40  # faults of one kind that a message spells out
 class Rules:
     """What the caller of ``load`` asked for, in terms of full names (``<section>.<name in it>``).
 
-    ``include`` and ``exclude`` are shell patterns on the target's names; ``rename`` takes a stored full name to the
-    name the target knows it by.
+    ``include`` and ``exclude`` are shell patterns on the target's names, or on those of whole sections; ``rename``
+    takes a stored full name to the name the target knows it by.
     """
 
     include: Sequence[str] = ("*",)
@@ -49,20 +49,13 @@ class Rules:
 
     def selects(self, full_name: str) -> bool:
         """Whether this target name takes part in the load."""
-        return any(fnmatch.fnmatchcase(full_name, p) for p in self.include) and not any(
-            fnmatch.fnmatchcase(full_name, p) for p in self.exclude
-        )
+        return _matches(full_name, self.include) and not _matches(full_name, self.exclude)
 
     def selects_some_of(self, section: str) -> bool:
         """Whether the section takes part at all; False only where the patterns leave out everything below it."""
         below = f"{section}."
-        included = any(
-            fnmatch.fnmatchcase(section, p) or fnmatch.fnmatchcase(below, p) or _may_match_below(below, p)
-            for p in self.include
-        )
-        return included and not any(
-            fnmatch.fnmatchcase(section, p) or _matches_all_below(below, p) for p in self.exclude
-        )
+        included = _matches(below, self.include) or any(_may_match_below(below, p) for p in self.include)
+        return included and not any(_matches_all_below(below, p) for p in self.exclude)
 
     def renamed(self, full_name: str) -> str:
         """The target's name of a stored one."""
@@ -98,6 +91,11 @@ class Rules:
                 raise StateError(f"include and exclude are lists of patterns, not {patterns!r}")
 
 
+def _matches(full_name: str, patterns: Sequence[str]) -> bool:
+    section = full_name.partition(".")[0]
+    return any(fnmatch.fnmatchcase(full_name, p) or fnmatch.fnmatchcase(section, p) for p in patterns)
+
+
 def _may_match_below(below: str, pattern: str) -> bool:
     """Whether some name that begins with ``below`` may match; True where that is not plain to see."""
     fixed = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
@@ -106,7 +104,8 @@ def _may_match_below(below: str, pattern: str) -> bool:
 
 def _matches_all_below(below: str, pattern: str) -> bool:
     """Whether every name that begins with ``below`` matches; False where that is not plain to see."""
-    return pattern.endswith("*") and fnmatch.fnmatchcase(below, pattern)
+    whole = fnmatch.fnmatchcase(below[:-1], pattern)
+    return whole or (pattern.endswith("*") and fnmatch.fnmatchcase(below, pattern))
 
 
 def dtype_fault(stored: BasicMeta, wanted: BasicMeta, cast: Cast) -> str | None:

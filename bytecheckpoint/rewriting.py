@@ -8,6 +8,7 @@ checkpoint, about ``PIECE * (AHEAD + threads)`` bytes are held at once.
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,7 @@ from .engine.reader import Reader, ReadPart
 from .errors import KeyExistsError, KeyNotFoundError
 from .geometry import Box
 from .manifest import MANIFEST_KEY
+from .metadata import BasicMeta
 from .planners import plan_load, slabs
 from .safetensors_file import HeaderEntry, build_header
 from .shards import torch_dtype
@@ -129,8 +131,8 @@ class Rewriter:
         self._ahead = ThreadPoolExecutor(2, thread_name_prefix="bcp-rewrite")
         self._reader = Reader(checkpoint.backend, checkpoint.manifest, self._io)
         # Reused, not allocated for each piece: what threads free, malloc keeps. One more than are read ahead, for the
-        # one that is being written.
-        self._memories = [torch.empty(PIECE, dtype=torch.uint8) for _ in range(AHEAD + 1)]
+        # one that is being written; each has room for a piece and its cast. Pages that are not used cost nothing.
+        self._memories = [torch.frombuffer(mmap.mmap(-1, 2 * PIECE), dtype=torch.uint8) for _ in range(AHEAD + 1)]
 
     def __enter__(self) -> Rewriter:
         return self
@@ -146,22 +148,17 @@ class Rewriter:
         return self._reader.stats.read
 
     def read(self, row: int, box: Box, dtype: DType | None = None, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """One box of a tensor, contiguous, cast where ``dtype`` says so; in ``memory`` (flat uint8) where that is given
-        and large enough. Raises ``CorruptionError``."""
+        """One box of a tensor, contiguous, cast where ``dtype`` says so; in ``memory`` (flat uint8), where that is
+        given and large enough for both. Raises ``CorruptionError``."""
         meta = self._manifest.tensors.meta_of(row)
-        nbytes = box.numel * meta.dtype.itemsize
-        if memory is None or nbytes > len(memory):
-            out = torch.empty(box.lengths, dtype=torch_dtype(meta))
-        else:
-            typed = memory[:nbytes] if meta.dtype.name == "uint8" else memory[:nbytes].view(torch_dtype(meta))
-            out = typed.view(box.lengths)
+        out = _tensor_in(memory, 0, box, torch_dtype(meta))
         mine = self._manifest.shards_of(row)
         stored = self._manifest.shards.take(np.arange(mine.start, mine.stop, dtype=np.int64))
         plan = plan_load(self._manifest.tensors, stored, BoxTable.build([(row, box)]))
         self._reader.read([ReadPart(mine.start + i, part, cut(out, part, box)) for _, i, part in plan.pieces()])
         if dtype is None or dtype == meta.dtype:
             return out
-        return out.to(getattr(torch, dtype.name))
+        return _tensor_in(memory, PIECE, box, torch_dtype(BasicMeta(dtype, ()))).copy_(out)
 
     def pieces(self, items: Sequence[Item]) -> Iterator[tuple[int, torch.Tensor]]:
         """``(index of the item, next piece of it)``, every item's pieces in the order of its bytes. A piece is good
@@ -206,6 +203,15 @@ class Rewriter:
                 writer.write(0, file.head)
             writer.complete()
         return hasher.checksums
+
+
+def _tensor_in(memory: torch.Tensor | None, start: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor with the box's shape in ``memory`` from byte ``start`` on; a new one where it has no room."""
+    nbytes = box.numel * dtype.itemsize
+    if memory is None or start + nbytes > len(memory):
+        return torch.empty(box.lengths, dtype=dtype)
+    flat = memory[start : start + nbytes]
+    return (flat if dtype == torch.uint8 else flat.view(dtype)).view(box.lengths)
 
 
 def refuse_checkpoint(target: StorageBackend, source_url: str = "") -> None:

@@ -1,8 +1,8 @@
 """The save protocol, top to bottom.
 
-    check      rank 0 looks at the path: writable in principle, and what is committed there now
-    describe   adapters list the state's shards and plain values; nothing is copied
-    agree      all ranks were called with the same path, step and sections
+    check      the arguments mean something; rank 0 looks whether the path can hold a checkpoint
+    describe   adapters list the state's shards and plain values; no tensor is copied
+    agree      all ranks were called with the same path, step and sections; rank 0 gets their plans
     plan       replicas are deduplicated, bytes balanced, files laid out
     stage      one copy of this rank's share into the arena; after it the caller may change every tensor
     write      data files, hashed and durable
@@ -16,36 +16,37 @@ every rank raises the same cause (DESIGN laws 1 to 3).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
 from . import trace
+from .control.agreement import describe_disagreement
 from .control.base import Operation
 from .engine.arena import Slot
-from .engine.commit import commit, new_attempt, read_manifest, remove_attempt, remove_files
+from .engine.commit import commit, new_attempt, remove_attempt, remove_files, replaceable
 from .engine.files import FileImage, copy_in, place_images
 from .engine.record import record
 from .engine.resources import Engine
 from .engine.writer import WrittenFile, write_images
 from .errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
     CommitUnknownError,
-    NotACheckpointError,
+    DisagreementError,
+    KeyNotFoundError,
+    PlanError,
     RankFailedError,
     StateError,
 )
 from .handle import SaveHandle, SaveResult
 from .local_state import LocalState
-from .manifest import Manifest, pack_metadata
+from .manifest import MANIFEST_KEY, Manifest, pack_metadata
 from .planners import Assignment, LocalPlan, SavePlan, plan_save
-from .sections import Section, check_state, resolve_sections
-from .shards import SectionSource
+from .sections import check_state, resolve_sections
 from .storage_backends.base import StorageBackend
 from .version import VERSION
 
@@ -80,17 +81,27 @@ def save(
     *,
     background: bool,
 ) -> SaveHandle:
-    """Run the protocol; with ``background`` the steps after ``stage`` run in the engine's background thread.
+    """Run the protocol; with ``background`` the steps after ``stage`` run in the engine's background thread
+    while the caller goes on.
 
     ``op`` is this save among the ranks, and is closed when the save is over, however it ends.
     """
     job = _SaveJob(engine, backend, op, state, options)
     job.prepare()
+    # Saves are committed in the order in which they were begun, so a synchronous one queues up too.
     if background:
         engine.background.submit(job.finish_in_background)
     else:
-        job.finish()
+        engine.background.submit(job.finish).result()
     return job.handle
+
+
+class _Told(NamedTuple):
+    """What a rank brings to rank 0: the arguments of its call, digests of tensors that may differ, its plan."""
+
+    facts: dict[str, str]
+    digests: dict[str, bytes]
+    plan: bytes
 
 
 class _SaveJob:
@@ -122,13 +133,11 @@ class _SaveJob:
             with self._step("check"):
                 self._check()
             with self._step("describe"):
-                sections = self._resolve()
-                sources = {section.name: section.capture() for section in sections}
+                local = self._describe()
             with self._step("agree"):
-                self._agree(sources)
+                everyone = self._agree(local)
             with self._step("plan"):
-                local = LocalState(sections, sources, self._op.rank, self._options.allow_pickle)
-                assignment = self._exchange_plans(local)
+                assignment = self._exchange_plans(local, everyone)
             with self._step("stage"):
                 self._stage(local, assignment)
         except BaseException as error:
@@ -173,61 +182,65 @@ class _SaveJob:
         if self._options.step is not None and self._options.step < 0:
             raise StateError(f"step must not be negative: {self._options.step}")
         pack_metadata(dict(self._options.metadata))
-        if self._op.rank != 0:
-            return
-        try:
-            self._previous = read_manifest(self._backend)
-        except (CheckpointNotFoundError, NotACheckpointError):
-            pass
-        except CheckpointError as error:
-            _log.warning(
-                "%s: what is there now cannot be read and will be replaced, its files kept: %s",
-                self._backend.url,
-                error,
-            )
+        if self._op.rank == 0:
+            with contextlib.suppress(KeyNotFoundError):
+                self._backend.stat(MANIFEST_KEY)
 
-    def _resolve(self) -> list[Section]:
-        return resolve_sections(
+    def _describe(self) -> LocalState:
+        sections = resolve_sections(
             self._state,
             framework=self._options.framework,
             rank=self._op.rank,
             world_size=self._op.world_size,
             allow_pickle=self._options.allow_pickle,
         )
+        sources = {section.name: section.capture() for section in sections}
+        return LocalState(sections, sources, self._op.rank, self._options.allow_pickle)
 
-    def _agree(self, sources: dict[str, SectionSource]) -> None:
-        """Same call on every rank; then find plain tensors of trees that are no replicas of each other."""
-        self._op.agree(
-            "agree",
-            {
-                "path": self._backend.url,
-                "step": str(self._options.step),
-                "sections": ", ".join(sorted(sources)),
-                "chunk size": str(self._options.chunk_size),
-                "library version": VERSION,
-            },
-        )
-        digests = {
-            f"{name}.{fqn}": digest for name, source in sources.items() for fqn, digest in source.digests.items()
+    def _agree(self, local: LocalState) -> list[_Told] | None:
+        """Bring everything rank 0 needs to compare and to plan, in one exchange; on rank 0, compare.
+
+        A disagreement is raised by rank 0, and by the others when they wait for its plan.
+        """
+        facts = {
+            "path": self._backend.url,
+            "step": str(self._options.step),
+            "sections": ", ".join(name for name, _ in local.plan.sections),
+            "chunk size": str(self._options.chunk_size),
+            "library version": VERSION,
         }
-        everyone = self._op.gather("digests", msgpack.packb(digests))
-        differing = self._op.broadcast("differing", None if everyone is None else msgpack.packb(_differing(everyone)))
-        for full in msgpack.unpackb(differing):
-            section, _, fqn = full.partition(".")
-            if fqn in sources[section].metas:
-                sources[section].make_per_rank(fqn)
+        told = self._op.gather("agree", msgpack.packb([facts, local.digests, local.plan.to_bytes()]))
+        if told is None:
+            return None
+        everyone = [_Told(*msgpack.unpackb(part)) for part in told]
+        disagreement = describe_disagreement("save", [one.facts for one in everyone])
+        if disagreement:
+            raise DisagreementError(disagreement)
+        return everyone
 
-    def _exchange_plans(self, local: LocalState) -> Assignment:
-        plans = self._op.gather("plans", local.plan.to_bytes())
-        messages = None
-        if plans is not None:
-            self._plan = plan_save([LocalPlan.from_bytes(plan) for plan in plans])
-            attempt = new_attempt()
-            messages = [
-                msgpack.packb([attempt, self._plan.assignment(r).to_bytes()]) for r in range(self._op.world_size)
-            ]
-        self._attempt, assignment = msgpack.unpackb(self._op.scatter("assignments", messages))
-        return Assignment.from_bytes(assignment, local.plan)
+    def _exchange_plans(self, local: LocalState, everyone: list[_Told] | None) -> Assignment:
+        """Rank 0 plans, and hands each rank its share. Where plain tensors of trees turn out to be no replicas of each
+        other, each rank first makes them its own and says so."""
+        differing = None if everyone is None else _differing([one.digests for one in everyone])
+        plans: Sequence[bytes] | None = None if everyone is None else [one.plan for one in everyone]
+        for _ in range(2):
+            attempt, names, share = msgpack.unpackb(self._op.scatter("plan", self._shares(plans, differing)))
+            if attempt:
+                self._attempt = attempt
+                return Assignment.from_bytes(share, local.plan)
+            local.separate(names)
+            plans, differing = self._op.gather("separated", local.plan.to_bytes()), []
+        raise PlanError("rank 0 asked twice to separate tensors that differ between ranks")
+
+    def _shares(self, plans: Sequence[bytes] | None, differing: list[str] | None) -> list[bytes] | None:
+        """On rank 0, what each rank is told: an attempt and its share of the plan, or names to separate first."""
+        if plans is None:
+            return None
+        if differing:
+            return [msgpack.packb(["", differing, b""])] * len(plans)
+        self._plan = plan_save([LocalPlan.from_bytes(plan) for plan in plans])
+        attempt = new_attempt()
+        return [msgpack.packb([attempt, [], self._plan.assignment(r).to_bytes()]) for r in range(len(plans))]
 
     def _stage(self, local: LocalState, assignment: Assignment) -> None:
         self._images = local.images(assignment, self._attempt)
@@ -264,6 +277,8 @@ class _SaveJob:
                 metadata=dict(self._options.metadata),
                 library_version=VERSION,
             )
+            # Looked at only now: an earlier save to this path may have been committed since this one began.
+            self._previous = replaceable(self._backend)
             self.timings.point("commit.before")
             self._may_be_committed = True
             try:
@@ -310,12 +325,12 @@ class _SaveJob:
             yield
 
 
-def _differing(everyone: Sequence[bytes]) -> list[str]:
+def _differing(digests: Sequence[Mapping[str, bytes]]) -> list[str]:
     """Names whose digest is not the same on all ranks that have them."""
     seen: dict[str, bytes] = {}
     differing = set()
-    for part in everyone:
-        for name, digest in msgpack.unpackb(part).items():
+    for of_rank in digests:
+        for name, digest in of_rank.items():
             if seen.setdefault(name, digest) != digest:
                 differing.add(name)
     return sorted(differing)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bytecheckpoint.control.base import Communicator, Operation
-from bytecheckpoint.control.current import current_communicator
-from bytecheckpoint.control.single import SingleProcess
-from bytecheckpoint.control.store import StoreCommunicator
+from .base import Communicator, Operation
+from .current import current_communicator
+from .single import SingleProcess
+from .store import StoreCommunicator
 
 __all__ = ["Communicator", "Operation", "SingleProcess", "StoreCommunicator", "current_communicator"]

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 
 import msgpack
 
-from bytecheckpoint.control.agreement import describe_disagreement
-from bytecheckpoint.errors import DisagreementError
+from ..errors import DisagreementError
+from .agreement import describe_disagreement
 
 __all__ = ["Communicator", "Operation"]
 

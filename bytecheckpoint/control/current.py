@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-from bytecheckpoint.control.base import Communicator
-from bytecheckpoint.control.single import SingleProcess
-from bytecheckpoint.control.store import StoreCommunicator
-from bytecheckpoint.errors import ControlError
+from ..errors import ControlError
+from .base import Communicator
+from .single import SingleProcess
+from .store import StoreCommunicator
 
 __all__ = ["current_communicator"]
 

@@ -10,8 +10,9 @@ from typing import Any
 import msgpack
 
 from bytecheckpoint import errors
-from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError
+
+from ..errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError
+from .peers import PeerIdentity
 
 __all__ = ["FailureRecord"]
 

@@ -23,10 +23,10 @@ from typing import Any
 import msgpack
 from torch._C._distributed_c10d import PrefixStore
 
-from bytecheckpoint.control.agreement import format_ranks
-from bytecheckpoint.control.line import Line, LineLost, serve_store
-from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.errors import ControlError, DeadlineError
+from ..errors import ControlError, DeadlineError
+from .agreement import format_ranks
+from .line import Line, LineLost, serve_store
+from .peers import PeerIdentity
 
 __all__ = ["Meeting", "meet"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from bytecheckpoint.control.base import Communicator, Operation
+from .base import Communicator, Operation
 
 __all__ = ["SingleOperation", "SingleProcess"]
 

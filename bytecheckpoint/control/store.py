@@ -17,13 +17,13 @@ from typing import Any
 
 import msgpack
 
-from bytecheckpoint.control.agreement import format_ranks
-from bytecheckpoint.control.base import Communicator, Operation
-from bytecheckpoint.control.failure import FailureRecord
-from bytecheckpoint.control.line import Line, LineLost
-from bytecheckpoint.control.peers import PeerIdentity, PeerWatch
-from bytecheckpoint.control.rendezvous import Meeting, meet
-from bytecheckpoint.errors import BytecheckpointError, ControlError, DisagreementError
+from ..errors import BytecheckpointError, ControlError, DisagreementError
+from .agreement import format_ranks
+from .base import Communicator, Operation
+from .failure import FailureRecord
+from .line import Line, LineLost
+from .peers import PeerIdentity, PeerWatch
+from .rendezvous import Meeting, meet
 
 __all__ = ["StoreCommunicator", "StoreOperation"]
 

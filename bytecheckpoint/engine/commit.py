@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from ..errors import (
     BytecheckpointError,
+    CheckpointError,
     CheckpointNotFoundError,
     CommitUnknownError,
     KeyNotFoundError,
@@ -65,6 +66,18 @@ def decode_manifest(data: bytes, url: str) -> Manifest:
         return decode(data)
     except BytecheckpointError as error:
         raise type(error)(f"{url}/{MANIFEST_KEY}: {error}") from error
+
+
+def replaceable(backend: StorageBackend) -> Manifest | None:
+    """What is committed at a path that is about to be overwritten; None where there is nothing, or nothing readable:
+    then there is no telling which files were its, and all are kept."""
+    try:
+        return read_manifest(backend)
+    except (CheckpointNotFoundError, NotACheckpointError):
+        return None
+    except CheckpointError as error:
+        _log.warning("what is there cannot be read; it is replaced and its files are kept: %s", error)
+        return None
 
 
 def commit(backend: StorageBackend, manifest: Manifest) -> None:

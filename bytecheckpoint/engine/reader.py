@@ -7,6 +7,7 @@ what is read straight into the destination is checked there, and a failure is ra
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor, wait
@@ -66,9 +67,11 @@ class Reader:
         self.stats = ReadStats()
         self._executor = executor
         self._heads_checked: set[int] = set()
+        self._own = threading.local()
 
     def read(self, parts: Sequence[ReadPart]) -> None:
-        """Read all parts. Raises ``CorruptionError`` naming file, tensor and byte range at the first bad chunk."""
+        """Read all parts. Raises ``CorruptionError`` naming file, tensor and byte range at the first bad chunk, and
+        ``StorageError`` where the store does not answer."""
         self._check_heads(sorted({int(self.manifest.shard_file[part.row]) for part in parts}))
         ordered = sorted(
             parts, key=lambda part: (self.manifest.shard_file[part.row], self.manifest.shard_offset[part.row])
@@ -120,12 +123,19 @@ class Reader:
         start, stop = span(box, stored, meta.dtype.itemsize)
         first = start - start % at.chunk_size
         last = min(-(-stop // at.chunk_size) * at.chunk_size, at.length)
-        bounce = torch.empty(last - first, dtype=torch.uint8)
+        bounce = self._bounce(last - first)
         self._fetch(at, part.row, first, memoryview(bounce.numpy()))  # type: ignore[arg-type]
         elements = bounce[start - first : stop - first]
         source = _strided_view(elements, meta, box, stored)
         out = part.out[box.relative_to(part.box).slices()] if part.box.ndim else part.out
         copy_elements(out, source)
+
+    def _bounce(self, nbytes: int) -> torch.Tensor:
+        """This thread's bounce buffer: faulted in once, and given back, where malloc would keep it."""
+        memory: torch.Tensor | None = getattr(self._own, "bounce", None)
+        if memory is None or len(memory) < nbytes:
+            self._own.bounce = memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        return memory[:nbytes]
 
     def _fetch(self, at: ByteMeta, row: int, start: int, buffer: memoryview) -> None:
         """Bytes ``[start, start + len(buffer))`` of a shard; ``start`` is on a chunk boundary."""
@@ -137,9 +147,8 @@ class Reader:
         except KeyNotFoundError as error:
             raise _missing(self.backend, at.file, where) from error
         except StorageError as error:
-            raise CorruptionError(
-                f"{self.backend.url}/{at.file}: cannot read bytes [{begin}, {end}) of {where}: {error}"
-            ) from error
+            size = int(self.manifest.files.size[int(self.manifest.shard_file[row])])
+            raise _unreadable(self.backend, at.file, size, f"bytes [{begin}, {end}) of {where}", error) from error
         self.stats.add(read=len(buffer))
         if not self.verify:
             return
@@ -157,7 +166,8 @@ class Reader:
 def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, head_only: bool) -> bytes:
     """The checked head of file ``row``: a safetensors header, or all of a values document.
 
-    Raises ``CorruptionError`` where the file is missing, of another size (unless ``head_only``) or changed.
+    Raises ``CorruptionError`` where the file is missing, of another size (unless ``head_only``) or changed, and
+    ``StorageError`` where the store does not give it out.
     """
     files = manifest.files
     key, size, length = files.name[row], int(files.size[row]), int(files.head_length[row])
@@ -169,7 +179,7 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
     except KeyNotFoundError as error:
         raise _missing(backend, key, f"section {manifest.sections[int(files.section[row])].name}") from error
     except StorageError as error:
-        raise CorruptionError(f"{backend.url}/{key}: cannot read its first {length} bytes: {error}") from error
+        raise _unreadable(backend, key, size, f"its first {length} bytes", error) from error
     if xxhash.xxh3_64_intdigest(buffer) != int(files.head_checksum[row]):
         what = "header" if files.kind[row] == "tensors" else "values"
         section = manifest.sections[int(files.section[row])].name
@@ -184,6 +194,22 @@ def _missing(backend: StorageBackend, key: str, where: str) -> CorruptionError:
     return CorruptionError(
         f"{backend.url}/{key}: file is missing, but the manifest names it for {where}; it was deleted, not copied, "
         f"or the checkpoint was overwritten while it was being read (then load again)"
+    )
+
+
+def _unreadable(
+    backend: StorageBackend, key: str, size: int, what: str, error: StorageError
+) -> CorruptionError | StorageError:
+    """Tells a file that was cut from a store that does not answer, which says nothing about the checkpoint."""
+    try:
+        found = backend.stat(key).size
+    except StorageError:
+        found = size
+    if found == size:
+        return type(error)(f"{backend.url}/{key}: cannot read {what}: {error}")
+    return CorruptionError(
+        f"{backend.url}/{key}: cannot read {what}: the file has {found} bytes, the manifest says {size}; it was cut "
+        f"short or replaced; restore it or load an earlier checkpoint"
     )
 
 

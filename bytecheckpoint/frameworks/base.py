@@ -7,7 +7,7 @@ It never does I/O, never communicates, and never changes the object in ``capture
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ class Context:
 
     ``state`` is the whole state of the call, so that an optimizer finds the modules whose parameters it steps.
     ``device`` is where meta-device targets are materialised (None: each tensor's mesh decides, else the CPU).
+    ``undo`` takes back, last first, what ``target`` did to the object, where the load then finds a fault.
     """
 
     section: str
@@ -34,6 +35,7 @@ class Context:
     allow_pickle: bool = False
     device: torch.device | None = None
     notes: list[str] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Adapter(ABC):

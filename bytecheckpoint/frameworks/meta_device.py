@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def materialize(slots: Sequence[Slot], context: Context) -> torch.Tensor:
 
     The tensor object stays the same, so optimizers and other names keep referring to it. Where torch cannot swap it,
     a new object takes its place in the modules, unless an optimizer of the state holds the old one: ``StateError``.
+    ``context.undo`` gets what makes them meta tensors again.
     """
     filled: torch.Tensor | None = None
     done: dict[int, torch.Tensor] = {}
@@ -66,11 +68,13 @@ def _swap(slot: Slot, made: torch.Tensor, context: Context) -> torch.Tensor:
                 f"{', '.join(map(repr, holders))} ({error}). Call module.to_empty(device=...) first and build the "
                 "optimizer after it"
             ) from error
+        context.undo.append(partial(_put, slot, slot.tensor))
         context.notes.append(
             f"{slot.fqn}: the meta-device tensor was replaced by a new object ({error}); an optimizer built earlier "
             "does not know it"
         )
         return made
+    context.undo.append(partial(torch.utils.swap_tensors, slot.tensor, made))
     return slot.tensor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -127,8 +128,9 @@ def _built_in(name: str) -> Adapter:
     return _loaded[name]
 
 
-def _plug_ins() -> list[EntryPoint]:
-    return [point for point in entry_points(group=_ENTRY_POINTS) if point.name not in {*_BUILT_IN, *_SYNONYMS}]
+@cache  # it reads a file of every installed package
+def _plug_ins() -> tuple[EntryPoint, ...]:
+    return tuple(point for point in entry_points(group=_ENTRY_POINTS) if point.name not in {*_BUILT_IN, *_SYNONYMS})
 
 
 def _load_plug_in(point: EntryPoint) -> Adapter | None:

@@ -41,7 +41,7 @@ class Capture:
         """Mark the tensors whose paths their names do not tell."""
         index = PathIndex.of(self.source.values)
         for fqn, path in self.paths.items():
-            if index.path_of(fqn) != path:
+            if index.path_of(fqn) != path or path_name(path[:-1]) in index.ambiguous:
                 self._put(path, Container("tensor"), fqn in self.source.per_rank)
         return self.source
 

@@ -98,6 +98,8 @@ class PathIndex:
 
     containers: Mapping[Path, Container]
     at: Path = ()
+    ambiguous: set[str] = field(init=False)
+    """Dotted names that more than one container has."""
     _by_name: dict[str, Path] = field(init=False)
     _exact: dict[str, Path] = field(init=False)
 
@@ -105,8 +107,10 @@ class PathIndex:
         # Sorted, so that saving and loading settle two paths of one dotted name alike.
         branches = sorted((path for path, c in self.containers.items() if c.kind != "tensor"), key=repr)
         self._by_name = {}
+        self.ambiguous = set()
         for path in branches:
-            self._by_name.setdefault(path_name(path), path)
+            if self._by_name.setdefault(path_name(path), path) != path:
+                self.ambiguous.add(path_name(path))
         self._by_name.setdefault(path_name(self.at), self.at)
         self._exact = {path_name(path): path for path, c in self.containers.items() if c.kind == "tensor"}
 

@@ -259,3 +259,22 @@ def test_import_collisions_and_taken_targets(one: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyExistsError, match="holds a checkpoint already"):
         import_safetensors(source, str(tmp_path / "taken"))
     assert bcp.open(tmp_path / "taken").verify().ok
+
+
+@pytest.mark.parametrize("limit", [10**9, 4096])
+def test_an_export_is_no_model_before_its_end(limit: int, one: Path, tmp_path: Path) -> None:
+    """What a reader finds at any moment of an export is refused; and an interruption leaves nothing."""
+    seen: list[int] = []
+
+    def look(nbytes: int) -> None:
+        seen.append(nbytes)
+        assert not (tmp_path / "model.safetensors.index.json").exists()
+        if (tmp_path / "model.safetensors").exists():
+            with pytest.raises(safetensors.SafetensorError):
+                safetensors.torch.load_file(tmp_path / "model.safetensors")
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_safetensors(bcp.open(one), str(tmp_path), max_file_bytes=limit, progress=look)
+    assert kit.folder_contents(tmp_path) == []

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from damage import MANIFEST, data_begin, flipped, keys_of, regions, replaced, sw
 from small_training import differing, memory, training
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError
+from bytecheckpoint.checkpoint import Checkpoint
+from bytecheckpoint.engine.resources import Engine
+from bytecheckpoint.errors import AccessDeniedError, CheckpointError, CorruptionError, FormatError
+from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 from bytecheckpoint.testing.ranks import RankPool
 
 WORLD = 4
@@ -229,7 +234,7 @@ def test_slices_are_checked_too(checkpoint: Path) -> None:
 
 
 def test_an_unverified_load_skips_checksums_but_not_what_cannot_be(checkpoint: Path) -> None:
-    """``verify=False`` is for bytes that somebody else vouches for: a flipped bit goes through, a lost file does not."""
+    """``verify=False`` is for bytes that somebody vouches for: a flipped bit goes through, a lost file does not."""
     key = next(key for key in _data_files(checkpoint) if "model-00000" in key)
     file = checkpoint / key
     with flipped(file, data_begin(file), 1):
@@ -243,6 +248,22 @@ def test_an_unverified_load_skips_checksums_but_not_what_cannot_be(checkpoint: P
         _load(checkpoint, verify=False)
     with flipped(checkpoint / MANIFEST, 200), pytest.raises((CorruptionError, FormatError)):
         _load(checkpoint, verify=False)
+
+
+@pytest.mark.parametrize("key", ["*.safetensors", "*.msgpack"])
+def test_a_store_that_does_not_answer_is_no_corruption(checkpoint: Path, key: str) -> None:
+    """The checkpoint may be whole: nobody should throw it away because of a network that is down."""
+    refusal = FaultRule("read_into", f"attempt-*{key}", times=None, error=lambda: AccessDeniedError("refused by test"))
+    with closing(Engine()) as engine:
+        opened = Checkpoint.open(FaultyBackend(LocalBackend(checkpoint), [refusal]), engine)
+        with pytest.raises(AccessDeniedError, match=rf"{re.escape(str(checkpoint))}.*refused by test"):
+            for name in opened:
+                opened[name].load()
+            for section in opened.sections:
+                opened.values(section)
+        problems = opened.verify().problems
+    assert problems
+    assert all("refused by test" in problem for problem in problems)
 
 
 def test_plain_values_stay_when_a_tensor_is_damaged(checkpoint: Path) -> None:

@@ -50,11 +50,14 @@ class SpecialAdapter(StrangeAdapter):
 def clean_registry(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    yield
+    registry._plug_ins.cache_clear()
 
 
 def install(monkeypatch, *points):
     ours = [EntryPoint(name, value, "bytecheckpoint.frameworks") for name, value in points]
     monkeypatch.setattr(registry, "entry_points", lambda group: ours)
+    registry._plug_ins.cache_clear()
 
 
 def test_built_in_adapters_by_object():

@@ -40,6 +40,8 @@ def _faults(caught: pytest.ExceptionInfo[MismatchError], kind: str) -> list[str]
     ("include", "exclude", "taken"),
     [
         (["model.*"], [], {"model"}),
+        (["model"], [], {"model"}),
+        (["*"], ["optimizer", "extra_state"], {"model"}),
         (["*"], ["optimizer.*"], {"model", "extra_state"}),
         (["*"], ["optimizer.*", "extra_state.*"], {"model"}),
         (["optimizer.*"], [], {"optimizer"}),
@@ -143,8 +145,10 @@ def test_part_of_a_section(saved: Path) -> None:
         bcp.load(saved, state)
     assert "model.2.weight" not in str(caught.value)
     assert _faults(caught, "unexpected") == sorted(
-        ["model.0.bias", "model.1.weight", "model.1.bias", "model.count"]
-        + ["extra_state.best", "extra_state.name", "extra_state.table"]
+        [
+            *("model.0.bias", "model.1.weight", "model.1.bias", "model.count"),
+            *("extra_state.best", "extra_state.name", "extra_state.table"),
+        ]
     )
     assert state["extra_state"] == {"step": 0}
     report = bcp.load(saved, state, strict=False)
@@ -716,7 +720,7 @@ def test_values_of_single_ranks(pool: RankPool, tmp_path: Path, declared: bool) 
             assert run(_load_per_rank, path, ours, option, world_size=size) == by_rank[:size], (policy, size)
     for size in (1, 4):
         said = run(_load_per_rank, path, "error" if declared else None, "error", world_size=size)
-        assert said[0][0] == ["extra_state.own.buffer", "extra_state.own.number"]
+        assert {"extra_state.own.buffer", "extra_state.own.number"} <= set(said[0][0])
         assert f"saved by 2 rank(s), loaded by {size}" in said[0][1]
         assert "per_rank='lowest', 'modulo' or 'skip'" in said[0][1]
         assert all(one == said[0] for one in said)

@@ -119,7 +119,7 @@ class Expected:
         """One tree for each rank; tensors that are the same on all are stored under their plain names."""
         self.trees[section] = [describe(tree) for tree in trees]
         by_rank = [dict(_tensors(tree, section)) for tree in trees]
-        for name, tensor in by_rank[0].items():
+        for name in by_rank[0]:
             found = [describe_tensor(tensors[name]) for tensors in by_rank]
             own = any(other != found[0] for other in found) or ".own" in name
             if own:
@@ -289,6 +289,8 @@ def tensor_tree() -> dict[str, Any]:
         "dotted.key": {"a.b": one + 7, "a": {"c": one + 8}},
         "ints": {0: one + 9, 10: {"1": one + 10}},
         "tail": {"1": one + 11},
+        "same": {"name": {"x": one + 12}},
+        "same.name": {"y": one + 13},
         "scalar": torch.tensor(2.5),
         "empty": torch.zeros(3, 0, 2, dtype=torch.int16),
     }
@@ -352,8 +354,8 @@ def plain_target(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def save_case(rank: int, world_size: int, name: str, path: str) -> None:
     """One rank's part of one golden checkpoint."""
     with (
-        mock.patch("bytecheckpoint.saving.new_attempt", lambda: f"attempt-golden-{name}"),
-        mock.patch("platform.node", lambda: "golden"),
+        mock.patch("bytecheckpoint.saving.new_attempt", return_value=f"attempt-golden-{name}"),
+        mock.patch("platform.node", return_value="golden"),
     ):
         bcp.save(path, CASES[name].state(), step=STEP, metadata=METADATA, chunk_size=CHUNK_SIZE)
 

@@ -82,8 +82,9 @@ def read_checkpoint(root: Path) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def read_values(root: Path, rank: int) -> dict[str, dict[tuple[str | int, ...], Any]]:
-    """The values of every section by path: those all ranks share, then those of ``rank``. Containers are left out."""
+def read_values(root: Path, rank: int, *, containers: bool = False) -> dict[str, dict[tuple[str | int, ...], Any]]:
+    """The values of every section by path: those all ranks share, then those of ``rank``. Without ``containers`` these
+    are left out."""
     document = read_payload((root / "manifest.msgpack").read_bytes())
     files, sections = document["files"], names(document["sections"]["name"])
     shared: dict[str, dict[tuple[str | int, ...], Any]] = {section: {} for section in sections}
@@ -102,7 +103,56 @@ def read_values(root: Path, rank: int) -> dict[str, dict[tuple[str | int, ...], 
             assert is_shared == (kind == "values")
             (shared if is_shared else own)[sections[section]][tuple(path)] = read_value(value)
     merged = {section: shared[section] | own[section] for section in sections}
-    return {s: {p: v for p, v in values.items() if not is_container(v)} for s, values in merged.items()}
+    return {
+        section: {path: v for path, v in values.items() if containers or not is_container(v)}
+        for section, values in merged.items()
+    }
+
+
+def read_tree(root: Path, section: str, rank: int) -> dict[Any, Any]:
+    """A section of kind ``tree`` whose root is a mapping, as ``rank`` gets it: nested dicts (for lists too, by index),
+    with ``("tensor", dtype, shape, bytes)`` where a tensor was; containers become ``(kind, length, dict)``."""
+    values = read_values(root, rank, containers=True)[section]
+    containers = {path: read_value(value.data) for path, value in values.items() if is_container(value)}
+    leaves = {path: value for path, value in values.items() if not is_container(value)}
+    branches: dict[str, list[tuple[str | int, ...]]] = {}
+    for path, (kind, _) in containers.items():
+        if kind != "tensor":
+            branches.setdefault(".".join(map(str, path)), []).append(path)
+    exact = {".".join(map(str, path)): path for path, (kind, _) in containers.items() if kind == "tensor"}
+    for fqn, tensor in section_tensors(root, section, rank).items():
+        cuts = [i for i, letter in enumerate(fqn) if letter == "." and fqn[:i] in branches]
+        path: tuple[str | int, ...] = (fqn,)
+        if fqn in exact:
+            path = exact[fqn]
+        elif cuts:
+            (above,) = branches[fqn[: cuts[-1]]]
+            key = fqn[cuts[-1] + 1 :]
+            path = (*above, int(key) if containers[above][0] in ("list", "tuple") else key)
+        leaves[path] = tensor
+    tree: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return {"containers": {p: tuple(c) for p, c in containers.items() if c[0] != "tensor"}, "tree": tree}
+
+
+def section_tensors(root: Path, section: str, rank: int) -> dict[str, tuple[Any, ...]]:
+    """``("tensor", dtype, shape, bytes)`` by fqn: the shared tensors of a section, aliases, and those of ``rank``."""
+    document = read_payload((root / "manifest.msgpack").read_bytes())
+    tensors, arrays = document["tensors"], read_checkpoint(root)
+    rows = zip(names(tensors["name"]), choices(tensors["dtype"]), numbers(tensors["scope"]))
+    found = {}
+    for name, dtype, scope in rows:
+        if name.startswith(f"{section}.") and scope in (0, rank + 1):
+            fqn = name[len(section) + 1 :].removesuffix(f"@{scope - 1}" if scope else "")
+            found[fqn] = ("tensor", dtype, list(arrays[name].shape), arrays[name].tobytes().hex())
+    for alias, target in zip(names(document["aliases"]["name"]), names(document["aliases"]["target"])):
+        if alias.startswith(f"{section}."):
+            found[alias[len(section) + 1 :]] = found[target[len(section) + 1 :]]
+    return found
 
 
 def is_container(value: Any) -> bool:
