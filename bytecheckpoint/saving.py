@@ -57,6 +57,8 @@ _SWEEP_AFTER_S = 10.0  # how long a failed save waits for the other ranks to sto
 
 CHUNK_SIZE = 1 << 20  # bytes a checksum; the least that a verified partial read fetches
 
+_MAX_CHUNK_SIZE = 1 << 30
+
 _log = logging.getLogger(__name__)
 
 
@@ -179,8 +181,11 @@ class _SaveJob:
 
     def _check(self) -> None:
         check_state(self._state)
-        if self._options.step is not None and self._options.step < 0:
-            raise StateError(f"step must not be negative: {self._options.step}")
+        step, chunk_size = self._options.step, self._options.chunk_size
+        if step is not None and (type(step) is not int or not 0 <= step < 1 << 63):
+            raise StateError(f"step must be a whole number from 0 to 2^63-1, not {step!r}")
+        if type(chunk_size) is not int or not 1 <= chunk_size <= _MAX_CHUNK_SIZE:
+            raise StateError(f"chunk_size must be a number of bytes from 1 to {_MAX_CHUNK_SIZE}, not {chunk_size!r}")
         pack_metadata(dict(self._options.metadata))
         if self._op.rank == 0:
             with contextlib.suppress(KeyNotFoundError):

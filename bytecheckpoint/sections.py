@@ -18,6 +18,9 @@ __all__ = ["Section", "check_state", "rank_name", "resolve_sections", "split_ran
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _RANK_SUFFIX = re.compile(r"(.+)@(\d+)")
+_SHARD_SUFFIX = re.compile(r"\[(\d+:\d+)?(,\d+:\d+)*\]$")
+_MAX_NAME = 4096  # characters of a tensor's name
+_MAX_SECTION_NAME = 200  # characters; with rank and suffix it is still a file name everywhere
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,28 @@ class Section:
     def capture(self) -> SectionSource:
         """What the object holds, checked for names that mean two things."""
         source = self.adapter.capture(self.obj, self.context)
-        for fqn in source.metas:
-            if split_rank_name(fqn)[1] is not None:
-                raise NameCollisionError(
-                    f"{self.name}.{fqn}: names that end in @<number> are kept for values of single ranks; rename it"
-                )
+        for fqn in (*source.metas, *source.aliases):
+            _check_name(f"{self.name}.{fqn}", fqn)
         clash = source.metas.keys() & source.aliases.keys()
         if clash:
             raise NameCollisionError(
                 f"{self.name}: {', '.join(sorted(clash))} are both tensors and names of tied tensors"
             )
         return source
+
+
+def _check_name(full: str, fqn: str) -> None:
+    """Raise unless a tensor may be stored under ``fqn`` as it is."""
+    if _RANK_SUFFIX.fullmatch(fqn):
+        raise NameCollisionError(f"{full}: names that end in @<number> are kept for values of single ranks; rename it")
+    if _SHARD_SUFFIX.search(fqn):
+        raise NameCollisionError(f"{full}: names that end in [0:2,...] are kept for parts of tensors; rename it")
+    if fqn == "__metadata__":
+        raise NameCollisionError(f"{full}: safetensors keeps the name __metadata__ for itself; rename it")
+    if len(fqn) > _MAX_NAME or "\0" in fqn or any("\ud800" <= c <= "\udfff" for c in fqn):
+        raise StateError(
+            f"{full[:80]!r}: a tensor's name is Unicode text of at most {_MAX_NAME} characters and no zero byte; rename it"
+        )
 
 
 def check_state(state: Any) -> None:
@@ -53,9 +67,9 @@ def check_state(state: Any) -> None:
             f"not {type(state).__name__}"
         )
     for name in state:
-        if not isinstance(name, str) or not _SECTION_NAME.fullmatch(name):
+        if not isinstance(name, str) or not _SECTION_NAME.fullmatch(name) or len(name) > _MAX_SECTION_NAME:
             raise StateError(
-                f"section name {name!r} cannot be used: it becomes part of file names; use letters, digits, '_', '-'"
+                f"section name {name!r} cannot be used: it becomes part of file names; use at most 200 letters, digits, '_', '-'"
             )
 
 

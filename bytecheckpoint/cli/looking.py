@@ -18,6 +18,8 @@ from .output import Output, plain, size_text
 
 __all__ = ["inspect_command", "ls_command"]
 
+_SHOWN = 160  # characters of one value that a person is shown
+
 
 @command("ls")
 @click.argument("root")
@@ -106,7 +108,8 @@ def inspect_command(
     if files:
         _print_files(out, document["files"])
     for value in document.get("values", []):
-        out.line(f"{value['name']} = {value['value']!r}")
+        text = " ".join(str(value["value"]).split())
+        out.line(f"{value['name']} = {text if len(text) <= _SHOWN else text[:_SHOWN] + ' ... (whole with --json)'}")
 
 
 def _summary(found: Checkpoint) -> dict[str, Any]:

@@ -19,7 +19,15 @@ from ..errors import (
 from ..manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, decode, encode
 from ..storage_backends.base import StorageBackend
 
-__all__ = ["commit", "new_attempt", "read_manifest", "read_manifest_bytes", "remove_attempt", "remove_files"]
+__all__ = [
+    "commit",
+    "new_attempt",
+    "read_manifest",
+    "read_manifest_bytes",
+    "remove_attempt",
+    "remove_files",
+    "replaceable",
+]
 
 _ATTEMPT_MARK = "attempt-"
 

@@ -250,6 +250,13 @@ def test_an_unverified_load_skips_checksums_but_not_what_cannot_be(checkpoint: P
         _load(checkpoint, verify=False)
 
 
+def _read_everything(opened: Checkpoint) -> None:
+    for name in opened:
+        opened[name].load()
+    for section in opened.sections:
+        opened.values(section)
+
+
 @pytest.mark.parametrize("key", ["*.safetensors", "*.msgpack"])
 def test_a_store_that_does_not_answer_is_no_corruption(checkpoint: Path, key: str) -> None:
     """The checkpoint may be whole: nobody should throw it away because of a network that is down."""
@@ -257,10 +264,7 @@ def test_a_store_that_does_not_answer_is_no_corruption(checkpoint: Path, key: st
     with closing(Engine()) as engine:
         opened = Checkpoint.open(FaultyBackend(LocalBackend(checkpoint), [refusal]), engine)
         with pytest.raises(AccessDeniedError, match=rf"{re.escape(str(checkpoint))}.*refused by test"):
-            for name in opened:
-                opened[name].load()
-            for section in opened.sections:
-                opened.values(section)
+            _read_everything(opened)
         problems = opened.verify().problems
     assert problems
     assert all("refused by test" in problem for problem in problems)

@@ -97,7 +97,8 @@ def test_overwrite_is_all_or_nothing(pool: RankPool, tmp_path: Path, point: str,
     elif point not in ("save.clean", "save.commit"):
         assert found == 1.0
     survivor = said[1 - victim]
-    if victim == 0 and point != "save.clean" or victim != 0 and point not in ("save.clean", "save.commit"):
+    harmless = {"save.clean"} if victim == 0 else {"save.clean", "save.commit"}
+    if point not in harmless:
         assert survivor.startswith("RankFailedError"), survivor
         assert f"rank {victim}" in survivor
     # The next job saves to the same place, and what it saves is what is there.
@@ -106,7 +107,11 @@ def test_overwrite_is_all_or_nothing(pool: RankPool, tmp_path: Path, point: str,
 
 
 def _die_first(rank: int, world_size: int, path: str) -> None:
-    trace.observe(lambda name, event: os.kill(os.getpid(), signal.SIGKILL) if rank == 0 and name == "save.commit" else None)
+    def kill(name: str, event: str) -> None:
+        if rank == 0 and name == "save.commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trace.observe(kill)
     with pytest.raises(bcp.errors.RankFailedError):
         bcp.save(path, {"model": _model(1.0)}, deadline_s=30)
 
@@ -143,7 +148,7 @@ def test_a_failing_rank_fails_all_and_leaves_nothing(pool: RankPool, tmp_path: P
         pytest.skip("only rank 0 puts the manifest")
     path = str(tmp_path / "checkpoint")
     pool.run(_save, path, 1.0)
-    attempts = {name for name in os.listdir(path)}
+    attempts = set(os.listdir(path))
     results = pool.run(_raise_in, path, point, victim)
     causes = {result[0] for result in results}
     assert len(causes) == 1, causes

@@ -1,0 +1,169 @@
+"""Optimizers whose groups, parameters or implementation have changed since the save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_training import plain_model, stepped
+from torch import nn
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import MismatchError
+
+
+def _named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)]: dict(entries) for parameter, entries in optimizer.state.items()}
+
+
+def test_a_parameter_without_gradient_has_no_state_on_either_side(tmp_path: Path) -> None:
+    """What was never created is neither an error nor invented, and what the target had of it goes."""
+
+    def run(value: float, idle: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = plain_model(value)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        for name, parameter in model.named_parameters():
+            if name != idle:
+                parameter.grad = parameter.detach().clone()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = run(1.0, "1.bias")
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    for idle in ("1.bias", "0.weight", ""):
+        other, target = run(9.0, idle)
+        bcp.load(tmp_path, {"model": other, "optimizer": target})
+        loaded, stored = _named_state(other, target), _named_state(model, optimizer)
+        assert loaded.keys() == stored.keys()
+        assert all(torch.equal(loaded[n][k], stored[n][k]) for n in stored for k in stored[n])
+
+
+def _frozen_run(value: float, frozen: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """An optimizer of the parameters that are not frozen."""
+    model = plain_model(value)
+    model.get_parameter(frozen).requires_grad_(False) if frozen else None
+    live = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(live, lr=0.5)
+    for parameter in live:
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_frozen_when_saved_and_trained_now(tmp_path: Path) -> None:
+    model, optimizer = _frozen_run(1.0, "0.weight")
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, target = _frozen_run(9.0, "")
+    mine = {key: value.clone() for key, value in target.state[other[0].weight].items()}
+    report = bcp.load(tmp_path, {"model": other, "optimizer": target})
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert any("0.weight" in name for name in report.lazy)
+    assert all(torch.equal(target.state[other[0].weight][key], value) for key, value in mine.items())
+    assert torch.equal(target.state[other[1].bias]["exp_avg"], optimizer.state[model[1].bias]["exp_avg"])
+
+
+def test_trained_when_saved_and_frozen_now(tmp_path: Path) -> None:
+    model, optimizer = _frozen_run(1.0, "")
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, target = _frozen_run(9.0, "0.weight")
+    report = bcp.load(tmp_path, {"model": other, "optimizer": target})
+    assert not report.unexpected
+    assert other[0].weight not in target.state
+    assert torch.equal(other[0].weight, model[0].weight)
+    with pytest.raises(MismatchError, match=r"optimizer\.state\.0\.weight\.exp_avg"):
+        bcp.load(tmp_path, {"model": other, "optimizer": target}, strict="exact")
+
+
+def _grouped(value: float, groups: list[tuple[list[str], float]]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = plain_model(value)
+    optimizer = torch.optim.AdamW(
+        [{"params": [model.get_parameter(name) for name in names], "lr": lr} for names, lr in groups]
+    )
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_groups_reordered_split_and_merged(tmp_path: Path) -> None:
+    weights, biases = ["0.weight", "1.weight"], ["0.bias", "1.bias"]
+    model, optimizer = _grouped(1.0, [(weights, 0.5), (biases, 0.25)])
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    stored = _named_state(model, optimizer)
+    for groups, rates in (
+        ([(biases, 9.0), (weights, 9.0)], [0.25, 0.5]),
+        ([(["1.bias"], 9.0), (["1.weight", "0.weight"], 9.0), (["0.bias"], 9.0)], [0.25, 0.5, 0.25]),
+    ):
+        other, target = _grouped(9.0, groups)
+        bcp.load(tmp_path, {"model": other, "optimizer": target})
+        assert [group["lr"] for group in target.param_groups] == rates
+        loaded = _named_state(other, target)
+        assert all(torch.equal(loaded[n][k], stored[n][k]) for n in stored for k in stored[n])
+    # Merging groups that were stepped differently has no right answer.
+    other, target = _grouped(9.0, [(weights + biases, 9.0)])
+    before = _named_state(other, target)["0.bias"]["exp_avg"].clone()
+    with pytest.raises(MismatchError, match=r"split the group as it was") as caught:
+        bcp.load(tmp_path, {"model": other, "optimizer": target})
+    assert "lr = 0.25" in str(caught.value)
+    assert torch.equal(_named_state(other, target)["0.bias"]["exp_avg"], before)
+    bcp.load(tmp_path, {"model": other, "optimizer": target}, exclude=["optimizer.param_groups.*"])
+    assert target.param_groups[0]["lr"] == 9.0
+    # Groups of one kind merge.
+    model, optimizer = _grouped(1.0, [(weights, 0.5), (biases, 0.5)])
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": target})
+    assert target.param_groups[0]["lr"] == 0.5
+
+
+_KINDS: dict[str, dict[str, bool]] = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "capturable": {"capturable": True},
+}
+
+
+@pytest.mark.parametrize("loaded", _KINDS)
+@pytest.mark.parametrize("stored", ["plain", "fused"])
+def test_one_implementation_loads_the_state_of_another(tmp_path: Path, stored: str, loaded: str) -> None:
+    def run(value: float, kind: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = plain_model(value)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, **_KINDS[kind])
+        for _ in range(steps):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = run(1.0, stored, 2)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    for steps in (0, 1) if loaded != "capturable" else (0,):  # that one steps on accelerators only
+        other, target = run(9.0, loaded, steps)
+        bcp.load(tmp_path, {"model": other, "optimizer": target})
+        for flag in ("foreach", "fused", "capturable", "differentiable"):
+            assert bool(target.param_groups[0][flag]) == _KINDS[loaded].get(flag, False)
+        for name, entries in _named_state(other, target).items():
+            assert float(entries["step"]) == 2.0
+            assert torch.equal(entries["exp_avg"], optimizer.state[model.get_parameter(name)]["exp_avg"])
+        if loaded != "capturable":
+            for parameter in other.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            target.step()
+
+
+def test_an_exhausted_scheduler_and_a_scaler_come_back(tmp_path: Path) -> None:
+    model = plain_model()
+    optimizer = stepped(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    optimizer.step()
+    scheduler.step()
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    other = plain_model(9.0)
+    target = stepped(other, 2)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(target, 10)
+    bcp.load(tmp_path, {"model": other, "optimizer": target, "scheduler": theirs})
+    assert theirs.state_dict() == scheduler.state_dict()
+    assert target.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]

@@ -1,0 +1,184 @@
+"""Which parts of a checkpoint a load takes, and into which memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mismatches import faults_of
+from small_training import differing, memory, plain_model, training
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import MismatchError, StateError
+
+# -- include and exclude -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "taken"),
+    [
+        (["model.*"], [], {"model"}),
+        (["model"], [], {"model"}),
+        (["*"], ["optimizer", "extra_state"], {"model"}),
+        (["*"], ["optimizer.*"], {"model", "extra_state"}),
+        (["*"], ["optimizer.*", "extra_state.*"], {"model"}),
+        (["optimizer.*"], [], {"optimizer"}),
+        (["extra_state.*"], ["extra_state.table"], {"extra_state"}),
+    ],
+)
+def test_patterns_on_sections(saved: Path, include: list[str], exclude: list[str], taken: set[str]) -> None:
+    state = training(9.0, steps=2)
+    before, stored = memory(state), memory(training(1.0))
+    report = bcp.load(saved, state, include=include, exclude=exclude)
+    after = memory(state)
+    for name in after:
+        wanted = stored if name.partition(".")[0] in taken and name not in exclude else before
+        assert not differing({name: after[name]}, {name: wanted[name]}), name
+    assert {name.partition(".")[0] for name in report.loaded} == taken
+    assert not report.missing
+    assert not report.unexpected
+
+
+def test_no_byte_of_what_is_excluded_is_read(saved: Path) -> None:
+    everything = bcp.load(saved, training(9.0))
+    assert everything.bytes_wanted == bcp.open(saved).manifest.nbytes
+    nothing = bcp.load(saved, training(9.0), include=["extra_state.step"])
+    assert (nothing.bytes_read, nothing.bytes_wanted) == (0, 0)
+    assert nothing.loaded == ["extra_state.step"]
+    one = bcp.load(saved, training(9.0), include=["model.0.bias"])
+    assert one.bytes_wanted == 7 * 4
+    assert one.bytes_read < 64 + 64 + 5000, "more than a file header and the chunks around it"
+
+
+def test_files_of_what_is_excluded_are_not_even_opened(saved: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    for file in copy.glob("attempt-*/optimizer-*"):
+        file.unlink()
+    for options in ({"exclude": ["optimizer.*"]}, {"include": ["model.*", "extra_state.*"]}):
+        state = training(9.0)
+        bcp.load(copy, state, **options)
+        assert torch.equal(state["model"][0].weight, training(1.0)["model"][0].weight)
+    with pytest.raises(bcp.errors.CorruptionError, match="missing"):
+        bcp.load(copy, training(9.0))
+
+
+def test_patterns_across_model_and_optimizer(saved: Path) -> None:
+    """One parameter is left alone in both."""
+    state = training(9.0, steps=2)
+    before, stored = memory(state), memory(training(1.0))
+    bcp.load(saved, state, exclude=["model.0.weight", "optimizer.state.0.weight.*"])
+    after = memory(state)
+    for name in after:
+        excluded = name == "model.0.weight" or name.startswith("optimizer.0.")
+        wanted = before if excluded else stored
+        assert not differing({name: after[name]}, {name: wanted[name]}), name
+
+
+def test_hyper_parameters_can_be_left_alone(saved: Path) -> None:
+    state = training(9.0)
+    state["optimizer"].param_groups[0]["lr"] = 0.125
+    bcp.load(saved, state, exclude=["optimizer.param_groups.*"])
+    assert state["optimizer"].param_groups[0]["lr"] == 0.125
+    stored, loaded = memory(training(1.0)), memory(state)
+    del stored["optimizer.groups"], loaded["optimizer.groups"]
+    assert not differing(stored, loaded)
+
+
+def test_patterns_that_are_no_lists(saved: Path) -> None:
+    with pytest.raises(StateError, match=r"lists of patterns, not 'model.\*'"):
+        bcp.load(saved, training(9.0), include="model.*")
+
+
+def test_excluded_values_and_names_that_only_one_side_has(saved: Path) -> None:
+    """Exclusion takes names out of the comparison too."""
+    state = training(9.0)
+    del state["extra_state"]["name"]
+    state["extra_state"]["new"] = "mine"
+    with pytest.raises(MismatchError) as caught:
+        bcp.load(saved, state)
+    assert faults_of(caught, "missing") == ["extra_state.new"]
+    assert faults_of(caught, "unexpected") == ["extra_state.name"]
+    bcp.load(saved, state, exclude=["extra_state.n*"])
+    assert state["extra_state"]["new"] == "mine"
+    assert state["extra_state"]["step"] == 1
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+def test_sections_not_asked_for_stay_unread(saved: Path) -> None:
+    model = plain_model(9.0)
+    report = bcp.load(saved, {"model": model})
+    assert sorted(report.loaded) == sorted(f"model.{name}" for name in model.state_dict())
+    assert torch.equal(model[0].weight, plain_model(1.0)[0].weight) is False  # one step was taken before saving
+    assert torch.equal(model[0].weight, training(1.0)["model"][0].weight)
+    assert report.bytes_wanted == sum(t.numel() * t.element_size() for t in model.state_dict().values())
+
+
+def test_part_of_a_section(saved: Path) -> None:
+    """Half of a model, and a dict with one of the keys."""
+    state: dict[str, Any] = {"model": {"0.weight": torch.zeros(7, 5)}, "extra_state": {"step": 0}}
+    with pytest.raises(MismatchError) as caught:
+        bcp.load(saved, state)
+    assert "model.2.weight" not in str(caught.value)
+    assert faults_of(caught, "unexpected") == sorted(
+        [
+            *("model.0.bias", "model.1.weight", "model.1.bias", "model.count"),
+            *("extra_state.best", "extra_state.name", "extra_state.table"),
+        ]
+    )
+    assert state["extra_state"] == {"step": 0}
+    report = bcp.load(saved, state, strict=False)
+    assert torch.equal(state["model"]["0.weight"], training(1.0)["model"][0].weight)
+    assert state["extra_state"] == {"step": 1}
+    assert "model.1.bias" in report.unexpected
+    assert "extra_state.name" in report.unexpected
+
+
+def test_a_section_the_checkpoint_does_not_have(saved: Path) -> None:
+    state = {"model": plain_model(9.0), "ema": plain_model(9.0)}
+    with pytest.raises(MismatchError, match="ema: no such section; the checkpoint has") as caught:
+        bcp.load(saved, state)
+    assert faults_of(caught, "missing") == ["ema"]
+    assert torch.equal(state["model"][0].weight, plain_model(9.0)[0].weight)
+    report = bcp.load(saved, state, strict={"ema": False})
+    assert report.missing == ["ema"]
+    assert torch.equal(state["ema"][0].weight, plain_model(9.0)[0].weight)
+    report = bcp.load(saved, state, exclude=["ema.*"])
+    assert report.missing == []
+
+
+# -- in place ----------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_keep_their_identity(saved: Path) -> None:
+    state = training(9.0)
+    table, best, extra = state["extra_state"]["table"], state["extra_state"]["best"], state["extra_state"]
+    tensors = [*state["model"].state_dict(keep_vars=True).values(), table]
+    tensors += [value for entry in state["optimizer"].state.values() for value in entry.values()]
+    places = [(id(tensor), tensor.data_ptr()) for tensor in tensors]
+    state["extra_state"]["best"] = best
+    bcp.load(saved, state)
+    assert [(id(tensor), tensor.data_ptr()) for tensor in tensors] == places
+    assert state["extra_state"] is extra
+    assert extra["table"] is table
+    assert not differing(memory(state), memory(training(1.0)))
+    # A tree is changed, not replaced; what stands in it is.
+    assert extra["best"] == [1.0, None, (1, "two")]
+
+
+def test_an_empty_dict_takes_everything(saved: Path) -> None:
+    extra: dict[str, Any] = {}
+    report = bcp.load(saved, {"extra_state": extra})
+    assert not differing(
+        {f"extra_state.{k}": v for k, v in extra.items()},
+        {k: v for k, v in memory(training(1.0)).items() if k.startswith("extra_state")},
+    )
+    assert sorted(report.loaded) == sorted(f"extra_state.{name}" for name in extra)
+    model: dict[str, Any] = {}
+    bcp.load(saved, {"model": model})
+    assert torch.equal(model["0.weight"], training(1.0)["model"][0].weight)

@@ -1,0 +1,146 @@
+"""Loads of several ranks: parts of a model, and values that belong to single ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import MismatchError
+from bytecheckpoint.testing.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def _save_stages(rank: int, world_size: int, path: str) -> None:
+    bcp.save(
+        path, {"model": {name: torch.full((3,), float(i)) for i, name in enumerate("abcd")}, "extra_state": {"s": 1}}
+    )
+
+
+def _load_stages(rank: int, world_size: int, path: str, names: list[str]) -> tuple[Any, ...]:
+    """Each rank asks for its own part of the model, as pipeline stages do."""
+    mine = {name: torch.zeros(3) for name in names[rank::world_size]}
+    try:
+        report = bcp.load(path, {"model": mine, "extra_state": {"s": 0}}, deadline_s=30)
+    except MismatchError as error:
+        return str(error), sorted(error.faults)
+    return {name: tensor[0].item() for name, tensor in mine.items()}, report.unexpected, report.bytes_wanted
+
+
+def test_disjoint_targets_are_not_unexpected(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_save_stages, str(tmp_path), world_size=1)
+    assert pool.run(_load_stages, str(tmp_path), list("abcd"), world_size=2) == [
+        ({"a": 0.0, "c": 2.0}, [], 24),
+        ({"b": 1.0, "d": 3.0}, [], 24),
+    ]
+    said = pool.run(_load_stages, str(tmp_path), list("abx"), world_size=2)
+    assert said[0] == said[1], "the ranks raise different errors"
+    assert [tuple(fault[:2]) for fault in said[0][1]] == [
+        ("missing", "model.x"),
+        ("unexpected", "model.c"),
+        ("unexpected", "model.d"),
+    ]
+
+
+def _per_rank_state(rank: int, policy: str | None) -> dict[str, Any]:
+    held: Any = {"number": rank, "buffer": torch.full((2,), float(rank))}
+    return {"extra_state": {"own": bcp.PerRank(held, policy) if policy else held, "shared": 5}}
+
+
+def _save_per_rank(rank: int, world_size: int, path: str, declared: bool) -> None:
+    bcp.save(path, _per_rank_state(rank, "error" if declared else None), deadline_s=30)
+
+
+def _load_per_rank(rank: int, world_size: int, path: str, policy: str | None, option: str) -> Any:
+    state = _per_rank_state(-1, policy)
+    try:
+        report = bcp.load(path, state, per_rank=option, deadline_s=30)
+    except MismatchError as error:
+        return sorted({name for kind, name, _ in error.faults if kind == "per_rank"}), str(error)
+    own = state["extra_state"]["own"]
+    held = own.value if policy else own
+    assert state["extra_state"]["shared"] == 5
+    assert not report.missing
+    assert not report.unexpected
+    assert held["buffer"].tolist() == [held["number"]] * 2
+    return held["number"]
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["PerRank", "merely different"])
+def test_values_of_single_ranks(pool: RankPool, tmp_path: Path, declared: bool) -> None:
+    """``PerRank`` in the target says for itself; for values that merely differed the option of ``load`` does."""
+    path = str(tmp_path)
+    pool.run(_save_per_rank, path, declared, world_size=2)
+    run = pool.run
+    assert run(_load_per_rank, path, "error" if declared else None, "error", world_size=2) == [0, 1]
+    for policy, by_rank in (("lowest", [0, 0, 0, 0]), ("modulo", [0, 1, 0, 1]), ("skip", [-1, -1, -1, -1])):
+        ours, option = (policy, "error") if declared else (None, policy)
+        for size in (1, 3, 4):
+            assert run(_load_per_rank, path, ours, option, world_size=size) == by_rank[:size], (policy, size)
+    for size in (1, 4):
+        said = run(_load_per_rank, path, "error" if declared else None, "error", world_size=size)
+        assert {"extra_state.own.buffer", "extra_state.own.number"} <= set(said[0][0])
+        assert f"saved by 2 rank(s), loaded by {size}" in said[0][1]
+        assert "per_rank='lowest', 'modulo' or 'skip'" in said[0][1]
+        assert all(one == said[0] for one in said)
+
+
+def _unwanted_per_rank(rank: int, world_size: int, path: str) -> list[str]:
+    try:
+        bcp.load(path, {"extra_state": {"shared": 0}}, deadline_s=30)
+    except MismatchError as error:
+        return sorted(name for _, name, _ in error.faults)
+    return []
+
+
+def test_values_of_single_ranks_that_nobody_takes_are_unexpected(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_save_per_rank, str(tmp_path), True, world_size=2)
+    expected = ["extra_state.own.buffer", "extra_state.own.number"]
+    assert pool.run(_unwanted_per_rank, str(tmp_path), world_size=2) == [expected, expected]
+
+
+def _draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def _save_rng(rank: int, world_size: int, path: str) -> list[float]:
+    random.seed(100 + rank)
+    np.random.seed(100 + rank)
+    torch.manual_seed(100 + rank)
+    bcp.save(path, {"rng": bcp.RNGState(), "extra_state": {"x": 1}}, deadline_s=30)
+    return _draw()
+
+
+def _load_rng(rank: int, world_size: int, path: str, on_resize: str) -> list[float] | str:
+    random.seed(5)
+    try:
+        bcp.load(path, {"rng": bcp.RNGState(on_resize)}, deadline_s=30)  # type: ignore[arg-type]
+    except bcp.errors.BytecheckpointError as error:
+        return str(error)
+    return _draw()
+
+
+def test_random_generators(pool: RankPool, tmp_path: Path) -> None:
+    """The same numbers on the same ranks; at another world size what the target asks for."""
+    path = str(tmp_path)
+    drawn = pool.run(_save_rng, path, world_size=2)
+    assert drawn[0] != drawn[1]
+    for policy in ("error", "reseed", "lowest"):
+        assert pool.run(_load_rng, path, policy, world_size=2) == drawn
+    assert pool.run(_load_rng, path, "lowest", world_size=3) == [drawn[0]] * 3
+    fresh = pool.run(_load_rng, path, "reseed", world_size=3)
+    assert fresh == pool.run(_load_rng, path, "reseed", world_size=3), "a second load draws other numbers"
+    assert len({tuple(one) for one in [*fresh, *drawn]}) == 5, "two ranks draw the same numbers"
+    refused = pool.run(_load_rng, path, "error", world_size=1)
+    assert "saved by 2 rank(s), loaded by 1" in refused[0]

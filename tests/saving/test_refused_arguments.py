@@ -1,0 +1,53 @@
+"""Arguments and names that cannot be stored are refused in the first steps, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import NameCollisionError, StateError
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"chunk_size": 0}, {"chunk_size": -4}, {"chunk_size": 2.5}, {"step": -1}, {"step": 2**63}, {"step": True}],
+    ids=str,
+)
+def test_arguments(tmp_path: Path, arguments: dict[str, object]) -> None:
+    with pytest.raises(StateError, match=next(iter(arguments))):
+        bcp.save(tmp_path / "c", {"x": {"a": torch.ones(2)}}, **arguments)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "part"),
+    [
+        ("w@3", NameCollisionError, "single ranks"),
+        ("w[0:2]", NameCollisionError, "parts of tensors"),
+        ("w[]", NameCollisionError, "parts of tensors"),
+        ("__metadata__", NameCollisionError, "safetensors"),
+        ("w\0", StateError, "Unicode text"),
+        ("w\ud800", StateError, "Unicode text"),
+        ("w" * 5000, StateError, "4096"),
+    ],
+)
+def test_tensor_names(tmp_path: Path, name: str, error: type[Exception], part: str) -> None:
+    with pytest.raises(error, match=part):
+        bcp.save(tmp_path / "c", {"x": {name: torch.ones(2)}})
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "a.b", "x" * 201, 3])
+def test_section_names(tmp_path: Path, name: object) -> None:
+    with pytest.raises(StateError, match="section name"):
+        bcp.save(tmp_path / "c", {name: {"a": torch.ones(2)}})  # type: ignore[dict-item]
+    assert not (tmp_path / "c").exists()
+
+
+def test_no_state(tmp_path: Path) -> None:
+    for state in ({}, [1], None):
+        with pytest.raises(StateError, match="non-empty mapping"):
+            bcp.save(tmp_path / "c", state)  # type: ignore[arg-type]
