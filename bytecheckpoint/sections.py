@@ -55,7 +55,8 @@ def _check_name(full: str, fqn: str) -> None:
         raise NameCollisionError(f"{full}: safetensors keeps the name __metadata__ for itself; rename it")
     if len(fqn) > _MAX_NAME or "\0" in fqn or any("\ud800" <= c <= "\udfff" for c in fqn):
         raise StateError(
-            f"{full[:80]!r}: a tensor's name is Unicode text of at most {_MAX_NAME} characters and no zero byte; rename it"
+            f"{full[:80]!r}: a tensor's name is Unicode text of at most {_MAX_NAME} characters and no zero byte; "
+            "rename it"
         )
 
 
@@ -69,7 +70,8 @@ def check_state(state: Any) -> None:
     for name in state:
         if not isinstance(name, str) or not _SECTION_NAME.fullmatch(name) or len(name) > _MAX_SECTION_NAME:
             raise StateError(
-                f"section name {name!r} cannot be used: it becomes part of file names; use at most 200 letters, digits, '_', '-'"
+                f"section name {name!r} cannot be used: it becomes part of file names; "
+                f"use at most {_MAX_SECTION_NAME} letters, digits, '_', '-'"
             )
 
 

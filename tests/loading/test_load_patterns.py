@@ -114,7 +114,6 @@ def test_sections_not_asked_for_stay_unread(saved: Path) -> None:
     model = plain_model(9.0)
     report = bcp.load(saved, {"model": model})
     assert sorted(report.loaded) == sorted(f"model.{name}" for name in model.state_dict())
-    assert torch.equal(model[0].weight, plain_model(1.0)[0].weight) is False  # one step was taken before saving
     assert torch.equal(model[0].weight, training(1.0)["model"][0].weight)
     assert report.bytes_wanted == sum(t.numel() * t.element_size() for t in model.state_dict().values())
 
@@ -157,11 +156,10 @@ def test_a_section_the_checkpoint_does_not_have(saved: Path) -> None:
 
 def test_tensors_keep_their_identity(saved: Path) -> None:
     state = training(9.0)
-    table, best, extra = state["extra_state"]["table"], state["extra_state"]["best"], state["extra_state"]
+    table, extra = state["extra_state"]["table"], state["extra_state"]
     tensors = [*state["model"].state_dict(keep_vars=True).values(), table]
     tensors += [value for entry in state["optimizer"].state.values() for value in entry.values()]
     places = [(id(tensor), tensor.data_ptr()) for tensor in tensors]
-    state["extra_state"]["best"] = best
     bcp.load(saved, state)
     assert [(id(tensor), tensor.data_ptr()) for tensor in tensors] == places
     assert state["extra_state"] is extra

@@ -15,10 +15,6 @@ import bytecheckpoint as bcp
 from bytecheckpoint.testing.ranks import RankPool
 
 
-def _tree(**entries: Any) -> dict[str, Any]:
-    return {"extra_state": entries}
-
-
 def _value(path: Path) -> int:
     """What is committed at ``path``."""
     return int(bcp.open(path).values("extra_state")[("value",)])
