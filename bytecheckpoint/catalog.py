@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checkpoint import stored_values
+from .checkpoint import encoded_values
 from .errors import StateError
 from .frameworks.per_rank import choose_rank
 from .manifest import Manifest
@@ -165,7 +165,7 @@ class Catalog:
         return aliases
 
     def _section_values(self, section: str, choose: _RankChoice) -> dict[Path, Any]:
-        shared, _ = stored_values(self._backend, self.manifest, section, -1)
+        shared, _ = encoded_values(self._backend, self.manifest, section, -1)
         stored_as: dict[Path, Path] = {}
         for path in shared:
             name = self._renamed_path(section, path)
@@ -187,7 +187,7 @@ class Catalog:
         for rank in sorted({int(r) for r in self.manifest.files.rank}):
             if rank not in choose.ranks:
                 continue
-            for path, data in stored_values(self._backend, self.manifest, section, rank)[1].items():
+            for path, data in encoded_values(self._backend, self.manifest, section, rank)[1].items():
                 name = self._renamed_path(section, path)
                 if self._selects(section, name) and self._chosen_rank(section, path, path, choose) == rank:
                     own[name] = data

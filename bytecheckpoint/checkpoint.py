@@ -15,7 +15,8 @@ import torch
 from .engine.commit import read_manifest
 from .engine.reader import Reader, ReadPart, ReadStats, read_stored_file
 from .engine.resources import Engine
-from .errors import CheckpointError, StateError, StorageError
+from .engine.verify import verify_files
+from .errors import StateError
 from .geometry import Box
 from .manifest import Manifest
 from .metadata import BasicMeta, ShardMeta
@@ -23,9 +24,9 @@ from .planners import plan_load
 from .shards import Path, torch_dtype
 from .storage_backends.base import StorageBackend
 from .tables import BoxTable
-from .values import decode_value, decode_values_file
+from .values import decode_value, decode_values_file, path_name
 
-__all__ = ["Checkpoint", "StoredTensor", "VerifyReport", "stored_values"]
+__all__ = ["Checkpoint", "StoredTensor", "VerifyReport", "cut", "encoded_values"]
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,18 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self.backend = backend
         self.manifest = manifest
         self._engine = engine
-        self._verify = verify
-        self.stats = ReadStats()
+        self._reader = Reader(backend, manifest, engine.io, verify=verify)
         self._aliases = dict(manifest.aliases)
 
     @classmethod
     def open(cls, backend: StorageBackend, engine: Engine, *, verify: bool = True) -> Checkpoint:
         """Read and validate the manifest. Raises a ``CheckpointError`` that says what is there instead."""
         return cls(backend, read_manifest(backend), engine, verify=verify)
+
+    @property
+    def stats(self) -> ReadStats:
+        """Bytes read through this handle and bytes asked for, without values and ``verify``."""
+        return self._reader.stats
 
     @property
     def url(self) -> str:
@@ -153,68 +158,53 @@ class Checkpoint(Mapping[str, StoredTensor]):
     def __len__(self) -> int:
         return len(self.manifest.tensors) + len(self._aliases)
 
-    def values(self, section: str | None = None, rank: int = 0) -> Any:
-        """Without arguments the mapping's own ``values``; with a section, its plain values by path: those shared by
-        all ranks and those of ``rank``."""
-        if section is None:
-            return super().values()
+    def section_values(self, section: str, rank: int = 0) -> dict[Path, Any]:
+        """A section's plain values by path: those shared by all ranks, and those that saved rank ``rank`` had alone.
+
+        Raises ``StateError`` for a section that is not stored, and for a value that was stored as a pickle.
+        """
         if self.manifest.section_index(section) is None:
             raise StateError(f"{self.url} has no section {section!r}; it has {', '.join(self.sections)}")
-        shared, own = stored_values(self.backend, self.manifest, section, rank)
-        return {path: decode_value(raw) for path, raw in {**shared, **own}.items()}
+        shared, own = encoded_values(self.backend, self.manifest, section, rank)
+        return {
+            path: decode_value(raw, where=f"{section}.{path_name(path)}") for path, raw in {**shared, **own}.items()
+        }
 
     def read(self, parts: Sequence[tuple[int, Box, torch.Tensor]]) -> None:
-        """Fill each tensor with a box of the tensor in that manifest row."""
+        """Fill each tensor with a box of the tensor in that manifest row, verified. Raises as ``StoredTensor.read``."""
         wanted = BoxTable.build([(row, box) for row, box, _ in parts])
         plan = plan_load(self.manifest.tensors, self.manifest.shards, wanted)
-        reader = Reader(self.backend, self.manifest, self._engine.io, verify=self._verify)
-        reader.read(
+        self._reader.read(
             [
                 ReadPart(stored, piece, cut(parts[want][2], piece, parts[want][1]))
                 for want, stored, piece in plan.pieces()
             ]
         )
-        self.stats.add(reader.stats.read, reader.stats.wanted)
+
+    def checked_reader(self) -> Reader:
+        """A reader of its own, which checks every byte also where this handle was opened without."""
+        return Reader(self.backend, self.manifest, self._engine.io)
 
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:
-        """Read every byte of every file and compare it with the manifest; ``progress`` gets bytes as they are checked.
-        Faults are collected, not raised."""
+        """Read every byte of every file and compare it with the manifest, several pieces at once, in bounded memory.
+
+        ``progress`` gets bytes as they are checked, in the caller's thread. Faults are collected, not raised.
+        """
         problems: list[str] = []
         checked = 0
-        rows_of: dict[int, list[int]] = {}
-        for shard, file in enumerate(self.manifest.shard_file.tolist()):
-            rows_of.setdefault(file, []).append(shard)
-        for file in range(len(self.manifest.files)):
-            try:
-                head = read_stored_file(self.backend, self.manifest, file, head_only=False)
-            except (CheckpointError, StorageError) as error:
-                problems.append(str(error))
-                continue
-            progress(len(head))
-            checked += len(head)
-            for row in rows_of.get(file, []):
-                nbytes = int(self.manifest.shard_nbytes[row])
-                try:
-                    self._check_shard(row)
-                except (CheckpointError, StorageError) as error:
-                    problems.append(str(error))
-                checked += nbytes
-                progress(nbytes)
+        for nbytes, problem in verify_files(self.checked_reader(), self._engine.io):
+            if problem:
+                problems.append(problem)
+            checked += nbytes
+            progress(nbytes)
         return VerifyReport(self.url, len(self.manifest.files), checked, tuple(problems))
-
-    def _check_shard(self, row: int) -> None:
-        box = self.manifest.shards.box_of(row)
-        meta = self.manifest.tensors.meta_of(int(self.manifest.shards.tensor[row]))
-        reader = Reader(self.backend, self.manifest, self._engine.io)
-        reader.skip_heads()
-        reader.read([ReadPart(row, box, torch.empty(box.lengths, dtype=torch_dtype(meta)))])
 
     def __repr__(self) -> str:
         size = f"{len(self.manifest.tensors)} tensors, {self.manifest.nbytes} bytes"
         return f"<Checkpoint {self.url} step={self.step} {size}>"
 
 
-def stored_values(
+def encoded_values(
     backend: StorageBackend, manifest: Manifest, section: str, rank: int
 ) -> tuple[dict[Path, bytes], dict[Path, bytes]]:
     """A section's encoded values: those all ranks share, and those of saved rank ``rank`` alone. Checked."""

@@ -6,15 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from .checkpoint import Checkpoint
 from .engine.commit import commit, read_manifest, remove_files
-from .engine.files import chunk_checksums
-from .engine.reader import read_stored_file
-from .errors import CommitUnknownError, CorruptionError, KeyNotFoundError, StorageError
+from .engine.reader import Reader, read_stored_file
+from .errors import CommitUnknownError
 from .manifest import MANIFEST_KEY
-from .rewriting import PIECE, Progress, refuse_checkpoint
+from .rewriting import Progress, refuse_checkpoint
 from .storage_backends import open_backend
 
 __all__ = ["CopyReport", "RemoveReport", "copy", "remove"]
@@ -56,11 +53,12 @@ def copy(
     refuse_checkpoint(target, checkpoint.url)
     manifest = checkpoint.manifest
     done: list[str] = []
+    reader = checkpoint.checked_reader()
     try:
         for row, key in enumerate(manifest.files.name):
             with target.create(key, int(manifest.files.size[row])) as writer:
                 at = 0
-                for piece in _verified(checkpoint, row):
+                for piece in _verified(reader, row):
                     writer.write(at, piece)
                     at += len(piece)
                     progress(len(piece))
@@ -89,31 +87,17 @@ def remove(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Rem
     return RemoveReport(backend.url, len(manifest.files), manifest.file_bytes, left)
 
 
-def _verified(checkpoint: Checkpoint, row: int) -> Iterator[memoryview]:
-    """The bytes of file ``row`` from its first to its last, each piece checked before it is handed out. A piece is
-    good until the next one is asked for."""
-    manifest, backend = checkpoint.manifest, checkpoint.backend
-    yield memoryview(read_stored_file(backend, manifest, row, head_only=False))
-    rows = np.flatnonzero(manifest.shard_file == row)
-    chunk = int(manifest.files.chunk_size[row])
-    piece = max(PIECE - PIECE % chunk, chunk)
-    buffer = memoryview(bytearray(min(piece, int(manifest.files.size[row]))))
-    for shard in rows[np.argsort(manifest.shard_offset[rows], kind="stable")].tolist():
-        at = manifest.byte_meta(shard)
-        for start in range(0, at.length, piece):
-            part = buffer[: min(piece, at.length - start)]
-            where = f"tensor {manifest.tensors.names[int(manifest.shards.tensor[shard])]}, bytes [{at.offset + start}, "
-            where = f"{backend.url}/{at.file}: {where}{at.offset + start + len(part)})"
-            try:
-                backend.read_into(at.file, at.offset + start, part)
-            except KeyNotFoundError as error:
-                raise CorruptionError(f"{where}: file is missing; restore it, or copy another checkpoint") from error
-            except StorageError as error:
-                raise CorruptionError(f"{where}: cannot be read: {error}") from error
-            first = start // chunk
-            if tuple(chunk_checksums(part, chunk)) != at.checksums[first : first + -(-len(part) // chunk)]:
-                raise CorruptionError(
-                    f"{where}: checksum mismatch: stored data were changed after they were written; restore the file "
-                    f"or copy another checkpoint"
-                )
+def _verified(reader: Reader, file: int) -> Iterator[memoryview]:
+    """The bytes of one file from its first to its last, each piece checked before it is handed out. A piece is good
+    until the next one is asked for."""
+    manifest = reader.manifest
+    yield memoryview(read_stored_file(reader.backend, manifest, file, head_only=False))
+    buffer = memoryview(b"")
+    for row in manifest.shards_in(file).tolist():
+        shard = reader.shard(row)
+        for start, stop in shard.pieces():
+            if len(buffer) < stop - start:
+                buffer = memoryview(bytearray(stop - start))
+            part = buffer[: stop - start]
+            shard.fetch(start, part)
             yield part

@@ -13,6 +13,7 @@ import xxhash
 
 from .dtypes import DTYPES, DType
 from .engine.commit import commit, new_attempt, remove_attempt
+from .engine.files import ChunkHasher
 from .errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -28,7 +29,7 @@ from .export import INDEX_KEY, SINGLE_KEY, Rename, renaming
 from .geometry import Box
 from .manifest import FileTable, Manifest, SectionInfo
 from .metadata import BasicMeta
-from .rewriting import PIECE, ChunkHasher, Progress, refuse_checkpoint
+from .rewriting import PIECE, Progress, refuse_checkpoint
 from .safetensors_file import HeaderEntry, HeaderRecord, SafetensorsHeader, build_header, parse_header
 from .sections import check_state, split_rank_name
 from .storage_backends import open_backend

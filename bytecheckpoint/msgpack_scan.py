@@ -14,16 +14,31 @@ from .errors import FormatError
 
 __all__ = ["scan_msgpack", "unpack_plain"]
 
-# Bytes of a fixed-size value after its first byte; what holds a length of its own is in the tables below.
-_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2}
-_FIXED |= {0xD2: 4, 0xD3: 8}
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin and str: bytes that hold the length
-_NESTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # arrays and maps: the same, and items per entry
+# By a value's first byte: the width of the length that follows it, how many bytes stand beside that length, and for
+# arrays and maps how many items there are (of each entry, where a length follows).
+_PLAIN: dict[int, tuple[int, int, int | None]] = {
+    **dict.fromkeys((*range(0x80), *range(0xE0, 0x100)), (0, 0, None)),  # small integers
+    **{0x80 + n: (0, 0, 2 * n) for n in range(16)},  # maps
+    **{0x90 + n: (0, 0, n) for n in range(16)},  # arrays
+    **{0xA0 + n: (0, n, None) for n in range(32)},  # str
+    **dict.fromkeys((0xC0, 0xC2, 0xC3), (0, 0, None)),  # nil, false, true
+    **{0xC4: (1, 0, None), 0xC5: (2, 0, None), 0xC6: (4, 0, None)},  # bin
+    **{0xCA: (0, 4, None), 0xCB: (0, 8, None)},  # float
+    **{code: (0, 1 << code % 4, None) for code in range(0xCC, 0xD4)},  # unsigned and signed integers of 1 to 8 bytes
+    **{0xD9: (1, 0, None), 0xDA: (2, 0, None), 0xDB: (4, 0, None)},  # str
+    **{0xDC: (2, 0, 1), 0xDD: (4, 0, 1), 0xDE: (2, 0, 2), 0xDF: (4, 0, 2)},  # arrays, maps
+}
+_WITH_EXTENSIONS = {
+    **_PLAIN,
+    **{0xC7: (1, 1, None), 0xC8: (2, 1, None), 0xC9: (4, 1, None)},
+    **{0xD4 + n: (0, 1 + (1 << n), None) for n in range(5)},
+}
 
 
-def scan_msgpack(what: str, data: bytes, *, max_depth: int = 64) -> None:
-    """Raise ``FormatError`` unless ``data`` is exactly one msgpack value, no deeper than ``max_depth``, with no
-    extension types, in which every announced item can be there."""
+def scan_msgpack(what: str, data: bytes, *, max_depth: int = 64, extensions: bool = False) -> None:
+    """Raise ``FormatError`` unless ``data`` is exactly one msgpack value, no deeper than ``max_depth``, in which every
+    announced item can be there. Extension types are refused unless ``extensions``; their payloads are not looked at."""
+    codes = _WITH_EXTENSIONS if extensions else _PLAIN
     pending = [1]  # items still to come, by nesting level
     outstanding = 1  # and in all: each takes at least one byte
     at, size = 0, len(data)
@@ -33,43 +48,28 @@ def scan_msgpack(what: str, data: bytes, *, max_depth: int = 64) -> None:
             continue
         if at >= size:
             raise FormatError(f"{what}: cut short at byte {size}, {outstanding} more items are announced")
+        code = data[at]
+        if code not in codes:
+            why = "no such type" if extensions else "extension types are refused"
+            raise FormatError(f"{what}: msgpack type 0x{code:02x} at byte {at} is not allowed ({why})")
+        width, beside, items = codes[code]
+        length = int.from_bytes(data[at + 1 : at + 1 + width], "big") if width else 0
+        at += 1 + width + beside
         pending[-1] -= 1
-        at, items = _step(what, data, at + 1, data[at])
         outstanding -= 1
-        if items is not None:
-            pending.append(items)
-            outstanding += items
+        if items is None:
+            at += length
+        else:
+            count = items * length if width else items
+            pending.append(count)
+            outstanding += count
             if len(pending) > max_depth + 1:
                 raise FormatError(f"{what}: nested more than {max_depth} levels deep")
         if outstanding > size - at:
-            raise FormatError(
-                f"{what}: {outstanding} more items announced at byte {at}, {max(size - at, 0)} bytes left"
-            )
+            left = max(size - at, 0)
+            raise FormatError(f"{what}: {outstanding} more items are announced at byte {at}, {left} bytes are left")
     if at != size:
         raise FormatError(f"{what}: {size - at} bytes behind the end")
-
-
-def _step(what: str, data: bytes, at: int, code: int) -> tuple[int, int | None]:
-    """Behind the value (or the header of the container) that ``code`` begins, and how many items the latter holds."""
-    if code <= 0x7F or code >= 0xE0:
-        return at, None
-    if code <= 0x8F:
-        return at, 2 * (code & 0x0F)
-    if code <= 0x9F:
-        return at, code & 0x0F
-    if code <= 0xBF:
-        return at + (code & 0x1F), None
-    if code in _FIXED:
-        return at + _FIXED[code], None
-    if code in _SIZED:
-        width = _SIZED[code]
-        return at + width + int.from_bytes(data[at : at + width], "big"), None
-    if code in _NESTED:
-        width, factor = _NESTED[code]
-        return at + width, factor * int.from_bytes(data[at : at + width], "big")
-    raise FormatError(
-        f"{what}: msgpack type 0x{code:02x} at byte {at - 1} is not allowed (extension types are refused)"
-    )
 
 
 def unpack_plain(what: str, data: bytes, *, max_depth: int = 64) -> Any:

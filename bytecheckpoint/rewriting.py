@@ -17,11 +17,10 @@ from types import TracebackType
 
 import numpy as np
 import torch
-import xxhash
 
 from .checkpoint import Checkpoint, cut
 from .dtypes import DType
-from .engine.files import as_bytes
+from .engine.files import ChunkHasher, as_bytes
 from .engine.reader import Reader, ReadPart
 from .errors import KeyExistsError, KeyNotFoundError
 from .geometry import Box
@@ -33,7 +32,7 @@ from .shards import torch_dtype
 from .storage_backends.base import StorageBackend
 from .tables import BoxTable, Int64
 
-__all__ = ["AHEAD", "PIECE", "ChunkHasher", "Item", "Progress", "Rewriter", "StreamedFile", "refuse_checkpoint"]
+__all__ = ["AHEAD", "PIECE", "Item", "Progress", "Rewriter", "StreamedFile", "refuse_checkpoint"]
 
 PIECE = 8 << 20
 """Bytes that are read, held and written at once."""
@@ -89,33 +88,6 @@ class StreamedFile:
         """Where each item begins in the data area."""
         sizes = np.array([item.nbytes for item in self.items], np.int64)
         return np.cumsum(sizes) - sizes
-
-
-class ChunkHasher:
-    """xxh3-64 of consecutive ``chunk_size`` bytes of what is fed in pieces of any length; each item begins anew."""
-
-    def __init__(self, chunk_size: int) -> None:
-        self._chunk_size = chunk_size
-        self._hash = xxhash.xxh3_64()
-        self._filled = 0
-        self.checksums: list[int] = []
-
-    def update(self, data: memoryview) -> None:
-        at = 0
-        while at < len(data):
-            part = data[at : at + self._chunk_size - self._filled]
-            self._hash.update(part)
-            self._filled += len(part)
-            at += len(part)
-            if self._filled == self._chunk_size:
-                self.end_item()
-
-    def end_item(self) -> None:
-        """Close the last, shorter chunk of an item."""
-        if self._filled:
-            self.checksums.append(self._hash.intdigest())
-            self._hash.reset()
-            self._filled = 0
 
 
 class Rewriter:

@@ -36,6 +36,7 @@ from .engine.resources import Engine
 from .engine.writer import WrittenFile, write_images
 from .errors import (
     CommitUnknownError,
+    ControlError,
     DisagreementError,
     KeyNotFoundError,
     PlanError,
@@ -272,29 +273,34 @@ class _SaveJob:
         return [[WrittenFile.from_plain(plain) for plain in msgpack.unpackb(part)] for part in everyone]
 
     def _commit(self, confirmed: list[list[WrittenFile]] | None) -> None:
-        if confirmed is not None:
-            assert self._plan is not None
-            manifest = record(
-                self._plan,
-                confirmed,
-                attempt=self._attempt,
-                step=self._options.step,
-                metadata=dict(self._options.metadata),
-                library_version=VERSION,
-            )
-            # Looked at only now: an earlier save to this path may have been committed since this one began.
-            self._previous = replaceable(self._backend)
-            self.timings.point("commit.before")
-            self._may_be_committed = True
-            try:
-                commit(self._backend, manifest)
-            except CommitUnknownError:
-                raise
-            except Exception:
-                self._may_be_committed = False
-                raise
-            self.timings.point("commit.after")
-        self._op.broadcast("committed", b"" if confirmed is not None else None)
+        if confirmed is None:
+            self._op.broadcast("committed", None)
+            return
+        assert self._plan is not None
+        manifest = record(
+            self._plan,
+            confirmed,
+            attempt=self._attempt,
+            step=self._options.step,
+            metadata=dict(self._options.metadata),
+            library_version=VERSION,
+        )
+        # Looked at only now: an earlier save to this path may have been committed since this one began.
+        self._previous = replaceable(self._backend)
+        self._point("commit.before")
+        self._may_be_committed = True
+        try:
+            commit(self._backend, manifest)
+        except CommitUnknownError:
+            raise
+        except Exception:
+            self._may_be_committed = False
+            raise
+        self.timings.point("commit.after")
+        try:
+            self._op.broadcast("committed", b"")
+        except ControlError as error:
+            _log.warning("%s is committed, but not every rank heard so: %s", self._backend.url, error)
 
     def _clean(self) -> None:
         """Housekeeping after the fact: whatever happens here, the checkpoint stands."""

@@ -14,12 +14,15 @@ from ..shards import Shard
 from .arena import Slot, page_round
 
 __all__ = [
+    "ChunkHasher",
     "FileImage",
     "Span",
     "as_bytes",
     "chunk_checksums",
     "copy_elements",
     "copy_in",
+    "place_images",
+    "shard_nbytes",
     "tensor_image",
     "values_image",
 ]
@@ -138,3 +141,30 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def chunk_checksums(data: memoryview, chunk_size: int) -> list[int]:
     """xxh3-64 of consecutive pieces of ``chunk_size`` bytes. Releases the interpreter lock while it hashes."""
     return [xxhash.xxh3_64_intdigest(data[at : at + chunk_size]) for at in range(0, len(data), chunk_size)]
+
+
+class ChunkHasher:
+    """xxh3-64 of consecutive ``chunk_size`` bytes of what is fed in pieces of any length; each item begins anew."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self._chunk_size = chunk_size
+        self._hash = xxhash.xxh3_64()
+        self._filled = 0
+        self.checksums: list[int] = []
+
+    def update(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            part = data[at : at + self._chunk_size - self._filled]
+            self._hash.update(part)
+            self._filled += len(part)
+            at += len(part)
+            if self._filled == self._chunk_size:
+                self.end_item()
+
+    def end_item(self) -> None:
+        """Close the last, shorter chunk of an item."""
+        if self._filled:
+            self.checksums.append(self._hash.intdigest())
+            self._hash.reset()
+            self._filled = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass, field
 
@@ -23,11 +23,11 @@ from ..metadata import BasicMeta, ByteMeta
 from ..planners.slabs import slabs, span
 from ..shards import torch_dtype
 from ..storage_backends.base import StorageBackend
-from .files import as_bytes, chunk_checksums, copy_elements
+from .files import ChunkHasher, as_bytes, chunk_checksums, copy_elements
 
-__all__ = ["ReadPart", "ReadStats", "Reader", "read_stored_file"]
+__all__ = ["ReadPart", "ReadStats", "Reader", "StoredShard", "read_stored_file"]
 
-BOUNCE = 8 << 20  # bytes of one bounce buffer; there is one per reading thread
+_BOUNCE = 8 << 20  # bytes of one bounce buffer; there is one per reading thread
 _GAP_CHUNKS = 2  # runs further apart than this many chunks are read apart
 
 
@@ -81,9 +81,9 @@ class Reader:
         for future in futures:
             future.result()
 
-    def skip_heads(self) -> None:
-        """Leave file headers unchecked: the caller has checked them."""
-        self._heads_checked = set(range(len(self.manifest.files)))
+    def shard(self, row: int) -> StoredShard:
+        """The bytes of one stored shard, for who wants them as they lie."""
+        return StoredShard(self, row)
 
     def _check_heads(self, files: Sequence[int]) -> None:
         """The header of every file that is read from: it tells a swapped file from the right one at once."""
@@ -103,28 +103,27 @@ class Reader:
         self.stats.add(wanted=nbytes)
         if nbytes == 0:
             return
-        bytes_at = manifest.byte_meta(part.row)
+        shard = self.shard(part.row)
         if part.box == stored and _is_plain_memory(part.out, meta):
-            self._read_straight(bytes_at, part)
+            self._read_straight(shard, part.out)
             return
-        gap = _GAP_CHUNKS * bytes_at.chunk_size
-        for box in slabs(part.box, stored, meta.dtype.itemsize, BOUNCE, gap):
-            self._read_slab(bytes_at, meta, stored, box, part)
+        gap = _GAP_CHUNKS * shard.chunk_size
+        for box in slabs(part.box, stored, meta.dtype.itemsize, _BOUNCE, gap):
+            self._read_slab(shard, meta, stored, box, part)
 
-    def _read_straight(self, at: ByteMeta, part: ReadPart) -> None:
+    def _read_straight(self, shard: StoredShard, out: torch.Tensor) -> None:
         """The whole shard, into the memory where it belongs."""
-        out = memoryview(as_bytes(part.out).numpy())  # type: ignore[arg-type]
-        for start in range(0, at.length, BOUNCE):
-            piece = out[start : min(start + BOUNCE, at.length)]
-            self._fetch(at, part.row, start, piece)
+        memory = memoryview(as_bytes(out).numpy())  # type: ignore[arg-type]
+        for start, stop in shard.pieces():
+            shard.fetch(start, memory[start:stop])
 
-    def _read_slab(self, at: ByteMeta, meta: BasicMeta, stored: Box, box: Box, part: ReadPart) -> None:
+    def _read_slab(self, shard: StoredShard, meta: BasicMeta, stored: Box, box: Box, part: ReadPart) -> None:
         """The chunks around one slab, into a bounce buffer, and from there the slab's elements to their place."""
         start, stop = span(box, stored, meta.dtype.itemsize)
-        first = start - start % at.chunk_size
-        last = min(-(-stop // at.chunk_size) * at.chunk_size, at.length)
+        first = start - start % shard.chunk_size
+        last = min(-(-stop // shard.chunk_size) * shard.chunk_size, shard.length)
         bounce = self._bounce(last - first)
-        self._fetch(at, part.row, first, memoryview(bounce.numpy()))  # type: ignore[arg-type]
+        shard.fetch(first, memoryview(bounce.numpy()))  # type: ignore[arg-type]
         elements = bounce[start - first : stop - first]
         source = _strided_view(elements, meta, box, stored)
         out = part.out[box.relative_to(part.box).slices()] if part.box.ndim else part.out
@@ -137,30 +136,70 @@ class Reader:
             self._own.bounce = memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         return memory[:nbytes]
 
-    def _fetch(self, at: ByteMeta, row: int, start: int, buffer: memoryview) -> None:
-        """Bytes ``[start, start + len(buffer))`` of a shard; ``start`` is on a chunk boundary."""
-        name = self.manifest.tensors.names[int(self.manifest.shards.tensor[row])]
-        where = f"tensor {name} {self.manifest.shards.box_of(row)}"
-        begin, end = at.offset + start, at.offset + start + len(buffer)
+
+class StoredShard:
+    """The bytes of one shard, ``length`` of them, with a checksum for every ``chunk_size``. Thread-safe."""
+
+    def __init__(self, reader: Reader, row: int) -> None:
+        self._reader, self._row = reader, row
+        self._at: ByteMeta = reader.manifest.byte_meta(row)
+        self.length = self._at.length
+        self.chunk_size = self._at.chunk_size
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """``(start, stop)`` of what is best read at once: whole chunks, of 8 MiB together unless one is longer."""
+        step = max(_BOUNCE - _BOUNCE % self.chunk_size, self.chunk_size)
+        return ((start, min(start + step, self.length)) for start in range(0, self.length, step))
+
+    def fetch(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from byte ``start`` on, and check it unless the reader leaves that out.
+
+        Both ends are ends of chunks. Raises ``CorruptionError`` and ``StorageError`` like ``Reader.read``.
+        """
+        self._fetch(start, buffer)
+        if self._reader.verify:
+            self._compare(start, chunk_checksums(buffer, self.chunk_size))
+
+    def check(self, start: int, stop: int) -> None:
+        """``fetch`` of bytes that nobody wants, always checked, in 8 MiB of memory however long a chunk is."""
+        hasher = ChunkHasher(self.chunk_size)
+        for at in range(start, stop, _BOUNCE):
+            piece = memoryview(self._reader._bounce(min(_BOUNCE, stop - at)).numpy())  # type: ignore[arg-type]
+            self._fetch(at, piece)
+            hasher.update(piece)
+        hasher.end_item()
+        self._compare(start, hasher.checksums)
+
+    def _fetch(self, start: int, buffer: memoryview) -> None:
+        reader, at = self._reader, self._at
+        begin = at.offset + start
         try:
-            self.backend.read_into(at.file, at.offset + start, buffer)
+            reader.backend.read_into(at.file, begin, buffer)
         except KeyNotFoundError as error:
-            raise _missing(self.backend, at.file, where) from error
+            raise _missing(reader.backend, at.file, self._where()) from error
         except StorageError as error:
-            size = int(self.manifest.files.size[int(self.manifest.shard_file[row])])
-            raise _unreadable(self.backend, at.file, size, f"bytes [{begin}, {end}) of {where}", error) from error
-        self.stats.add(read=len(buffer))
-        if not self.verify:
-            return
-        first = start // at.chunk_size
-        for index, found in enumerate(chunk_checksums(buffer, at.chunk_size)):
-            if found != at.checksums[first + index]:
-                begin = at.offset + start + index * at.chunk_size
-                end = min(begin + at.chunk_size, at.offset + at.length)
+            size = int(reader.manifest.files.size[int(reader.manifest.shard_file[self._row])])
+            what = f"bytes [{begin}, {begin + len(buffer)}) of {self._where()}"
+            raise _unreadable(reader.backend, at.file, size, what, error) from error
+        reader.stats.add(read=len(buffer))
+
+    def _compare(self, start: int, found: Sequence[int]) -> None:
+        """Raise for the first chunk, of those from byte ``start`` on, whose checksum is not the manifest's."""
+        first = start // self.chunk_size
+        promised = self._at.checksums[first : first + len(found)]
+        for index, (one, other) in enumerate(zip(found, promised)):
+            if one != other:
+                begin = self._at.offset + start + index * self.chunk_size
+                end = min(begin + self.chunk_size, self._at.offset + self.length)
                 raise CorruptionError(
-                    f"{self.backend.url}/{at.file}: checksum mismatch in {where}, bytes [{begin}, {end}): stored data "
-                    f"were changed after they were written; restore the file or load an earlier checkpoint"
+                    f"{self._reader.backend.url}/{self._at.file}: checksum mismatch in {self._where()}, bytes "
+                    f"[{begin}, {end}): stored data were changed after they were written; restore the file or load an "
+                    f"earlier checkpoint"
                 )
+
+    def _where(self) -> str:
+        tensors, shards = self._reader.manifest.tensors, self._reader.manifest.shards
+        return f"tensor {tensors.names[int(shards.tensor[self._row])]} {shards.box_of(self._row)}"
 
 
 def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, head_only: bool) -> bytes:

@@ -155,6 +155,11 @@ class Manifest:
     def _shard_starts(self) -> Int64:
         return np.searchsorted(self.shards.tensor, np.arange(len(self.tensors) + 1))
 
+    @cached_property
+    def _shards_by_file(self) -> tuple[Int64, Int64]:
+        order = np.lexsort((self.shard_offset, self.shard_file))
+        return order, np.searchsorted(self.shard_file[order], np.arange(len(self.files) + 1))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -178,6 +183,11 @@ class Manifest:
     def shards_of(self, row: int) -> slice:
         """The shard rows of one tensor."""
         return slice(int(self._shard_starts[row]), int(self._shard_starts[row + 1]))
+
+    def shards_in(self, file: int) -> Int64:
+        """The shard rows of one file, in the order of their bytes."""
+        order, starts = self._shards_by_file
+        return order[starts[file] : starts[file + 1]]
 
     def byte_meta(self, shard: int) -> ByteMeta:
         """Where a shard's bytes lie. ``offset`` counts from the beginning of the file."""

@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 
 from ..errors import FormatError, StateError
-from .structure import unique_pairs, unpack
+from .unpacking import unique_pairs, unpack
 from .types import CONTAINER_KINDS, MAX_DEPTH, NUMPY_DTYPES, Container, Ext
 
 __all__ = ["decode_value"]

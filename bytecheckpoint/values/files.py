@@ -9,7 +9,7 @@ import msgpack
 import xxhash
 
 from ..errors import FormatError, UnserializableError
-from .structure import unpack
+from .unpacking import unpack
 from .types import MAX_DEPTH, Path, path_name
 
 __all__ = ["decode_path", "decode_values_file", "encode_path", "encode_values_file", "value_digest"]

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.copying import copy
 from bytecheckpoint.errors import CheckpointNotFoundError, NotACheckpointError, StateError, StorageError
 from bytecheckpoint.geometry import Box
 from bytecheckpoint.testing.ranks import RankPool
@@ -204,6 +205,29 @@ def test_reading_costs_what_is_read(tmp_path: Path) -> None:
     assert checkpoint.stats.read == before
 
 
+@pytest.mark.parametrize("chunk_size", [1_000_003, 9 << 20])
+def test_chunks_of_any_size(tmp_path: Path, chunk_size: int) -> None:
+    """Pieces that are read at once are whole chunks, also where these do not divide them or are longer."""
+    weight = torch.arange(5 << 19, dtype=torch.float32)  # 10 MiB
+    bcp.save(tmp_path / "a", {"model": {"w": weight}}, chunk_size=chunk_size)
+    target = {"model": {"w": torch.zeros_like(weight)}}
+    bcp.load(tmp_path / "a", target)
+    assert torch.equal(target["model"]["w"], weight)
+    checkpoint = bcp.open(tmp_path / "a")
+    assert torch.equal(checkpoint["model.w"][7:-7], weight[7:-7])
+    progress: list[int] = []
+    report = checkpoint.verify(progress.append)
+    assert report.ok
+    assert report.bytes_checked == sum(progress) == checkpoint.manifest.file_bytes
+    copy(checkpoint, str(tmp_path / "b"))
+    (file,) = (tmp_path / "b").glob("*/model-*")
+    with file.open("r+b") as opened:
+        opened.seek(-1, 2)
+        opened.write(b"x")
+    (problem,) = bcp.open(tmp_path / "b").verify().problems
+    assert f"bytes [{4096 + weight.nbytes // chunk_size * chunk_size}, {4096 + weight.nbytes})" in problem
+
+
 # -- names, values, metadata -------------------------------------------------------------------------------------
 
 
@@ -226,12 +250,12 @@ def test_a_name_that_is_not_there(checkpoint: bcp.Checkpoint) -> None:
     with pytest.raises(KeyError, match=r"no tensor 'model\.x' in "):
         checkpoint["model.x"]
     with pytest.raises(StateError, match=r"no section 'optimizer'; it has extra_state, model"):
-        checkpoint.values("optimizer")
+        checkpoint.section_values("optimizer")
 
 
 def test_values(checkpoint: bcp.Checkpoint) -> None:
     for rank in range(WORLD):
-        values = checkpoint.values("extra_state", rank=rank)
+        values = checkpoint.section_values("extra_state", rank=rank)
         assert values == {("step",): 3, ("rank",): rank, ("list",): [1, (2, None)]}
 
 
@@ -277,7 +301,7 @@ def test_latest_is_the_highest_step(tmp_path: Path) -> None:
     found = bcp.latest(tmp_path)
     assert found is not None
     assert found.step == 100
-    assert found.values("extra_state")[("value",)] == 100
+    assert found.section_values("extra_state")[("value",)] == 100
 
 
 def test_latest_goes_by_the_stored_step_where_names_say_nothing(tmp_path: Path) -> None:

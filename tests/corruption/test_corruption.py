@@ -254,7 +254,7 @@ def _read_everything(opened: Checkpoint) -> None:
     for name in opened:
         opened[name].load()
     for section in opened.sections:
-        opened.values(section)
+        opened.section_values(section)
 
 
 @pytest.mark.parametrize("key", ["*.safetensors", "*.msgpack"])

@@ -56,9 +56,9 @@ def test_holds_exactly_what_was_saved(name: str) -> None:
     for alias, full in expected["aliases"].items():
         assert describe_tensor(checkpoint[alias].load()) == expected["tensors"][full], alias
     for fqn, described in expected["options"].items():
-        assert describe(checkpoint.values("optimizer")["param_groups", fqn]) == described
+        assert describe(checkpoint.section_values("optimizer")["param_groups", fqn]) == described
     for fqn in expected["stateless"]:
-        assert checkpoint.values("optimizer")["state", fqn] == {}
+        assert checkpoint.section_values("optimizer")["state", fqn] == {}
 
 
 @every_case

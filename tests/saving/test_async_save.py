@@ -381,7 +381,7 @@ def test_the_interpreter_finishes_a_save_in_flight(tmp_path: Path, how: str) -> 
         assert done.stderr == ""
     checkpoint = bcp.open(tmp_path / "checkpoint")
     assert checkpoint.verify().ok
-    assert checkpoint.values("extra_state")[("value",)] == 3
+    assert checkpoint.section_values("extra_state")[("value",)] == 3
 
 
 # -- beside collectives ------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def _tree(**entries: Any) -> dict[str, Any]:
 
 def _value(path: Path) -> int:
     """What is committed at ``path``."""
-    return int(bcp.open(path).values("extra_state")[("value",)])
+    return int(bcp.open(path).section_values("extra_state")[("value",)])
 
 
 # -- states that cannot be saved ---------------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ def test_a_state_that_is_no_mapping(previous: Path, state: Any) -> None:
         bcp.load(previous, state)
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "a.b", "a b", 3, None, "-x", "ü"])
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a.b", "a b", 3, None, "-x", "ü", "x" * 300])
 def test_section_names_that_cannot_be_files(previous: Path, name: Any) -> None:
-    _refused(previous, {name: {"value": 1}}, StateError, re.escape(repr(name)), "use letters, digits")
+    _refused(previous, {name: {"value": 1}}, StateError, re.escape(repr(name)), "use .*letters, digits")
 
 
 def test_sections_of_unknown_kinds(previous: Path) -> None:
@@ -187,7 +187,7 @@ def test_an_optimizer_that_nothing_names(previous: Path) -> None:
 
 
 def test_options_that_mean_nothing(previous: Path) -> None:
-    _refused(previous, _tree(value=1), StateError, "step must not be negative: -1", step=-1)
+    _refused(previous, _tree(value=1), StateError, "step must .*-1", step=-1)
     for metadata in ({"f": _Opaque()}, {3: 1}, {"nan": {float("nan"): 1}}):
         _refused(previous, _tree(value=1), bcp.errors.BytecheckpointError, "metadata", metadata=metadata)
 

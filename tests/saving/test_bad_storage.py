@@ -36,7 +36,7 @@ def _tree(**entries: Any) -> dict[str, Any]:
 
 def _value(path: Path) -> int:
     """What is committed at ``path``."""
-    return int(bcp.open(path).values("extra_state")[("value",)])
+    return int(bcp.open(path).section_values("extra_state")[("value",)])
 
 
 # -- storage -----------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ try:
     bcp.save(path, {"extra_state": {"value": 2, "weight": torch.zeros(100_000)}})
 except bcp.errors.StorageFullError as error:
     print("full:", error)
-print("value:", bcp.open(path).values("extra_state")[("value",)])
+print("value:", bcp.open(path).section_values("extra_state")[("value",)])
 """
 
 

@@ -17,7 +17,7 @@ from bytecheckpoint.testing.ranks import RankPool
 
 def _value(path: Path) -> int:
     """What is committed at ``path``."""
-    return int(bcp.open(path).values("extra_state")[("value",)])
+    return int(bcp.open(path).section_values("extra_state")[("value",)])
 
 
 def _disagree(rank: int, world_size: int, root: str, what: str) -> tuple[str, str]:

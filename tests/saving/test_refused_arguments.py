@@ -38,16 +38,3 @@ def test_tensor_names(tmp_path: Path, name: str, error: type[Exception], part: s
     with pytest.raises(error, match=part):
         bcp.save(tmp_path / "c", {"x": {name: torch.ones(2)}})
     assert not (tmp_path / "c").exists()
-
-
-@pytest.mark.parametrize("name", ["a/b", "..", "", "a.b", "x" * 201, 3])
-def test_section_names(tmp_path: Path, name: object) -> None:
-    with pytest.raises(StateError, match="section name"):
-        bcp.save(tmp_path / "c", {name: {"a": torch.ones(2)}})  # type: ignore[dict-item]
-    assert not (tmp_path / "c").exists()
-
-
-def test_no_state(tmp_path: Path) -> None:
-    for state in ({}, [1], None):
-        with pytest.raises(StateError, match="non-empty mapping"):
-            bcp.save(tmp_path / "c", state)  # type: ignore[arg-type]
