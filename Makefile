@@ -32,7 +32,8 @@ help:
 	@echo "make test   linters, type checker, layers and every test"
 	@echo "make lint   linters, type checker and layers only"
 	@echo "make format rewrite the code as the formatter wants it"
-	@echo "make bench  the benchmarks that are there"
+	@echo "make bench  every benchmark against the floors and the peers, and docs/performance.md (about half an hour;"
+	@echo "            BENCH_ARGS='--peers all' for more peers, BENCH_ARGS='--scale 0.01 --rounds 1' to see that it runs)"
 	@echo "make clean  remove what the other targets made"
 
 $(STAMP): pyproject.toml setup.cfg constraints.txt
@@ -64,9 +65,7 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 
 bench: $(STAMP)
-	@found=0; for script in benchmarks/[!_]*.py; do \
-	  [ -e "$$script" ] || continue; found=1; echo "== $$script"; $(BIN)/python "$$script" $(BENCH_ARGS); \
-	done; [ $$found = 1 ] || echo "make: there are no benchmarks yet"
+	$(BIN)/python -m benchmarks.run --report $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -92,6 +92,7 @@ class Checkpointer:
 
     def open(self, path: URL, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
         """See ``bytecheckpoint.open``."""
+        self._engine.check_usable()
         return Checkpoint.open(open_backend(path, **dict(storage_options or {})), self._engine, verify=verify)
 
     def close(self) -> None:
@@ -111,7 +112,7 @@ class Checkpointer:
         self, kind: str, path: URL, storage_options: Mapping[str, Any] | None, deadline_s: float
     ) -> tuple[StorageBackend, Operation]:
         """Enter the operation before anything that may fail on one rank alone: ranks meet by counting operations."""
-        ranks = self._communicator if self._communicator is not None else current_communicator()
+        ranks = self._communicator if self._communicator is not None else current_communicator(deadline_s=deadline_s)
         op = ranks.operation(kind, deadline_s=deadline_s)
         try:
             with op.phase("check"):
@@ -158,6 +159,10 @@ def save(
     A synchronous save returns when the checkpoint is committed, or raises. With ``async_save`` it returns as soon as
     the state is copied, so that training may go on; ``handle.result()`` waits for the commit and raises what went
     wrong. What is stored is the state at the moment of the call.
+
+    What several ranks hold alike is written once. Parameters and optimizer state are taken to be alike where their
+    layout says so, and any one rank writes them. Buffers of modules may have drifted apart: all come from the lowest
+    rank that has them. Tensors and values of trees are compared; where they differ, each rank's own is stored.
 
     ``framework`` forces an adapter. ``step`` and ``metadata`` (plain values) are stored for readers.
     ``allow_pickle`` stores values that are not plain as pickles, which ``load`` then refuses unless asked too.
@@ -208,6 +213,9 @@ def load(
     stored full names to the state's. ``cast``: "exact", "widen" (keeps every value) or "any" (rounds where it must).
     ``per_rank`` is the policy for values that were stored for each rank when the world size changed: "error",
     "lowest", "modulo" or "skip". ``verify=False`` skips checksums. ``device`` is where meta tensors get memory.
+
+    Where reading fails half-way, on whichever rank, tensors may hold loaded values already, while plain values and
+    newly made optimizer state are as before: load again, or start afresh, before going on.
 
     Raises ``CheckpointNotFoundError``, ``NotACheckpointError``, ``UnsupportedVersionError``, ``FormatError``,
     ``CorruptionError`` (naming file, tensor and range), ``MismatchError``, ``StorageError``, ``ControlError``.

@@ -20,13 +20,13 @@ from .dtypes import DTYPES, DType, casts_at_all
 from .engine.commit import remove_files
 from .errors import KeyExistsError, MismatchError, NameCollisionError, StateError, UnsupportedTensorError
 from .geometry import Box
-from .matching import Suggestions
+from .matching import Rename, fault_lines, renaming
 from .rewriting import Item, Progress, Rewriter, StreamedFile
 from .safetensors_file import DATA_ALIGNMENT
 from .storage_backends import open_backend
 from .storage_backends.base import StorageBackend
 
-__all__ = ["INDEX_KEY", "SINGLE_KEY", "Expected", "ExportReport", "Rename", "export_safetensors", "renaming"]
+__all__ = ["INDEX_KEY", "SINGLE_KEY", "Expected", "ExportReport", "export_safetensors"]
 
 INDEX_KEY = "model.safetensors.index.json"
 SINGLE_KEY = "model.safetensors"
@@ -34,10 +34,7 @@ SINGLE_KEY = "model.safetensors"
 Expected = Iterable[str] | Mapping[str, Sequence[int] | None]
 """The names that an export must have, no more and no less; with shapes, where they are known."""
 
-Rename = Mapping[str, str] | Callable[[str], str]
-
 _ENTRY_BYTES = 128  # of a header entry, beside name and shape; more than it ever takes
-_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -108,16 +105,6 @@ def export_safetensors(
         sum(item.dtype != metas(item.row).dtype for item in items),
         bytes_read,
     )
-
-
-def renaming(rename: Rename | None) -> Callable[[str], str]:
-    """A rename argument as a function; names that a mapping does not have stay as they are."""
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    names = dict(rename)
-    return lambda name: names.get(name, name)
 
 
 def _choose(
@@ -208,16 +195,9 @@ def _check_expected(
     ]
     if not faults:
         return
-    suggestions = Suggestions(sorted(rows))
-    lines = [f"{checkpoint.url} has not the tensors that are expected ({len(faults)} fault(s)); nothing was written:"]
-    for kind in ("missing", "unexpected", "shape"):
-        some = sorted((name, detail) for k, name, detail in faults if k == kind)
-        lines += [f"  {kind}: {len(some)}"] if some else []
-        for name, detail in some[:_SHOWN]:
-            near = suggestions.near(name) if kind == "missing" else ""
-            lines.append(f"    {name}{': ' + detail if detail else ''}{near}")
-        lines += [f"    ... and {len(some) - _SHOWN} more"] if len(some) > _SHOWN else []
-    raise MismatchError("\n".join(lines), faults)
+    head = f"{checkpoint.url} has not the tensors that are expected ({len(faults)} fault(s)); nothing was written:"
+    advice = dict.fromkeys(("missing", "unexpected", "shape"), "")
+    raise MismatchError("\n".join([head, *fault_lines(faults, sorted(rows), advice)]), faults)
 
 
 def _dtype(cast: str | torch.dtype | None) -> DType | None:

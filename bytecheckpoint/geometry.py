@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .errors import PlanError
 
-__all__ = ["Box", "contiguous_runs", "decompose", "find_overlap", "row_major_strides"]
+__all__ = ["Box", "Int64", "contiguous_runs", "decompose", "find_overlap", "inseparable", "row_major_strides"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -197,3 +197,40 @@ def _overlap_pairwise(rows: Int64, offsets: Int64, lengths: Int64) -> tuple[int,
         if hit.any():
             return int(rows[i]), int(rows[i + 1 + int(np.argmax(hit))])
     return None
+
+
+def inseparable(offsets: Int64, lengths: Int64, group: Int64) -> list[Int64]:
+    """Which boxes (by row of the ``[n, d]`` arrays) of one ``group`` no axis separates; all others are disjoint.
+
+    ``find_overlap`` for many tensors at once, up to the comparing of pairs: each axis in turn splits every group where
+    no box reaches over, until a round over all axes splits nothing. Boxes are not empty, and ``group`` ascends.
+    """
+    ndim = offsets.shape[1]
+    left = np.arange(len(offsets))
+    idle = axis = 0
+    while len(left) and idle < ndim:
+        start, stop = offsets[left, axis], offsets[left, axis] + lengths[left, axis]
+        if ((start[1:] < start[:-1]) & (group[1:] == group[:-1])).any():
+            order = np.lexsort((start, group))
+            left, group, start, stop = left[order], group[order], start[order], stop[order]
+        same = group[1:] == group[:-1]
+        first = np.append(True, ~same | (start[1:] >= _running_max(group, stop)[:-1]))
+        idle = 0 if int(first.sum()) > 1 + int((~same).sum()) else idle + 1
+        group = np.cumsum(first)
+        alone = first & np.append(first[1:], True)
+        left, group = left[~alone], group[~alone]
+        axis = (axis + 1) % ndim
+    return [rows for rows in np.split(left, np.flatnonzero(np.diff(group)) + 1) if len(rows) > 1]
+
+
+def _running_max(group: Int64, values: Int64) -> Int64:
+    """The largest of ``values``, all of them >= 0, so far within each stretch of equal ``group``."""
+    number = np.cumsum(np.append(False, group[1:] != group[:-1]))
+    top = int(values.max()) + 1
+    # Lifted above those of every stretch before, the values of a stretch need no maximum of their own.
+    if (int(number[-1]) + 1) * top < 1 << 62:
+        reach: Int64 = np.maximum.accumulate(number * top + values) - number * top
+        return reach
+    distinct, ranked = np.unique(values, return_inverse=True)
+    lifted = np.maximum.accumulate(number * len(distinct) + ranked) - number * len(distinct)
+    return np.asarray(distinct[lifted], np.int64)

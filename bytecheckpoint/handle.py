@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from .trace import Timings
@@ -56,10 +56,7 @@ class SaveHandle:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error that ended the save, None if it succeeded. Waits like ``result``."""
-        try:
-            return self._future.exception(timeout)
-        except CancelledError as error:
-            return error
+        return self._future.exception(timeout)
 
     def add_done_callback(self, callback: Callable[[SaveHandle], None]) -> None:
         """Call ``callback(handle)`` when the save ended: after the commit or with the failure, never before. It runs

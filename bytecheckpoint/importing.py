@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,8 @@ import numpy as np
 import xxhash
 
 from .dtypes import DTYPES, DType
+from .engine.checksums import ChunkHasher
 from .engine.commit import commit, new_attempt, remove_attempt
-from .engine.files import ChunkHasher
 from .errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -25,12 +24,14 @@ from .errors import (
     StateError,
     UnsupportedTensorError,
 )
-from .export import INDEX_KEY, SINGLE_KEY, Rename, renaming
+from .export import INDEX_KEY, SINGLE_KEY
 from .geometry import Box
-from .manifest import FileTable, Manifest, SectionInfo
+from .manifest import FileTable, Manifest, SectionInfo, timestamp
+from .matching import Rename, renaming
 from .metadata import BasicMeta
 from .rewriting import PIECE, Progress, refuse_checkpoint
 from .safetensors_file import HeaderEntry, HeaderRecord, SafetensorsHeader, build_header, parse_header
+from .saving import CHUNK_SIZE
 from .sections import check_state, split_rank_name
 from .storage_backends import open_backend
 from .storage_backends.base import StorageBackend
@@ -39,7 +40,6 @@ from .version import VERSION
 
 __all__ = ["ImportReport", "SafetensorsFolder", "import_safetensors"]
 
-_CHUNK_SIZE = 1 << 20
 _MAX_INDEX = 256 << 20
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
 # Not written by this library under its own code, because the stock reader cannot map it; its bytes are plain.
@@ -211,9 +211,9 @@ class _Written:
         return len(self.head) + sum(meta.nbytes for _, meta in self.tensors)
 
 
-def _names(source: SafetensorsFolder, rename: Any) -> dict[str, str]:
+def _names(source: SafetensorsFolder, rename: Callable[[str], str]) -> dict[str, str]:
     """The name within the section, by the name in the file."""
-    names = {name: str(rename(name)) for name in source.shapes}
+    names = {name: rename(name) for name in source.shapes}
     seen: dict[str, str] = {}
     for name, new in names.items():
         if new in seen:
@@ -245,7 +245,7 @@ def _copy_file(
         [HeaderEntry(name, meta.dtype, meta.shape, meta.nbytes) for name, meta in tensors],
         {"format": "pt", "bytecheckpoint": VERSION},
     )
-    hasher = ChunkHasher(_CHUNK_SIZE)
+    hasher = ChunkHasher(CHUNK_SIZE)
     buffer = memoryview(bytearray(PIECE))
     with target.create(new_key, len(head) + sum(meta.nbytes for _, meta in tensors)) as writer:
         writer.write(0, head)
@@ -267,7 +267,7 @@ def _manifest(section: str, step: int | None, attempt: str, written: Sequence[_W
     return Manifest.assemble(
         library_version=VERSION,
         step=step,
-        created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        created=timestamp(),
         world_size=1,
         attempt=attempt,
         metadata={},
@@ -280,7 +280,7 @@ def _manifest(section: str, step: int | None, attempt: str, written: Sequence[_W
             kind=["tensors"] * len(written),
             head_length=np.array([len(file.head) for file in written], np.int64),
             head_checksum=np.array([xxhash.xxh3_64_intdigest(file.head) for file in written], np.uint64),
-            chunk_size=np.full(len(written), _CHUNK_SIZE, np.int64),
+            chunk_size=np.full(len(written), CHUNK_SIZE, np.int64),
             codec=["raw"] * len(written),
         ),
         tensors=TensorTable.build(tensors) if tensors else _no_tensors(section),

@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .engine.commit import read_manifest
+from .engine.commit import ATTEMPT_MARK, read_manifest
 from .errors import CheckpointError, CheckpointNotFoundError
 from .manifest import MANIFEST_KEY, Manifest
 from .storage_backends import join, open_backend
 
 __all__ = ["Listing", "list_checkpoints"]
-
-_ATTEMPT = "attempt-"  # how saving names the folder of one try
 
 Status = Literal["checkpoint", "partial", "broken", "other"]
 
@@ -56,7 +54,7 @@ def list_checkpoints(root: str, *, depth: int = 1, storage_options: Mapping[str,
 def _visit(url: str, name: str, depth: int, options: dict[str, Any]) -> Iterator[Listing]:
     backend = open_backend(url, **options)
     children = backend.list_children("")
-    attempts = [child.rstrip("/") for child in children if child.startswith(_ATTEMPT) and child.endswith("/")]
+    attempts = [child.rstrip("/") for child in children if child.startswith(ATTEMPT_MARK) and child.endswith("/")]
     folders = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in attempts]
     if MANIFEST_KEY in children:
         try:

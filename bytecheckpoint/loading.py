@@ -12,7 +12,7 @@ report     what was loaded, left, cast, and how many bytes it took
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +24,11 @@ from . import trace
 from .catalog import Catalog
 from .checkpoint import cut
 from .control.base import Operation
+from .destinations import Destination
 from .engine.commit import decode_manifest, read_manifest_bytes
 from .engine.reader import Reader, ReadPart
 from .engine.resources import Engine
-from .errors import MismatchError, PlanError, StateError
+from .errors import MismatchError, PlanError
 from .manifest import Manifest
 from .matching import Fault, Rules, dtype_fault, mismatch_error
 from .planners import plan_load
@@ -133,17 +134,17 @@ class _LoadJob:
                 self._backend, manifest, self._rules, self._op.rank, self._op.world_size, self._options.allow_pickle
             )
         with self._step("describe"):
-            targets = self._describe(sections, catalog, report)
+            targets = self._describe(sections, catalog)
         with self._step("plan"):
             wants = self._match(targets, catalog, report)
             mismatch = self._agree_on_faults(wants, catalog, report)
-            parts, finishers = self._plan(manifest, wants if mismatch is None else _Wants())
+            parts, destinations = self._plan(manifest, wants if mismatch is None else _Wants())
         if mismatch is not None:
             # Every rank has the same verdict; reporting it to the others as a failure would only lose its details.
             raise mismatch
         self._prepared = ()
         with self._step("read"):
-            self._read(manifest, parts, finishers, report)
+            self._read(manifest, parts, destinations, report)
             self._op.barrier("read")
         with self._step("apply"):
             for section, target in targets:
@@ -165,6 +166,7 @@ class _LoadJob:
     # -- the steps -----------------------------------------------------------------------------------------------
 
     def _check(self) -> list[Section]:
+        self._engine.check_usable()
         check_state(self._state)
         self._rules.check(self._state)
         self._op.agree("agree", {"path": self._backend.url, "sections": ", ".join(sorted(self._state))})
@@ -186,9 +188,7 @@ class _LoadJob:
             self._backend.url, manifest.step, manifest.metadata, manifest.world_size, timings=self.timings
         )
 
-    def _describe(
-        self, sections: Sequence[Section], catalog: Catalog, report: LoadReport
-    ) -> list[tuple[Section, SectionTarget]]:
+    def _describe(self, sections: Sequence[Section], catalog: Catalog) -> list[tuple[Section, SectionTarget]]:
         targets = []
         self._prepared = sections
         for section in sections:
@@ -289,32 +289,26 @@ class _LoadJob:
             return None
         return mismatch_error(self._backend.url, [tuple(fault) for fault in faults], catalog.names())
 
-    def _plan(self, manifest: Manifest, wants: _Wants) -> tuple[list[ReadPart], list[Callable[[], None]]]:
-        outs: list[torch.Tensor] = []
-        finishers: list[Callable[[], None]] = []
-        for shard in wants.shards:
-            out, finish = _destination(shard)
-            outs.append(out)
-            if finish is not None:
-                finishers.append(finish)
+    def _plan(self, manifest: Manifest, wants: _Wants) -> tuple[list[ReadPart], list[Destination]]:
+        destinations = [Destination(shard) for shard in wants.shards]
         wanted = BoxTable.build([(row, shard.box) for row, shard in zip(wants.rows, wants.shards)])
         try:
             plan = plan_load(manifest.tensors, manifest.shards, wanted)
         except PlanError as error:
             raise PlanError(f"{self._backend.url}: {error}") from error
         parts = [
-            ReadPart(stored, piece, cut(outs[want], piece, wants.shards[want].box))
+            ReadPart(stored, piece, cut(destinations[want].memory, piece, wants.shards[want].box))
             for want, stored, piece in plan.pieces()
         ]
-        return parts, finishers
+        return parts, destinations
 
     def _read(
-        self, manifest: Manifest, parts: Sequence[ReadPart], finishers: Sequence[Callable[[], None]], report: LoadReport
+        self, manifest: Manifest, parts: Sequence[ReadPart], destinations: Sequence[Destination], report: LoadReport
     ) -> None:
         reader = Reader(self._backend, manifest, self._engine.io, verify=self._options.verify)
         reader.read(parts)
-        for finish in finishers:
-            finish()
+        for destination in destinations:
+            destination.settle()
         report.bytes_read, report.bytes_wanted = reader.stats.read, reader.stats.wanted
         self.timings.count("read", reader.stats.read)
 
@@ -322,25 +316,3 @@ class _LoadJob:
     def _step(self, name: str) -> Iterator[None]:
         with self._op.phase(name), self.timings.step(name):
             yield
-
-
-def _destination(shard: Shard) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """Where a shard's elements are read to; for an expanded tensor a buffer, and what takes it from there."""
-    tensor = shard.tensor.detach()
-    if tensor.is_meta:
-        raise StateError(f"{shard.fqn} is on the meta device and has no memory to load into")
-    shared = [d for d, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape)) if stride == 0 and size > 1]
-    if not shared:
-        return tensor, None
-    buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
-    first = tuple(slice(0, 1) if d in shared else slice(None) for d in range(tensor.ndim))
-
-    def finish() -> None:
-        if not torch.equal(buffer, buffer[first].expand(buffer.shape)):
-            raise StateError(
-                f"{shard.fqn}: the tensor in memory is expanded (its elements share memory), but the stored values "
-                f"differ along dimension(s) {shared}; make it contiguous before loading"
-            )
-        tensor[first].copy_(buffer[first])
-
-    return buffer, finish

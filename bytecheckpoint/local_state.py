@@ -63,6 +63,7 @@ class LocalState:
         metas: list[tuple[str, str, BasicMeta]] = []
         boxes: list[tuple[int, Box]] = []
         scopes: list[int] = []
+        pinned: list[bool] = []
         aliases: list[tuple[str, str]] = []
         for name, source in self._sources.items():
             rows: dict[str, int] = {}
@@ -71,6 +72,7 @@ class LocalState:
                 rows[fqn] = len(metas)
                 metas.append((name, rank_name(fqn, self._rank) if own else fqn, meta))
                 scopes.append(self._rank if own else -1)
+                pinned.append(fqn in source.pinned)
             for shard in [*source.shards, *_elementless(source)]:
                 boxes.append((rows[shard.fqn], shard.box))
                 self.shards.append(self._renamed(shard) if shard.fqn in source.per_rank else shard)
@@ -82,6 +84,7 @@ class LocalState:
             np.array(scopes, np.int64),
             aliases,
             [(section.name, section.adapter.name) for section in self._sections],
+            np.array(pinned, np.bool_),
         )
 
     def _renamed(self, shard: Shard) -> Shard:

@@ -16,7 +16,17 @@ from .dtypes import casts_at_all, casts_losslessly
 from .errors import MismatchError, StateError
 from .metadata import BasicMeta
 
-__all__ = ["Cast", "Fault", "Rules", "Strictness", "dtype_fault", "mismatch_error"]
+__all__ = [
+    "Cast",
+    "Fault",
+    "Rename",
+    "Rules",
+    "Strictness",
+    "dtype_fault",
+    "fault_lines",
+    "mismatch_error",
+    "renaming",
+]
 
 Cast = Literal["exact", "widen", "any"]
 """``exact``: dtypes must be equal. ``widen``: casts that keep every value. ``any``: also those that round."""
@@ -25,7 +35,8 @@ Strictness = Literal["exact", "strict", "lenient"]
 """``strict``: what the adapter calls optional or ignorable may be missing or left over (lazily created optimizer
 state). ``exact``: nothing may. ``lenient``: anything may, and is reported."""
 
-Rename = Callable[[str], str]
+Rename = Mapping[str, str] | Callable[[str], str]
+"""From old names to new ones; names that a mapping does not have stay as they are."""
 
 Fault = tuple[str, str, str]
 """``(kind, full name, detail)``, as in ``MismatchError.faults``."""
@@ -43,7 +54,7 @@ class Rules:
 
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
-    rename: Mapping[str, str] | Rename | None = None
+    rename: Rename | None = None
     strict: bool | Strictness | Mapping[str, bool | Strictness] = "strict"
     cast: Cast = "widen"
 
@@ -59,14 +70,7 @@ class Rules:
 
     def renamed(self, full_name: str) -> str:
         """The target's name of a stored one."""
-        if self.rename is None:
-            return full_name
-        if callable(self.rename):
-            new = self.rename(full_name)
-            if not isinstance(new, str):
-                raise StateError(f"rename returned {new!r} for {full_name!r}; return the name itself to leave it as is")
-            return new
-        return self.rename.get(full_name, full_name)
+        return renaming(self.rename)(full_name)
 
     def strictness(self, section: str) -> Strictness:
         rule = self.strict.get(section, "strict") if isinstance(self.strict, Mapping) else self.strict
@@ -89,6 +93,21 @@ class Rules:
         for patterns in (self.include, self.exclude):
             if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
                 raise StateError(f"include and exclude are lists of patterns, not {patterns!r}")
+
+
+def renaming(rename: Rename | None) -> Callable[[str], str]:
+    """A rename argument as a function. That raises ``StateError`` where the caller's returns what is no name."""
+    if rename is None:
+        return lambda name: name
+    change = rename if callable(rename) else lambda name: rename.get(name, name)
+
+    def renamed(name: str) -> str:
+        new: object = change(name)
+        if not isinstance(new, str):
+            raise StateError(f"rename returned {new!r} for {name!r}; return the name itself to leave it as is")
+        return new
+
+    return renamed
 
 
 def _matches(full_name: str, patterns: Sequence[str]) -> bool:
@@ -120,7 +139,7 @@ def dtype_fault(stored: BasicMeta, wanted: BasicMeta, cast: Cast) -> str | None:
 
 
 @dataclass
-class Suggestions:
+class _Suggestions:
     """Close matches among the stored names, looked up only for the faults that are shown."""
 
     names: Sequence[str]
@@ -150,16 +169,22 @@ _ADVICE = {
 
 def mismatch_error(url: str, faults: Sequence[Fault], stored_names: Sequence[str]) -> MismatchError:
     """One error that lists every fault, by kind, with close matches for missing names."""
-    suggestions = Suggestions(stored_names)
-    lines = [f"{url} does not fit the state that was given ({len(faults)} fault(s)); nothing was changed:"]
-    for kind, advice in _ADVICE.items():
+    head = f"{url} does not fit the state that was given ({len(faults)} fault(s)); nothing was changed:"
+    return MismatchError("\n".join([head, *fault_lines(faults, stored_names, _ADVICE)]), list(faults))
+
+
+def fault_lines(faults: Sequence[Fault], names: Sequence[str], advice: Mapping[str, str]) -> list[str]:
+    """The faults for a message, by kind in the order of ``advice``; a missing one with its nearest in ``names``."""
+    suggestions = _Suggestions(names)
+    lines: list[str] = []
+    for kind, what_to_do in advice.items():
         some = sorted({(name, detail) for k, name, detail in faults if k == kind})
         if not some:
             continue
-        lines.append(f"  {kind}: {len(some)} {advice}")
+        lines.append(f"  {kind}: {len(some)} {what_to_do}".rstrip())
         for name, detail in some[:_SHOWN]:
             near = suggestions.near(name) if kind == "missing" else ""
             lines.append(f"    {name}{': ' + detail if detail else ''}{near}")
         if len(some) > _SHOWN:
             lines.append(f"    ... and {len(some) - _SHOWN} more (all are in the error's .faults)")
-    return MismatchError("\n".join(lines), list(faults))
+    return lines

@@ -16,23 +16,26 @@ __all__ = ["scan_msgpack", "unpack_plain"]
 
 # By a value's first byte: the width of the length that follows it, how many bytes stand beside that length, and for
 # arrays and maps how many items there are (of each entry, where a length follows).
+# fmt: off
 _PLAIN: dict[int, tuple[int, int, int | None]] = {
     **dict.fromkeys((*range(0x80), *range(0xE0, 0x100)), (0, 0, None)),  # small integers
     **{0x80 + n: (0, 0, 2 * n) for n in range(16)},  # maps
     **{0x90 + n: (0, 0, n) for n in range(16)},  # arrays
     **{0xA0 + n: (0, n, None) for n in range(32)},  # str
-    **dict.fromkeys((0xC0, 0xC2, 0xC3), (0, 0, None)),  # nil, false, true
-    **{0xC4: (1, 0, None), 0xC5: (2, 0, None), 0xC6: (4, 0, None)},  # bin
-    **{0xCA: (0, 4, None), 0xCB: (0, 8, None)},  # float
-    **{code: (0, 1 << code % 4, None) for code in range(0xCC, 0xD4)},  # unsigned and signed integers of 1 to 8 bytes
-    **{0xD9: (1, 0, None), 0xDA: (2, 0, None), 0xDB: (4, 0, None)},  # str
-    **{0xDC: (2, 0, 1), 0xDD: (4, 0, 1), 0xDE: (2, 0, 2), 0xDF: (4, 0, 2)},  # arrays, maps
+    0xC0: (0, 0, None), 0xC2: (0, 0, None), 0xC3: (0, 0, None),  # nil, false, true
+    0xC4: (1, 0, None), 0xC5: (2, 0, None), 0xC6: (4, 0, None),  # bin
+    0xCA: (0, 4, None), 0xCB: (0, 8, None),  # float
+    0xCC: (0, 1, None), 0xCD: (0, 2, None), 0xCE: (0, 4, None), 0xCF: (0, 8, None),  # unsigned integers
+    0xD0: (0, 1, None), 0xD1: (0, 2, None), 0xD2: (0, 4, None), 0xD3: (0, 8, None),  # signed integers
+    0xD9: (1, 0, None), 0xDA: (2, 0, None), 0xDB: (4, 0, None),  # str
+    0xDC: (2, 0, 1), 0xDD: (4, 0, 1), 0xDE: (2, 0, 2), 0xDF: (4, 0, 2),  # arrays, maps
 }
 _WITH_EXTENSIONS = {
     **_PLAIN,
-    **{0xC7: (1, 1, None), 0xC8: (2, 1, None), 0xC9: (4, 1, None)},
-    **{0xD4 + n: (0, 1 + (1 << n), None) for n in range(5)},
+    0xC7: (1, 1, None), 0xC8: (2, 1, None), 0xC9: (4, 1, None),
+    0xD4: (0, 2, None), 0xD5: (0, 3, None), 0xD6: (0, 5, None), 0xD7: (0, 9, None), 0xD8: (0, 17, None),
 }
+# fmt: on
 
 
 def scan_msgpack(what: str, data: bytes, *, max_depth: int = 64, extensions: bool = False) -> None:

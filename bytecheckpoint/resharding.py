@@ -22,6 +22,7 @@ from .geometry import Box
 from .manifest import FileTable, Manifest
 from .rewriting import Item, Progress, Rewriter, StreamedFile, refuse_checkpoint
 from .safetensors_file import shard_name
+from .saving import CHUNK_SIZE
 from .storage_backends import open_backend
 from .storage_backends.base import StorageBackend
 from .tables import BoxTable
@@ -31,7 +32,6 @@ __all__ = ["Layout", "PlannedOutput", "ReshardReport", "reshard"]
 
 Layout = Literal["whole", "sharded"]
 
-_CHUNK_SIZE = 1 << 20
 _MAX_FILES = 1 << 20
 
 
@@ -165,7 +165,7 @@ def _write(
     with Rewriter(checkpoint) as rewriter:
         checksums: list[int] = []
         for out in outputs:
-            checksums += rewriter.write(target, out, progress, chunk_size=_CHUNK_SIZE)
+            checksums += rewriter.write(target, out, progress, chunk_size=CHUNK_SIZE)
         return checksums, rewriter.bytes_read
 
 
@@ -208,7 +208,7 @@ def _manifest(
         kind=["tensors"] * new + [old.files.kind[row] for row in values],
         head_length=column([len(out.head) for _, out in outputs], old.files.head_length),
         head_checksum=column([xxhash.xxh3_64_intdigest(out.head) for _, out in outputs], old.files.head_checksum),
-        chunk_size=column([_CHUNK_SIZE] * new, old.files.chunk_size),
+        chunk_size=column([CHUNK_SIZE] * new, old.files.chunk_size),
         codec=["raw"] * (new + len(values)),
     )
     return Manifest.assemble(

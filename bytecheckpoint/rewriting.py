@@ -20,8 +20,9 @@ import torch
 
 from .checkpoint import Checkpoint, cut
 from .dtypes import DType
-from .engine.files import ChunkHasher, as_bytes
+from .engine.checksums import ChunkHasher
 from .engine.reader import Reader, ReadPart
+from .engine.tensor_bytes import byte_view
 from .errors import KeyExistsError, KeyNotFoundError
 from .geometry import Box
 from .manifest import MANIFEST_KEY
@@ -165,7 +166,7 @@ class Rewriter:
                 if index != current:
                     hasher.end_item()
                     current = index
-                data = memoryview(as_bytes(piece).numpy())  # type: ignore[arg-type]
+                data = byte_view(piece)
                 writer.write(at, data)
                 hasher.update(data)
                 at += len(data)

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,14 +30,16 @@ from . import trace
 from .control.agreement import describe_disagreement
 from .control.base import Operation
 from .engine.arena import Slot
-from .engine.commit import commit, new_attempt, remove_attempt, remove_files, replaceable
+from .engine.commit import commit, new_attempt, read_manifest, remove_attempt, remove_files, replaceable
 from .engine.files import FileImage, copy_in, place_images
 from .engine.record import record
 from .engine.resources import Engine
 from .engine.writer import WrittenFile, write_images
 from .errors import (
+    BytecheckpointError,
     CommitUnknownError,
     ControlError,
+    DeadlineError,
     DisagreementError,
     KeyNotFoundError,
     PlanError,
@@ -89,13 +92,12 @@ def save(
 
     ``op`` is this save among the ranks, and is closed when the save is over, however it ends.
     """
-    job = _SaveJob(engine, backend, op, state, options)
+    job = _SaveJob(engine, backend, op, state, options, waits=not background)
     job.prepare()
     # Saves are committed in the order in which they were begun, so a synchronous one queues up too.
-    if background:
-        engine.background.submit(job.finish_in_background)
-    else:
-        engine.background.submit(job.finish).result()
+    ended = job.enqueue(job.finish_in_background if background else job.finish)
+    if not background:
+        ended.result()
     return job.handle
 
 
@@ -117,11 +119,13 @@ class _SaveJob:
         op: Operation,
         state: Mapping[str, Any],
         options: SaveOptions,
+        waits: bool,
     ) -> None:
         self.timings = trace.Timings("save")
         self.handle = SaveHandle(backend.url, self.timings)
         self._engine, self._backend, self._state, self._options = engine, backend, state, options
         self._op = op
+        self._waits = waits  # the caller does, for the end of the save
         self._attempt = ""
         self._images: list[FileImage] = []
         self._slot: Slot | None = None
@@ -134,6 +138,7 @@ class _SaveJob:
         """From the call to the point where the caller may change the state. Raises what any rank raised."""
         try:
             with self._step("check"):
+                self._engine.check_usable(waits=self._waits)
                 self._check()
             with self._step("describe"):
                 local = self._describe()
@@ -149,6 +154,16 @@ class _SaveJob:
         # The state may go away from here on; only staged bytes are needed.
         self._state = {}
         self.handle._mark_staged()
+
+    def enqueue(self, finish: Callable[[], None]) -> Future[None]:
+        """Hand ``finish`` to the background thread. Where that takes no more work, the save has failed."""
+        try:
+            with self._op.phase("write"):
+                return self._engine.submit(finish)
+        except BaseException as error:
+            self._abandon(error)
+            self.handle._fail(error)
+            raise
 
     def finish_in_background(self) -> None:
         """``finish`` for a thread that nobody waits for: what it raises is on the handle, and in the log."""
@@ -167,9 +182,14 @@ class _SaveJob:
             with self._step("commit"):
                 self._commit(confirmed)
         except BaseException as error:
-            self._abandon(error)
-            self.handle._fail(error)
-            raise
+            if not self._stands(error):
+                raised = self._in_doubt(error)
+                self._abandon(error)
+                self.handle._fail(raised)
+                if raised is error:
+                    raise
+                raise raised from error
+            _log.warning("%s is committed, but this rank did not hear so: %s", self._backend.url, error)
         self._clean()
         self._op.close()
         result = SaveResult(
@@ -325,6 +345,26 @@ class _SaveJob:
             else:
                 remove_files(self._backend, [image.key for image in self._images])
         self._op.close()
+
+    def _stands(self, error: BaseException) -> bool:
+        """Whether the checkpoint is seen to exist, although rank 0 was lost before this rank had heard of it."""
+        if not self._may_be_committed or self._op.rank == 0:
+            return False
+        if not isinstance(error, ControlError) or _never_committed(error):
+            return False
+        try:
+            return read_manifest(self._backend).attempt == self._attempt
+        except BytecheckpointError:
+            return False
+
+    def _in_doubt(self, error: BaseException) -> BaseException:
+        """What to raise: ``error``, or ``CommitUnknownError`` where rank 0 is only late and may commit yet."""
+        if not self._may_be_committed or self._op.rank == 0 or not isinstance(error, DeadlineError):
+            return error
+        return CommitUnknownError(
+            f"{self._backend.url}: everything is written, but rank 0 was not heard to commit it: {error} Open the path "
+            f"to find out, or save again"
+        )
 
     def _point(self, name: str) -> None:
         self.timings.point(name)

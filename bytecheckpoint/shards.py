@@ -71,7 +71,8 @@ class SectionSource:
     for each. ``aliases`` maps a tied name to the name its bytes are stored under. Names in ``per_rank`` (tensors, by
     fqn; values, by path) belong to this rank alone and are never taken for replicas. ``digests`` holds the xxh3-128 of
     plain tensors that nothing but their name says are replicas (tensors of trees): where ranks differ, saving stores
-    each rank's own instead of taking one for all.
+    each rank's own instead of taking one for all. ``pinned`` names tensors whose replicas may differ although one will
+    do for all (buffers): the lowest rank's is stored, so that all of them come from the same rank.
     """
 
     metas: dict[str, BasicMeta] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class SectionSource:
     aliases: dict[str, str] = field(default_factory=dict)
     per_rank: set[str | Path] = field(default_factory=set)
     digests: dict[str, bytes] = field(default_factory=dict)
+    pinned: set[str] = field(default_factory=set)
 
     def make_per_rank(self, fqn: str) -> None:
         """Turn a tensor into this rank's own; names tied to it become tensors of their own, of the same memory."""
@@ -109,10 +111,11 @@ class StoredSection:
 class SectionTarget:
     """Where one section's bytes and values go: what ``target`` of an adapter returns.
 
-    ``shards`` are filled in place, their dtypes being those wanted. ``wanted_values`` are the paths the object needs
-    (missing ones are reported); ``apply`` is called once, on the main thread, when every byte of every section has
-    arrived and been verified, with the stored values by path: it puts plain values (and state created for the load)
-    into the object. ``metas`` and ``aliases`` are as in ``SectionSource``.
+    ``shards`` are filled in place, their dtypes being those wanted (expanded ones too, where the stored values allow
+    it). ``wanted_values`` are the paths the object needs (missing ones are reported); ``apply`` is called once, on the
+    main thread, when every byte of every section has arrived and been verified, with the stored values by path: it puts
+    plain values (and state created for the load) into the object. ``metas`` and ``aliases`` are as in
+    ``SectionSource``.
     ``optional`` names tensors and value paths that may be missing from the checkpoint (lazily created optimizer
     state); ``ignorable`` those stored names that the object has no use for and that may be left unread.
     """

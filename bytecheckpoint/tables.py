@@ -10,21 +10,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from .dtypes import DTYPES, DType
-from .geometry import Box
+from .geometry import Box, Int64
 from .metadata import BasicMeta
 
-__all__ = ["BoxTable", "Int64", "TensorTable"]
-
-Int64 = npt.NDArray[np.int64]
+__all__ = ["BoxTable", "Int64", "TensorTable", "ragged_positions", "ragged_starts"]
 
 _BY_CODE: tuple[DType, ...] = tuple(DTYPES.values())
 _ITEMSIZE: Int64 = np.array([dtype.itemsize for dtype in _BY_CODE], np.int64)
 
 
-def _starts(counts: Int64) -> Int64:
+def ragged_starts(counts: Int64) -> Int64:
+    """Where rows of these counts begin when they lie back to back, and, last, where all end."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
@@ -44,7 +42,7 @@ class TensorTable:
     shape: Int64
 
     def __post_init__(self) -> None:
-        self.starts = _starts(self.ndim)
+        self.starts = ragged_starts(self.ndim)
 
     @classmethod
     def build(cls, rows: Iterable[tuple[str, str, BasicMeta]]) -> TensorTable:
@@ -84,7 +82,7 @@ class TensorTable:
 
     def numel(self) -> Int64:
         """Elements, by row."""
-        return ragged_product(self.shape, self.starts)
+        return _ragged_product(self.shape, self.starts)
 
 
 @dataclass(eq=False)
@@ -104,12 +102,12 @@ class BoxTable:
             np.array([row for row, _ in rows], np.int64),
             np.array([v for _, box in rows for v in box.offsets], np.int64),
             np.array([v for _, box in rows for v in box.lengths], np.int64),
-            _starts(np.array([box.ndim for _, box in rows], np.int64)),
+            ragged_starts(np.array([box.ndim for _, box in rows], np.int64)),
         )
 
     @classmethod
     def from_columns(cls, tensors: TensorTable, tensor: Int64, offsets: Int64, lengths: Int64) -> BoxTable:
-        return cls(tensor, offsets, lengths, _starts(tensors.ndim[tensor]))
+        return cls(tensor, offsets, lengths, ragged_starts(tensors.ndim[tensor]))
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -120,7 +118,7 @@ class BoxTable:
 
     def numel(self) -> Int64:
         """Elements, by row."""
-        return ragged_product(self.lengths, self.starts)
+        return _ragged_product(self.lengths, self.starts)
 
     def nbytes(self, tensors: TensorTable) -> Int64:
         """Bytes, by row."""
@@ -130,7 +128,7 @@ class BoxTable:
         """These rows, in this order."""
         counts = (self.starts[1:] - self.starts[:-1])[rows]
         picked = ragged_positions(self.starts[:-1][rows], counts)
-        return BoxTable(self.tensor[rows], self.offsets[picked], self.lengths[picked], _starts(counts))
+        return BoxTable(self.tensor[rows], self.offsets[picked], self.lengths[picked], ragged_starts(counts))
 
 
 def ragged_positions(starts: Int64, counts: Int64) -> Int64:
@@ -141,7 +139,7 @@ def ragged_positions(starts: Int64, counts: Int64) -> Int64:
     return positions
 
 
-def ragged_product(values: Int64, starts: Int64) -> Int64:
+def _ragged_product(values: Int64, starts: Int64) -> Int64:
     """Product of each row's numbers; 1 for an empty row."""
     padded = np.append(values, 1)
     product: Int64 = np.empty(len(starts) - 1, np.int64)

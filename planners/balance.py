@@ -12,7 +12,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 import numpy.typing as npt
 
-from ..tables import Int64, ragged_positions
+from ..tables import Int64, ragged_positions, ragged_starts
 
 __all__ = ["choose_writers"]
 
@@ -62,9 +62,8 @@ def _shared(nbytes: Int64, starts: Int64, counts: Int64, rank: Int64) -> _Shared
     like = members[ragged_positions(begin[first[member_set]], counts)]
     first, member_set = _set_apart(first, member_set, np.logical_or.reduceat(members != like, begin))
     set_counts = counts[first]
-    set_starts = np.zeros(len(first) + 1, np.int64)
-    np.cumsum(set_counts, out=set_starts[1:])
-    return _Shared(nbytes, member_set, members[ragged_positions(begin[first], set_counts)], set_starts)
+    ranks = members[ragged_positions(begin[first], set_counts)]
+    return _Shared(nbytes, member_set, ranks, ragged_starts(set_counts))
 
 
 def _set_apart(first: Int64, member_set: Int64, odd: npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:

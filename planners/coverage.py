@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..errors import PlanError
-from ..geometry import Box, find_overlap
-from ..tables import BoxTable, Int64, TensorTable
+from ..geometry import Box, find_overlap, inseparable
+from ..tables import BoxTable, Int64, TensorTable, ragged_starts
 from .dedup import ElementNumbers, matrices
 
 __all__ = ["Describe", "first_uncovered", "tiling_faults"]
@@ -78,8 +78,7 @@ def tiling_faults(
     bounds = np.searchsorted(boxes.tensor, np.arange(len(tensors) + 1))
     for tensor, fault in _overlap_faults(boxes, numbers, describe):
         faults[tensor].append(fault)
-    running = np.zeros(len(boxes) + 1, np.int64)
-    np.cumsum(numbers.numel, out=running[1:])
+    running = ragged_starts(numbers.numel)
     missing = tensors.numel() - (running[bounds[1:]] - running[bounds[:-1]])
     # A tensor with an overlap may have a hole as well, whatever its boxes add up to.
     for tensor in sorted({*np.flatnonzero(missing > 0).tolist(), *faults}):
@@ -114,52 +113,23 @@ def _overlap_faults(boxes: BoxTable, numbers: ElementNumbers, describe: Describe
     part = boxes.take(rows)
     for index, offsets, lengths in matrices(part, chunk=len(part)):
         local = np.arange(len(part))[index]
-        tangled = _inseparable(offsets, lengths, part.tensor[local])
-        tensor = part.tensor[local][tangled]
-        for one in np.unique(tensor).tolist():
-            group = tangled[tensor == one]
-            try:
-                pair = find_overlap(offsets[group], lengths[group])
-            except PlanError as error:
-                yield one, str(error)
-                continue
-            if pair is not None:
-                a, b = sorted(int(rows[local[group[i]]]) for i in pair)
-                yield one, f"{boxes.box_of(a)} of {describe(a)} overlaps {boxes.box_of(b)} of {describe(b)}"
+        told: set[int] = set()
+        for group in inseparable(offsets, lengths, part.tensor[local]):
+            tensor = int(part.tensor[local[group[0]]])
+            fault = None if tensor in told else _overlap_fault(boxes, rows[local], offsets, lengths, group, describe)
+            if fault is not None:
+                told.add(tensor)
+                yield tensor, fault
 
 
-def _inseparable(offsets: Int64, lengths: Int64, group: Int64) -> Int64:
-    """Rows that share a group with others from which no axis separates them; the rest are certainly disjoint.
-
-    As in ``find_overlap``, for all tensors at once: each axis in turn splits groups wherever no box reaches across,
-    until a round over all axes splits nothing.
-    """
-    rows = np.arange(len(offsets), dtype=np.int64)
-    ndim = offsets.shape[1]
-    axis = idle = 0
-    while len(rows) and idle < ndim:
-        start = offsets[rows, axis]
-        order = np.lexsort((start, group))
-        rows, start, group = rows[order], start[order], group[order]
-        stop = start + lengths[rows, axis]
-        reach = _running_maximum(stop, group)
-        same = group[1:] == group[:-1]
-        cut = np.ones(len(rows), np.bool_)
-        cut[1:] = ~same | (start[1:] >= reach[:-1])
-        idle = 0 if (cut[1:] & same).any() else idle + 1
-        group = np.cumsum(cut) - 1
-        keep = (np.bincount(group) > 1)[group]
-        rows, group = rows[keep], group[keep]
-        axis = (axis + 1) % ndim
-    return np.sort(rows)
-
-
-def _running_maximum(values: Int64, group: Int64) -> Int64:
-    """The maximum of ``values`` so far, within each stretch of equal ``group``."""
-    fresh = np.ones(len(group), np.bool_)
-    np.not_equal(group[1:], group[:-1], out=fresh[1:])
-    # Ranks of values are small, so a group's number fits above them in one word whatever the values are.
-    distinct, ranked = np.unique(values, return_inverse=True)
-    lifted = ranked + (np.cumsum(fresh) - 1) * len(distinct)
-    result: Int64 = distinct[np.maximum.accumulate(lifted) % len(distinct)]
-    return result
+def _overlap_fault(
+    boxes: BoxTable, rows: Int64, offsets: Int64, lengths: Int64, group: Int64, describe: Describe
+) -> str | None:
+    try:
+        pair = find_overlap(offsets[group], lengths[group])
+    except PlanError as error:
+        return str(error)
+    if pair is None:
+        return None
+    a, b = sorted(int(rows[group[i]]) for i in pair)
+    return f"{boxes.box_of(a)} of {describe(a)} overlaps {boxes.box_of(b)} of {describe(b)}"

@@ -45,6 +45,15 @@ class Replicas:
     rows: Int64
     starts: Int64
 
+    def cut_to_first(self, alone: Bool) -> Replicas:
+        """Without any but the first row of each group that is marked in ``alone``."""
+        counts = self.starts[1:] - self.starts[:-1]
+        keep = np.repeat(~alone, counts)
+        keep[self.starts[:-1]] = True
+        starts = np.zeros(len(self.starts), np.int64)
+        np.cumsum(np.where(alone, 1, counts), out=starts[1:])
+        return Replicas(self.rows[keep], starts)
+
 
 def matrices(boxes: BoxTable, chunk: int = _CHUNK) -> Iterator[tuple[Rows, Int64, Int64]]:
     """Rows of equal ndim with their offsets and lengths as ``[n, ndim]`` arrays, a bounded number at a time."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..geometry import Box
-from ..tables import BoxTable, Int64, TensorTable, ragged_positions
+from ..tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from .coverage import first_uncovered
 
 __all__ = ["LoadPlan", "plan_load"]
@@ -166,13 +166,11 @@ def _join(wanted: BoxTable, found: list[_Found]) -> LoadPlan:
     rows = np.concatenate([part.wanted for part in found])
     stored = np.concatenate([part.stored for part in found])
     counts = wanted.starts[rows + 1] - wanted.starts[rows]
-    starts = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
     boxes = BoxTable(
         wanted.tensor[rows],
         np.concatenate([part.offsets.reshape(-1) for part in found]),
         np.concatenate([part.lengths.reshape(-1) for part in found]),
-        starts,
+        ragged_starts(counts),
     )
     order = np.lexsort((stored, rows))
     return LoadPlan(rows[order], stored[order], boxes.take(order))

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..dtypes import DTYPES
 from ..tables import BoxTable, Int64, TensorTable
-from .wire import Fields, column, flags, pack
+from .wire import Bool, Fields, column, flags, pack
 
 __all__ = ["LocalPlan", "ValueEntry"]
 
@@ -34,8 +34,9 @@ class LocalPlan:
     """What one rank holds: row ``i`` of ``shards`` is its ``i``-th shard.
 
     ``scope`` has one number a tensor: -1 for a tensor that ranks share, else the rank that alone has it (whose name
-    already ends in ``@<rank>``); None where all are shared. ``aliases`` are ``(name, name it stands for)``, full
-    names; ``sections`` are ``(name, adapter kind)``.
+    already ends in ``@<rank>``); None where all are shared. ``pinned`` (None: none) marks tensors whose replicas may
+    differ, so that the lowest rank writes them: all of them then come from one and the same rank. ``aliases`` are
+    ``(name, name it stands for)``, full names; ``sections`` are ``(name, adapter kind)``.
     """
 
     tensors: TensorTable
@@ -44,6 +45,7 @@ class LocalPlan:
     scope: Int64 | None = None
     aliases: list[tuple[str, str]] = field(default_factory=list)
     sections: list[tuple[str, str]] = field(default_factory=list)
+    pinned: Bool | None = None
 
     def scopes(self) -> Int64:
         """``scope`` with None spelled out."""
@@ -63,6 +65,7 @@ class LocalPlan:
                 "ndim": column(tensors.ndim),
                 "shape": column(tensors.shape),
                 "scope": column(self.scopes()),
+                "pinned": flags(np.zeros(len(tensors), np.bool_) if self.pinned is None else self.pinned),
                 "shard_tensor": column(shards.tensor),
                 "offsets": column(shards.offsets),
                 "lengths": column(shards.lengths),
@@ -83,7 +86,13 @@ class LocalPlan:
         tensors = _tensors(fields)
         scope = fields.within("scope", fields.integers("scope", len(tensors)), -1, 2**31)
         return cls(
-            tensors, _shards(fields, tensors), _values(fields), scope, fields.pairs("aliases"), fields.pairs("sections")
+            tensors,
+            _shards(fields, tensors),
+            _values(fields),
+            scope,
+            fields.pairs("aliases"),
+            fields.pairs("sections"),
+            fields.flags("pinned", len(tensors)),
         )
 
 

@@ -12,10 +12,12 @@ import numpy as np
 from ..errors import PlanError
 from ..tables import BoxTable, Int64, TensorTable, ragged_positions
 from .local_plan import LocalPlan, ValueEntry
+from .wire import Bool
 
 __all__ = [
     "PlannedValue",
     "merge_aliases",
+    "merge_pinned",
     "merge_sections",
     "merge_shards",
     "merge_tensors",
@@ -160,6 +162,15 @@ def merge_shards(plans: Sequence[LocalPlan], tensors: TensorTable, rows: list[In
     rank = np.repeat(np.arange(len(plans), dtype=np.int64), counts)
     local = np.arange(len(boxes), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     return boxes, rank, local
+
+
+def merge_pinned(plans: Sequence[LocalPlan], tensors: TensorTable, rows: list[Int64]) -> Bool:
+    """Tensors that any rank wants to be written by the lowest rank that has them."""
+    pinned = np.zeros(len(tensors), np.bool_)
+    for plan, new in zip(plans, rows):
+        if plan.pinned is not None:
+            pinned[new[plan.pinned]] = True
+    return pinned
 
 
 def merge_sections(plans: Sequence[LocalPlan]) -> list[tuple[str, str]]:

@@ -17,10 +17,11 @@ from ..tables import BoxTable, Int64, TensorTable
 from .balance import choose_writers
 from .coverage import tiling_faults
 from .dedup import ElementNumbers, Replicas, group_replicas, number_elements
-from .local_plan import LocalPlan, ValueEntry
+from .local_plan import LocalPlan
 from .merge import (
     PlannedValue,
     merge_aliases,
+    merge_pinned,
     merge_sections,
     merge_shards,
     merge_tensors,
@@ -29,17 +30,7 @@ from .merge import (
 )
 from .wire import Bool, Fields, column, flags, pack
 
-__all__ = [
-    "Assignment",
-    "LocalPlan",
-    "PlannedFile",
-    "PlannedValue",
-    "SavePlan",
-    "ValueEntry",
-    "layout",
-    "plan_columns",
-    "plan_save",
-]
+__all__ = ["Assignment", "PlannedFile", "SavePlan", "layout", "plan_columns", "plan_save"]
 
 _KIND = "save assignment"
 
@@ -55,11 +46,10 @@ def layout(nbytes: Int64) -> tuple[Int64, int]:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file that ``rank`` writes; ``data_size`` is in bytes and excludes any header."""
+    """A file of tensors that ``rank`` writes; ``data_size`` is in bytes and excludes the header."""
 
     section: str
     rank: int
-    kind: str
     data_size: int
 
 
@@ -154,16 +144,17 @@ class SavePlan:
 def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:
     """Plan a save of what the ranks hold; ``plans[r]`` is rank ``r``'s.
 
-    Equal boxes of a tensor are replicas, and one rank writes each; empty boxes are dropped, but for one whole box of
-    a tensor without elements. A value that is the same wherever it is held is written once. Raises ``PlanError``
-    that names every fault of one kind and the ranks concerned: tensors, aliases or sections of which ranks disagree,
-    boxes that overlap, leave their tensor, or leave a hole.
+    Equal boxes of a tensor are replicas, and one rank writes each (the lowest, where a rank has the tensor ``pinned``);
+    empty boxes are dropped, but for one whole box of a tensor without elements. A value that is the same wherever it
+    is held is written once. Raises ``PlanError`` that names every fault of one kind and the ranks concerned: tensors,
+    aliases or sections of which ranks disagree, boxes that overlap, leave their tensor, or leave a hole.
     """
     kinds = merge_sections(plans)
     sections = sorted({name for name, _ in kinds}.union(*(plan.tensors.sections for plan in plans)))
     tensors, scope, rows = merge_tensors(plans, sections)
     boxes, rank, local = merge_shards(plans, tensors, rows)
-    plan = plan_columns(tensors, boxes, rank, local, world_size=len(plans))
+    pinned = merge_pinned(plans, tensors, rows)
+    plan = plan_columns(tensors, boxes, rank, local, world_size=len(plans), pinned=pinned)
     plan.scope = scope
     plan.values = merge_values(plans)
     plan.aliases = merge_aliases(plans, tensors)
@@ -171,7 +162,9 @@ def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:
     return plan
 
 
-def plan_columns(tensors: TensorTable, boxes: BoxTable, rank: Int64, source: Int64, *, world_size: int) -> SavePlan:
+def plan_columns(
+    tensors: TensorTable, boxes: BoxTable, rank: Int64, source: Int64, *, world_size: int, pinned: Bool | None = None
+) -> SavePlan:
     """``plan_save`` from columns: row ``i`` of ``boxes`` is row ``source[i]`` of what ``rank[i]`` holds.
 
     ``tensors`` are sorted by name. Rows may come in any order; in the order of ranks is fastest. Every shared scope;
@@ -188,6 +181,8 @@ def plan_columns(tensors: TensorTable, boxes: BoxTable, rank: Int64, source: Int
         raise PlanError(_tiling_text(tensors, shards, groups, rank, faults))
     nbytes = found.numel * tensors.itemsize()[shards.tensor]
     del numbers, found, unique
+    if pinned is not None and pinned.any():
+        groups = groups.cut_to_first(pinned[shards.tensor])
     chosen = groups.rows[choose_writers(nbytes, groups.starts, rank[groups.rows], world_size)]
     shards, nbytes, chosen = _with_empty(tensors, boxes, rank, shards, nbytes, chosen)
     return _lay_out(tensors, shards, nbytes, rank[chosen], source[chosen])
@@ -267,7 +262,7 @@ def _lay_out(tensors: TensorTable, shards: BoxTable, nbytes: Int64, owner: Int64
     file[order] = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     offset[order] = starts - np.repeat(ends[:-1], counts)
     files = [
-        PlannedFile(names[code // width], code % width, "tensors", size)
+        PlannedFile(names[code // width], code % width, size)
         for code, size in zip(in_order[begins].tolist(), (ends[1:] - ends[:-1]).tolist())
     ]
     scope = np.full(len(tensors), -1, np.int64)

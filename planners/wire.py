@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
+from ..tables import Int64
 
-__all__ = ["Fields", "column", "flags", "pack"]
+__all__ = ["Bool", "Fields", "column", "flags", "pack"]
 
-Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 _WORDS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<i8"}

@@ -91,6 +91,18 @@ class StorageBackend(ABC):
         """Fill the writable ``buffer`` with the bytes at ``offset``. Raises ``KeyNotFoundError``, or ``StorageError``
         where the object ends early (never a short read)."""
 
+    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
+        """``read_into`` for many small buffers at the price of one: fills them, one after the other, with consecutive
+        bytes from ``offset`` on. Where a store has nothing better, all of them are held in memory once more: ask for
+        some MiB at a time."""
+        views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        whole = bytearray(sum(map(len, views)))
+        self.read_into(key, offset, whole)
+        content, at = memoryview(whole), 0
+        for view in views:
+            view[:] = content[at : at + len(view)]
+            at += len(view)
+
     @abstractmethod
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         """A whole small object. Raises ``KeyNotFoundError``; ``StorageError`` before reading if over ``max_size``."""

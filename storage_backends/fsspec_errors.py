@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from ..errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
 from .posix import map_os_error
 
-__all__ = ["map_error", "redact"]
+__all__ = ["map_error", "mapped", "redact"]
+
+_T = TypeVar("_T")
 
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -35,3 +39,11 @@ def map_error(error: Exception, action: str, *, reading: bool) -> StorageError:
     if isinstance(error, OSError) and error.errno:
         return map_os_error(error, action, absent_is_missing_key=reading)
     return StorageError(f"{action}: {type(error).__name__}: {error}")
+
+
+def mapped(action: str, function: Callable[[], _T], *, reading: bool = False) -> _T:
+    """What ``function`` returns; what it raises as a member of the errors tree."""
+    try:
+        return function()
+    except Exception as error:
+        raise map_error(error, action, reading=reading) from error

@@ -19,7 +19,7 @@ from .pieces import PieceMap, byte_view
 
 __all__ = ["BufferedWriter", "StreamWriter"]
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class BufferedWriter(ObjectWriter):
@@ -127,7 +127,7 @@ class StreamWriter(ObjectWriter):
             try:
                 self._discard()
             except Exception as error:  # noqa: BLE001 - abort never raises, and stores raise anything
-                logger.warning("%s: could not remove what was written: %s", self._action, error)
+                _log.warning("%s: could not remove what was written: %s", self._action, error)
 
     def __del__(self) -> None:
         # A file that is forgotten would be closed by its own finalizer, and that uploads what it still holds.

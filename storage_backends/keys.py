@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from ..errors import StorageError
 
-__all__ = ["MAX_COMPONENT_BYTES", "MAX_KEY_BYTES", "check_children_prefix", "check_key", "check_prefix", "is_key"]
+__all__ = [
+    "MAX_COMPONENT_BYTES",
+    "MAX_KEY_BYTES",
+    "TEMPORARY",
+    "check_children_prefix",
+    "check_key",
+    "check_prefix",
+    "is_object_key",
+]
 
 MAX_KEY_BYTES = 1024
 """UTF-8 bytes of a whole key: what S3, GCS and Azure take."""
 
 MAX_COMPONENT_BYTES = 255
 """UTF-8 bytes between two slashes: what ext4, XFS, Lustre and HDFS take."""
+
+
+TEMPORARY = ".bcp-tmp-"
+"""What the names of temporary files begin with, on stores where an object has to be written under another name."""
 
 
 def check_key(key: str) -> None:
@@ -24,9 +36,9 @@ def check_key(key: str) -> None:
         raise StorageError(f"not a storage key: {_shown(key)}: {fault}")
 
 
-def is_key(key: str) -> bool:
-    """Whether ``check_key`` accepts it."""
-    return not _fault(key)
+def is_object_key(key: str) -> bool:
+    """Whether an object may be found there: ``check_key`` accepts it, and it is no temporary file's."""
+    return not _fault(key) and not key.rpartition("/")[2].startswith(TEMPORARY)
 
 
 def check_prefix(prefix: str) -> None:

@@ -11,6 +11,7 @@ readable, and removed when a ``delete`` leaves nothing else in their directory.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -23,14 +24,17 @@ from typing_extensions import Buffer
 
 from ..errors import KeyExistsError, KeyNotFoundError, StorageError, StorageFullError, UnsupportedURLError
 from .base import ObjectStat, ObjectWriter, StorageBackend
-from .keys import check_children_prefix, check_key, check_prefix, is_key
-from .local_directories import TEMPORARY, drop_leftovers, inside, link_exclusive, make_directories, mark_in_use
+from .direct_io import DirectFile
+from .keys import TEMPORARY, check_children_prefix, check_key, check_prefix, is_object_key
+from .local_directories import drop_leftovers, inside, link_exclusive, make_directories, mark_in_use
 from .local_objects import LocalWriter, OpenedObject
 from .pieces import PieceMap, byte_view
 from .posix import free_bytes, map_os_error, read_at, sync_directory, write_at
 from .tree import list_tree, may_follow, tree_has_objects
 
 __all__ = ["LocalBackend"]
+
+_log = logging.getLogger(__name__)
 
 # A delete in another process may remove a directory between our mkdir and our open, as often as it likes.
 _TRIES = 16
@@ -44,25 +48,34 @@ class LocalBackend(StorageBackend):
     A key whose path leaves the root through a symbolic link is refused with ``StorageError``. (The check is made on
     the tree as it is at the call: it protects from what a checkpoint contains, not from somebody who rewrites the
     directory at the same time and could change the files anyway.)
+
+    With ``direct_io``, long writes, and long reads of what the page cache does not have, go past it, wherever the file
+    system takes them so. Turn it off where several processes of a machine read the same files one after the other.
     """
 
     schemes: ClassVar[tuple[str, ...]] = ("file", "local")
     atomic_writer: bool = False
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, direct_io: bool = True) -> None:
         self._root = os.path.abspath(os.fspath(root))
+        self.direct_io = direct_io
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> LocalBackend:
-        """A path (``~`` is expanded) or ``file:///path``, taken literally: no percent-decoding. No options."""
-        if options:
-            raise UnsupportedURLError(f"local storage takes no options, got {sorted(options)} for {url!r}")
+        """A path (``~`` is expanded) or ``file:///path``, taken literally: no percent-decoding. The one option is
+        ``direct_io``."""
+        direct_io = options.pop("direct_io", True)
+        if options or type(direct_io) is not bool:
+            raise UnsupportedURLError(
+                f"local storage takes no option but direct_io (True or False), got {sorted(options) or direct_io!r} "
+                f"for {url!r}"
+            )
         if not url.startswith(tuple(f"{scheme}://" for scheme in cls.schemes)):
-            return cls(os.path.expanduser(url))
+            return cls(os.path.expanduser(url), direct_io=direct_io)
         found = _FILE_URL.fullmatch(url)
         if found is None:
             raise UnsupportedURLError(f"{url!r}: a file URL is file:///absolute/path, with three slashes and no host")
-        return cls(found["path"])
+        return cls(found["path"], direct_io=direct_io)
 
     @property
     def url(self) -> str:
@@ -112,18 +125,22 @@ class LocalBackend(StorageBackend):
         return writer
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
+        self.read_scattered(key, offset, [buffer])
+
+    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
         action = f"reading {key!r} in {self._root}"
-        view = byte_view(buffer)
-        if view.readonly:
+        views = [byte_view(buffer) for buffer in buffers]
+        if any(view.readonly for view in views):
             raise StorageError(f"{action}: the buffer to read into is read-only")
         if offset < 0:
             raise StorageError(f"{action}: the offset is {offset}")
+        end = offset + sum(map(len, views))
         with OpenedObject(self._resolve(key, action), self, action) as opened:
-            done = read_at(opened.fd, view, offset)
+            done = opened.read(views, offset)
             # An empty read beyond the end moves no bytes, but the bytes it asks for are not there either.
-            if done < len(view) or offset > opened.size:
+            if done < end - offset or offset > opened.size:
                 raise StorageError(
-                    f"{action}: wanted bytes [{offset}, {offset + len(view)}), got {done}: the object has only "
+                    f"{action}: wanted bytes [{offset}, {end}), got {done}: the object has only "
                     f"{opened.size} bytes; it was cut short or replaced"
                 )
 
@@ -157,7 +174,7 @@ class LocalBackend(StorageBackend):
         head = prefix[: prefix.rfind("/") + 1]
         start, top = self._resolve_directory(head, action)
         try:
-            for key, found in list_tree(start, head, top, self._is_object_name):
+            for key, found in list_tree(start, head, top, is_object_key):
                 if key.startswith(prefix):
                     version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
                     yield ObjectStat(key, found.st_size, version)
@@ -172,10 +189,10 @@ class LocalBackend(StorageBackend):
         try:
             with os.scandir(start) as entries:
                 for entry in entries:
-                    if not self._is_object_name(entry.name) or not may_follow(entry, top):
+                    if not is_object_key(entry.name) or not may_follow(entry, top):
                         continue
                     if entry.is_dir():
-                        if tree_has_objects(entry.path, top, self._is_object_name):
+                        if tree_has_objects(entry.path, top, is_object_key):
                             names.append(entry.name + "/")
                     elif entry.is_file():
                         names.append(entry.name)
@@ -200,7 +217,23 @@ class LocalBackend(StorageBackend):
         for parent in sorted(parents, key=len, reverse=True):
             self.prune(parent)
 
-    # What the writer of one file shares with its backend.
+    # What the writer, or a reader, of one file shares with its backend.
+
+    def open_direct(self, fd: int, flags: int) -> DirectFile | None:
+        """``fd`` for transfers past the page cache; None where that is turned off or the file system has none."""
+        if not self.direct_io:
+            return None
+        try:
+            return DirectFile(fd, flags)
+        except OSError as error:
+            self.give_up_direct(f"opening a file with O_DIRECT: {error.strerror}")
+            return None
+
+    def give_up_direct(self, why: str) -> None:
+        """From here on everything goes through the page cache."""
+        if self.direct_io:
+            self.direct_io = False
+            _log.debug("%s: no direct I/O on this file system, the page cache is used (%s)", self._root, why)
 
     def map_error(self, error: OSError, action: str, *, reading: bool, needed: int | None = None) -> StorageError:
         """``error`` as a member of the errors tree; ``needed`` bytes make the message of a full disk say how full."""
@@ -294,7 +327,3 @@ class LocalBackend(StorageBackend):
             return
         if not stat.S_ISDIR(mode):
             raise StorageError(f"{action}: the root {self._root} is a file, not a directory; give another path")
-
-    @staticmethod
-    def _is_object_name(name: str) -> bool:
-        return not name.startswith(TEMPORARY) and is_key(name)

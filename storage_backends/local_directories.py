@@ -8,12 +8,10 @@ import os
 import stat
 from contextlib import suppress
 
+from .keys import TEMPORARY
 from .posix import rename_exclusive, sync_directory
 
-__all__ = ["TEMPORARY", "drop_leftovers", "inside", "link_exclusive", "make_directories", "mark_in_use"]
-
-TEMPORARY = ".bcp-tmp-"
-"""What the names of temporary files begin with."""
+__all__ = ["drop_leftovers", "inside", "link_exclusive", "make_directories", "mark_in_use"]
 
 
 def inside(path: str, top: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Condition
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,23 +13,24 @@ from typing_extensions import Buffer
 
 from ..errors import KeyNotFoundError, StorageError, StorageFullError
 from .base import ObjectWriter
+from .direct_io import MIN_READ, MIN_WRITE, DirectFile, is_cached, read_direct, write_direct
 from .pieces import PieceMap, byte_view
-from .posix import free_bytes, preallocate, write_at
+from .posix import free_bytes, preallocate, read_scattered_at, write_at
 
 if TYPE_CHECKING:
     from .local import LocalBackend
 
 __all__ = ["LocalWriter", "OpenedObject"]
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 
 class LocalWriter(ObjectWriter):
-    """Writes in place through the page cache.
+    """Writes in place; large pieces past the page cache, where the file system takes them so.
 
-    The descriptor is closed only when no thread is inside a write: the kernel hands its number to the next file that
+    A descriptor is closed only when no thread is inside a write: the kernel hands its number to the next file that
     anybody opens, and a late write would land there.
     """
 
@@ -40,6 +41,7 @@ class LocalWriter(ObjectWriter):
         self._size = size
         self._pieces = pieces
         self._fd = fd
+        self._direct: DirectFile | None = None
         self._state = "open"
         self._writing = 0
         self._idle = Condition()
@@ -52,6 +54,8 @@ class LocalWriter(ObjectWriter):
                 raise StorageFullError(
                     f"{self._action}: needed: {self._size} bytes, free on this file system: {free} bytes; free space"
                 )
+        if self._size >= MIN_WRITE:
+            self._direct = self._backend.open_direct(self._fd, os.O_WRONLY)
 
     def write(self, offset: int, data: Buffer) -> None:
         view = byte_view(data)
@@ -60,7 +64,7 @@ class LocalWriter(ObjectWriter):
             self._pieces.add(offset, len(view))
             self._writing += 1
         try:
-            self._call(lambda: write_at(self._fd, view, offset))
+            self._call(lambda: self._write(view, offset))
         except BaseException:
             with self._idle:
                 self._state = "failed"
@@ -79,10 +83,11 @@ class LocalWriter(ObjectWriter):
             self._state = "failed"
             fd, self._fd = self._fd, -1
         try:
-            # After a failed fsync the kernel may have dropped the dirty pages: trying it again could lie.
+            # Covers what was written directly too. After a failed fsync the kernel may have dropped the dirty pages:
+            # trying it again could lie.
             self._call(lambda: os.fdatasync(fd))
         finally:
-            self._call(lambda: os.close(fd))
+            self._call(lambda: self._close(fd))
         self._backend.sync_directories(self._path, self._action)
         with self._idle:
             self._state = "complete"
@@ -96,11 +101,24 @@ class LocalWriter(ObjectWriter):
             fd, self._fd = self._fd, -1
         try:
             if fd >= 0:
-                os.close(fd)
+                self._close(fd)
             os.unlink(self._path)
         except OSError as error:
-            logger.warning("%s: could not remove what was written: %s", self._action, error)
+            _log.warning("%s: could not remove what was written: %s", self._action, error)
         self._backend.prune(os.path.dirname(self._path))
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        if self._direct is None:
+            write_at(self._fd, data, offset)
+            return
+        write_direct(self._direct, self._fd, data, offset)
+        if self._direct.refused:
+            self._backend.give_up_direct("a write was refused")
+
+    def _close(self, fd: int) -> None:
+        if self._direct is not None:
+            self._direct.close()
+        os.close(fd)
 
     def _check_open(self) -> None:
         if self._state != "open":
@@ -136,6 +154,22 @@ class OpenedObject:
             raise KeyNotFoundError(f"{self._action}: it is not a file")
         self.size = found.st_size
         return self
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill ``buffers``, one after the other, from ``offset``; the number of bytes read, less than their lengths
+        only at the end of the object. Much that the page cache does not have comes straight from the device."""
+        length = sum(map(len, buffers))
+        if length < MIN_READ or not self._backend.direct_io or is_cached(self.fd, offset, length):
+            return read_scattered_at(self.fd, buffers, offset)
+        direct = self._backend.open_direct(self.fd, os.O_RDONLY)
+        if direct is None:
+            return read_scattered_at(self.fd, buffers, offset)
+        try:
+            return read_direct(direct, self.fd, buffers, offset)
+        finally:
+            direct.close()
+            if direct.refused:
+                self._backend.give_up_direct("a read was refused")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         os.close(self.fd)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
 from ..errors import StorageError
 
-__all__ = ["PieceMap", "byte_view"]
+__all__ = ["PieceMap", "behind", "byte_view"]
 
 
 def byte_view(data: Buffer) -> memoryview:
@@ -20,6 +21,15 @@ def byte_view(data: Buffer) -> memoryview:
     if not view.c_contiguous:
         raise StorageError("a buffer to write from or read into must be contiguous")
     return view.cast("B")
+
+
+def behind(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
+    """What of ``buffers``, seen as one after the other, comes after the first ``length`` bytes."""
+    for index, buffer in enumerate(buffers):
+        if length < len(buffer):
+            return [buffer[length:], *buffers[index + 1 :]]
+        length -= len(buffer)
+    return []
 
 
 class PieceMap:

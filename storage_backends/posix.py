@@ -9,20 +9,25 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from ..errors import AccessDeniedError, KeyNotFoundError, StorageError, StorageFullError
+from .pieces import behind
 
 __all__ = [
     "free_bytes",
+    "libc_function",
     "map_os_error",
     "preallocate",
     "read_at",
+    "read_scattered_at",
     "rename_exclusive",
     "sync_directory",
     "write_at",
 ]
+
+_IOV_MAX = 1024  # buffers that one call fills, at most
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -42,12 +47,19 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 def read_at(fd: int, buffer: memoryview, offset: int) -> int:
     """Fill ``buffer`` from ``offset``; the number of bytes read, less than its length only at the end of the file."""
+    return read_scattered_at(fd, [buffer], offset)
+
+
+def read_scattered_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """``read_at`` into several buffers, one after the other; the number of bytes read in all."""
     done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
-        if count == 0:
+    left = [*buffers]
+    while left:
+        count = os.preadv(fd, left[:_IOV_MAX], offset + done)
+        if count == 0 and any(map(len, left[:_IOV_MAX])):
             break
         done += count
+        left = behind(left, count)
     return done
 
 
@@ -58,7 +70,7 @@ def preallocate(fd: int, size: int) -> bool:
     ``os.posix_fallocate`` is not used: where the file system cannot (NFS before 4.2), the C library emulates it by
     writing into every block, so that everything would be written twice.
     """
-    fallocate = _libc_function("fallocate64") or _libc_function("fallocate")
+    fallocate = libc_function("fallocate64") or libc_function("fallocate")
     if fallocate is None or size == 0:
         return False
     while fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
@@ -74,7 +86,7 @@ def preallocate(fd: int, size: int) -> bool:
 def rename_exclusive(source: str, target: str) -> bool:
     """Rename unless ``target`` exists (then ``FileExistsError``), in one step. False where the kernel or the file
     system has no such call."""
-    renameat2 = _libc_function("renameat2")
+    renameat2 = libc_function("renameat2")
     if renameat2 is None:
         return False
     arguments = (_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_RENAME_NOREPLACE))
@@ -134,7 +146,8 @@ def map_os_error(error: OSError, action: str, *, absent_is_missing_key: bool) ->
 
 
 @cache
-def _libc_function(name: str) -> Callable[..., int] | None:
+def libc_function(name: str) -> Callable[..., int] | None:
+    """A function of the C library that returns an int and sets errno; None where it has no such function."""
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 __all__ = ["list_tree", "may_follow", "tree_has_objects"]
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def list_tree(
@@ -45,10 +45,10 @@ def may_follow(entry: os.DirEntry[str], top: str, above: tuple[str, ...] = ()) -
         return True
     target = os.path.realpath(entry.path)
     if target != top and not target.startswith(top.rstrip("/") + "/"):
-        logger.warning("not listing %s: it leads out of %s, to %s", entry.path, top, target)
+        _log.warning("not listing %s: it leads out of %s, to %s", entry.path, top, target)
         return False
     if target in above:
-        logger.warning("not listing %s: it leads back to %s", entry.path, target)
+        _log.warning("not listing %s: it leads back to %s", entry.path, target)
         return False
     return True
 

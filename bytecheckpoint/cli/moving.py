@@ -9,7 +9,7 @@ import click
 
 from .. import api
 from ..copying import copy, remove
-from .options import command, options_for
+from .options import EXIT_NOT_SO, command, options_for
 from .output import Output, size_text
 
 __all__ = ["copy_command", "rm_command"]
@@ -39,7 +39,7 @@ def rm_command(out: Output, options: Mapping[str, Any], checkpoint: str, yes: bo
     what = f"{found.url} (step {found.step}, {size_text(found.manifest.file_bytes)})"
     if not yes and not click.confirm(f"Remove {what}?", err=True):
         click.echo("bcp: nothing was removed", err=True)
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(EXIT_NOT_SO)
     report = remove(checkpoint, storage_options=options_for(checkpoint, options))
     out.document({"url": report.url, "files": report.files, "bytes": report.size, "left": list(report.left)})
     out.line(f"{report.url}: {report.files} file(s) removed, {size_text(report.size)}")

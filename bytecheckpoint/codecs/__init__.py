@@ -1,4 +1,4 @@
-"""Codecs: optional compression of stored bytes, by name. Nothing is compressed unless asked for."""
+"""Codecs: compression of stored bytes, by name. The interface only: data files of format version 1 are raw."""
 
 from __future__ import annotations
 

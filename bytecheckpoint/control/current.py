@@ -29,6 +29,8 @@ class _Made:
 
 _lock = threading.Lock()
 _made: _Made | None = None
+# Of groups that were destroyed: saves that began before that still go on, here or on other ranks.
+_retired: list[_Made] = []
 # A forked child must neither use nor destroy its parent's connections, so it keeps them without touching them.
 _of_parents: list[_Made] = []
 
@@ -48,8 +50,9 @@ def current_communicator(*, deadline_s: float = 60.0) -> Communicator:
                 _of_parents.append(_made)
                 _made = None
             elif group is None or _made.group() is not group:
-                _made.communicator.drop()
+                _retired.append(_made)
                 _made = None
+        _retired[:] = [one for one in _retired if one.pid != os.getpid() or not one.communicator.close_if_over()]
         if group is None or torch.distributed.get_world_size() == 1:
             return SingleProcess()
         if _made is None:
@@ -79,5 +82,6 @@ def _shared_store() -> Any:
 @atexit.register
 def _close_at_exit() -> None:
     # Rank 0 may be the first to end; the others still read its last answer.
-    if _made is not None and _made.pid == os.getpid():
-        _made.communicator.close()
+    for one in [*_retired, *([_made] if _made is not None else [])]:
+        if one.pid == os.getpid():
+            one.communicator.close()

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgpack
 
-from bytecheckpoint import errors
-
+from .. import errors
 from ..errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError
 from .peers import PeerIdentity
 

@@ -37,9 +37,6 @@ class SingleOperation(Operation):
     def fail(self, phase: str, error: BaseException) -> None:
         return
 
-    def agree(self, phase: str, facts: dict[str, str]) -> None:
-        return
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         yield

@@ -1,9 +1,4 @@
-"""The ranks' own line: operations over a store that rank 0 serves for this library alone.
-
-Keys are ``<kind>/<number>/<phase>/<rank>``. A reader deletes what only it reads; the last rank to leave an operation
-deletes the rest, so a store holds nothing of the operations that are over. Waits are polls: between two looks at the
-awaited key a rank looks whether somebody failed, whether a process on its host has ended, and at the clock.
-"""
+"""The ranks' own line: operations over a store that rank 0 serves for this library alone."""
 
 from __future__ import annotations
 
@@ -11,30 +6,19 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import msgpack
-
-from ..errors import BytecheckpointError, ControlError, DisagreementError
-from .agreement import format_ranks
-from .base import Communicator, Operation
-from .failure import FailureRecord
+from .base import Communicator
 from .line import Line, LineLost
 from .peers import PeerIdentity, PeerWatch
 from .rendezvous import Meeting, meet
+from .store_operation import LONGEST_PAUSE_S, StoreOperation, left_counter, left_mark
 
-__all__ = ["StoreCommunicator", "StoreOperation"]
+__all__ = ["StoreCommunicator"]
 
 _log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.0003
-_LONGEST_PAUSE_S = 0.01
-_PAUSE_PER_RANK_S = 25e-6
-_NOTE_EVERY_S = 1.0
-_ROOT_GRACE_S = 1.0
-_LINGER_S = 5.0
+_LINGER_S = 5.0  # how long rank 0 keeps its store for ranks that still read from it
 
 
 class StoreCommunicator(Communicator):
@@ -56,6 +40,7 @@ class StoreCommunicator(Communicator):
         self._idle_lines = [meeting.line]
         self._numbers: collections.Counter[str] = collections.Counter()
         self._left: collections.deque[str] = collections.deque(maxlen=64)
+        self._open = 0
 
     @classmethod
     def connect(cls, store: Any, rank: int, world_size: int, *, deadline_s: float = 60.0) -> StoreCommunicator:
@@ -79,16 +64,35 @@ class StoreCommunicator(Communicator):
         with self._lock:
             number = self._numbers[kind]
             self._numbers[kind] += 1
+            self._open += 1
         return StoreOperation(self, kind, f"{kind}/{number}", deadline_s)
 
     def close(self) -> None:
         """Give the store up. Rank 0 first waits, for a few seconds at most, until the others have left."""
         if self._server is not None:
             self._linger()
-        self.drop()
+        self._drop()
 
-    def drop(self) -> None:
-        """``close`` without waiting for anyone."""
+    def close_if_over(self) -> bool:
+        """``close`` unless an operation still runs here or, on rank 0, may run elsewhere; whether it was closed.
+
+        Waits for nothing, so that it can be tried again and again.
+        """
+        with self._lock:
+            if self._open:
+                return False
+            left = list(self._left) if self._server is not None else []
+        try:
+            line = self.borrow_line() if left else None
+            if line is not None and not all(self._is_over(line, prefix) for prefix in left):
+                self.return_line(line)
+                return False
+        except LineLost:
+            _log.debug("the store ended before all ranks had left", exc_info=True)
+        self._drop()
+        return True
+
+    def _drop(self) -> None:
         with self._lock:
             self._idle_lines.clear()
             self._left.clear()
@@ -112,21 +116,22 @@ class StoreCommunicator(Communicator):
         with self._lock:
             self._idle_lines.append(line)
 
-    def has_left(self, prefix: str) -> None:
-        """This rank is done with an operation that others may still be in."""
+    def has_left(self, prefix: str, *, others_may_be_in: bool) -> None:
+        """This rank is done with an operation."""
         with self._lock:
-            self._left.append(prefix)
+            self._open -= 1
+            if others_may_be_in:
+                self._left.append(prefix)
 
     def _linger(self) -> None:
         give_up = time.monotonic() + _LINGER_S
         try:
             line = self.borrow_line()
             for prefix in list(self._left):
-                # The last rank to leave sweeps marks and counter away.
-                while line.has(_left_counter(prefix)) and not self._others_left(line, prefix):
+                while not self._is_over(line, prefix):
                     if time.monotonic() > give_up:
                         return
-                    time.sleep(_LONGEST_PAUSE_S)
+                    time.sleep(LONGEST_PAUSE_S)
         except LineLost:
             _log.debug("the store ended before all ranks had left", exc_info=True)
 
@@ -136,265 +141,13 @@ class StoreCommunicator(Communicator):
         For a rank that is still in the operation itself: until it leaves, the others' marks stay.
         """
         while not self._others_left(line, prefix) and time.monotonic() < give_up:
-            time.sleep(_LONGEST_PAUSE_S)
+            time.sleep(LONGEST_PAUSE_S)
+
+    def _is_over(self, line: Line, prefix: str) -> bool:
+        # The last rank to leave sweeps marks and counter away.
+        return not line.has(left_counter(prefix)) or self._others_left(line, prefix)
 
     def _others_left(self, line: Line, prefix: str) -> bool:
         ended = {peer.rank for peer in self.watch.ended()}
         others = (rank for rank in range(self._world_size) if rank != self.rank and rank not in ended)
-        return all(line.has(_left_mark(prefix, rank)) for rank in others)
-
-
-class StoreOperation(Operation):
-    """One operation on one rank. A context manager that closes itself."""
-
-    def __init__(self, communicator: StoreCommunicator, kind: str, prefix: str, deadline_s: float) -> None:
-        self._communicator = communicator
-        self._kind = kind
-        self._prefix = prefix
-        self._deadline_s = deadline_s
-        self._line_or_none: Line | None = None
-        self._error: BytecheckpointError | None = None
-        self._closed = False
-        self._keys: list[str] = []
-        self._phases: collections.Counter[str] = collections.Counter()
-
-    def __enter__(self) -> StoreOperation:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def rank(self) -> int:
-        return self._communicator.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._communicator.world_size
-
-    def gather(self, phase: str, payload: bytes) -> Sequence[bytes] | None:
-        with self._step(phase) as (line, base):
-            count = f"{base}/count"
-            self._keys.append(count)
-            if self.rank != 0:
-                self._keys += line.put(f"{base}/{self.rank}", payload)
-                line.add(count, 1)
-                return None
-            others = range(1, self.world_size)
-            self._wait(
-                phase,
-                lambda: line.add(count, 0) >= len(others),
-                lambda: [rank for rank in others if not line.has(f"{base}/{rank}")],
-            )
-            return [payload, *(line.take(f"{base}/{rank}") for rank in others)]
-
-    def scatter(self, phase: str, payloads: Sequence[bytes] | None) -> bytes:
-        with self._step(phase) as (line, base):
-            if self.rank != 0:
-                self._wait_for_root(phase, f"{base}/{self.rank}")
-                return line.take(f"{base}/{self.rank}")
-            if payloads is None or len(payloads) != self.world_size:
-                raise ValueError(f"rank 0 must scatter exactly {self.world_size} payloads in {phase!r}")
-            for rank in range(1, self.world_size):
-                self._keys += line.put(f"{base}/{rank}", payloads[rank])
-            return payloads[0]
-
-    def broadcast(self, phase: str, payload: bytes | None) -> bytes:
-        with self._step(phase) as (line, base):
-            if self.rank != 0:
-                self._wait_for_root(phase, f"{base}/0")
-                return line.read(f"{base}/0")[0]
-            if payload is None:
-                raise ValueError(f"rank 0 must broadcast a payload in {phase!r}")
-            self._keys += line.put(f"{base}/0", payload)
-            return payload
-
-    def agree(self, phase: str, facts: dict[str, str]) -> None:
-        try:
-            super().agree(phase, facts)
-        except DisagreementError as error:
-            self._error = self._error or error
-            raise
-
-    def fail(self, phase: str, error: BaseException) -> None:
-        self._report(FailureRecord.of_error(error, phase, self._communicator.here))
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if error is self._error:
-                raise
-            mine = FailureRecord.of_error(error, name, self._communicator.here)
-            first = self._report(mine)
-            if not isinstance(error, Exception):
-                # An interrupt or exit has been reported, and goes its way.
-                raise
-            if first != mine:
-                self._error = first.error()
-                raise self._error from error
-            if isinstance(error, BytecheckpointError):
-                self._error = error
-                raise
-            self._error = first.rank_failed()
-            raise self._error from error
-
-    def check(self) -> None:
-        with self._step("check"):
-            pass
-
-    def wait_alone(self, timeout_s: float) -> None:
-        try:
-            self._communicator.await_leavers(self._line(), self._prefix, time.monotonic() + timeout_s)
-        except LineLost:
-            _log.debug("the store ended before all ranks had left %s", self._prefix, exc_info=True)
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            line = self._line()
-            line.put(_left_mark(self._prefix, self.rank), msgpack.packb(self._keys))
-            if line.add(_left_counter(self._prefix), 1) == self.world_size:
-                self._sweep(line)
-            elif self.rank == 0:
-                self._communicator.has_left(self._prefix)
-        except LineLost:
-            _log.debug("left %s after the store had ended", self._prefix, exc_info=True)
-        else:
-            self._communicator.return_line(line)
-        finally:
-            self._line_or_none = None
-            # Its traceback holds the frames of the failed phase, and so what they refer to.
-            self._error = None
-
-    def _sweep(self, line: Line) -> None:
-        marks = [_left_mark(self._prefix, rank) for rank in range(self.world_size)]
-        keys = {key for mark in marks for key in msgpack.unpackb(line.read(mark)[0])}
-        # The counter goes last: rank 0 may end its process once it is gone.
-        line.delete([*sorted(keys), *marks, self._failure_key, _left_counter(self._prefix)])
-
-    @property
-    def _failure_key(self) -> str:
-        return f"{self._prefix}/failure"
-
-    def _line(self) -> Line:
-        if self._line_or_none is None:
-            self._line_or_none = self._communicator.borrow_line()
-        return self._line_or_none
-
-    @contextmanager
-    def _step(self, phase: str) -> Iterator[tuple[Line, str]]:
-        """Enter one exchange: its line and its keys' prefix. The store's end becomes rank 0's failure."""
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise ControlError(f"this {self._kind} is closed; {phase} cannot begin")
-        self._phases[phase] += 1
-        repeat = f"~{self._phases[phase]}" if self._phases[phase] > 1 else ""
-        try:
-            line = self._line()
-            self._raise_failure(line)
-            yield line, f"{self._prefix}/{phase}{repeat}"
-        except LineLost as error:
-            self._error = self._root_lost(phase, error).error()
-            raise self._error from error
-
-    def _raise_failure(self, line: Line) -> None:
-        if line.has(self._failure_key):
-            self._error = self._read_failure(line).error()
-            raise self._error
-
-    def _read_failure(self, line: Line) -> FailureRecord:
-        body = line.read(self._failure_key)[0].decode()
-        return FailureRecord.unpack(line.read(body)[0])
-
-    def _report(self, record: FailureRecord) -> FailureRecord:
-        """Publish a failure; the one that stands, which is the first. Never raises."""
-        if self._closed:
-            return record
-        try:
-            line = self._line()
-            # The bodies may be large and many; one short key decides which of them stands.
-            body = f"{self._failure_key}/{self.rank}.{len(self._keys)}"
-            self._keys += line.put(body, record.pack())
-            if line.put_first(self._failure_key, body.encode()) == body.encode():
-                return record
-            return self._read_failure(line)
-        except LineLost:
-            _log.debug("could not report a failure in %s: rank 0's store has ended", record.phase, exc_info=True)
-            return record
-
-    def _raise_reported(self, record: FailureRecord) -> None:
-        self._error = self._report(record).error()
-        raise self._error
-
-    def _wait_for_root(self, phase: str, key: str) -> None:
-        self._wait(phase, lambda: self._line().has(key), lambda: [0])
-
-    def _wait(self, phase: str, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        line, start = self._line(), time.monotonic()
-        # Rank 0 knows best who is missing, so the others leave the verdict to it for a moment.
-        deadline = start + self._deadline_s + (_ROOT_GRACE_S if self.rank else 0.0)
-        next_note = start + _NOTE_EVERY_S
-        longest = max(_LONGEST_PAUSE_S, self.world_size * _PAUSE_PER_RANK_S)
-        pause = _FIRST_PAUSE_S
-        while not ready():
-            self._raise_failure(line)
-            self._raise_death(line, phase)
-            now = time.monotonic()
-            if now > deadline:
-                self._raise_reported(self._deadline_passed(line, phase, missing()))
-            if self.rank == 0 and now > next_note:
-                next_note = now + _NOTE_EVERY_S
-                self._note_waiting(line, phase, missing())
-            time.sleep(pause)
-            pause = min(pause * 1.5, longest)
-
-    def _raise_death(self, line: Line, phase: str) -> None:
-        for peer in self._communicator.watch.ended():
-            if not line.has(_left_mark(self._prefix, peer.rank)):
-                self._raise_reported(FailureRecord.of_death(peer, phase, self._death_of(peer)))
-
-    def _death_of(self, peer: PeerIdentity) -> str:
-        return (
-            f"its process {peer.pid} ended in the middle of (or without) this {self._kind}: it was killed, ran out of "
-            "memory, or exited"
-        )
-
-    def _root_lost(self, phase: str, error: LineLost) -> FailureRecord:
-        """The connection breaks a moment before the process is seen to end: look again for that moment."""
-        root, give_up = self._communicator.root, time.monotonic() + _ROOT_GRACE_S
-        if self._communicator.here.sees(root):
-            while time.monotonic() < give_up:
-                if root.has_ended():
-                    return FailureRecord.of_death(root, phase, self._death_of(root))
-                time.sleep(_LONGEST_PAUSE_S)
-        return FailureRecord.of_death(root, phase, f"the connection to its store was lost ({error})")
-
-    def _note_waiting(self, line: Line, phase: str, ranks: list[int]) -> None:
-        key = f"{self._prefix}/waiting"
-        self._keys.append(key)
-        line.put(key, msgpack.packb([phase, ranks]))
-
-    def _deadline_passed(self, line: Line, phase: str, ranks: list[int]) -> FailureRecord:
-        here = self._communicator.here
-        message = (
-            f"{self._kind}: rank {here.rank} on {here.host} waited {self._deadline_s:g} s in {phase} for "
-            f"rank(s) {format_ranks(ranks)} of {self.world_size}"
-        )
-        if self.rank and line.has(f"{self._prefix}/waiting"):
-            root_phase, others = msgpack.unpackb(line.read(f"{self._prefix}/waiting")[0])
-            message += f", which itself waits in {root_phase} for rank(s) {format_ranks(others)}"
-        message += ". Look at what they were doing then, or give a longer deadline."
-        return FailureRecord.of_deadline(message, phase, here)
-
-
-def _left_mark(prefix: str, rank: int) -> str:
-    return f"{prefix}/left/{rank}"
-
-
-def _left_counter(prefix: str) -> str:
-    return f"{prefix}/left/count"
+        return all(line.has(left_mark(prefix, rank)) for rank in others)

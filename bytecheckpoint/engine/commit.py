@@ -20,7 +20,9 @@ from ..manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, decode, encod
 from ..storage_backends.base import StorageBackend
 
 __all__ = [
+    "ATTEMPT_MARK",
     "commit",
+    "decode_manifest",
     "new_attempt",
     "read_manifest",
     "read_manifest_bytes",
@@ -29,15 +31,15 @@ __all__ = [
     "replaceable",
 ]
 
-_ATTEMPT_MARK = "attempt-"
-
+ATTEMPT_MARK = "attempt-"
+"""What the name of every attempt's directory begins with."""
 
 _log = logging.getLogger(__name__)
 
 
 def new_attempt() -> str:
     """A directory name that no other try will ever use: time, for people, and 64 random bits."""
-    return f"{_ATTEMPT_MARK}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(8)}"
+    return f"{ATTEMPT_MARK}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(8)}"
 
 
 def read_manifest_bytes(backend: StorageBackend) -> bytes:
@@ -50,7 +52,7 @@ def read_manifest_bytes(backend: StorageBackend) -> bytes:
     children = backend.list_children("")
     if not children:
         raise CheckpointNotFoundError(f"no checkpoint at {backend.url}: nothing is stored there; check the path")
-    if all(name.startswith(_ATTEMPT_MARK) for name in children):
+    if all(name.startswith(ATTEMPT_MARK) for name in children):
         raise NotACheckpointError(
             f"no checkpoint at {backend.url}: {len(children)} save(s) began there but none was committed; "
             f"load an earlier checkpoint"

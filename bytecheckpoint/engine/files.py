@@ -12,14 +12,11 @@ from ..geometry import Box
 from ..safetensors_file import HeaderEntry, build_header, shard_name
 from ..shards import Shard
 from .arena import Slot, page_round
+from .tensor_bytes import copy_elements
 
 __all__ = [
-    "ChunkHasher",
     "FileImage",
     "Span",
-    "as_bytes",
-    "chunk_checksums",
-    "copy_elements",
     "copy_in",
     "place_images",
     "shard_nbytes",
@@ -118,53 +115,3 @@ def copy_in(image: FileImage, slot: Slot) -> None:
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-
-
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-def copy_elements(out: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """``out[...] = source``; between equal types bit by bit, so that also those torch cannot compute with survive."""
-    with torch.no_grad():
-        if out.dtype == source.dtype and not any(t.is_conj() or t.is_neg() for t in (out, source)):
-            carrier = _CARRIERS[out.dtype.itemsize]
-            out, source = out.view(carrier), source.view(carrier)
-        out.copy_(source, non_blocking=non_blocking)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a flat uint8 tensor, sharing storage."""
-    flat = tensor.detach().reshape(-1) if tensor.ndim == 0 else tensor.detach().view(-1)
-    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
-
-
-def chunk_checksums(data: memoryview, chunk_size: int) -> list[int]:
-    """xxh3-64 of consecutive pieces of ``chunk_size`` bytes. Releases the interpreter lock while it hashes."""
-    return [xxhash.xxh3_64_intdigest(data[at : at + chunk_size]) for at in range(0, len(data), chunk_size)]
-
-
-class ChunkHasher:
-    """xxh3-64 of consecutive ``chunk_size`` bytes of what is fed in pieces of any length; each item begins anew."""
-
-    def __init__(self, chunk_size: int) -> None:
-        self._chunk_size = chunk_size
-        self._hash = xxhash.xxh3_64()
-        self._filled = 0
-        self.checksums: list[int] = []
-
-    def update(self, data: memoryview) -> None:
-        at = 0
-        while at < len(data):
-            part = data[at : at + self._chunk_size - self._filled]
-            self._hash.update(part)
-            self._filled += len(part)
-            at += len(part)
-            if self._filled == self._chunk_size:
-                self.end_item()
-
-    def end_item(self) -> None:
-        """Close the last, shorter chunk of an item."""
-        if self._filled:
-            self.checksums.append(self._hash.intdigest())
-            self._hash.reset()
-            self._filled = 0

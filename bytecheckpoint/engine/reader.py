@@ -23,7 +23,8 @@ from ..metadata import BasicMeta, ByteMeta
 from ..planners.slabs import slabs, span
 from ..shards import torch_dtype
 from ..storage_backends.base import StorageBackend
-from .files import ChunkHasher, as_bytes, chunk_checksums, copy_elements
+from .checksums import ChunkHasher, chunk_checksums
+from .tensor_bytes import byte_view, copy_elements
 
 __all__ = ["ReadPart", "ReadStats", "Reader", "StoredShard", "read_stored_file"]
 
@@ -113,7 +114,7 @@ class Reader:
 
     def _read_straight(self, shard: StoredShard, out: torch.Tensor) -> None:
         """The whole shard, into the memory where it belongs."""
-        memory = memoryview(as_bytes(out).numpy())  # type: ignore[arg-type]
+        memory = byte_view(out)
         for start, stop in shard.pieces():
             shard.fetch(start, memory[start:stop])
 
@@ -123,7 +124,7 @@ class Reader:
         first = start - start % shard.chunk_size
         last = min(-(-stop // shard.chunk_size) * shard.chunk_size, shard.length)
         bounce = self._bounce(last - first)
-        shard.fetch(first, memoryview(bounce.numpy()))  # type: ignore[arg-type]
+        shard.fetch(first, byte_view(bounce))
         elements = bounce[start - first : stop - first]
         source = _strided_view(elements, meta, box, stored)
         out = part.out[box.relative_to(part.box).slices()] if part.box.ndim else part.out
@@ -164,7 +165,7 @@ class StoredShard:
         """``fetch`` of bytes that nobody wants, always checked, in 8 MiB of memory however long a chunk is."""
         hasher = ChunkHasher(self.chunk_size)
         for at in range(start, stop, _BOUNCE):
-            piece = memoryview(self._reader._bounce(min(_BOUNCE, stop - at)).numpy())  # type: ignore[arg-type]
+            piece = byte_view(self._reader._bounce(min(_BOUNCE, stop - at)))
             self._fetch(at, piece)
             hasher.update(piece)
         hasher.end_item()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import PlanError
-from ..manifest import FileTable, Manifest, SectionInfo
+from ..manifest import FileTable, Manifest, SectionInfo, timestamp
 from ..planners import SavePlan
 from ..tables import Int64, ragged_positions
 from .writer import WrittenFile
@@ -40,7 +39,7 @@ def record(
     return Manifest.assemble(
         library_version=library_version,
         step=step,
-        created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        created=timestamp(),
         world_size=len(confirmed),
         attempt=attempt,
         metadata=metadata,

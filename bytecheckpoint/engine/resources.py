@@ -6,8 +6,10 @@ import atexit
 import os
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
+from ..errors import StateError
 from .arena import Arena
 
 __all__ = ["Engine"]
@@ -35,10 +37,34 @@ class Engine:
         self.arena = Arena(memory_budget)
         self.io = ThreadPoolExecutor(io_threads, thread_name_prefix="bcp-io")
         self.background = ThreadPoolExecutor(1, thread_name_prefix="bcp-save")
+        self._closed = False
+        self._own = threading.local()
         _at_exit(_finish, weakref.ref(self))
+
+    def check_usable(self, *, waits: bool = False) -> None:
+        """Raise ``StateError`` after ``close``; with ``waits``, also where the caller would wait for its own thread."""
+        if self._closed:
+            raise StateError("this Checkpointer was closed; make a new one")
+        if waits and getattr(self._own, "is_background", False):
+            raise StateError(
+                "a synchronous save inside the done callback of a save waits for the very thread that runs the "
+                "callback; use async_save=True there, or save from another thread"
+            )
+
+    def submit(self, task: Callable[[], None]) -> Future[None]:
+        """Queue ``task`` for the background thread. Raises ``StateError`` where no more work is taken."""
+        try:
+            return self.background.submit(self._in_background, task)
+        except RuntimeError as error:
+            raise StateError(f"the save cannot go on in the background: {error}") from error
+
+    def _in_background(self, task: Callable[[], None]) -> None:
+        self._own.is_background = True
+        task()
 
     def close(self) -> None:
         """Finish every save in flight, then end the threads and give the memory back."""
+        self._closed = True
         self.background.shutdown(wait=True)
         self.io.shutdown(wait=True)
         self.arena.trim()

@@ -32,7 +32,8 @@ def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]
     A file whose head is wrong is one fault and nothing more is said of it; a shard is one fault however many of its
     chunks are wrong. Holds 8 MiB for each thread of ``executor``, and values files whole.
     """
-    faulty_file = faulty_row = -1
+    faulty_file: int | None = None
+    faulty_row: int | None = None
     for piece, future in _ahead(_pieces(reader), executor):
         problem = ""
         try:
@@ -44,7 +45,7 @@ def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]
             yield 0, problem
         elif piece.file != faulty_file:
             yield piece.nbytes, "" if piece.row == faulty_row else problem
-            faulty_row = piece.row if piece.row is not None and problem else faulty_row
+            faulty_row = piece.row if problem else faulty_row
 
 
 def _pieces(reader: Reader) -> Iterator[_Piece]:

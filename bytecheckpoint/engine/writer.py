@@ -1,22 +1,27 @@
-"""From staging memory to durable files: several threads write and hash, one file after the other is completed."""
+"""From staging memory to durable files: several threads hash and write, one file after the other is completed."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from ..storage_backends.base import ObjectWriter, StorageBackend
+from ..storage_backends.base import StorageBackend
+from ..tables import Int64, ragged_positions
 from .arena import Slot
-from .files import FileImage, chunk_checksums
+from .files import FileImage
 
 __all__ = ["WrittenFile", "write_images"]
 
 PIECE = 8 << 20  # bytes a write; large enough to reach the device's rate, small enough to share it among threads
+
+_FILES_AT_ONCE = 2  # while one is made durable, the next one keeps the device busy
 
 
 @dataclass(frozen=True)
@@ -60,43 +65,89 @@ def write_images(
     executor: Executor,
     point: Callable[[str], None] = lambda name: None,
 ) -> list[WrittenFile]:
-    """Write every image and make it durable. On any error nothing of the failing file remains and the error is raised;
-    files completed before it are the caller's to remove."""
+    """Write every image and make it durable, one file being completed while the next is written.
+
+    On any error nothing of the files that were not complete remains and the error is raised, once no thread uses the
+    slot any more; files completed before are the caller's to remove.
+    """
     written = []
-    for image in images:
-        point("write.file")
-        with backend.create(image.key, image.size) as writer:
-            checksums = _write_one(writer, image, slot, chunk_size, executor)
-            point("write.complete")
-            writer.complete()
-        written.append(
-            WrittenFile(
-                image.key,
-                image.size,
-                len(image.head),
-                image.head_checksum(),
-                chunk_size,
-                image.section,
-                image.kind,
-                checksums,
-            )
-        )
+    under_way: deque[_FileWrite] = deque()
+    try:
+        for image in images:
+            point("write.file")
+            under_way.append(_FileWrite(backend, image, slot, chunk_size, executor))
+            if len(under_way) > _FILES_AT_ONCE - 1:
+                written.append(under_way[0].finish(point))
+                under_way.popleft()
+        while under_way:
+            written.append(under_way[0].finish(point))
+            under_way.popleft()
+    except BaseException:
+        for write in under_way:
+            write.abandon()
+        raise
     return written
 
 
-def _write_one(
-    writer: ObjectWriter, image: FileImage, slot: Slot, chunk_size: int, executor: Executor
-) -> npt.NDArray[np.uint64]:
-    view = slot.view[image.place : image.place + image.size]
-    writes = [executor.submit(writer.write, at, view[at : at + PIECE]) for at in range(0, image.size, PIECE)]
-    data = view[len(image.head) :]
-    hashes = [
-        executor.submit(chunk_checksums, data[span.offset : span.offset + span.nbytes], chunk_size)
-        for span in image.spans
-    ]
-    # All are waited for also when one fails: the memory they use must not be given back before.
-    pending: list[Future[Any]] = [*writes, *hashes]
-    wait(pending)
-    for write in writes:
-        write.result()
-    return np.array([value for future in hashes for value in future.result()], np.uint64)
+class _FileWrite:
+    """One file on its way to storage: its pieces are in the executor's queue from the beginning on."""
+
+    def __init__(
+        self, backend: StorageBackend, image: FileImage, slot: Slot, chunk_size: int, executor: Executor
+    ) -> None:
+        self._image, self._chunk_size = image, chunk_size
+        self._view = slot.view[image.place : image.place + image.size]
+        self._bounds = _chunk_bounds(image, chunk_size)
+        self._writer = backend.create(image.key, image.size)
+        self._tasks = [
+            executor.submit(self._write_piece, at, min(at + PIECE, image.size)) for at in range(0, image.size, PIECE)
+        ]
+
+    def finish(self, point: Callable[[str], None]) -> WrittenFile:
+        """Wait until all is written, and make it durable."""
+        # All are waited for also when one fails: the memory they use must not be given back before.
+        wait(self._tasks, return_when=FIRST_EXCEPTION)
+        checksums = [value for task in self._tasks for value in task.result()]
+        point("write.complete")
+        self._writer.complete()
+        image = self._image
+        return WrittenFile(
+            image.key,
+            image.size,
+            len(image.head),
+            image.head_checksum(),
+            self._chunk_size,
+            image.section,
+            image.kind,
+            np.array(checksums, np.uint64),
+        )
+
+    def abandon(self) -> None:
+        """Leave nothing behind, once no thread uses the slot's memory any more."""
+        for task in self._tasks:
+            task.cancel()
+        wait(self._tasks)
+        self._writer.abort()
+
+    def _write_piece(self, start: int, stop: int) -> list[int]:
+        """Write bytes ``[start, stop)`` of the file; the checksums of the chunks that begin there.
+
+        Other threads keep the device busy while this one hashes, and it hashes many small chunks in one go.
+        """
+        starts, stops = self._bounds
+        first, last = np.searchsorted(starts, (start, stop))
+        checksums = [
+            xxhash.xxh3_64_intdigest(self._view[begin:end])
+            for begin, end in zip(starts[first:last].tolist(), stops[first:last].tolist())
+        ]
+        self._writer.write(start, self._view[start:stop])
+        return checksums
+
+
+def _chunk_bounds(image: FileImage, chunk_size: int) -> tuple[Int64, Int64]:
+    """Where each chunk under a checksum begins and ends in the file, in the order of the file."""
+    spans = np.array([(span.offset, span.nbytes) for span in image.spans], np.int64).reshape(-1, 2)
+    begins, lengths = spans[:, 0] + len(image.head), spans[:, 1]
+    counts = -(-lengths // chunk_size)
+    starts = np.repeat(begins, counts) + ragged_positions(np.zeros_like(counts), counts) * chunk_size
+    return starts, np.minimum(starts + chunk_size, np.repeat(begins + lengths, counts))

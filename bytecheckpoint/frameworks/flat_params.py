@@ -18,9 +18,10 @@ from torch import nn
 
 from ..errors import StateError, UnsupportedTensorError
 from ..geometry import Box, decompose, row_major_strides
-from .dtensor import is_dtensor, local_boxes
+from .dtensor import is_dtensor
 from .layout import ParamLayout, ParamPart
 from .module_tree import named_submodules
+from .placements import local_boxes
 
 __all__ = ["FlatParam", "OriginalParam", "flat_params"]
 

@@ -48,7 +48,7 @@ class ParamLayout:
     """What one local parameter holds. A whole parameter has one part; a flat parameter has many, of several names.
 
     ``local_shape`` is the local tensor's shape. ``fqns`` lists every name this parameter stands for with its global
-    shape, also those of which this rank holds nothing. ``requires_grad`` is per name.
+    shape, also those of which this rank holds nothing.
     """
 
     local_shape: tuple[int, ...]

@@ -22,7 +22,7 @@ from .module_tree import (
     named_slots,
     named_submodules,
 )
-from .tensors import fillable_shards, tensor_shards
+from .tensors import tensor_shards
 
 __all__ = ["ModuleAdapter", "parameter_layouts"]
 
@@ -79,6 +79,9 @@ class ModuleAdapter(Adapter):
             source.metas[fqn], shards = tensor_shards(fqn, group[0].tensor)
             source.shards.extend(shards)
             source.aliases.update({slot.fqn: fqn for slot in group[1:]})
+            # Running statistics drift apart between ranks; DDP, too, holds the first rank's for the true ones.
+            if not group[0].is_parameter and not is_dtensor(group[0].tensor):
+                source.pinned.add(fqn)
         extra = _ExtraState(modules)
         if extra:
             extra.capture_into(source, context)
@@ -89,9 +92,7 @@ class ModuleAdapter(Adapter):
         target = SectionTarget()
         steps: list[Callable[[Mapping[Path, Any]], None]] = []
         for group in group_tied(self.slots(modules)):
-            finish = _add_target(target, group, context, stored)
-            if finish is not None:
-                steps.append(finish)
+            _add_target(target, group, context, stored)
         _note_transient_meta(modules, context)
         steps.append(lambda values: _settle_fsdp2(modules))
         extra = _ExtraState(modules)
@@ -110,16 +111,14 @@ def _persistent(modules: Sequence[nn.Module]) -> list[Slot]:
     return [slot for slot in named_slots(modules) if slot.persistent]
 
 
-def _add_target(
-    target: SectionTarget, group: list[Slot], context: Context, stored: StoredSection
-) -> Callable[[Mapping[Path, Any]], None] | None:
+def _add_target(target: SectionTarget, group: list[Slot], context: Context, stored: StoredSection) -> None:
     names = [slot.fqn for slot in group]
     known = [name for name in names if name in stored.metas]
     fqn = known[0] if known else names[0]
     tensor = group[0].tensor
     if tensor.is_meta and known:
         tensor = materialize(group, context)
-    target.metas[fqn], shards, finish = fillable_shards(fqn, tensor)
+    target.metas[fqn], shards = tensor_shards(fqn, tensor)
     target.shards.extend(shards)
     target.aliases.update({name: fqn for name in names if name != fqn})
     target.ignorable.update(name for name in known if name != fqn)
@@ -129,7 +128,6 @@ def _add_target(
             f"{context.section}: {', '.join(names)} are one tensor here but were stored separately; it was filled from "
             f"{fqn}, and {', '.join(separate)} left unread"
         )
-    return None if finish is None else lambda values: finish()
 
 
 def _source(name: str, stored: StoredSection) -> str:

@@ -16,9 +16,9 @@ from ..errors import BytecheckpointError, StateError, UnknownObjectError
 from .base import Adapter
 from .layout import ParamLayout
 
-__all__ = ["adapter_names", "find_adapter", "parameter_layouts", "register_adapter"]
+__all__ = ["ENTRY_POINT_GROUP", "adapter_names", "find_adapter", "parameter_layouts", "register_adapter"]
 
-_ENTRY_POINTS = "bytecheckpoint.frameworks"
+ENTRY_POINT_GROUP = "bytecheckpoint.frameworks"
 
 # In the order in which they are asked, where priorities are equal.
 _BUILT_IN = {
@@ -79,7 +79,7 @@ def find_adapter(obj: Any, framework: str | None = None, *, section: str = "") -
         f"{_place(section, obj)} is known to no adapter. Known are: {', '.join(adapter_names())}; they serve modules, "
         "optimizers, objects with state_dict() and load_state_dict(), and mappings or lists of tensors and plain "
         "values. For another kind, subclass bytecheckpoint.frameworks.base.Adapter and call register_adapter(), or "
-        f"install it under the entry point group {_ENTRY_POINTS!r}"
+        f"install it under the entry point group {ENTRY_POINT_GROUP!r}"
     )
 
 
@@ -130,7 +130,7 @@ def _built_in(name: str) -> Adapter:
 
 @cache  # it reads a file of every installed package
 def _plug_ins() -> tuple[EntryPoint, ...]:
-    return tuple(point for point in entry_points(group=_ENTRY_POINTS) if point.name not in {*_BUILT_IN, *_SYNONYMS})
+    return tuple(point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in {*_BUILT_IN, *_SYNONYMS})
 
 
 def _load_plug_in(point: EntryPoint) -> Adapter | None:

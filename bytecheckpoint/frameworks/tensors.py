@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import StateError, UnsupportedTensorError
+from ..errors import UnsupportedTensorError
 from ..geometry import Box
 from ..metadata import BasicMeta
 from ..shards import Shard
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from typing_extensions import TypeIs
 
-__all__ = ["dense_view", "fillable_shards", "is_sharded_tensor", "tensor_shards"]
+__all__ = ["dense_view", "is_sharded_tensor", "tensor_shards"]
 
 _ADVICE = {
     torch.sparse_coo: ".to_dense()",
@@ -51,22 +50,6 @@ def tensor_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard
     dense = dense_view(fqn, tensor)
     meta = tensor_meta(fqn, dense.dtype, dense.shape)
     return meta, [Shard(fqn, meta, Box.whole(meta.shape), dense)]
-
-
-def fillable_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard], Callable[[], None] | None]:
-    """``tensor_shards`` for a load: every shard can be written.
-
-    An expanded tensor cannot (its elements share memory), so its shard is memory of its own, and the function returned
-    with it puts the loaded values into the tensor; it raises ``StateError`` where they do not fit into one element.
-    """
-    meta, shards = tensor_shards(fqn, tensor)
-    finish: list[Callable[[], None]] = []
-    for i, shard in enumerate(shards):
-        if any(step == 0 and n > 1 for step, n in zip(shard.tensor.stride(), shard.tensor.shape)):
-            loaded = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, device=shard.tensor.device)
-            shards[i] = Shard(fqn, meta, shard.box, loaded)
-            finish.append(_Collapse(fqn, loaded, shard.tensor))
-    return meta, shards, _all(finish) if finish else None
 
 
 def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -132,40 +115,3 @@ def _sharded_tensor_shards(fqn: str, tensor: ShardedTensor) -> tuple[BasicMeta, 
         for local in tensor.local_shards()
     ]
     return meta, shards
-
-
-def _all(steps: list[Callable[[], None]]) -> Callable[[], None]:
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run
-
-
-class _Collapse:
-    """Writes loaded values into an expanded tensor once they prove to be all the same where it shares memory."""
-
-    def __init__(self, fqn: str, loaded: torch.Tensor, expanded: torch.Tensor) -> None:
-        self.fqn = fqn
-        self.loaded = loaded
-        self.expanded = expanded
-
-    def __call__(self) -> None:
-        base, values = self.expanded, self.loaded
-        for d, (step, n) in enumerate(zip(self.expanded.stride(), self.expanded.shape)):
-            if step == 0 and n > 1:
-                base, values = base.narrow(d, 0, 1), values.narrow(d, 0, 1)
-        if not _same_bits(values.expand(self.loaded.shape), self.loaded):
-            raise StateError(
-                f"{self.fqn}: the target is an expanded tensor (shape {tuple(self.expanded.shape)}, strides "
-                f"{self.expanded.stride()}), whose elements share memory, but the stored values differ among them; "
-                "give the target memory of its own first: .contiguous()"
-            )
-        base.copy_(values)
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().view(-1).view(torch.uint8)
-
-    return torch.equal(bits(left), bits(right))

@@ -17,7 +17,7 @@ from ..values import Container, path_name
 from .base import Context
 from .dtensor import empty_like_dtensor, is_dtensor
 from .per_rank import PerRank
-from .tensors import fillable_shards, tensor_shards
+from .tensors import tensor_shards
 from .tree_capture import ROOT_TENSOR, Capture, is_distributed, memory_key, state_of
 from .tree_paths import PathIndex, build_tree, kind_of
 
@@ -176,14 +176,8 @@ class _Builder:
         filled = tensor
         if tensor.is_meta and fqn in self.stored.metas:
             filled = _materialize(tensor, self.context.device)
-        finish = self._fill(fqn, filled)
-
-        def restore(values: Values) -> torch.Tensor:
-            if finish is not None:
-                finish()
-            return filled
-
-        return restore
+        self._fill(fqn, filled)
+        return lambda values: filled
 
     def _tie(self, fqn: str, first: str) -> None:
         """One tensor under two names is filled once, from the first."""
@@ -198,14 +192,10 @@ class _Builder:
                 f"filled from {first}, and {fqn} left unread"
             )
 
-    def _fill(self, fqn: str, tensor: torch.Tensor) -> Callable[[], None] | None:
-        if tensor.is_meta:
-            self.target.metas[fqn] = tensor_shards(fqn, tensor)[0]
-            return None
-        meta, shards, finish = fillable_shards(fqn, tensor)
-        self.target.metas[fqn] = meta
-        self.target.shards.extend(shards)
-        return finish
+    def _fill(self, fqn: str, tensor: torch.Tensor) -> None:
+        self.target.metas[fqn], shards = tensor_shards(fqn, tensor)
+        if not tensor.is_meta:
+            self.target.shards.extend(shards)
 
     def _stateful(self, node: Any, path: Path, skip: bool) -> Restore:
         """The stored state as it is, whatever keys it has: growing and shrinking states are the object's business."""
@@ -255,31 +245,24 @@ class _Builder:
         self.target.wanted_values.update(stored)
         containers = {p: value for p, value in stored.items() if type(value) is Container}
         tensors: dict[Path, torch.Tensor] = {}
-        finishes: list[Callable[[], None]] = []
         for fqn, tensor_path in self._tensors_below(path).items():
-            tensors[tensor_path], finish = self._room(fqn, (templates or {}).get(tensor_path), in_place)
-            if finish is not None:
-                finishes.append(finish)
+            tensors[tensor_path] = self._room(fqn, (templates or {}).get(tensor_path), in_place)
+            self._fill(fqn, tensors[tensor_path])
 
         def restore(values: Values) -> Any:
-            for finish in finishes:
-                finish()
             plain = [(p, values[p]) for p in stored if p in values and type(stored[p]) is not Container]
             return build_tree([*plain, *tensors.items()], containers, path, self.context.section)
 
         return restore
 
-    def _room(
-        self, fqn: str, template: torch.Tensor | None, in_place: bool
-    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    def _room(self, fqn: str, template: torch.Tensor | None, in_place: bool) -> torch.Tensor:
         meta = self.stored.metas[fqn]
         if template is not None and template.is_meta:
             template = None
         if template is not None and (in_place or is_distributed(template)):
-            return template, self._fill(fqn, template)
+            return template
         device = self.context.device or (template.device if template is not None else None)
-        tensor = torch.empty(meta.shape, dtype=torch_dtype(meta), device=device or "cpu")
-        return tensor, self._fill(fqn, tensor)
+        return torch.empty(meta.shape, dtype=torch_dtype(meta), device=device or "cpu")
 
     def _want(self, path: Path, skip: bool) -> None:
         self.target.wanted_values.add(path)

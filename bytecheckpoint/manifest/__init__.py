@@ -7,7 +7,7 @@ writes and reads the envelope that all versions share, ``version1`` its payload,
 from __future__ import annotations
 
 from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, decode, encode
-from .document import FileTable, Manifest, SectionInfo, UInt64
+from .document import FileTable, Manifest, SectionInfo, UInt64, timestamp
 from .rules import validate
 from .version1 import pack_metadata
 
@@ -22,5 +22,6 @@ __all__ = [
     "decode",
     "encode",
     "pack_metadata",
+    "timestamp",
     "validate",
 ]

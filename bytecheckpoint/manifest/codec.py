@@ -33,8 +33,10 @@ _TRAILER = 18  # msgpack's two bytes for "16 bytes follow", and those
 _FREE_EXPANSION = 1 << 20  # bytes; below this, any ratio is harmless
 _MAX_RATIO = 256
 
-
 _VERSIONS: dict[int, type[ManifestV1]] = {1: ManifestV1}
+
+# zstd is called here and not through ``codecs``: that is a plug-in interface for data files, above this layer; the two
+# codecs of the envelope are part of the format and cannot be added to.
 
 
 def encode(manifest: Manifest, *, compress: bool = True) -> bytes:

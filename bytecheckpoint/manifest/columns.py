@@ -15,7 +15,7 @@ from ..errors import FormatError
 from ..tables import Int64
 from .document import UInt64
 
-__all__ = ["pack_names", "pack_numbers", "unpack_names", "unpack_numbers", "unpack_uint64"]
+__all__ = ["count_of", "pack_names", "pack_numbers", "unpack_names", "unpack_numbers", "unpack_uint64"]
 
 _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..metadata import ByteMeta
-from ..tables import BoxTable, Int64, TensorTable, ragged_positions
+from ..tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 
-__all__ = ["FileTable", "Manifest", "SectionInfo", "UInt64"]
+__all__ = ["FileTable", "Manifest", "SectionInfo", "UInt64", "timestamp"]
 
 UInt64 = npt.NDArray[np.uint64]
+
+
+def timestamp() -> str:
+    """The present time as ``Manifest.created`` has it."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 @dataclass(frozen=True)
@@ -147,9 +153,7 @@ class Manifest:
     @cached_property
     def checksum_starts(self) -> Int64:
         """Shard ``i`` has checksums ``[checksum_starts[i], checksum_starts[i + 1])``."""
-        starts = np.zeros(len(self.shards) + 1, np.int64)
-        np.cumsum(_chunks(self.shard_nbytes, self.files.chunk_size[self.shard_file]), out=starts[1:])
-        return starts
+        return ragged_starts(_chunks(self.shard_nbytes, self.files.chunk_size[self.shard_file]))
 
     @cached_property
     def _shard_starts(self) -> Int64:

@@ -7,7 +7,7 @@ from typing import NoReturn
 import numpy as np
 
 from ..errors import FormatError, PlanError
-from ..geometry import find_overlap
+from ..geometry import find_overlap, inseparable
 from ..tables import Int64, ragged_positions
 from .document import Manifest
 
@@ -58,32 +58,13 @@ def check_tilings(manifest: Manifest) -> None:
 
 
 def _check_disjoint(manifest: Manifest, rows: Int64, ndim: int) -> None:
-    """Shards ``rows``, all non-empty and of tensors with ``ndim`` >= 1: in order, and no two share an element.
-
-    All tensors go through at once: along each axis in turn, every group of boxes falls apart where no box reaches
-    over. Meshes and flat ranges fall apart completely; what does not is left to ``find_overlap``.
-    """
+    """Shards ``rows``, all non-empty and of tensors with ``ndim`` >= 1: in order, and no two share an element."""
     shards = manifest.shards
     at = shards.starts[:-1][rows][:, None] + np.arange(ndim)
     offsets, lengths = shards.offsets[at], shards.lengths[at]
     group = shards.tensor[rows]
     _check_order(manifest, rows, offsets, group)
-    left = np.arange(len(rows))
-    quiet = axis = 0
-    while len(left) and quiet < ndim:
-        start, stop = offsets[left, axis], offsets[left, axis] + lengths[left, axis]
-        if _descends(group, start):
-            order = np.lexsort((start, group))
-            left, group, start, stop = left[order], group[order], start[order], stop[order]
-        reach = _running_max(group, stop)
-        same = group[1:] == group[:-1]
-        parts = np.append(True, ~same | (start[1:] >= reach[:-1]))
-        quiet = 0 if int(parts.sum()) > 1 + int((~same).sum()) else quiet + 1
-        group = np.cumsum(parts)
-        alone = parts & np.append(parts[1:], True)
-        left, group = left[~alone], group[~alone]
-        axis = (axis + 1) % ndim
-    for members in np.split(left, np.flatnonzero(np.diff(group)) + 1) if len(left) else []:
+    for members in inseparable(offsets, lengths, group):
         try:
             pair = find_overlap(offsets[members], lengths[members])
         except PlanError as error:
@@ -100,19 +81,3 @@ def _check_order(manifest: Manifest, rows: Int64, offsets: Int64, tensor: Int64)
     if back.any():
         row = int(rows[int(np.argmax(back))])
         fail(f"shards of tensor {tensor_of_shard(manifest, row)} overlap or are not in the order of their offsets")
-
-
-def _descends(group: Int64, start: Int64) -> bool:
-    return bool(((start[1:] < start[:-1]) & (group[1:] == group[:-1])).any())
-
-
-def _running_max(group: Int64, stop: Int64) -> Int64:
-    """The largest ``stop`` so far within each group; ``group`` ascends."""
-    number = np.cumsum(np.append(False, group[1:] != group[:-1]))
-    top = int(stop.max()) + 1
-    if (int(number[-1]) + 1) * top < 1 << 62:
-        reach: Int64 = np.maximum.accumulate(number * top + stop) - number * top
-        return reach
-    values, rank = np.unique(stop, return_inverse=True)
-    ranked = np.maximum.accumulate(number * len(values) + rank) - number * len(values)
-    return np.asarray(values[ranked], np.int64)

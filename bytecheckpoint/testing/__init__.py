@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bytecheckpoint.testing.ranks import RankPool, RanksFailed, run_ranks
+from .ranks import RankPool, RanksFailed, run_ranks
 
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bytecheckpoint.testing.rank_process import THIRD_PARTY_WARNINGS
-from bytecheckpoint.testing.ranks import RankPool
+from .rank_process import THIRD_PARTY_WARNINGS
+from .ranks import RankPool
 
 __all__ = ["pytest_configure", "rank_pool"]
 

@@ -35,7 +35,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bytecheckpoint.testing.rank_process import Call, FunctionReference, load_function, serve
+from .rank_process import Call, FunctionReference, load_function, serve
 
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
 

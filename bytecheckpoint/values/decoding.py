@@ -12,8 +12,8 @@ import msgpack
 import numpy as np
 
 from ..errors import FormatError, StateError
-from .unpacking import unique_pairs, unpack
 from .types import CONTAINER_KINDS, MAX_DEPTH, NUMPY_DTYPES, Container, Ext
+from .unpacking import unique_pairs, unpack
 
 __all__ = ["decode_value"]
 

@@ -9,8 +9,8 @@ import msgpack
 import xxhash
 
 from ..errors import FormatError, UnserializableError
-from .unpacking import unpack
 from .types import MAX_DEPTH, Path, path_name
+from .unpacking import unpack
 
 __all__ = ["decode_path", "decode_values_file", "encode_path", "encode_values_file", "value_digest"]
 

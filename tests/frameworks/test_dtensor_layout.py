@@ -14,7 +14,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bytecheckpoint.errors import UnsupportedTensorError
-from bytecheckpoint.frameworks.dtensor import LocalBox, _contiguous, local_boxes
+from bytecheckpoint.frameworks.dtensor import _contiguous
+from bytecheckpoint.frameworks.placements import LocalBox, local_boxes
 from bytecheckpoint.geometry import Box
 
 SIZES = st.integers(0, 9)

@@ -320,3 +320,27 @@ def test_a_grid_of_boxes_with_gaps_and_a_pinwheel() -> None:
     text = fault_of(plans_of(held, tensors=tensors))
     assert "no rank holds [0:3,0:2]" in text
     assert "[0:20,0:40] of rank 0 overlaps [19:40,20:40] of rank 0" in text
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), st.sets(st.sampled_from(NAMES)))
+def test_the_lowest_rank_writes_what_is_pinned(tilings: Tilings, data: st.DataObject, names: set[str]) -> None:
+    """However the bytes are balanced: buffers that drifted apart must not be a mixture of several ranks'."""
+    plans = data.draw(worlds(tilings)).plans()
+    for plan in plans:
+        plan.pinned = np.array([name in names for name in plan.tensors.names], np.bool_)
+    plan = plan_save([LocalPlan.from_bytes(plan.to_bytes()) for plan in plans])
+    for row in range(len(plan.shards)):
+        name, box = plan.tensors.names[int(plan.shards.tensor[row])], plan.shards.box_of(row)
+        if name in names and box.numel:
+            holders = [rank for rank, one in enumerate(plans) if _holds(one, name, box)]
+            assert plan.owner[row] == min(holders)
+        written = plans[int(plan.owner[row])].shards.box_of(int(plan.source[row]))
+        assert written == box or box.numel == 0
+
+
+def _holds(plan: LocalPlan, name: str, box: Box) -> bool:
+    return any(
+        plan.tensors.names[int(tensor)] == name and plan.shards.box_of(row) == box
+        for row, tensor in enumerate(plan.shards.tensor)
+    )

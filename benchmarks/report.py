@@ -1,0 +1,161 @@
+"""From stored samples to ``docs/performance.md`` and its plots.
+
+python -m benchmarks.report [benchmarks/results/performance.json] [--docs docs]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.results import FIGURES, figure, floor_of
+from benchmarks.tables import Grid, contestants, floor_grid, profile, reshard
+
+__all__ = ["write"]
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PANELS = ("stall", "durable", "cold", "warm")
+_OURS, _THEIRS = "#1b6ca8", "#b9c4cc"
+
+_INTRODUCTION = """\
+# Performance
+
+<!-- Written by `python -m benchmarks.report`; change that, not this. -->
+
+Every number is a multiple of a *floor*: what the machine itself takes for the same bytes, measured in the same run.
+Contestants take turns (A B C A B C ...), each in a process of its own that stays up, as a trainer does; the first
+round warms up and is dropped; medians are shown. A load counts only if every tensor came back bit for bit.
+
+- **stall** is what training waits for: the return of the call, plus what later steps take longer than before until
+  the save is durable. Floor: *memcpy*, one thread, into warm memory. A synchronous save stalls until it returns.
+- **durable** ends when files and directories are synced. Where a system does not sync, the benchmark does it and
+  counts it. Floor: *direct write*: aligned memory, O_DIRECT from 4 threads, preallocated, fdatasync, directory
+  synced.
+- **load, cold**: the files were dropped from the page cache, and mincore(2) says that no page of them is left. Floor:
+  the better of O_DIRECT from 4 threads and one buffered stream.
+- **load, warm**: all of it is in the page cache. Floor: *cached read*, `preadv` from one thread into warm memory.
+- A load ends with the bytes in the tensors that were there before, which is what resuming needs, and not in a memory
+  map.
+- **memory** is what a process and its children grew by at most, arenas that stay included, as a share of the state.
+  **CPU** is of all threads and children, in seconds, without the training steps. **bytes read / wanted** counts what
+  came from the disk in the cold load.
+- Over ranks: the slowest rank's time, everybody's CPU, memory and bytes; the memory floors are those of two threads.
+  Bytes sent are what the whole machine sent over its loopback interface meanwhile.
+"""
+
+
+def write(results: Path, docs: Path) -> Path:
+    """Write ``performance.md`` and ``performance/*.svg`` below ``docs``; returns the page."""
+    document = json.loads(results.read_text())
+    pictures = docs / "performance"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for old in pictures.glob("*.svg"):
+        old.unlink()
+    page = docs / "performance.md"
+    page.write_text("\n".join(_sections(document, pictures)))
+    return page
+
+
+def _sections(document: Mapping[str, Any], pictures: Path) -> list[str]:
+    by_workload = document.get("save_load", {})
+    ranks = document.get("ranks", {})
+    layouts = ranks.get("layouts", {})
+    parts = [_INTRODUCTION, _about(document), "## Floors\n", _markdown(floor_grid(by_workload), titled=False)]
+    for heading, results in (("One process", by_workload), ("Over ranks", layouts)):
+        if results:
+            parts.append(f"## {heading}\n")
+        for name, result in results.items():
+            parts.append(_markdown(contestants(result)))
+            if result["contestants"]:
+                _draw(result, pictures / f"{name}.svg")
+                parts.append(f"![{result['title']}: multiples of the floors](performance/{name}.svg)\n")
+    if ranks.get("reshard"):
+        parts += ["## Loading into another layout\n", _markdown(reshard(ranks["reshard"]), titled=False)]
+    if by_workload or layouts:
+        parts.append("## Where the time goes\n")
+        everything = {**by_workload, **layouts}
+        parts += [_markdown(profile(everything, name)) for name in ("bytecheckpoint", "bytecheckpoint async")]
+    return parts
+
+
+def _about(document: Mapping[str, Any]) -> str:
+    machine, settings = document["machine"], document["settings"]
+    versions = {**document["versions"]}
+    for result in document.get("save_load", {}).values():
+        for contestant in result["contestants"].values():
+            versions |= contestant["versions"]
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f"Run of {document['created']}, {settings['rounds']} rounds, {settings['threads']} torch thread(s) a process, "
+        f"on {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, "
+        f"Linux {machine['kernel']}, {machine['file_system']}, huge pages: {machine['huge_pages']}.\n{listed}.\nAll samples are in "
+        f"[performance.json](../benchmarks/results/performance.json). To reproduce:\n\n"
+        f"    {document['command']}\n\nor `make bench`, which also writes this page.\n"
+    )
+
+
+def _markdown(grid: Grid, *, titled: bool = True) -> str:
+    if not grid.rows and not grid.remarks:
+        return ""
+    lines = [f"### {grid.title}\n"] if titled else []
+    lines.append("| " + " | ".join(grid.columns) + " |")
+    lines.append("| --- |" + " ---: |" * (len(grid.columns) - 1))
+    for row in grid.rows:
+        cells = [
+            f"**{cell}**" if index == 0 and cell.startswith("bytecheckpoint") else cell
+            for index, cell in enumerate(row)
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines.append("")
+    lines += [f"- {remark}" for remark in grid.remarks]
+    return "\n".join(lines) + ("\n" if grid.remarks else "")
+
+
+def _draw(result: Mapping[str, Any], path: Path) -> None:
+    """One panel a figure: multiples of the floor, medians as bars, least and greatest as whiskers."""
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 8})
+    names = [name for name, contestant in result["contestants"].items() if not contestant["failure"]]
+    picture, axes = plt.subplots(
+        1, len(_PANELS), figsize=(12, 0.6 + 0.24 * len(names)), sharey=True, layout="constrained"
+    )
+    for axis, key in zip(axes, _PANELS):
+        which = FIGURES[key]
+        floor = floor_of(which, result)
+        for row, name in enumerate(reversed(names)):
+            found = figure(which, result["contestants"][name]["samples"])
+            if found is None or not floor:
+                continue
+            median, low, high = found.median / floor, found.low / floor, found.high / floor
+            colour = _OURS if name.startswith("bytecheckpoint") else _THEIRS
+            axis.barh(row, median, xerr=[[median - low], [high - median]], color=colour, error_kw={"linewidth": 0.7})
+            axis.annotate(
+                f"{median:.2f}", (max(high, 0.0), row), xytext=(2, 0), textcoords="offset points", va="center"
+            )
+        axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+        axis.set_title(f"{which.title} (1 = floor)")
+        axis.margins(x=0.18)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_yticks(range(len(names)), list(reversed(names)))
+    picture.savefig(path, metadata={"Date": None})
+    plt.close(picture)
+
+
+def main() -> None:
+    """Read the arguments and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="?", default=_ROOT / "benchmarks" / "results" / "performance.json")
+    parser.add_argument("--docs", type=Path, default=_ROOT / "docs")
+    options = parser.parse_args()
+    print(write(options.results, options.docs))
+
+
+if __name__ == "__main__":
+    main()

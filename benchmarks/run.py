@@ -1,0 +1,173 @@
+"""Run the benchmarks: ``python -m benchmarks.run``, or ``make bench``.
+
+    --peers all                     also those that need environments of their own (made below --cache)
+    --peers bytecheckpoint DCP      only these
+    --parts save_load ranks         not the planning and manifest scripts
+    --scale 0.01 --rounds 1         small and quick: shows that it runs, says nothing about speed
+
+Writes all samples as JSON (--out) and shows tables. ``--report`` also redraws the plots and docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Read by libraries as they load, in this process and in those it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from rich.console import Console
+
+from benchmarks import ranks, report, results, save_load, tables
+from benchmarks.environments import Environments
+from benchmarks.layouts import LAYOUTS
+from benchmarks.peers import select
+from benchmarks.workloads import WORKLOADS
+
+__all__ = ["main"]
+
+_ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("save_load", "ranks", "manifest_parse", "scale_planning")
+_LEAST_ROUNDS = 5
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--peers", nargs="+", default=["default"], metavar="NAME", help="default, all, or names")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the bytes (default: all)")
+    parser.add_argument(
+        "--rounds", type=int, default=_LEAST_ROUNDS, help="interleaved runs after the one that warms up"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads in a process, as torchrun sets them")
+    parser.add_argument("--folder", type=Path, default=_ROOT / "runs", help="on the disk to be measured")
+    parser.add_argument("--cache", type=Path, default=_ROOT / ".venv-peers", help="where peers' environments are kept")
+    parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "results", help="folder of the JSON files")
+    parser.add_argument("--report", action="store_true", help="write docs/performance.md and its plots")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 1 if the library itself failed somewhere."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    entries = select(options.peers)
+    for folder in (options.folder, options.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    settings = {"scale": options.scale, "rounds": options.rounds, "threads": options.threads}
+    document = results.header(_command(options), settings, options.folder)
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", highlight=False)
+
+    if "save_load" in options.parts:
+        environments = Environments(options.cache)
+        document["save_load"] = {
+            name: save_load.measure(
+                name,
+                entries,
+                scale=options.scale,
+                rounds=options.rounds,
+                threads=options.threads,
+                folder=options.folder,
+                environments=environments,
+                say=say,
+            )
+            for name in options.workloads
+        }
+    if "ranks" in options.parts:
+        document["ranks"] = ranks.measure(
+            options.layouts,
+            scale=options.scale,
+            rounds=options.rounds,
+            folder=options.folder,
+            say=say,
+            names=[entry.name for entry in entries],
+        )
+    if "save_load" in document or "ranks" in document:
+        path = options.out / "performance.json"
+        path.write_text(json.dumps(results.rounded(document), indent=1) + "\n")
+        _show(document, console)
+        say(f"all samples: {path}")
+        _report(path, document, options.report, say)
+    failed = _scripts(options, say)
+    return 1 if failed or _library_failed(document) else 0
+
+
+def _command(options: argparse.Namespace) -> str:
+    """What reproduces the run. Folders are left out: they are this machine's."""
+    parts = ["python -m benchmarks.run"]
+    defaults = _parser().parse_args([])
+    for name in ("parts", "peers", "workloads", "layouts", "scale", "rounds", "threads"):
+        value, default = (_words(getattr(each, name)) for each in (options, defaults))
+        if value != default:
+            parts.append(f"--{name} {' '.join(shlex.quote(word) for word in value)}")
+    return " ".join(parts)
+
+
+def _words(value: Any) -> list[str]:
+    return [str(word) for word in value] if isinstance(value, (list, tuple)) else [str(value)]
+
+
+def _show(document: dict[str, Any], console: Console) -> None:
+    by_workload = document.get("save_load", {})
+    layouts = document.get("ranks", {}).get("layouts", {})
+    tables.show(tables.floor_grid({**by_workload, **{n: r for n, r in layouts.items() if r["floors"]}}), console)
+    for result in [*by_workload.values(), *layouts.values()]:
+        tables.show(tables.contestants(result), console)
+    tables.show(tables.reshard(document.get("ranks", {}).get("reshard", {})), console)
+    for name in ("bytecheckpoint", "bytecheckpoint async"):
+        tables.show(tables.profile({**by_workload, **layouts}, name), console)
+
+
+def _report(path: Path, document: dict[str, Any], wanted: bool, say: Callable[[str], None]) -> None:
+    if not wanted:
+        return
+    settings = document["settings"]
+    if settings["scale"] != 1.0 or settings["rounds"] < _LEAST_ROUNDS:
+        say(f"no report: it needs --scale 1 and at least {_LEAST_ROUNDS} rounds")
+    else:
+        say(f"report: {report.write(path, _ROOT / 'docs')}")
+
+
+def _scripts(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
+    """The scripts that stand for themselves, each with its own table and JSON. Whether one failed."""
+    small = options.scale
+    arguments = {
+        "manifest_parse": ["--shards", str(max(1000, int(1_000_000 * small))), "--repeat", str(min(options.rounds, 3))],
+        "scale_planning": [
+            "--ranks", str(max(256, int(16384 * small))), "--tensors", str(max(20, int(1000 * small)))
+        ],
+    }  # fmt: skip
+    failed = False
+    for name, extra in arguments.items():
+        if name in options.parts:
+            say(f"{name}: {' '.join(extra)}")
+            script = str(_ROOT / "benchmarks" / f"{name}.py")
+            command = [sys.executable, script, *extra, "--json", str(options.out / f"{name}.json")]
+            failed |= subprocess.run(command, cwd=_ROOT).returncode != 0
+    return failed
+
+
+def _library_failed(document: dict[str, Any]) -> bool:
+    results = [*document.get("save_load", {}).values()]
+    for group in document.get("ranks", {}).values():
+        results += group.values()
+    return any(
+        result.get("failure")
+        or any(one["failure"] for name, one in result["contestants"].items() if name.startswith("bytecheckpoint"))
+        for result in results
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""One operation over the ranks' own store.
+
+Keys are ``<kind>/<number>/<phase>/<rank>``. A reader deletes what only it reads; the last rank to leave an operation
+deletes the rest, so a store holds nothing of the operations that are over. Waits are polls: between two looks at the
+awaited key a rank looks whether somebody failed, whether a process on its host has ended, and at the clock.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from ..errors import BytecheckpointError, ControlError, DisagreementError
+from .agreement import format_ranks
+from .base import Operation
+from .failure import FailureRecord
+from .line import Line, LineLost
+from .peers import PeerIdentity
+
+if TYPE_CHECKING:
+    from .store import StoreCommunicator
+
+__all__ = ["LONGEST_PAUSE_S", "StoreOperation", "left_counter", "left_mark"]
+
+_log = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 0.01
+"""Between two looks at the store, in small jobs."""
+
+_FIRST_PAUSE_S = 0.0003
+_PAUSE_PER_RANK_S = 25e-6  # more ranks look less often, so that rank 0's store is not kept busy by looks alone
+_NOTE_EVERY_S = 1.0  # how often rank 0 writes down for whom it waits
+_ROOT_GRACE_S = 1.0
+
+
+def left_mark(prefix: str, rank: int) -> str:
+    """The key under which ``rank`` says that it has left the operation ``prefix``, and which keys it made."""
+    return f"{prefix}/left/{rank}"
+
+
+def left_counter(prefix: str) -> str:
+    """The key that counts the ranks that have left. It goes last, when everything else of the operation is gone."""
+    return f"{prefix}/left/count"
+
+
+class StoreOperation(Operation):
+    """One operation on one rank. A context manager that closes itself."""
+
+    def __init__(self, communicator: StoreCommunicator, kind: str, prefix: str, deadline_s: float) -> None:
+        self._communicator = communicator
+        self._kind = kind
+        self._prefix = prefix
+        self._deadline_s = deadline_s
+        self._line_or_none: Line | None = None
+        self._error: BytecheckpointError | None = None
+        self._closed = False
+        self._keys: list[str] = []
+        self._phases: collections.Counter[str] = collections.Counter()
+
+    def __enter__(self) -> StoreOperation:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._communicator.world_size
+
+    def gather(self, phase: str, payload: bytes) -> Sequence[bytes] | None:
+        with self._step(phase) as (line, base):
+            count = f"{base}/count"
+            self._keys.append(count)
+            if self.rank != 0:
+                self._keys += line.put(f"{base}/{self.rank}", payload)
+                line.add(count, 1)
+                return None
+            others = range(1, self.world_size)
+            self._wait(
+                phase,
+                lambda: line.add(count, 0) >= len(others),
+                lambda: [rank for rank in others if not line.has(f"{base}/{rank}")],
+            )
+            return [payload, *(line.take(f"{base}/{rank}") for rank in others)]
+
+    def scatter(self, phase: str, payloads: Sequence[bytes] | None) -> bytes:
+        with self._step(phase) as (line, base):
+            if self.rank != 0:
+                self._wait_for_root(phase, f"{base}/{self.rank}")
+                return line.take(f"{base}/{self.rank}")
+            if payloads is None or len(payloads) != self.world_size:
+                raise ValueError(f"rank 0 must scatter exactly {self.world_size} payloads in {phase!r}")
+            for rank in range(1, self.world_size):
+                self._keys += line.put(f"{base}/{rank}", payloads[rank])
+            return payloads[0]
+
+    def broadcast(self, phase: str, payload: bytes | None) -> bytes:
+        with self._step(phase) as (line, base):
+            if self.rank != 0:
+                self._wait_for_root(phase, f"{base}/0")
+                return line.read(f"{base}/0")[0]
+            if payload is None:
+                raise ValueError(f"rank 0 must broadcast a payload in {phase!r}")
+            self._keys += line.put(f"{base}/0", payload)
+            return payload
+
+    def agree(self, phase: str, facts: dict[str, str]) -> None:
+        try:
+            super().agree(phase, facts)
+        except DisagreementError as error:
+            self._error = self._error or error
+            raise
+
+    def fail(self, phase: str, error: BaseException) -> None:
+        self._report(FailureRecord.of_error(error, phase, self._communicator.here))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if error is self._error:
+                raise
+            mine = FailureRecord.of_error(error, name, self._communicator.here)
+            first = self._report(mine)
+            if not isinstance(error, Exception):
+                # An interrupt or exit has been reported, and goes its way.
+                raise
+            if first != mine:
+                self._error = first.error()
+                raise self._error from error
+            if isinstance(error, BytecheckpointError):
+                self._error = error
+                raise
+            self._error = first.rank_failed()
+            raise self._error from error
+
+    def check(self) -> None:
+        with self._step("check"):
+            pass
+
+    def wait_alone(self, timeout_s: float) -> None:
+        try:
+            self._communicator.await_leavers(self._line(), self._prefix, time.monotonic() + timeout_s)
+        except LineLost:
+            _log.debug("the store ended before all ranks had left %s", self._prefix, exc_info=True)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        others_may_be_in = False
+        try:
+            line = self._line()
+            line.put(left_mark(self._prefix, self.rank), msgpack.packb(self._keys))
+            if line.add(left_counter(self._prefix), 1) == self.world_size:
+                self._sweep(line)
+            else:
+                others_may_be_in = self.rank == 0
+        except LineLost:
+            _log.debug("left %s after the store had ended", self._prefix, exc_info=True)
+        else:
+            self._communicator.return_line(line)
+        finally:
+            self._communicator.has_left(self._prefix, others_may_be_in=others_may_be_in)
+            self._line_or_none = None
+            # Its traceback holds the frames of the failed phase, and so what they refer to.
+            self._error = None
+
+    def _sweep(self, line: Line) -> None:
+        marks = [left_mark(self._prefix, rank) for rank in range(self.world_size)]
+        keys = {key for mark in marks for key in msgpack.unpackb(line.read(mark)[0])}
+        # The counter goes last: rank 0 may end its process once it is gone.
+        line.delete([*sorted(keys), *marks, self._failure_key, left_counter(self._prefix)])
+
+    @property
+    def _failure_key(self) -> str:
+        return f"{self._prefix}/failure"
+
+    def _line(self) -> Line:
+        if self._line_or_none is None:
+            self._line_or_none = self._communicator.borrow_line()
+        return self._line_or_none
+
+    @contextmanager
+    def _step(self, phase: str) -> Iterator[tuple[Line, str]]:
+        """Enter one exchange: its line and its keys' prefix. The store's end becomes rank 0's failure."""
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise ControlError(f"this {self._kind} is closed; {phase} cannot begin")
+        self._phases[phase] += 1
+        repeat = f"~{self._phases[phase]}" if self._phases[phase] > 1 else ""
+        try:
+            line = self._line()
+            self._raise_failure(line)
+            yield line, f"{self._prefix}/{phase}{repeat}"
+        except LineLost as error:
+            self._error = self._root_lost(phase, error).error()
+            raise self._error from error
+
+    def _raise_failure(self, line: Line) -> None:
+        if line.has(self._failure_key):
+            self._error = self._read_failure(line).error()
+            raise self._error
+
+    def _read_failure(self, line: Line) -> FailureRecord:
+        body = line.read(self._failure_key)[0].decode()
+        return FailureRecord.unpack(line.read(body)[0])
+
+    def _report(self, record: FailureRecord) -> FailureRecord:
+        """Publish a failure; the one that stands, which is the first. Never raises."""
+        if self._closed:
+            return record
+        try:
+            line = self._line()
+            # The bodies may be large and many; one short key decides which of them stands.
+            body = f"{self._failure_key}/{self.rank}.{len(self._keys)}"
+            self._keys += line.put(body, record.pack())
+            if line.put_first(self._failure_key, body.encode()) == body.encode():
+                return record
+            return self._read_failure(line)
+        except LineLost:
+            _log.debug("could not report a failure in %s: rank 0's store has ended", record.phase, exc_info=True)
+            return record
+
+    def _raise_reported(self, record: FailureRecord) -> None:
+        self._error = self._report(record).error()
+        raise self._error
+
+    def _wait_for_root(self, phase: str, key: str) -> None:
+        # Of the others' deaths rank 0 learns where it needs them, and says so; until then what it sends may still come.
+        self._wait(phase, lambda: self._line().has(key), lambda: [0], root_only=True)
+
+    def _wait(
+        self, phase: str, ready: Callable[[], bool], missing: Callable[[], list[int]], *, root_only: bool = False
+    ) -> None:
+        line, start = self._line(), time.monotonic()
+        # Rank 0 knows best who is missing, so the others leave the verdict to it for a moment.
+        deadline = start + self._deadline_s + (_ROOT_GRACE_S if self.rank else 0.0)
+        next_note = start + _NOTE_EVERY_S
+        longest = max(LONGEST_PAUSE_S, self.world_size * _PAUSE_PER_RANK_S)
+        pause = _FIRST_PAUSE_S
+        while not ready():
+            self._raise_failure(line)
+            self._raise_death(line, phase, root_only)
+            now = time.monotonic()
+            if now > deadline:
+                self._raise_reported(self._deadline_passed(line, phase, missing()))
+            if self.rank == 0 and now > next_note:
+                next_note = now + _NOTE_EVERY_S
+                self._note_waiting(line, phase, missing())
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
+
+    def _raise_death(self, line: Line, phase: str, root_only: bool) -> None:
+        for peer in self._communicator.watch.ended():
+            if (peer.rank == 0 or not root_only) and not line.has(left_mark(self._prefix, peer.rank)):
+                self._raise_reported(FailureRecord.of_death(peer, phase, self._death_of(peer)))
+
+    def _death_of(self, peer: PeerIdentity) -> str:
+        return (
+            f"its process {peer.pid} ended in the middle of (or without) this {self._kind}: it was killed, ran out of "
+            "memory, or exited"
+        )
+
+    def _root_lost(self, phase: str, error: LineLost) -> FailureRecord:
+        """The connection breaks a moment before the process is seen to end: look again for that moment."""
+        root, give_up = self._communicator.root, time.monotonic() + _ROOT_GRACE_S
+        if self._communicator.here.sees(root):
+            while time.monotonic() < give_up:
+                if root.has_ended():
+                    return FailureRecord.of_death(root, phase, self._death_of(root))
+                time.sleep(LONGEST_PAUSE_S)
+        return FailureRecord.of_death(root, phase, f"the connection to its store was lost ({error})")
+
+    def _note_waiting(self, line: Line, phase: str, ranks: list[int]) -> None:
+        key = f"{self._prefix}/waiting"
+        self._keys.append(key)
+        line.put(key, msgpack.packb([phase, ranks]))
+
+    def _deadline_passed(self, line: Line, phase: str, ranks: list[int]) -> FailureRecord:
+        here = self._communicator.here
+        message = (
+            f"{self._kind}: rank {here.rank} on {here.host} waited {self._deadline_s:g} s in {phase} for "
+            f"rank(s) {format_ranks(ranks)} of {self.world_size}"
+        )
+        if self.rank and line.has(f"{self._prefix}/waiting"):
+            root_phase, others = msgpack.unpackb(line.read(f"{self._prefix}/waiting")[0])
+            message += f", which itself waits in {root_phase} for rank(s) {format_ranks(others)}"
+        message += ". Look at what they were doing then, or give a longer deadline."
+        return FailureRecord.of_deadline(message, phase, here)

@@ -1,0 +1,125 @@
+"""The benchmarks run from end to end, on a state of a few hundred kilobytes: what they measure then means nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from benchmarks.floors import FLOORS
+from benchmarks.page_cache import evict, resident, warm
+from benchmarks.peers import ENTRIES, select
+from benchmarks.ranks import CONTESTANTS
+from benchmarks.workloads import WORKLOADS, State, make
+
+ROOT = Path(__file__).resolve().parents[2]
+# Named by nothing that could be installed: what cannot take part must be reported.
+MISSING = {"torchsnapshot": "not installed"}
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("benchmarks")
+    arguments = ["--scale", "0.0005", "--rounds", "1", "--workloads", "gpt2-adam", "tiny-tensors"]
+    arguments += ["--parts", "save_load", "ranks", "--layouts", "fsdp2-2", "tp-2", "--peers", "default", *MISSING]
+    arguments += [f"--{name}={folder / name}" for name in ("folder", "cache", "out")]
+    # No index to ask: the one peer that would be installed cannot be, whatever the machine.
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list((folder / "folder").iterdir())
+    found: dict[str, Any] = json.loads((folder / "out" / "performance.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("workload", ["gpt2-adam", "tiny-tensors"])
+def test_everyone_is_measured_or_reported(document: dict[str, Any], workload: str) -> None:
+    result = document["save_load"][workload]
+    assert set(result["contestants"]) == {entry.name for entry in select(["default", *MISSING])}
+    for name, contestant in result["contestants"].items():
+        if name in MISSING:
+            assert MISSING[name] in contestant["failure"]
+            continue
+        assert contestant["failure"] == ""
+        (sample,) = contestant["samples"]
+        assert set(ENTRIES[name].parts) <= set(sample)
+        for part in {"cold", "warm"} & set(sample):
+            assert sample[part]["wrong"] is None
+            assert sample[part]["seconds"] > 0
+        if "save" in ENTRIES[name].parts:
+            assert sample["save"]["stall_s"] >= sample["save"]["return_s"] > 0
+            assert sample["save"]["file_bytes"] >= result["bytes"]
+
+
+def test_floors_are_measured(document: dict[str, Any]) -> None:
+    for result in document["save_load"].values():
+        (floors,) = result["floors"]
+        assert set(floors) == set(FLOORS)
+        assert all(seconds > 0 for seconds in floors.values() if seconds is not None)
+
+
+def test_ranks_save_and_load_their_own_and_each_others(document: dict[str, Any]) -> None:
+    assert set(document["ranks"]["layouts"]) == {"fsdp2-2", "tp-2"}
+    for result in document["ranks"]["layouts"].values():
+        assert result["failure"] == ""
+        assert {name: one["failure"] for name, one in result["contestants"].items()} == dict.fromkeys(CONTESTANTS, "")
+    (sample,) = document["ranks"]["reshard"]["tp-2"]["contestants"]["bytecheckpoint"]["samples"]
+    assert set(sample) == {f"{source} {part}" for source in ("fsdp2-2", "tp-2") for part in ("cold", "warm")}
+    assert all(load["wrong"] is None for load in sample.values())
+
+
+def test_results_tell_the_machine_apart_but_do_not_name_it(document: dict[str, Any]) -> None:
+    assert document["machine"]["cores"] >= 1
+    assert document["command"].startswith("python -m benchmarks.run ")
+    text = json.dumps(document)
+    assert os.uname().nodename not in text
+    assert str(ROOT) not in text
+
+
+def test_report_is_written(document: dict[str, Any], tmp_path: Path) -> None:
+    results = tmp_path / "performance.json"
+    results.write_text(json.dumps(document))
+    text = report.write(results, tmp_path).read_text()
+    assert document["command"] in text
+    assert "**bytecheckpoint**" in text
+    assert "torchsnapshot: not installed" in text
+    for workload in document["save_load"]:
+        assert (tmp_path / "performance" / f"{workload}.svg").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_wrong_byte_is_seen(name: str) -> None:
+    workload = make(name, 0.0005)
+    state = State(workload)
+    state.fill()
+    assert state.difference() is None
+    fqn = list(state.flat)[len(state.flat) // 2]
+    state.flat[fqn].view(-1).view(dtype=state.flat[fqn].dtype)[-1:] *= -1
+    assert state.difference() == fqn
+    state.scramble()
+    assert state.difference() == next(iter(state.flat))
+    assert sum(tensor.nbytes for tensor in state.flat.values()) == workload.nbytes
+
+
+def test_cold_and_warm_are_proven(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "file"
+    file.parent.mkdir()
+    file.write_bytes(os.urandom(1 << 20))
+    assert warm(str(tmp_path)) == 1.0
+    if evict(str(tmp_path)) == 0.0:  # a file system in memory has no cache to leave
+        with open(file, "rb", buffering=0) as stream:
+            stream.read(4096)
+        assert 0.0 < resident(str(tmp_path)) <= 1.0
+
+
+def test_unknown_contestants_are_refused() -> None:
+    with pytest.raises(ValueError, match="no contestant 'nobody'"):
+        select(["nobody"])
