@@ -93,13 +93,18 @@ def _about(document: Mapping[str, Any]) -> str:
         for contestant in result["contestants"].values():
             versions |= contestant["versions"]
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return (
-        f"Run of {document['created']}, {settings['rounds']} rounds, {settings['threads']} torch thread(s) a process, "
-        f"on {machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, "
-        f"Linux {machine['kernel']}, {machine['file_system']}, huge pages: {machine['huge_pages']}.\n{listed}.\nAll samples are in "
-        f"[performance.json](../benchmarks/results/performance.json). To reproduce:\n\n"
-        f"    {document['command']}\n\nor `make bench`, which also writes this page.\n"
-    )
+    lines = [
+        f"Run of {document['created']}: {settings['rounds']} rounds, {settings['threads']} torch thread(s) a process;",
+        f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Linux {machine['kernel']},",
+        f"{machine['file_system']}, huge pages: {machine['huge_pages']}; {listed}.",
+        "All samples are in [performance.json](../benchmarks/results/performance.json). To reproduce:",
+        "",
+        f"    {document['command']}",
+        "",
+        "or `make bench`, which also writes this page.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _markdown(grid: Grid, *, titled: bool = True) -> str:

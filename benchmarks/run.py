@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 1 if the library itself failed somewhere."""
     options = _parser().parse_args(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 190)
     entries = select(options.peers)
     for folder in (options.folder, options.out):
         folder.mkdir(parents=True, exist_ok=True)

@@ -69,9 +69,9 @@ class SectionSource:
     ``metas`` names every tensor of the section of which this rank knows, also those it holds no element of.
     ``values`` are plain (see ``values.py``), each under its path; a value that differs between ranks is stored once
     for each. ``aliases`` maps a tied name to the name its bytes are stored under. Names in ``per_rank`` (tensors, by
-    fqn; values, by path) belong to this rank alone and are never taken for replicas. ``digests`` holds the xxh3-128 of
-    plain tensors that nothing but their name says are replicas (tensors of trees): where ranks differ, saving stores
-    each rank's own instead of taking one for all. ``pinned`` names tensors whose replicas may differ although one will
+    fqn; values, by path) belong to this rank alone and are never taken for replicas. ``digests`` stands for the content
+    of plain tensors that nothing but their name says are replicas (tensors of trees, an optimizer's scalars): where
+    ranks differ, saving stores each rank's own instead of taking one for all. ``pinned`` names tensors whose replicas may differ although one will
     do for all (buffers): the lowest rank's is stored, so that all of them come from the same rank.
     """
 

@@ -219,6 +219,10 @@ def _tiling_text(
         held = replicas.rows[replicas.starts[low] : replicas.starts[high]]
         holders = f" (held by {ranks_text(rank[held].tolist())})" if len(held) else ""
         lines.append(f"  {tensors.names[tensor]} {tensors.meta_of(tensor)}: {'; '.join(texts)}{holders}")
+    lines.append(
+        "every element must be held by some rank. Optimizer state is made at a parameter's first gradient: where only "
+        "some ranks have had one (experts without tokens), give the others a zero gradient for one step"
+    )
     return "\n".join(lines)
 
 

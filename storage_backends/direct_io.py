@@ -37,10 +37,11 @@ PAGE = max(mmap.PAGESIZE, 4096)
 MIN_WRITE = 256 << 10
 """Shorter pieces are written through the page cache: each direct write is a round trip to the device."""
 
-MIN_READ = 1 << 20
+MIN_READ = 256 << 10
 """Shorter reads go through the page cache, which reads ahead."""
 
 _BOUNCE = 2 << 20
+_BOUNCE_PAGES = _BOUNCE // PAGE
 _LOOKS = 2  # both at random: one could meet the page that an earlier look has left
 _LONGEST = 1 << 30  # bytes of one write; the kernel takes a little less than 2 GiB
 
@@ -94,9 +95,12 @@ class DirectFile:
         end = offset + length
         while offset < end:
             start = offset // PAGE * PAGE
-            wanted = min(end - start, _BOUNCE)
+            pages = -(-(end - start) // PAGE)
+            # Evenly, rather than a few bytes at the end on a round trip of their own.
+            pages = -(-pages // -(-pages // _BOUNCE_PAGES))
+            wanted = min(end - start, pages * PAGE)
             try:
-                count = os.preadv(self.fd, [memory[: -(-wanted // PAGE) * PAGE]], start)
+                count = os.preadv(self.fd, [memory[: pages * PAGE]], start)
             except OSError as error:
                 self._note_refusal(error)
                 return

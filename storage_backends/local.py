@@ -294,21 +294,32 @@ class LocalBackend(StorageBackend):
 
     def _locate(self, key: str, action: str) -> str:
         """The path of ``key`` with the links in its directories resolved, its last component left as it is."""
-        check_key(key)
-        if any(component.startswith(TEMPORARY) for component in key.split("/")):
-            raise StorageError(f"{action}: names that begin with {TEMPORARY!r} are reserved")
-        top = os.path.realpath(self._root)
-        parent, name = os.path.split(os.path.join(top, key))
-        parent = os.path.realpath(parent)
-        if not inside(parent, top):
-            raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {parent}")
-        return os.path.join(parent, name)
+        top = self._top_for(key, action)
+        parent, name = os.path.split(key)
+        return os.path.join(self._followed(top, parent, action), name)
 
     def _resolve(self, key: str, action: str) -> str:
         """The path of ``key`` with all links resolved: what a read opens."""
-        path = os.path.realpath(self._locate(key, action))
-        if not inside(path, os.path.realpath(self._root)):
-            raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {path}")
+        return self._followed(self._top_for(key, action), key, action)
+
+    def _top_for(self, key: str, action: str) -> str:
+        """The resolved root, for a key that may be an object's."""
+        check_key(key)
+        if any(component.startswith(TEMPORARY) for component in key.split("/")):
+            raise StorageError(f"{action}: names that begin with {TEMPORARY!r} are reserved")
+        return os.path.realpath(self._root)
+
+    def _followed(self, top: str, below: str, action: str) -> str:
+        """The path ``below`` the resolved root with all links resolved; refused where they lead out of the root."""
+        path = top
+        for component in below.split("/"):
+            path = os.path.join(path, component)
+            # Rarely is there a link. realpath would look at every component of the root again.
+            if os.path.islink(path):
+                path = os.path.realpath(os.path.join(top, below))
+                if not inside(path, top):
+                    raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {path}")
+                return path
         return path
 
     def _resolve_directory(self, prefix: str, action: str) -> tuple[str, str]:

@@ -44,7 +44,8 @@ class OptimizerAdapter(Adapter):
         params = named_params(optimizers, context)
         source = SectionSource()
         for named in params:
-            capture_state(named, named.optimizer.state.get(named.param, {}), source)
+            state = named.optimizer.state.get(named.param, {})
+            capture_state(named, state, source, compare=context.world_size > 1)
         for group, names in groups_of(params):
             options = options_of(group, f"{context.section}.param_groups")
             source.values.update({group_path(name): options for name in names})

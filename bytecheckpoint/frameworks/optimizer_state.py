@@ -117,8 +117,13 @@ def map_leaves(value: Any, leaf: Callable[[str, Any], Any], key: str, where: str
     return leaf(key, value)
 
 
-def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSource) -> None:
-    """Add one parameter's state to ``source``. Raises ``StateError`` naming the entry that cannot be stored."""
+def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSource, *, compare: bool) -> None:
+    """Add one parameter's state to ``source``. Raises ``StateError`` naming the entry that cannot be stored.
+
+    With ``compare``, scalars such as ``step`` get digests: ranks whose experts were stepped unequally hold different
+    ones for one parameter, and each keeps its own. (Those on an accelerator are taken to be equal: reading them one
+    by one would stall it.)
+    """
     where = _PREFIX + named.names[0]
     if not state and not named.is_remote:
         source.values.update({empty_state_path(fqn): {} for fqn in named.names})
@@ -131,6 +136,9 @@ def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSo
             raise StateError(f"{where}: two state tensors are called {key!r}; rename one of them")
         source.metas.update(metas)
         source.shards.extend(shards)
+        if compare and value.ndim == 0 and value.device.type == "cpu" and not is_dtensor(value):
+            raw = value.detach().reshape(1).view(torch.uint8).numpy().tobytes()
+            source.digests.update(dict.fromkeys(metas, raw))
         return TENSOR_LEAF
 
     for key, value in state.items():

@@ -15,34 +15,42 @@ from benchmarks import report
 from benchmarks.floors import FLOORS
 from benchmarks.page_cache import evict, resident, warm
 from benchmarks.peers import ENTRIES, select
-from benchmarks.ranks import CONTESTANTS
 from benchmarks.workloads import WORKLOADS, State, make
 
 ROOT = Path(__file__).resolve().parents[2]
 # Named by nothing that could be installed: what cannot take part must be reported.
 MISSING = {"torchsnapshot": "not installed"}
+WORKLOAD = "tiny-tensors"
+ON_RANKS = ("bytecheckpoint", "DCP")
 
 
-@pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("benchmarks")
-    arguments = ["--scale", "0.0005", "--rounds", "1", "--workloads", "gpt2-adam", "tiny-tensors"]
-    arguments += ["--parts", "save_load", "ranks", "--layouts", "fsdp2-2", "tp-2", "--peers", "default", *MISSING]
-    arguments += [f"--{name}={folder / name}" for name in ("folder", "cache", "out")]
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
+    folders = [f"--{name}={folder / name}" for name in ("folder", "cache", "out")]
     # No index to ask: the one peer that would be installed cannot be, whatever the machine.
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks.run", "--scale", "0.001", "--rounds", "1", *arguments, *folders]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list((folder / "folder").iterdir())
     found: dict[str, Any] = json.loads((folder / "out" / "performance.json").read_text())
     return found
 
 
-@pytest.mark.parametrize("workload", ["gpt2-adam", "tiny-tensors"])
-def test_everyone_is_measured_or_reported(document: dict[str, Any], workload: str) -> None:
-    result = document["save_load"][workload]
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every default contestant and one that cannot be installed, in one process each."""
+    chosen = ("--parts", "save_load", "--workloads", WORKLOAD, "--peers", "default", *MISSING)
+    return run(tmp_path_factory.mktemp("one-process"), *chosen)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    chosen = ("--parts", "ranks", "--layouts", "fsdp2-2", "tp-2", "--peers", *ON_RANKS)
+    return run(tmp_path_factory.mktemp("ranks"), *chosen)
+
+
+def test_everyone_is_measured_or_reported(document: dict[str, Any]) -> None:
+    result = document["save_load"][WORKLOAD]
     assert set(result["contestants"]) == {entry.name for entry in select(["default", *MISSING])}
     for name, contestant in result["contestants"].items():
         if name in MISSING:
@@ -59,21 +67,22 @@ def test_everyone_is_measured_or_reported(document: dict[str, Any], workload: st
             assert sample["save"]["file_bytes"] >= result["bytes"]
 
 
-def test_floors_are_measured(document: dict[str, Any]) -> None:
-    for result in document["save_load"].values():
+def test_floors_are_measured(document: dict[str, Any], ranks: dict[str, Any]) -> None:
+    for result in (*document["save_load"].values(), *ranks["ranks"]["layouts"].values()):
         (floors,) = result["floors"]
         assert set(floors) == set(FLOORS)
         assert all(seconds > 0 for seconds in floors.values() if seconds is not None)
 
 
-def test_ranks_save_and_load_their_own_and_each_others(document: dict[str, Any]) -> None:
-    assert set(document["ranks"]["layouts"]) == {"fsdp2-2", "tp-2"}
-    for result in document["ranks"]["layouts"].values():
+def test_ranks_save_and_load_their_own_and_each_others(ranks: dict[str, Any]) -> None:
+    assert set(ranks["ranks"]["layouts"]) == {"fsdp2-2", "tp-2"}
+    for result in ranks["ranks"]["layouts"].values():
         assert result["failure"] == ""
-        assert {name: one["failure"] for name, one in result["contestants"].items()} == dict.fromkeys(CONTESTANTS, "")
-    (sample,) = document["ranks"]["reshard"]["tp-2"]["contestants"]["bytecheckpoint"]["samples"]
-    assert set(sample) == {f"{source} {part}" for source in ("fsdp2-2", "tp-2") for part in ("cold", "warm")}
-    assert all(load["wrong"] is None for load in sample.values())
+        assert {name: one["failure"] for name, one in result["contestants"].items()} == dict.fromkeys(ON_RANKS, "")
+    for contestant in ranks["ranks"]["reshard"]["tp-2"]["contestants"].values():
+        (sample,) = contestant["samples"]
+        assert set(sample) == {f"{source} {part}" for source in ("fsdp2-2", "tp-2") for part in ("cold", "warm")}
+        assert all(load["wrong"] is None for load in sample.values())
 
 
 def test_results_tell_the_machine_apart_but_do_not_name_it(document: dict[str, Any]) -> None:
@@ -84,15 +93,16 @@ def test_results_tell_the_machine_apart_but_do_not_name_it(document: dict[str, A
     assert str(ROOT) not in text
 
 
-def test_report_is_written(document: dict[str, Any], tmp_path: Path) -> None:
+def test_report_is_written(document: dict[str, Any], ranks: dict[str, Any], tmp_path: Path) -> None:
     results = tmp_path / "performance.json"
-    results.write_text(json.dumps(document))
+    results.write_text(json.dumps({**document, "ranks": ranks["ranks"]}))
     text = report.write(results, tmp_path).read_text()
     assert document["command"] in text
     assert "**bytecheckpoint**" in text
     assert "torchsnapshot: not installed" in text
-    for workload in document["save_load"]:
-        assert (tmp_path / "performance" / f"{workload}.svg").stat().st_size > 1000
+    for picture in (WORKLOAD, "tp-2"):
+        assert f"performance/{picture}.svg" in text
+        assert (tmp_path / "performance" / f"{picture}.svg").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
