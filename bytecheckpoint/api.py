@@ -14,13 +14,14 @@ import torch
 from .checkpoint import Checkpoint
 from .control import current_communicator
 from .control.base import Communicator, Operation
+from .engine.checksums import CHUNK_SIZE
 from .engine.resources import Engine
 from .errors import CheckpointError
 from .handle import SaveHandle
 from .loading import LoadOptions, LoadReport
 from .loading import load as run_load
 from .matching import Cast, Rules, Strictness
-from .saving import CHUNK_SIZE, SaveOptions
+from .saving import SaveOptions
 from .saving import save as run_save
 from .storage_backends import StorageBackend, join, open_backend
 

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from .dtypes import DTYPES, DType
-from .engine.checksums import ChunkHasher
+from .engine.checksums import CHUNK_SIZE, ChunkHasher
 from .engine.commit import commit, new_attempt, remove_attempt
 from .errors import (
     CheckpointNotFoundError,
@@ -31,12 +31,11 @@ from .matching import Rename, renaming
 from .metadata import BasicMeta
 from .rewriting import PIECE, Progress, refuse_checkpoint
 from .safetensors_file import HeaderEntry, HeaderRecord, SafetensorsHeader, build_header, parse_header
-from .saving import CHUNK_SIZE
 from .sections import check_state, split_rank_name
 from .storage_backends import open_backend
 from .storage_backends.base import StorageBackend
 from .tables import BoxTable, TensorTable
-from .version import VERSION
+from .version import HEADER_METADATA, VERSION
 
 __all__ = ["ImportReport", "SafetensorsFolder", "import_safetensors"]
 
@@ -243,7 +242,7 @@ def _copy_file(
     tensors = [(names[record.name], _meta(record, f"{source.backend.url}/{key}")) for record in header.entries]
     head = build_header(
         [HeaderEntry(name, meta.dtype, meta.shape, meta.nbytes) for name, meta in tensors],
-        {"format": "pt", "bytecheckpoint": VERSION},
+        HEADER_METADATA,
     )
     hasher = ChunkHasher(CHUNK_SIZE)
     buffer = memoryview(bytearray(PIECE))

@@ -15,7 +15,7 @@ from .sections import Section, rank_name
 from .shards import Path, SectionSource, Shard, torch_dtype
 from .tables import BoxTable, TensorTable
 from .values import encode_path, encode_value, encode_values_file, path_name, value_digest
-from .version import VERSION
+from .version import HEADER_METADATA
 
 __all__ = ["LocalState"]
 
@@ -93,12 +93,11 @@ class LocalState:
     def images(self, assignment: Assignment, attempt: str) -> list[FileImage]:
         """What this rank was given to write."""
         images = []
-        note = {"format": "pt", "bytecheckpoint": VERSION}
         for section, rows in assignment.files:
             shards = [self.shards[row] for row in rows.tolist()]
             offsets, _ = layout(np.array([shard_nbytes(shard) for shard in shards], np.int64))
             key = f"{attempt}/{section}-{self._rank:05d}.safetensors"
-            images.append(tensor_image(key, section, shards, offsets.tolist(), note))
+            images.append(tensor_image(key, section, shards, offsets.tolist(), HEADER_METADATA))
         for shared, kind, suffix in ((True, "values", ""), (False, "rank_values", ".rank")):
             by_section: dict[str, list[tuple[Path, bool, bytes]]] = {}
             for index, is_shared in zip(assignment.values.tolist(), assignment.shared.tolist()):

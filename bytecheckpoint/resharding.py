@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from .checkpoint import Checkpoint
+from .engine.checksums import CHUNK_SIZE
 from .engine.commit import commit, new_attempt, remove_attempt
 from .engine.reader import read_stored_file
 from .errors import CommitUnknownError, StateError
@@ -22,11 +23,10 @@ from .geometry import Box
 from .manifest import FileTable, Manifest
 from .rewriting import Item, Progress, Rewriter, StreamedFile, refuse_checkpoint
 from .safetensors_file import shard_name
-from .saving import CHUNK_SIZE
 from .storage_backends import open_backend
 from .storage_backends.base import StorageBackend
 from .tables import BoxTable
-from .version import VERSION
+from .version import HEADER_METADATA, VERSION
 
 __all__ = ["Layout", "PlannedOutput", "ReshardReport", "reshard"]
 
@@ -116,7 +116,6 @@ def reshard(
 
 
 def _plan(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Iterator[tuple[str, StreamedFile]]:
-    note = {"format": "pt", "bytecheckpoint": VERSION}
     for section in manifest.sections:
         parts: list[list[Item]] = [[] for _ in range(files)]
         whole: list[Item] = []
@@ -131,7 +130,7 @@ def _plan(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Itera
         for number, part in enumerate(parts):
             if part:
                 key = f"{attempt}/{section.name}-{number:05d}.safetensors"
-                yield section.name, StreamedFile.lay_out(key, part, note)
+                yield section.name, StreamedFile.lay_out(key, part, HEADER_METADATA)
 
 
 def _pieces(manifest: Manifest, row: int, count: int) -> list[Item]:

@@ -30,6 +30,7 @@ from . import trace
 from .control.agreement import describe_disagreement
 from .control.base import Operation
 from .engine.arena import Slot
+from .engine.checksums import CHUNK_SIZE
 from .engine.commit import commit, new_attempt, read_manifest, remove_attempt, remove_files, replaceable
 from .engine.files import FileImage, copy_in, place_images
 from .engine.record import record
@@ -54,12 +55,11 @@ from .sections import check_state, resolve_sections
 from .storage_backends.base import StorageBackend
 from .version import VERSION
 
-__all__ = ["CHUNK_SIZE", "SaveOptions", "save"]
+__all__ = ["SaveOptions", "save"]
 
 _BEFORE_COMMIT = trace.SAVE_STEPS[: trace.SAVE_STEPS.index("commit")]
 _SWEEP_AFTER_S = 10.0  # how long a failed save waits for the other ranks to stop writing, before it sweeps
 
-CHUNK_SIZE = 1 << 20  # bytes a checksum; the least that a verified partial read fetches
 
 _MAX_CHUNK_SIZE = 1 << 30
 

@@ -71,8 +71,8 @@ class SectionSource:
     for each. ``aliases`` maps a tied name to the name its bytes are stored under. Names in ``per_rank`` (tensors, by
     fqn; values, by path) belong to this rank alone and are never taken for replicas. ``digests`` stands for the content
     of plain tensors that nothing but their name says are replicas (tensors of trees, an optimizer's scalars): where
-    ranks differ, saving stores each rank's own instead of taking one for all. ``pinned`` names tensors whose replicas may differ although one will
-    do for all (buffers): the lowest rank's is stored, so that all of them come from the same rank.
+    ranks differ, saving stores each rank's own instead of taking one for all. ``pinned`` names tensors whose replicas
+    may differ although one will do for all (buffers): the lowest rank's is stored, so that all come from one rank.
     """
 
     metas: dict[str, BasicMeta] = field(default_factory=dict)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import xxhash
 
-__all__ = ["ChunkHasher", "chunk_checksums"]
+__all__ = ["CHUNK_SIZE", "ChunkHasher", "chunk_checksums"]
+
+CHUNK_SIZE = 1 << 20  # bytes under one checksum where nothing else is asked for; the least that a checked read fetches
 
 
 def chunk_checksums(data: memoryview, chunk_size: int) -> list[int]:

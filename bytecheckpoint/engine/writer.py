@@ -105,8 +105,8 @@ class _FileWrite:
 
     def finish(self, point: Callable[[str], None]) -> WrittenFile:
         """Wait until all is written, and make it durable."""
-        # All are waited for also when one fails: the memory they use must not be given back before.
-        wait(self._tasks, return_when=FIRST_EXCEPTION)
+        for task in wait(self._tasks, return_when=FIRST_EXCEPTION).done:
+            task.result()
         checksums = [value for task in self._tasks for value in task.result()]
         point("write.complete")
         self._writer.complete()
@@ -123,7 +123,7 @@ class _FileWrite:
         )
 
     def abandon(self) -> None:
-        """Leave nothing behind, once no thread uses the slot's memory any more."""
+        """Leave nothing behind. Returns when no thread uses the slot's memory any more."""
         for task in self._tasks:
             task.cancel()
         wait(self._tasks)
