@@ -58,14 +58,16 @@ class _Durable:
 class Meter:
     """Measures the saves and loads of one contestant in this process.
 
-    Make it when the state is in memory and before the contestant did anything: peak memory is growth since then.
+    Make it when the state is in memory and before the contestant did anything: a save's peak memory is growth since
+    then, a load's is growth since its first load began.
     """
 
     def __init__(self, contestant: Contestant) -> None:
         self._contestant = contestant
         self._step = TrainingStep()
         self._syncer = ThreadPoolExecutor(1)
-        self._baseline = _status("VmRSS")
+        self._before_saves = _status("VmRSS")
+        self._before_loads: int | None = None
 
     def save(self, path: str, state: Any) -> Sample:
         """Save, with a training loop that goes on until the bytes are durable.
@@ -95,12 +97,14 @@ class Meter:
             "stall_s": returned - begin + excess,
             "durable_s": durable.at - begin,
             "cpu_s": _cpu_seconds() - cpu - own_cpu,
-            "peak_bytes": self._peak_growth(),
+            "peak_bytes": _peak_growth(self._before_saves),
             "stages": self._contestant.stages(),
         }
 
     def load(self, path: str, state: Any) -> Sample:
         """Load into ``state``. ``read_bytes`` is what came from the disk, not from the page cache."""
+        if self._before_loads is None:
+            self._before_loads = _status("VmRSS")
         _reset_peak()
         cpu, read, begin = _cpu_seconds(), _disk_bytes(), time.perf_counter()
         self._contestant.load(path, state)
@@ -109,7 +113,7 @@ class Meter:
             "seconds": seconds,
             "cpu_s": _cpu_seconds() - cpu,
             "read_bytes": _disk_bytes() - read,
-            "peak_bytes": self._peak_growth(),
+            "peak_bytes": _peak_growth(self._before_loads),
             "stages": self._contestant.stages(),
         }
 
@@ -134,10 +138,6 @@ class Meter:
             yield seconds
             if future.done():
                 return
-
-    def _peak_growth(self) -> int:
-        children = sum(max(0, _own_peak(pid)) for pid in _descendants())
-        return max(0, _status("VmHWM") - self._baseline) + children
 
 
 def wire_bytes() -> int:
@@ -178,6 +178,10 @@ def _status(key: str, pid: int | str = "self") -> int:
             if name == key:
                 return int(value.split()[0]) * 1024
     return 0
+
+
+def _peak_growth(before: int) -> int:
+    return max(0, _status("VmHWM") - before) + sum(max(0, _own_peak(pid)) for pid in _descendants())
 
 
 def _own_peak(pid: int) -> int:

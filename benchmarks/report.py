@@ -44,9 +44,9 @@ round warms up and is dropped; medians are shown. A load counts only if every te
 - **load, warm**: all of it is in the page cache. Floor: *cached read*, `preadv` from one thread into warm memory.
 - A load ends with the bytes in the tensors that were there before, which is what resuming needs, and not in a memory
   map.
-- **memory** is what a process and its children grew by at most, arenas that stay included, as a share of the state.
-  **CPU** is of all threads and children, in seconds, without the training steps. **bytes read / wanted** counts what
-  came from the disk in the cold load.
+- **memory** is what a process and its children grew by at most, as a share of the state: over saves with all that
+  stays from save to save, over loads without. **CPU** is of all threads and children, in seconds, without the
+  training steps. **bytes read / wanted** counts what came from the disk in the cold load.
 - Over ranks: the slowest rank's time, everybody's CPU, memory and bytes; the memory floors are those of two threads.
   Bytes sent are what the whole machine sent over its loopback interface meanwhile.
 """

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from .engine.commit import read_manifest
-from .engine.reader import Reader, ReadPart, ReadStats, read_stored_file
+from .engine.reader import Reader, ReadPart, ReadStats
 from .engine.resources import Engine
+from .engine.stored_files import read_stored_file
 from .engine.verify import verify_files
 from .errors import StateError
 from .geometry import Box

@@ -8,7 +8,8 @@ from typing import Any
 
 from .checkpoint import Checkpoint
 from .engine.commit import commit, read_manifest, remove_files
-from .engine.reader import Reader, read_stored_file
+from .engine.reader import Reader
+from .engine.stored_files import read_stored_file
 from .errors import CommitUnknownError
 from .manifest import MANIFEST_KEY
 from .rewriting import Progress, refuse_checkpoint

@@ -17,7 +17,7 @@ import xxhash
 from .checkpoint import Checkpoint
 from .engine.checksums import CHUNK_SIZE
 from .engine.commit import commit, new_attempt, remove_attempt
-from .engine.reader import read_stored_file
+from .engine.stored_files import read_stored_file
 from .errors import CommitUnknownError, StateError
 from .geometry import Box
 from .manifest import FileTable, Manifest

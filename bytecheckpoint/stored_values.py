@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint import Checkpoint
-from .engine.reader import read_stored_file
+from .engine.stored_files import read_stored_file
 from .errors import StateError
 from .shards import Path
 from .values import decode_value, decode_values_file, path_name

@@ -1,7 +1,8 @@
 """From stored shards to memory: ranged reads, verified chunk by chunk as they arrive.
 
 A part of a stored shard that is contiguous in the destination is read straight into it; any other part goes through
-a bounce buffer of bounded size and is copied out box by box. No byte reaches a tensor before its checksum held:
+a bounce buffer of bounded size and is copied out box by box. Small shards that lie side by side are fetched by one
+read. No byte reaches a tensor before its checksum held:
 what is read straight into the destination is checked there, and a failure is raised before ``apply`` runs.
 """
 
@@ -14,7 +15,6 @@ from concurrent.futures import Executor, wait
 from dataclasses import dataclass, field
 
 import torch
-import xxhash
 
 from ..errors import CorruptionError, KeyNotFoundError, StorageError
 from ..geometry import Box
@@ -24,12 +24,15 @@ from ..planners.slabs import slabs, span
 from ..shards import torch_dtype
 from ..storage_backends.base import StorageBackend
 from .checksums import ChunkHasher, chunk_checksums
+from .stored_files import missing, read_stored_file, unreadable
 from .tensor_bytes import byte_view, copy_elements
 
-__all__ = ["ReadPart", "ReadStats", "Reader", "StoredShard", "read_stored_file"]
+__all__ = ["ReadPart", "ReadStats", "Reader", "StoredShard"]
 
 _BOUNCE = 8 << 20  # bytes of one bounce buffer; there is one per reading thread
 _GAP_CHUNKS = 2  # runs further apart than this many chunks are read apart
+_SMALL = 1 << 20  # bytes of a shard that is worth reading together with its neighbours
+_GAP = 64 << 10  # bytes between two shards that are cheaper to read than to pass over
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,12 @@ class Reader:
         ordered = sorted(
             parts, key=lambda part: (self.manifest.shard_file[part.row], self.manifest.shard_offset[part.row])
         )
-        futures = [self._executor.submit(self._read_part, part) for part in ordered]
+        futures = [
+            self._executor.submit(self._read_part, run[0])
+            if len(run) == 1
+            else self._executor.submit(self._read_run, run)
+            for run in self._runs(ordered)
+        ]
         wait(futures)
         for future in futures:
             future.result()
@@ -95,6 +103,44 @@ class Reader:
                 read_stored_file(self.backend, self.manifest, row, head_only=True)
                 self.stats.add(read=int(self.manifest.files.head_length[row]))
                 self._heads_checked.add(row)
+
+    def _runs(self, ordered: Sequence[ReadPart]) -> Iterator[list[ReadPart]]:
+        """Parts in the order of their bytes, cut into runs that one read of at most 8 MiB fetches."""
+        manifest = self.manifest
+        run: list[ReadPart] = []
+        file = begin = end = 0
+        for part in ordered:
+            at, size = int(manifest.shard_offset[part.row]), int(manifest.shard_nbytes[part.row])
+            near = file == manifest.shard_file[part.row] and at - end <= _GAP and at + size - begin <= _BOUNCE
+            if run and not (near and size <= _SMALL):
+                yield run
+                run = []
+            if not run:
+                file, begin = int(manifest.shard_file[part.row]), at
+            run.append(part)
+            # Nothing joins a large shard.
+            end = at + size if size <= _SMALL else -_BOUNCE
+        if run:
+            yield run
+
+    def _read_run(self, run: Sequence[ReadPart]) -> None:
+        """Whole shards that lie side by side, through one bounce buffer."""
+        manifest = self.manifest
+        shards = {row: self.shard(row) for row in dict.fromkeys(part.row for part in run)}
+        begin = int(manifest.shard_offset[run[0].row])
+        places = {row: int(manifest.shard_offset[row]) - begin for row in shards}
+        bounce = self._bounce(max(places[row] + shard.length for row, shard in shards.items()))
+        shards[run[0].row].read_from(0, byte_view(bounce))
+        for row, shard in shards.items():
+            shard.compare(0, byte_view(bounce[places[row] : places[row] + shard.length]))
+        for part in run:
+            meta = manifest.tensors.meta_of(int(manifest.shards.tensor[part.row]))
+            self.stats.add(wanted=part.box.numel * meta.dtype.itemsize)
+            if part.box.numel:
+                stored = manifest.shards.box_of(part.row)
+                start, stop = span(part.box, stored, meta.dtype.itemsize)
+                at = places[part.row]
+                copy_elements(part.out, _strided_view(bounce[at + start : at + stop], meta, part.box, stored))
 
     def _read_part(self, part: ReadPart) -> None:
         manifest = self.manifest
@@ -157,31 +203,36 @@ class StoredShard:
 
         Both ends are ends of chunks. Raises ``CorruptionError`` and ``StorageError`` like ``Reader.read``.
         """
-        self._fetch(start, buffer)
-        if self._reader.verify:
-            self._compare(start, chunk_checksums(buffer, self.chunk_size))
+        self.read_from(start, buffer)
+        self.compare(start, buffer)
 
     def check(self, start: int, stop: int) -> None:
         """``fetch`` of bytes that nobody wants, always checked, in 8 MiB of memory however long a chunk is."""
         hasher = ChunkHasher(self.chunk_size)
         for at in range(start, stop, _BOUNCE):
             piece = byte_view(self._reader._bounce(min(_BOUNCE, stop - at)))
-            self._fetch(at, piece)
+            self.read_from(at, piece)
             hasher.update(piece)
         hasher.end_item()
         self._compare(start, hasher.checksums)
 
-    def _fetch(self, start: int, buffer: memoryview) -> None:
+    def compare(self, start: int, data: memoryview) -> None:
+        """Check bytes that were read from ``start`` on, unless the reader leaves that out."""
+        if self._reader.verify:
+            self._compare(start, chunk_checksums(data, self.chunk_size))
+
+    def read_from(self, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer``, unchecked, from byte ``start`` of the shard on, and on into what lies behind it."""
         reader, at = self._reader, self._at
         begin = at.offset + start
         try:
             reader.backend.read_into(at.file, begin, buffer)
         except KeyNotFoundError as error:
-            raise _missing(reader.backend, at.file, self._where()) from error
+            raise missing(reader.backend, at.file, self._where()) from error
         except StorageError as error:
             size = int(reader.manifest.files.size[int(reader.manifest.shard_file[self._row])])
             what = f"bytes [{begin}, {begin + len(buffer)}) of {self._where()}"
-            raise _unreadable(reader.backend, at.file, size, what, error) from error
+            raise unreadable(reader.backend, at.file, size, what, error) from error
         reader.stats.add(read=len(buffer))
 
     def _compare(self, start: int, found: Sequence[int]) -> None:
@@ -203,56 +254,6 @@ class StoredShard:
         return f"tensor {tensors.names[int(shards.tensor[self._row])]} {shards.box_of(self._row)}"
 
 
-def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, head_only: bool) -> bytes:
-    """The checked head of file ``row``: a safetensors header, or all of a values document.
-
-    Raises ``CorruptionError`` where the file is missing, of another size (unless ``head_only``) or changed, and
-    ``StorageError`` where the store does not give it out.
-    """
-    files = manifest.files
-    key, size, length = files.name[row], int(files.size[row]), int(files.head_length[row])
-    buffer = bytearray(length)
-    try:
-        if not head_only and (found := backend.stat(key).size) != size:
-            raise CorruptionError(f"{backend.url}/{key}: file has {found} bytes, the manifest says {size}")
-        backend.read_into(key, 0, buffer)
-    except KeyNotFoundError as error:
-        raise _missing(backend, key, f"section {manifest.sections[int(files.section[row])].name}") from error
-    except StorageError as error:
-        raise _unreadable(backend, key, size, f"its first {length} bytes", error) from error
-    if xxhash.xxh3_64_intdigest(buffer) != int(files.head_checksum[row]):
-        what = "header" if files.kind[row] == "tensors" else "values"
-        section = manifest.sections[int(files.section[row])].name
-        raise CorruptionError(
-            f"{backend.url}/{key}: checksum mismatch in the {what} of section {section}, bytes [0, {length}): "
-            f"this is not the file that was saved (changed, or swapped with another)"
-        )
-    return bytes(buffer)
-
-
-def _missing(backend: StorageBackend, key: str, where: str) -> CorruptionError:
-    return CorruptionError(
-        f"{backend.url}/{key}: file is missing, but the manifest names it for {where}; it was deleted, not copied, "
-        f"or the checkpoint was overwritten while it was being read (then load again)"
-    )
-
-
-def _unreadable(
-    backend: StorageBackend, key: str, size: int, what: str, error: StorageError
-) -> CorruptionError | StorageError:
-    """Tells a file that was cut from a store that does not answer, which says nothing about the checkpoint."""
-    try:
-        found = backend.stat(key).size
-    except StorageError:
-        found = size
-    if found == size:
-        return type(error)(f"{backend.url}/{key}: cannot read {what}: {error}")
-    return CorruptionError(
-        f"{backend.url}/{key}: cannot read {what}: the file has {found} bytes, the manifest says {size}; it was cut "
-        f"short or replaced; restore it or load an earlier checkpoint"
-    )
-
-
 def _is_plain_memory(out: torch.Tensor, meta: BasicMeta) -> bool:
     return (
         out.device.type == "cpu"
@@ -267,5 +268,7 @@ def _strided_view(elements: torch.Tensor, meta: BasicMeta, box: Box, stored: Box
     """``box`` of the row-major shard ``stored``, seen in the bytes that span it."""
     strides = torch.empty(stored.lengths, device="meta").stride() if stored.numel else ()
     dtype = torch_dtype(meta)
+    if elements.storage_offset() % dtype.itemsize:
+        elements = elements.clone()  # chunks of a length that does not fit the elements
     typed = elements if dtype == torch.uint8 else elements.view(dtype)
     return typed.as_strided(box.lengths, strides)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..errors import CheckpointError, StorageError
-from .reader import Reader, read_stored_file
+from .reader import Reader
+from .stored_files import read_stored_file
 
 __all__ = ["verify_files"]
 

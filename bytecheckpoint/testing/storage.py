@@ -257,6 +257,26 @@ class StorageConformance:
             backend.read_into("object", offset, bytearray(length))
         assert not isinstance(caught.value, KeyNotFoundError)
 
+    def test_scattered_reads(self, backend: StorageBackend) -> None:
+        data = _content(self.large_bytes)
+        backend.put("object", data)
+        many = [1] * 2000
+        for start, sizes in [
+            (0, [10, 0, 5]),
+            (3, []),
+            (7, [0, 0]),
+            (11, many),
+            (1, [len(data) - 2]),
+            (100, [1000] * 9),
+        ]:
+            buffers = [bytearray(size) for size in sizes]
+            backend.read_scattered("object", start, buffers)
+            assert b"".join(buffers) == data[start : start + sum(sizes)]
+        with pytest.raises(StorageError, match="object"):
+            backend.read_scattered("object", len(data) - 5, [bytearray(3), bytearray(3)])
+        with pytest.raises(KeyNotFoundError):
+            backend.read_scattered("missing", 0, [bytearray(3)])
+
     def test_read_only_buffer_is_refused(self, backend: StorageBackend) -> None:
         backend.put("object", b"abcde")
         with pytest.raises(StorageError):

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.copying import copy
 from bytecheckpoint.errors import CheckpointNotFoundError, NotACheckpointError, StateError, StorageError
 from bytecheckpoint.geometry import Box
+from bytecheckpoint.storage_backends.local import LocalBackend
 from bytecheckpoint.testing.ranks import RankPool
 
 WORLD = 3
@@ -357,3 +359,30 @@ def _no_process_group() -> Iterator[None]:
     assert not dist.is_initialized()
     yield
     assert not dist.is_initialized()
+
+
+def test_chunks_that_do_not_fit_the_elements(tmp_path: Path) -> None:
+    """A slab may begin anywhere in a chunk, also where its elements are not aligned in the buffer they are read to."""
+    weight = torch.arange(600, dtype=torch.float64).reshape(20, 30).to(torch.complex128)
+    bcp.save(tmp_path / "a", {"model": {"w": weight}}, chunk_size=1000)
+    stored = bcp.open(tmp_path / "a")["model.w"]
+    for index in ((slice(3, 17), slice(5, 7)), (slice(4, 5),), (slice(None), 29)):
+        assert torch.equal(stored[index], weight[index])
+
+
+def test_small_neighbours_are_fetched_together(tmp_path: Path) -> None:
+    tensors = {f"w{i:03}": torch.full((i % 7, 3), float(i)) for i in range(200)}
+    bcp.save(tmp_path / "a", {"x": dict(tensors)})
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    calls: list[int] = []
+    read_into = LocalBackend.read_into
+
+    def counted(self: LocalBackend, key: str, offset: int, buffer: memoryview) -> None:
+        calls.append(len(buffer))
+        read_into(self, key, offset, buffer)
+
+    with mock.patch.object(LocalBackend, "read_into", counted):
+        report = bcp.load(tmp_path / "a", {"x": loaded})
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert len(calls) <= 5, "one read for all small tensors, beside header and values"
+    assert report.bytes_wanted == sum(tensor.nbytes for tensor in tensors.values())
