@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from rich.console import Console
 
-from benchmarks import ranks, report, results, save_load, tables
+from benchmarks import ranks, results, save_load, tables
 from benchmarks.environments import Environments
 from benchmarks.layouts import LAYOUTS
 from benchmarks.peers import select
@@ -136,6 +136,8 @@ def _report(path: Path, document: dict[str, Any], wanted: bool, say: Callable[[s
     if settings["scale"] != 1.0 or settings["rounds"] < _LEAST_ROUNDS:
         say(f"no report: it needs --scale 1 and at least {_LEAST_ROUNDS} rounds")
     else:
+        from benchmarks import report  # not above: every worker imports this module, and none should carry matplotlib
+
         say(f"report: {report.write(path, _ROOT / 'docs')}")
 
 

@@ -133,7 +133,7 @@ class DirectFile:
 def write_direct(file: DirectFile, fd: int, data: memoryview, offset: int) -> None:
     """Write all of ``data`` at ``offset``: whole pages directly, the rest through ``fd``, which has the same file."""
     start, stop = -(-offset // PAGE) * PAGE, (offset + len(data)) // PAGE * PAGE
-    if stop - start < MIN_WRITE:
+    if file.refused or stop - start < MIN_WRITE:
         write_at(fd, data, offset)
         return
     done = start + file.write(data[start - offset : stop - offset], start)

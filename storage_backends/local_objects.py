@@ -108,7 +108,7 @@ class LocalWriter(ObjectWriter):
         self._backend.prune(os.path.dirname(self._path))
 
     def _write(self, data: memoryview, offset: int) -> None:
-        if self._direct is None or self._direct.refused:
+        if self._direct is None:
             write_at(self._fd, data, offset)
             return
         write_direct(self._direct, self._fd, data, offset)

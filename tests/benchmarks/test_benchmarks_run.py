@@ -49,6 +49,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("ranks"), *chosen)
 
 
+@pytest.mark.slow
 def test_everyone_is_measured_or_reported(document: dict[str, Any]) -> None:
     result = document["save_load"][WORKLOAD]
     assert set(result["contestants"]) == {entry.name for entry in select(["default", *MISSING])}
@@ -67,6 +68,7 @@ def test_everyone_is_measured_or_reported(document: dict[str, Any]) -> None:
             assert sample["save"]["file_bytes"] >= result["bytes"]
 
 
+@pytest.mark.slow
 def test_floors_are_measured(document: dict[str, Any], ranks: dict[str, Any]) -> None:
     for result in (*document["save_load"].values(), *ranks["ranks"]["layouts"].values()):
         (floors,) = result["floors"]
@@ -74,6 +76,7 @@ def test_floors_are_measured(document: dict[str, Any], ranks: dict[str, Any]) ->
         assert all(seconds > 0 for seconds in floors.values() if seconds is not None)
 
 
+@pytest.mark.slow
 def test_ranks_save_and_load_their_own_and_each_others(ranks: dict[str, Any]) -> None:
     assert set(ranks["ranks"]["layouts"]) == {"fsdp2-2", "tp-2"}
     for result in ranks["ranks"]["layouts"].values():
@@ -85,6 +88,7 @@ def test_ranks_save_and_load_their_own_and_each_others(ranks: dict[str, Any]) ->
         assert all(load["wrong"] is None for load in sample.values())
 
 
+@pytest.mark.slow
 def test_results_tell_the_machine_apart_but_do_not_name_it(document: dict[str, Any]) -> None:
     assert document["machine"]["cores"] >= 1
     assert document["command"].startswith("python -m benchmarks.run ")
@@ -93,6 +97,7 @@ def test_results_tell_the_machine_apart_but_do_not_name_it(document: dict[str, A
     assert str(ROOT) not in text
 
 
+@pytest.mark.slow
 def test_report_is_written(document: dict[str, Any], ranks: dict[str, Any], tmp_path: Path) -> None:
     results = tmp_path / "performance.json"
     results.write_text(json.dumps({**document, "ranks": ranks["ranks"]}))
