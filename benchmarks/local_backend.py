@@ -41,7 +41,7 @@ class Ways:
         self._target.touch()
         noise = np.random.default_rng(0).integers(0, 256, _PIECE, dtype=np.uint8)
         for at in range(0, nbytes, _PIECE):
-            self._staged.view[at : min(at + _PIECE, nbytes)] = memoryview(noise)[: nbytes - at]
+            self._staged.view[at : min(at + _PIECE, nbytes)] = memoryview(noise)[: nbytes - at]  # type: ignore[arg-type]
 
     def write(self, backend: LocalBackend) -> None:
         """One durable file."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ def _about(document: Mapping[str, Any]) -> str:
     lines = [
         f"Run of {document['created']}: {settings['rounds']} rounds, {settings['threads']} torch thread(s) a process;",
         f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Linux {machine['kernel']},",
-        f"{machine['file_system']}, huge pages: {machine['huge_pages']}; {listed}.",
+        f"{machine['file_system']}, huge pages: {machine['huge_pages']}.",
+        *textwrap.wrap(f"Versions: {listed}.", 118),
         "All samples are in [performance.json](../benchmarks/results/performance.json). To reproduce:",
         "",
         f"    {document['command']}",

@@ -6,7 +6,6 @@ import datetime
 import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["FIGURES", "Figure", "Spread", "figure", "floor_of", "floors", "header", "resharding", "rounded", "stages"]
+__all__ = [
+    "FIGURES",
+    "Figure",
+    "Spread",
+    "figure",
+    "floor_of",
+    "floors",
+    "header",
+    "publishable",
+    "resharding",
+    "stages",
+]
 
 Samples = Sequence[Mapping[str, Any]]
 
@@ -104,12 +114,17 @@ def stages(samples: Samples, part: str) -> dict[str, float]:
     return {step: statistics.median(values) for step, values in found.items()}
 
 
-def rounded(value: Any) -> Any:
-    """The same document with seconds to a microsecond: more digits are noise, and a larger file."""
+def publishable(value: Any, folders: Sequence[Path]) -> Any:
+    """The same document with seconds to a microsecond (more digits are noise) and without the paths of this machine,
+    which may stand in errors."""
     if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
+        return {key: publishable(inner, folders) for key, inner in value.items()}
     if isinstance(value, list):
-        return [rounded(inner) for inner in value]
+        return [publishable(inner, folders) for inner in value]
+    if isinstance(value, str):
+        for folder in folders:
+            value = value.replace(str(folder.resolve()), "...").replace(str(folder), "...")
+        return value
     return round(value, 6) if isinstance(value, float) else value
 
 
@@ -143,5 +158,10 @@ def _chosen(path: str) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    done = subprocess.run(["stat", "-f", "-c", "%T", str(folder)], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    """The type of the file system that is mounted deepest above ``folder``."""
+    found = ("", "unknown")
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, kind, *_ = line.split(" ")
+        if folder.resolve().is_relative_to(point) and len(point) >= len(found[0]):
+            found = (point, kind)
+    return found[1]

@@ -2,7 +2,7 @@
 
     --peers all                     also those that need environments of their own (made below --cache)
     --peers bytecheckpoint DCP      only these
-    --parts save_load ranks         not the planning and manifest scripts
+    --parts save_load ranks         not the scripts that stand for themselves
     --scale 0.01 --rounds 1         small and quick: shows that it runs, says nothing about speed
 
 Writes all samples as JSON (--out) and shows tables. ``--report`` also redraws the plots and docs/performance.md.
@@ -16,6 +16,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from benchmarks.workloads import WORKLOADS
 __all__ = ["main"]
 
 _ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("save_load", "ranks", "manifest_parse", "scale_planning")
+PARTS = ("save_load", "ranks", "local_backend", "manifest_parse", "scale_planning")
 _LEAST_ROUNDS = 5
 
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 1 if the library itself failed somewhere."""
     options = _parser().parse_args(arguments)
+    options.folder = options.folder.resolve()  # workers have folders of their own
     console = Console(width=None if sys.stdout.isatty() else 190)
     entries = select(options.peers)
     for folder in (options.folder, options.out):
@@ -95,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if "save_load" in document or "ranks" in document:
         path = options.out / "performance.json"
-        path.write_text(json.dumps(results.rounded(document), indent=1) + "\n")
+        document = results.publishable(document, [options.folder, options.cache, options.out, _ROOT])
+        path.write_text(json.dumps(document, indent=1) + "\n")
         _show(document, console)
         say(f"all samples: {path}")
         _report(path, document, options.report, say)
@@ -142,21 +145,22 @@ def _report(path: Path, document: dict[str, Any], wanted: bool, say: Callable[[s
 
 
 def _scripts(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
-    """The scripts that stand for themselves, each with its own table and JSON. Whether one failed."""
-    small = options.scale
-    arguments = {
-        "manifest_parse": ["--shards", str(max(1000, int(1_000_000 * small))), "--repeat", str(min(options.rounds, 3))],
-        "scale_planning": [
-            "--ranks", str(max(256, int(16384 * small))), "--tensors", str(max(20, int(1000 * small)))
-        ],
-    }  # fmt: skip
-    failed = False
-    for name, extra in arguments.items():
-        if name in options.parts:
-            say(f"{name}: {' '.join(extra)}")
-            script = str(_ROOT / "benchmarks" / f"{name}.py")
-            command = [sys.executable, script, *extra, "--json", str(options.out / f"{name}.json")]
-            failed |= subprocess.run(command, cwd=_ROOT).returncode != 0
+    """The scripts that stand for themselves, each with a table of its own. Whether one failed."""
+    scale, failed = options.scale, False
+    with tempfile.TemporaryDirectory(prefix="scripts-", dir=options.folder) as work:
+        arguments: dict[str, dict[str, object]] = {
+            "local_backend": {"folder": work, "bytes": int(1_500_000_000 * scale), "rounds": options.rounds},
+            "manifest_parse": {"shards": max(1000, int(1_000_000 * scale)), "repeat": min(options.rounds, 3)},
+            "scale_planning": {"ranks": max(256, int(16384 * scale)), "tensors": max(20, int(1000 * scale))},
+        }
+        for name in ("manifest_parse", "scale_planning"):
+            arguments[name]["json"] = options.out.resolve() / f"{name}.json"
+        for name, values in arguments.items():
+            if name in options.parts:
+                say(f"{name}, its own table:")
+                words = [f"--{key}={value}" for key, value in values.items()]
+                done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *words], cwd=_ROOT)
+                failed |= done.returncode != 0
     return failed
 
 

@@ -49,7 +49,7 @@ ENTRIES: dict[str, Entry] = {
             note="staging buffers reused",
         ),
         Entry("DCP async process", "dcp:DcpAsync", {"keep_stager": True, "process": True}, parts=_SAVE),
-        Entry("torch.save", "torch_save:TorchSave", note="no fsync of its own, no checksum read"),
+        Entry("torch.save", "torch_save:TorchSave", note="no fsync of its own"),
         Entry("torch.load mmap", "torch_save:TorchSave", {"mapped": True}, parts=_LOAD),
         Entry("safetensors", "safetensors_file:Safetensors", note="no fsync of its own, no checksums"),
         Entry("torchsnapshot", "torchsnapshot:TorchSnapshot", install=("torchsnapshot",), note="no fsync of its own"),
