@@ -1,11 +1,14 @@
 """What the machine can do with so many bytes: the floors that everything else is a multiple of.
 
-memcpy, memcpy_2         into warm memory on huge pages, 1 and 2 threads
-direct_write             aligned memory, O_DIRECT, preallocated, 4 threads, fdatasync, directory synced
+memcpy, memcpy_2         from ordinary into huge pages, all of them warm, 1 and 2 threads
+direct_write             aligned memory on huge pages, O_DIRECT, preallocated, 4 threads, fdatasync, directory synced
 buffered_write           1 thread, fdatasync, directory synced
-direct_read              cold, O_DIRECT, 4 threads, into warm aligned memory
+direct_read              cold, O_DIRECT, 4 threads, into warm aligned memory on huge pages
 buffered_read            cold, 1 stream (the kernel reads ahead), into warm memory
 cached_read, cached_read_2   out of the page cache into warm memory, 1 and 2 threads
+
+Buffered reads end in ordinary pages, where a trainer's tensors are. A direct read into those takes two to three times
+as long as into huge ones, so that the floor is what a ring of huge pages could reach.
 """
 
 from __future__ import annotations
@@ -47,15 +50,15 @@ class Floors:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._source = Memory(nbytes)
-        self._buffer = Memory(nbytes, huge=True)
+        self._ordinary = Memory(nbytes)
+        self._huge = Memory(nbytes, huge=True)
         self._threads = ThreadPoolExecutor(_THREADS)
 
     def measure(self, folder: str) -> dict[str, float | None]:
         """Seconds by floor; None where the file system cannot do it, or where a cold file could not be had."""
         os.makedirs(folder, exist_ok=True)
-        self._source.touch()
-        self._buffer.touch()
+        self._ordinary.touch()
+        self._huge.touch()
         wait([self._threads.submit(time.sleep, 0.001) for _ in range(_THREADS)])  # all threads are up
         direct, buffered = os.path.join(folder, "direct"), os.path.join(folder, "buffered")
         seconds: dict[str, float | None] = {}
@@ -73,8 +76,8 @@ class Floors:
             for path in (direct, buffered):
                 if os.path.exists(path):
                     os.unlink(path)
-            self._source.release()
-            self._buffer.release()
+            self._ordinary.release()
+            self._huge.release()
         return seconds
 
     def close(self) -> None:
@@ -82,7 +85,7 @@ class Floors:
         self._threads.shutdown()
 
     def _copy(self, threads: int) -> None:
-        source, target = self._source.tensor, self._buffer.tensor
+        source, target = self._ordinary.tensor, self._huge.tensor
         share = -(-self.nbytes // threads)
         spans = [slice(at, min(at + share, self.nbytes)) for at in range(0, self.nbytes, share)]
         if threads == 1:
@@ -95,7 +98,7 @@ class Floors:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         try:
             os.posix_fallocate(fd, 0, padded)
-            pieces = self._all(lambda at: os.pwrite(fd, self._piece(at, padded), at), _pieces(padded))
+            pieces = self._all(lambda at: os.pwrite(fd, self._staged(at, padded), at), _pieces(padded))
             _expect(sum(pieces), padded)
             os.ftruncate(fd, self.nbytes)
             os.fdatasync(fd)
@@ -106,7 +109,7 @@ class Floors:
     def _buffered_write(self, path: str) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            _expect(sum(os.pwrite(fd, self._piece(at, self.nbytes), at) for at in _pieces(self.nbytes)), self.nbytes)
+            _expect(sum(os.pwrite(fd, self._staged(at, self.nbytes), at) for at in _pieces(self.nbytes)), self.nbytes)
             os.fdatasync(fd)
         finally:
             os.close(fd)
@@ -116,7 +119,7 @@ class Floors:
         padded = -(-self.nbytes // _BLOCK) * _BLOCK
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
-            pieces = self._all(lambda at: os.preadv(fd, [self._piece(at, padded)], at), _pieces(padded))
+            pieces = self._all(lambda at: os.preadv(fd, [self._staged(at, padded)], at), _pieces(padded))
             _expect(sum(pieces), self.nbytes)
         finally:
             os.close(fd)
@@ -126,15 +129,18 @@ class Floors:
 
         def read(first: int) -> int:
             pieces = _pieces(self.nbytes)[first::threads]
-            return sum(os.preadv(fd, [self._piece(at, self.nbytes)], at) for at in pieces)
+            return sum(os.preadv(fd, [self._tensors(at, self.nbytes)], at) for at in pieces)
 
         try:
             _expect(read(0) if threads == 1 else sum(self._all(read, range(threads))), self.nbytes)
         finally:
             os.close(fd)
 
-    def _piece(self, at: int, end: int) -> memoryview:
-        return self._buffer.view[at : min(at + _PIECE, end)]
+    def _tensors(self, at: int, end: int) -> memoryview:
+        return self._ordinary.view[at : min(at + _PIECE, end)]
+
+    def _staged(self, at: int, end: int) -> memoryview:
+        return self._huge.view[at : min(at + _PIECE, end)]
 
     def _all(self, call: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
         return list(self._threads.map(call, items))

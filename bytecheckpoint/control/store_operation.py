@@ -239,12 +239,9 @@ class StoreOperation(Operation):
         raise self._error
 
     def _wait_for_root(self, phase: str, key: str) -> None:
-        # Of the others' deaths rank 0 learns where it needs them, and says so; until then what it sends may still come.
-        self._wait(phase, lambda: self._line().has(key), lambda: [0], root_only=True)
+        self._wait(phase, lambda: self._line().has(key), lambda: [0])
 
-    def _wait(
-        self, phase: str, ready: Callable[[], bool], missing: Callable[[], list[int]], *, root_only: bool = False
-    ) -> None:
+    def _wait(self, phase: str, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         line, start = self._line(), time.monotonic()
         # Rank 0 knows best who is missing, so the others leave the verdict to it for a moment.
         deadline = start + self._deadline_s + (_ROOT_GRACE_S if self.rank else 0.0)
@@ -253,7 +250,7 @@ class StoreOperation(Operation):
         pause = _FIRST_PAUSE_S
         while not ready():
             self._raise_failure(line)
-            self._raise_death(line, phase, root_only)
+            self._raise_death(line, phase, missing)
             now = time.monotonic()
             if now > deadline:
                 self._raise_reported(self._deadline_passed(line, phase, missing()))
@@ -263,9 +260,12 @@ class StoreOperation(Operation):
             time.sleep(pause)
             pause = min(pause * 1.5, longest)
 
-    def _raise_death(self, line: Line, phase: str, root_only: bool) -> None:
-        for peer in self._communicator.watch.ended():
-            if (peer.rank == 0 or not root_only) and not line.has(left_mark(self._prefix, peer.rank)):
+    def _raise_death(self, line: Line, phase: str, missing: Callable[[], list[int]]) -> None:
+        """Only a rank that is waited for matters: what the others had to say has come, and may be all it takes."""
+        ended = self._communicator.watch.ended()
+        waited_for = missing() if ended else []
+        for peer in ended:
+            if peer.rank in waited_for and not line.has(left_mark(self._prefix, peer.rank)):
                 self._raise_reported(FailureRecord.of_death(peer, phase, self._death_of(peer)))
 
     def _death_of(self, peer: PeerIdentity) -> str:

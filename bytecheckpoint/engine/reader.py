@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -80,12 +81,7 @@ class Reader:
         ordered = sorted(
             parts, key=lambda part: (self.manifest.shard_file[part.row], self.manifest.shard_offset[part.row])
         )
-        futures = [
-            self._executor.submit(self._read_part, run[0])
-            if len(run) == 1
-            else self._executor.submit(self._read_run, run)
-            for run in self._runs(ordered)
-        ]
+        futures = [self._executor.submit(task) for run in self._runs(ordered) for task in self._tasks(run)]
         wait(futures)
         for future in futures:
             future.result()
@@ -123,6 +119,23 @@ class Reader:
         if run:
             yield run
 
+    def _tasks(self, run: list[ReadPart]) -> Iterator[Callable[[], None]]:
+        """What the threads do: one read for a run of small shards, one a piece for a shard that is read straight."""
+        if len(run) > 1:
+            yield partial(self._read_run, run)
+            return
+        part = run[0]
+        meta = self.manifest.tensors.meta_of(int(self.manifest.shards.tensor[part.row]))
+        if not part.box.numel:
+            return
+        if part.box != self.manifest.shards.box_of(part.row) or not _is_plain_memory(part.out, meta):
+            yield partial(self._read_part, part, meta)
+            return
+        shard, memory = self.shard(part.row), byte_view(part.out)
+        self.stats.add(wanted=shard.length)
+        for start, stop in shard.pieces():
+            yield partial(shard.fetch, start, memory[start:stop])
+
     def _read_run(self, run: Sequence[ReadPart]) -> None:
         """Whole shards that lie side by side, through one bounce buffer."""
         manifest = self.manifest
@@ -142,27 +155,12 @@ class Reader:
                 at = places[part.row]
                 copy_elements(part.out, _strided_view(bounce[at + start : at + stop], meta, part.box, stored))
 
-    def _read_part(self, part: ReadPart) -> None:
-        manifest = self.manifest
-        meta = manifest.tensors.meta_of(int(manifest.shards.tensor[part.row]))
-        stored = manifest.shards.box_of(part.row)
-        nbytes = part.box.numel * meta.dtype.itemsize
-        self.stats.add(wanted=nbytes)
-        if nbytes == 0:
-            return
-        shard = self.shard(part.row)
-        if part.box == stored and _is_plain_memory(part.out, meta):
-            self._read_straight(shard, part.out)
-            return
-        gap = _GAP_CHUNKS * shard.chunk_size
-        for box in slabs(part.box, stored, meta.dtype.itemsize, _BOUNCE, gap):
+    def _read_part(self, part: ReadPart, meta: BasicMeta) -> None:
+        """Part of a shard, or all of it for memory of another kind, slab after slab."""
+        stored, shard = self.manifest.shards.box_of(part.row), self.shard(part.row)
+        self.stats.add(wanted=part.box.numel * meta.dtype.itemsize)
+        for box in slabs(part.box, stored, meta.dtype.itemsize, _BOUNCE, _GAP_CHUNKS * shard.chunk_size):
             self._read_slab(shard, meta, stored, box, part)
-
-    def _read_straight(self, shard: StoredShard, out: torch.Tensor) -> None:
-        """The whole shard, into the memory where it belongs."""
-        memory = byte_view(out)
-        for start, stop in shard.pieces():
-            shard.fetch(start, memory[start:stop])
 
     def _read_slab(self, shard: StoredShard, meta: BasicMeta, stored: Box, box: Box, part: ReadPart) -> None:
         """The chunks around one slab, into a bounce buffer, and from there the slab's elements to their place."""
