@@ -213,7 +213,7 @@ class Catalog:
         if self._rules.rename is None:
             return fqn
         if self._is_optimizer(section) and fqn.startswith("state."):
-            parameter, _, key = fqn[len("state.") :].rpartition(".")
+            parameter, key = self._split_state(fqn[len("state.") :])
             return f"state.{self._renamed_parameter(parameter)}.{key}"
         return _within(section, self._rules.renamed(f"{section}.{fqn}"))
 
@@ -225,6 +225,16 @@ class Catalog:
         old = path_name(path)
         new = _within(section, self._rules.renamed(f"{section}.{old}"))
         return path if new == old else _path_like(path, new.split("."))
+
+    def _split_state(self, name: str) -> tuple[str, str]:
+        """A parameter's name and the key of its state, which has dots of its own where the state is nested."""
+        parts = name.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            parameter = ".".join(parts[:length])
+            if self._stores(parameter) or any(self._stores(f"{s}.{parameter}") for s in self._module_sections()):
+                return parameter, ".".join(parts[length:])
+        parameter, _, key = name.rpartition(".")
+        return parameter, key
 
     def _renamed_parameter(self, fqn: str) -> str:
         """The new name of a parameter that an optimizer knows as ``fqn``, or as ``<section>.<fqn>`` if it has the

@@ -7,13 +7,14 @@ copy between the tensor and the disk.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from types import TracebackType
 
 import torch
 
-from ..errors import StateError
+from ..errors import DeadlineError, StateError
 
 __all__ = ["PAGE", "Arena", "Slot", "page_round"]
 
@@ -72,7 +73,7 @@ class Arena:
     def acquire(self, nbytes: int, timeout_s: float | None = None) -> Slot:
         """A slot of at least ``nbytes``; waits for one to come back where the budget is spent.
 
-        Raises ``StateError`` if the budget could never hold it, ``TimeoutError`` when none came back in time.
+        Raises ``StateError`` if the budget could never hold it, ``DeadlineError`` when none came back in time.
         """
         need = max(page_round(nbytes), PAGE)
         if self.budget is not None and need > self.budget:
@@ -82,8 +83,9 @@ class Arena:
             )
         with self._lock:
             if not self._lock.wait_for(lambda: self._can_lend(need), timeout_s):
-                raise TimeoutError(
-                    f"no staging memory came back within {timeout_s} s; earlier saves are still being written"
+                raise DeadlineError(
+                    f"no staging memory came back within {timeout_s} s: earlier saves are still being written; "
+                    f"save less often, or raise the memory budget ({self.budget} bytes) or deadline_s"
                 )
             slot = self._pick(need)
             self._lent.add(slot)
@@ -123,7 +125,8 @@ class Arena:
 
 def _faulted_in(nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     try:
         memory.madvise(_POPULATE_WRITE)
     except OSError:  # older kernel

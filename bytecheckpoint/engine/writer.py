@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,13 @@ class _FileWrite:
         self._view = slot.view[image.place : image.place + image.size]
         self._bounds = _chunk_bounds(image, chunk_size)
         self._writer = backend.create(image.key, image.size)
-        self._tasks = [
-            executor.submit(self._write_piece, at, min(at + PIECE, image.size)) for at in range(0, image.size, PIECE)
-        ]
+        self._tasks: list[Future[list[int]]] = []
+        try:
+            for at in range(0, image.size, PIECE):
+                self._tasks.append(executor.submit(self._write_piece, at, min(at + PIECE, image.size)))
+        except BaseException:
+            self.abandon()
+            raise
 
     def finish(self, point: Callable[[str], None]) -> WrittenFile:
         """Wait until all is written, and make it durable."""

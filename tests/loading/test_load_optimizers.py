@@ -167,3 +167,29 @@ def test_an_exhausted_scheduler_and_a_scaler_come_back(tmp_path: Path) -> None:
     bcp.load(tmp_path, {"model": other, "optimizer": target, "scheduler": theirs})
     assert theirs.state_dict() == scheduler.state_dict()
     assert target.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+class _Nested(torch.optim.SGD):
+    """State with structure below its key, as second-order optimizers have."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["factors"] = [parameter.detach() + 1, {"deep": parameter.detach() + 2}]
+
+
+def test_nested_state_follows_its_parameters_new_name(tmp_path: Path) -> None:
+    def made(name: str, value: float) -> tuple[nn.Module, _Nested]:
+        module = nn.Module()
+        inner = nn.Module()
+        inner.register_parameter("w", nn.Parameter(torch.full((2, 3), value)))
+        module.add_module(name, inner)
+        return module, _Nested(module.parameters(), lr=0.1)
+
+    old, old_optimizer = made("old", 1.0)
+    old_optimizer.step()
+    bcp.save(tmp_path, {"model": old, "optimizer": old_optimizer})
+    new, new_optimizer = made("new", 5.0)
+    bcp.load(tmp_path, {"model": new, "optimizer": new_optimizer}, rename={"model.old.w": "model.new.w"})
+    first, second = new_optimizer.state[new.new.w]["factors"]
+    assert first.eq(2).all()
+    assert second["deep"].eq(3).all()
