@@ -22,16 +22,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 
 from . import trace
-from .control.agreement import describe_disagreement
 from .control.base import Operation
 from .engine.arena import Slot
 from .engine.checksums import CHUNK_SIZE
-from .engine.commit import commit, new_attempt, read_manifest, remove_attempt, remove_files, replaceable
+from .engine.commit import commit, read_manifest, remove_attempt, remove_files, replaceable
 from .engine.files import FileImage, copy_in, place_images
 from .engine.record import record
 from .engine.resources import Engine
@@ -41,16 +40,15 @@ from .errors import (
     CommitUnknownError,
     ControlError,
     DeadlineError,
-    DisagreementError,
     KeyNotFoundError,
-    PlanError,
     RankFailedError,
     StateError,
 )
 from .handle import SaveHandle, SaveResult
 from .local_state import LocalState
 from .manifest import MANIFEST_KEY, Manifest, pack_metadata
-from .planners import Assignment, LocalPlan, SavePlan, plan_save
+from .planners import Assignment, SavePlan
+from .save_planning import agree, settle
 from .sections import check_state, resolve_sections
 from .storage_backends.base import StorageBackend
 from .version import VERSION
@@ -101,14 +99,6 @@ def save(
     return job.handle
 
 
-class _Told(NamedTuple):
-    """What a rank brings to rank 0: the arguments of its call, digests of tensors that may differ, its plan."""
-
-    facts: dict[str, str]
-    digests: dict[str, bytes]
-    plan: bytes
-
-
 class _SaveJob:
     """One save on one rank. ``prepare`` runs on the caller's thread, ``finish`` there or in the background."""
 
@@ -143,11 +133,12 @@ class _SaveJob:
             with self._step("describe"):
                 local = self._describe()
             with self._step("agree"):
-                everyone = self._agree(local)
+                everyone = agree(self._op, local, self._facts(local))
             with self._step("plan"):
-                assignment = self._exchange_plans(local, everyone)
+                settled = settle(self._op, local, everyone)
+                self._attempt, self._plan = settled.attempt, settled.plan
             with self._step("stage"):
-                self._stage(local, assignment)
+                self._stage(local, settled.assignment)
         except BaseException as error:
             self._abandon(error)
             raise
@@ -223,50 +214,15 @@ class _SaveJob:
         sources = {section.name: section.capture() for section in sections}
         return LocalState(sections, sources, self._op.rank, self._options.allow_pickle)
 
-    def _agree(self, local: LocalState) -> list[_Told] | None:
-        """Bring everything rank 0 needs to compare and to plan, in one exchange; on rank 0, compare.
-
-        A disagreement is raised by rank 0, and by the others when they wait for its plan.
-        """
-        facts = {
+    def _facts(self, local: LocalState) -> dict[str, str]:
+        """What every rank must have been called with alike."""
+        return {
             "path": self._backend.url,
             "step": str(self._options.step),
             "sections": ", ".join(name for name, _ in local.plan.sections),
             "chunk size": str(self._options.chunk_size),
             "library version": VERSION,
         }
-        told = self._op.gather("agree", msgpack.packb([facts, local.digests, local.plan.to_bytes()]))
-        if told is None:
-            return None
-        everyone = [_Told(*msgpack.unpackb(part)) for part in told]
-        disagreement = describe_disagreement("save", [one.facts for one in everyone])
-        if disagreement:
-            raise DisagreementError(disagreement)
-        return everyone
-
-    def _exchange_plans(self, local: LocalState, everyone: list[_Told] | None) -> Assignment:
-        """Rank 0 plans, and hands each rank its share. Where plain tensors of trees turn out to be no replicas of each
-        other, each rank first makes them its own and says so."""
-        differing = None if everyone is None else _differing([one.digests for one in everyone])
-        plans: Sequence[bytes] | None = None if everyone is None else [one.plan for one in everyone]
-        for _ in range(2):
-            attempt, names, share = msgpack.unpackb(self._op.scatter("plan", self._shares(plans, differing)))
-            if attempt:
-                self._attempt = attempt
-                return Assignment.from_bytes(share, local.plan)
-            local.separate(names)
-            plans, differing = self._op.gather("separated", local.plan.to_bytes()), []
-        raise PlanError("rank 0 asked twice to separate tensors that differ between ranks")
-
-    def _shares(self, plans: Sequence[bytes] | None, differing: list[str] | None) -> list[bytes] | None:
-        """On rank 0, what each rank is told: an attempt and its share of the plan, or names to separate first."""
-        if plans is None:
-            return None
-        if differing:
-            return [msgpack.packb(["", differing, b""])] * len(plans)
-        self._plan = plan_save([LocalPlan.from_bytes(plan) for plan in plans])
-        attempt = new_attempt()
-        return [msgpack.packb([attempt, [], self._plan.assignment(r).to_bytes()]) for r in range(len(plans))]
 
     def _stage(self, local: LocalState, assignment: Assignment) -> None:
         self._images = local.images(assignment, self._attempt)
@@ -374,17 +330,6 @@ class _SaveJob:
     def _step(self, name: str) -> Iterator[None]:
         with self._op.phase(name), self.timings.step(name):
             yield
-
-
-def _differing(digests: Sequence[Mapping[str, bytes]]) -> list[str]:
-    """Names whose digest is not the same on all ranks that have them."""
-    seen: dict[str, bytes] = {}
-    differing = set()
-    for of_rank in digests:
-        for name, digest in of_rank.items():
-            if seen.setdefault(name, digest) != digest:
-                differing.add(name)
-    return sorted(differing)
 
 
 def _never_committed(error: BaseException) -> bool:
