@@ -26,7 +26,8 @@ __all__ = ["Meter", "Sample", "TrainingStep", "wire_bytes"]
 Sample = dict[str, Any]
 """Figures by name; times in seconds, everything else in bytes or shares."""
 
-_BASELINE_STEPS = 15
+_BASELINE_S = 0.3  # long enough for a mean that other tenants of the machine do not make
+_GATED_STEP_S = 1.0  # of a training step whose optimizer waits for the copy: longer than the copy of any workload
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -76,7 +77,7 @@ class Meter:
         both; ``durable_s`` from the call until everything is synced: where the contestant does not sync, it is done
         here and counted.
         """
-        ordinary = statistics.median(self._step() for _ in range(_BASELINE_STEPS))
+        ordinary = statistics.mean(self._steps_for(_BASELINE_S))
         _reset_peak()
         cpu, begin = _cpu_seconds(), time.perf_counter()
         pending = self._contestant.save(path, state)
@@ -128,12 +129,21 @@ class Meter:
             sync_tree(path)
         return _Durable(time.perf_counter())
 
+    def _steps_for(self, seconds: float) -> Iterator[float]:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            yield self._step()
+
     def _steps_until(self, future: Future[_Durable], gate: Callable[[], object] | None) -> Iterator[float]:
+        """Steps until the save is durable. With a gate, they are parts of steps of ``_GATED_STEP_S``, at whose ends the
+        optimizer must wait for what is not copied yet."""
+        optimizer_at = time.perf_counter() + _GATED_STEP_S
         while True:
             seconds = self._step()
-            if gate is not None:  # the optimizer's step must wait for what is not copied yet
-                begin = time.perf_counter()
+            begin = time.perf_counter()
+            if gate is not None and begin >= optimizer_at:
                 gate()
+                optimizer_at = begin + _GATED_STEP_S
                 seconds += time.perf_counter() - begin
             yield seconds
             if future.done():

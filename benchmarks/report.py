@@ -17,7 +17,9 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.merge_stage import table as merge_table
 from benchmarks.results import FIGURES, figure, floor_of
+from benchmarks.scale_table import job_grids
 from benchmarks.tables import Grid, contestants, floor_grid, profile, reshard
 
 __all__ = ["write"]
@@ -35,8 +37,10 @@ Every number is a multiple of a *floor*: what the machine itself takes for the s
 Contestants take turns (A B C A B C ...), each in a process of its own that stays up, as a trainer does; the first
 round warms up and is dropped; medians are shown. A load counts only if every tensor came back bit for bit.
 
-- **stall** is what training waits for: the return of the call, plus what later steps take longer than before until
-  the save is durable. Floor: *memcpy*, one thread, into warm memory. A synchronous save stalls until it returns.
+- **stall** is what training waits for: the return of the call, plus what later steps take longer than before (on
+  average, over 0.3 s) until the save is durable. Floor: *memcpy*, one thread, into warm memory. A synchronous save
+  stalls until it returns. Where a system copies behind the training, its lock is waited for once a second, as an
+  optimizer would, and the wait counts.
 - **durable** ends when files and directories are synced. Where a system does not sync, the benchmark does it and
   counts it. Floor: *direct write*: aligned memory, O_DIRECT from 4 threads, preallocated, fdatasync, directory
   synced.
@@ -61,8 +65,54 @@ def write(results: Path, docs: Path) -> Path:
     for old in pictures.glob("*.svg"):
         old.unlink()
     page = docs / "performance.md"
-    page.write_text("\n".join(_sections(document, pictures)))
+    parts = [*_sections(document, pictures), *_merge_stage(results.parent / "merge_stage.json")]
+    page.write_text("\n".join([*parts, *_planning(results.parent / "scale_planning.json")]))
     return page
+
+
+def _merge_stage(results: Path) -> list[str]:
+    """What ``benchmarks.merge_stage`` has found, where it was run."""
+    if not results.exists():
+        return []
+    document = json.loads(results.read_text())
+    scale, rounds = document["settings"]["scale"], document["settings"]["rounds"]
+    return [
+        "## Whole tensors\n",
+        *textwrap.wrap(
+            "The merge stage beside decomposition, and beside DCP, for which FSDP gathers every parameter. Medians, "
+            "but for the second column, which is the least of all rounds as a multiple of that of decomposition. The "
+            "first two are of the call alone. All samples are in "
+            "[merge_stage.json](../benchmarks/results/merge_stage.json). To reproduce:",
+            118,
+        ),
+        "",
+        f"    python -m benchmarks.merge_stage --scale {scale:g} --rounds {rounds}",
+        "",
+        *(_markdown(merge_table(result)) for result in document["results"]),
+    ]
+
+
+def _planning(results: Path) -> list[str]:
+    """What ``benchmarks.scale_planning`` has found, where it was run."""
+    if not results.exists():
+        return []
+    rows = json.loads(results.read_text())
+    chunk_size = max(row["manifest"]["chunk_size"] for row in rows if "manifest" in row)
+    return [
+        "## Planning at scale\n",
+        *textwrap.wrap(
+            "Simulated jobs of 1T parameters, planned, committed and opened with the library's own protocol code in "
+            "one process; seconds are of one CPU. ZeRO-1 with tensor parallel 8 x pipeline 16 over a dense model and "
+            "over experts (cut by tensor parallelism, or whole on 8 ranks: ep); FSDP over all ranks, or over 512 with "
+            f"replicas. One checksum for {chunk_size >> 20} MiB. All figures are in "
+            "[scale_planning.json](../benchmarks/results/scale_planning.json). To reproduce:",
+            118,
+        ),
+        "",
+        "    python -m benchmarks.scale_planning --json benchmarks/results/scale_planning.json",
+        "",
+        *(_markdown(grid) for grid in job_grids(rows)),
+    ]
 
 
 def _sections(document: Mapping[str, Any], pictures: Path) -> list[str]:

@@ -1,10 +1,15 @@
-"""How long one process plans a save of many ranks, and how much memory it takes.
+"""What it takes to plan, commit and open checkpoints of up to 16,384 ranks, simulated in one process.
 
-    python benchmarks/scale_planning.py --ranks 16384 --tensors 1000 --json planning.json
+    python -m benchmarks.scale_planning [--ranks 16384] [--case moe] [--json benchmarks/results/scale_planning.json]
 
-Four layouts, each ``--tensors`` tensors (or so many on every rank):
+*Jobs* of 1T parameters, with the library's own protocol code and every rank's messages (see ``scale_worlds``): the CPU
+seconds that rank 0 and another rank take to plan, the bytes they exchange on the first and the second save, the size
+of the manifest, and the time to open it and plan one rank's load in a job of half as many ranks. Pure FSDP is measured
+on at most 1,024 ranks: cut over 16,384, the tensors of such a model are rows of 100 kB, and nobody trains so.
 
-* ``sharded``: every tensor cut along its first axis over all ranks, as FSDP does (ranks x tensors boxes);
+*Columns*: the planner alone, on many boxes. Four layouts, each ``--tensors`` tensors (or so many on every rank):
+
+* ``sharded``: every tensor cut along its first axis over all ranks (ranks x tensors boxes);
 * ``replicated``: tensor parallel 8 x pipeline 16, the rest data parallel replicas of the same boxes, so that one
   rank of each group of replicas must be chosen (ranks x tensors boxes);
 * ``hybrid``: every tensor cut along its last axis over half the ranks and held twice, as HSDP does: a choice for
@@ -12,13 +17,14 @@ Four layouts, each ``--tensors`` tensors (or so many on every rank):
 * ``flat``: every rank holds one range of the flattened concatenation of all tensors, in three optimizer states and
   decomposed into boxes, as ZeRO-1 does.
 
-Making the input is not timed. Each layout runs in a process of its own, so that its peak memory is its own.
+Making the input is not timed. Each case runs in a process of its own, so that its peak memory is its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -28,6 +34,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.scale_jobs import measure_job
+from benchmarks.scale_worlds import WORLDS
 from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.geometry import decompose
 from bytecheckpoint.metadata import BasicMeta
@@ -38,6 +46,7 @@ Case = tuple[TensorTable, BoxTable, Int64, Int64]
 
 _BF16, _FP32 = DTYPES["bfloat16"], DTYPES["float32"]
 _TENSOR_PARALLEL, _STAGES = 8, 16
+_FSDP_RANKS = 1024
 
 
 def _table(section: str, count: int, meta: BasicMeta) -> TensorTable:
@@ -159,22 +168,44 @@ def measure(name: str, ranks: int, tensors: int) -> dict[str, object]:
     }
 
 
+def _jobs(ranks: int) -> list[tuple[str, int]]:
+    """Which jobs are run on how many ranks."""
+    sizes = {"fsdp": [min(ranks, _FSDP_RANKS)]}
+    return [(name, size) for name in WORLDS for size in sizes.get(name, sorted({max(ranks // 16, 256), ranks}))]
+
+
+def _run(case: str, ranks: int, tensors: int, chunk_size: int) -> dict[str, object]:
+    """One case in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.scale_planning", "--in-process", "--case", case]
+    command += ["--ranks", str(ranks), "--tensors", str(tensors), "--chunk-size", str(chunk_size)]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=one_thread)
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
 def main() -> None:
+    """Read the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=16384)
     parser.add_argument("--tensors", type=int, default=1000)
-    parser.add_argument("--case", choices=[*CASES, "all"], default="all")
+    parser.add_argument("--chunk-size", type=int, default=8 << 20, help="bytes under one checksum")
+    parser.add_argument("--case", choices=[*WORLDS, *CASES, "all", "jobs"], default="all")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.in_process:
-        print(json.dumps(measure(args.case, args.ranks, args.tensors)))
+        job = args.case in WORLDS
+        found = (
+            measure_job(args.case, args.ranks, args.chunk_size) if job else measure(args.case, args.ranks, args.tensors)
+        )
+        print(json.dumps({**found, "peak_gib": round(_peak(), 2)}))
         return
+    chosen = _jobs(args.ranks) if args.case in ("all", "jobs") else []
+    chosen += [(name, args.ranks) for name in CASES if args.case == "all"]
     rows = []
-    for name in CASES if args.case == "all" else [args.case]:
-        command = [sys.executable, __file__, "--in-process", "--case", name]
-        command += ["--ranks", str(args.ranks), "--tensors", str(args.tensors)]
-        rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    for name, ranks in chosen or [(args.case, args.ranks)]:
+        rows.append(_run(name, ranks, args.tensors, args.chunk_size))
         print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")

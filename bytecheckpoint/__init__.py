@@ -9,13 +9,15 @@ bcp.load("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_st
 from __future__ import annotations
 
 from . import errors
-from .api import Checkpointer, latest, load, open, save
+from .api import Checkpointer, latest, load, open, save, warmup
 from .checkpoint import Checkpoint, StoredTensor, VerifyReport
+from .chrome_trace import TraceFiles
 from .frameworks.per_rank import PerRank
 from .frameworks.registry import register_adapter
 from .frameworks.rng import RNGState
 from .handle import SaveHandle, SaveResult
 from .loading import LoadReport
+from .trace import Timings
 from .version import VERSION as __version__
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "SaveHandle",
     "SaveResult",
     "StoredTensor",
+    "Timings",
+    "TraceFiles",
     "VerifyReport",
     "__version__",
     "errors",
@@ -35,4 +39,5 @@ __all__ = [
     "open",
     "register_adapter",
     "save",
+    "warmup",
 ]

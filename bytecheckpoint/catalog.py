@@ -23,6 +23,8 @@ __all__ = ["Catalog"]
 
 Bits = npt.NDArray[np.bool_]
 
+_ATOMS = (bool, int, float, str, type(None))
+
 
 class Catalog:
     """One rank's view of a manifest during one load.
@@ -131,10 +133,14 @@ class Catalog:
 
     def _tensors(self, section: str, choose: _RankChoice) -> tuple[dict[str, BasicMeta], dict[str, int]]:
         tensors = self.manifest.tensors
+        stored = self.manifest.section_tensors(section)
+        fqns = [tensors.names[row][len(section) + 1 :] for row in stored.tolist()]
+        scopes = self.manifest.scope[stored]
+        if self._rules.rename is None and self._rules.selects_all and not (scopes >= 0).any():
+            return dict(zip(fqns, tensors.metas(stored))), dict(zip(fqns, stored.tolist()))
         metas: dict[str, BasicMeta] = {}
         rows: dict[str, int] = {}
-        for row in self.manifest.section_tensors(section).tolist():
-            fqn, scope = tensors.fqn_of(row), int(self.manifest.scope[row])
+        for row, fqn, scope, meta in zip(stored.tolist(), fqns, scopes.tolist(), tensors.metas(stored)):
             if scope >= 0:
                 plain, _ = split_rank_name(fqn)
                 if self._chosen_rank(section, plain, tuple(plain.split(".")), choose) != scope:
@@ -144,7 +150,7 @@ class Catalog:
             if self._rules.selects(f"{section}.{name}"):
                 if name in rows:
                     raise _both_renamed(section, tensors.fqn_of(rows[name]), tensors.fqn_of(row), name)
-                metas[name], rows[name] = tensors.meta_of(row), row
+                metas[name], rows[name] = meta, row
                 if scope >= 0:
                     self._own_tensors[f"{section}.{name}"] = row
         return metas, rows
@@ -176,10 +182,21 @@ class Catalog:
         for path, data in self._own(section, choose).items():
             raw[path] = data
             self._own_values.add((section, path))
-        return {
-            path: decode_value(data, allow_pickle=self._allow_pickle, where=f"{section}.{path_name(path)}")
-            for path, data in raw.items()
-        }
+        return self._decoded(section, raw)
+
+    def _decoded(self, section: str, raw: Mapping[Path, bytes]) -> dict[Path, Any]:
+        values: dict[Path, Any] = {}
+        seen: dict[bytes, dict[Any, Any]] = {}
+        for path, data in raw.items():
+            # The parameters of a group were stored with its options each: what reads alike is read once.
+            if data in seen:
+                values[path] = dict(seen[data])
+                continue
+            value = decode_value(data, allow_pickle=self._allow_pickle, where=f"{section}.{path_name(path)}")
+            values[path] = value
+            if _copies_whole(value):
+                seen[data] = value
+        return values
 
     def _own(self, section: str, choose: _RankChoice) -> dict[Path, bytes]:
         """Values stored for single ranks, each from the rank that the policy in force chooses."""
@@ -206,7 +223,7 @@ class Catalog:
         return rank
 
     def _selects(self, section: str, path: Path) -> bool:
-        return self._rules.selects(f"{section}.{path_name(path)}")
+        return self._rules.selects_all or self._rules.selects(f"{section}.{path_name(path)}")
 
     def _renamed(self, section: str, fqn: str) -> str:
         """A stored tensor name as the target calls it; optimizer state follows its parameter's renaming."""
@@ -273,6 +290,13 @@ class _RankChoice:
         """The saved rank (None: none) and the policy that says so."""
         policy = next(self._policies[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._policies)
         return self._chosen[policy], policy
+
+
+def _copies_whole(value: object) -> bool:
+    """Whether a shallow copy of a mapping shares nothing with it that could change."""
+    return type(value) is dict and all(
+        type(part) in _ATOMS for item in value.values() for part in (item if type(item) is tuple else (item,))
+    )
 
 
 def _within(section: str, full: str) -> str:

@@ -19,10 +19,12 @@ from .engine.stored_files import read_stored_file
 from .engine.verify import verify_files
 from .errors import StateError
 from .geometry import Box
-from .manifest import Manifest
+from .hf_index import model_directory
+from .manifest import COMPANION, Manifest
 from .metadata import BasicMeta, ShardMeta
 from .planners import plan_load
 from .shards import Path, torch_dtype
+from .storage_backends import join
 from .storage_backends.base import StorageBackend
 from .tables import BoxTable
 from .values import decode_value, decode_values_file, path_name
@@ -101,7 +103,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self.backend = backend
         self.manifest = manifest
         self._engine = engine
-        self._reader = Reader(backend, manifest, engine.io, verify=verify)
+        self._reader = Reader(backend, manifest, engine.io, verify=verify, ring=engine.ring)
         self._aliases = dict(manifest.aliases)
 
     @classmethod
@@ -117,6 +119,13 @@ class Checkpoint(Mapping[str, StoredTensor]):
     @property
     def url(self) -> str:
         return self.backend.url
+
+    @property
+    def model_directory(self) -> str | None:
+        """Where Hugging Face's libraries and vLLM find the model: a directory with an index beside its files, inside
+        the checkpoint. None unless it was saved with ``layout="whole"``."""
+        directory = model_directory(self.manifest)
+        return None if directory is None else join(self.url, directory)
 
     @property
     def step(self) -> int | None:
@@ -184,7 +193,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def checked_reader(self) -> Reader:
         """A reader of its own, which checks every byte also where this handle was opened without."""
-        return Reader(self.backend, self.manifest, self._engine.io)
+        return Reader(self.backend, self.manifest, self._engine.io, ring=self._engine.ring)
 
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:
         """Read every byte of every file and compare it with the manifest, several pieces at once, in bounded memory.
@@ -214,7 +223,7 @@ def encoded_values(
     own: dict[Path, bytes] = {}
     files = manifest.files
     for row in range(len(files)):
-        if files.section[row] != index or files.kind[row] == "tensors":
+        if files.section[row] != index or files.kind[row] in ("tensors", COMPANION):
             continue
         if files.kind[row] == "rank_values" and files.rank[row] != rank:
             continue

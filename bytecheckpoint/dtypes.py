@@ -6,15 +6,14 @@ under ``U8`` with one trailing dimension of ``itemsize`` (see ``docs/format.md``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import FormatError
 
 __all__ = ["DTYPES", "DType", "casts_at_all", "casts_losslessly", "dtype_named"]
 
 
-@dataclass(frozen=True)
-class DType:
+class DType(NamedTuple):
     """One element type. ``itemsize`` is in bytes; ``safetensors`` is None where that format has no code for it."""
 
     name: str

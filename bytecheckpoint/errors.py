@@ -20,6 +20,7 @@
     │   ├── StorageFullError          no space or quota left
     │   ├── AccessDeniedError         permission or read-only
     │   └── UnsupportedURLError       no backend for this scheme
+    ├── SaveSkippedError            the save would have had to wait, and was asked not to
     ├── CommitUnknownError          the commit may or may not have landed; read before retrying
     └── ControlError                the ranks could not work together
         ├── RankFailedError           one rank failed; the same cause is raised on every rank
@@ -49,6 +50,7 @@ __all__ = [
     "NotACheckpointError",
     "PlanError",
     "RankFailedError",
+    "SaveSkippedError",
     "StateError",
     "StorageError",
     "StorageFullError",
@@ -149,6 +151,10 @@ class AccessDeniedError(StorageError):
 
 class UnsupportedURLError(StorageError):
     """No storage backend serves this URL scheme."""
+
+
+class SaveSkippedError(BytecheckpointError):
+    """A save with ``when_busy="skip"`` was not made: some rank would have had to wait for staging memory."""
 
 
 class CommitUnknownError(BytecheckpointError):

@@ -20,6 +20,7 @@ from .dtypes import DTYPES, DType, casts_at_all
 from .engine.commit import remove_files
 from .errors import KeyExistsError, MismatchError, NameCollisionError, StateError, UnsupportedTensorError
 from .geometry import Box
+from .hf_index import INDEX_KEY, index_document
 from .matching import Rename, fault_lines, renaming
 from .rewriting import Item, Progress, Rewriter, StreamedFile
 from .safetensors_file import DATA_ALIGNMENT
@@ -28,7 +29,6 @@ from .storage_backends.base import StorageBackend
 
 __all__ = ["INDEX_KEY", "SINGLE_KEY", "Expected", "ExportReport", "export_safetensors"]
 
-INDEX_KEY = "model.safetensors.index.json"
 SINGLE_KEY = "model.safetensors"
 
 Expected = Iterable[str] | Mapping[str, Sequence[int] | None]
@@ -258,11 +258,8 @@ def _split(items: Sequence[Item], max_file_bytes: int) -> list[StreamedFile]:
 
 
 def _index(files: Sequence[StreamedFile]) -> bytes:
-    document = {
-        "metadata": {"total_size": sum(file.data_size for file in files)},
-        "weight_map": dict(sorted((item.name, file.key) for file in files for item in file.items)),
-    }
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    file_of = {item.name: file.key for file in files for item in file.items}
+    return index_document(file_of, sum(file.data_size for file in files))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ dimensions and one element. Nothing here knows of dtypes, bytes, ranks or torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,21 +23,32 @@ Int64 = npt.NDArray[np.int64]
 _MAX_PAIRWISE = 4096
 
 
-@dataclass(frozen=True, order=True)
-class Box:
-    """``lengths[d]`` consecutive indices from ``offsets[d]`` in every dimension ``d``."""
-
+class _Ranges(NamedTuple):
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        if len(self.offsets) != len(self.lengths) or any(v < 0 for v in (*self.offsets, *self.lengths)):
-            raise PlanError(f"not a box: offsets {self.offsets}, lengths {self.lengths}")
+
+class Box(_Ranges):
+    """``lengths[d]`` consecutive indices from ``offsets[d]`` in every dimension ``d``. Ordered by offsets."""
+
+    # A tuple, because boxes are made and compared by the hundred thousand.
+    __slots__ = ()
+
+    def __new__(cls, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Box:
+        """Raises ``PlanError`` for what is no box."""
+        if len(offsets) != len(lengths) or (offsets and (min(offsets) < 0 or min(lengths) < 0)):
+            raise PlanError(f"not a box: offsets {offsets}, lengths {lengths}")
+        return tuple.__new__(cls, (offsets, lengths))
+
+    @classmethod
+    def proved(cls, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Box:
+        """A box from numbers that are known to be one: computed from boxes, or checked as whole columns."""
+        return tuple.__new__(cls, (offsets, lengths))
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
         """The box that is all of a tensor of this shape."""
-        return cls((0,) * len(shape), tuple(int(n) for n in shape))
+        return cls((0,) * len(shape), shape if type(shape) is tuple else tuple(map(int, shape)))
 
     @property
     def ndim(self) -> int:
@@ -55,10 +66,13 @@ class Box:
         """The common part, or None where it has no element."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         lengths = tuple(min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets))
-        return Box(offsets, lengths) if all(n > 0 for n in lengths) else None
+        return Box.proved(offsets, lengths) if all(n > 0 for n in lengths) else None
 
     def contains(self, other: Box) -> bool:
-        return all(map(int.__le__, self.offsets, other.offsets)) and all(map(int.__ge__, self.stops, other.stops))
+        for begin, length, start, size in zip(self.offsets, self.lengths, other.offsets, other.lengths):
+            if start < begin or start + size > begin + length:
+                return False
+        return True
 
     def shift(self, by: Sequence[int]) -> Box:
         """The same box moved by ``by``: local coordinates to those of the tensor it lies in."""

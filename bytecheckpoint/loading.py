@@ -4,7 +4,7 @@ check      the state and the rules mean something
 open       rank 0 reads the manifest; every rank decodes and proves the same bytes
 describe   adapters say where everything goes; meta tensors get memory
 plan       wanted boxes x stored boxes; every fault of every rank is found here, before any tensor changes
-read       ranged reads, verified, into place
+read       ranged reads, verified, into place; what ranks want alike is read by one of them and passed on
 apply      plain values and newly made optimizer state, only when every rank has all its bytes
 report     what was loaded, left, cast, and how many bytes it took
 """
@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -22,16 +23,18 @@ import torch
 
 from . import trace
 from .catalog import Catalog
-from .checkpoint import cut
+from .collector import paused
 from .control.base import Operation
 from .destinations import Destination
 from .engine.commit import decode_manifest, read_manifest_bytes
 from .engine.reader import Reader, ReadPart
 from .engine.resources import Engine
+from .engine.ring_exchange import RingJob, pass_on
 from .errors import MismatchError, PlanError
 from .manifest import Manifest
 from .matching import Fault, Rules, dtype_fault, mismatch_error
 from .planners import plan_load
+from .read_sharing import ReadSharing, answer_offers
 from .sections import Section, check_state, resolve_sections
 from .shards import Path, SectionTarget, Shard
 from .storage_backends.base import StorageBackend
@@ -54,6 +57,7 @@ class LoadOptions:
     verify: bool = True
     device: torch.device | None = None
     deadline_s: float = 600.0
+    share_reads: str = "auto"
 
 
 @dataclass
@@ -62,7 +66,8 @@ class LoadReport:
 
     ``missing`` and ``unexpected`` were tolerated by the strictness asked for; ``lazy`` lists optimizer state that the
     saved run had not created; ``cast`` maps a name to ``(stored dtype, dtype in memory)``; ``notes`` are remarks of
-    adapters. Byte counts are of this rank's reads.
+    adapters. Byte counts are this rank's: ``bytes_read`` from storage, ``bytes_received`` from other ranks that had
+    read them (as elements of the dtypes in memory), ``bytes_wanted`` as they are stored.
     """
 
     url: str
@@ -76,14 +81,17 @@ class LoadReport:
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     bytes_read: int = 0
+    bytes_received: int = 0
     bytes_wanted: int = 0
     timings: trace.Timings = field(default_factory=lambda: trace.Timings("load"))
 
     def __str__(self) -> str:
         counts = {what: len(getattr(self, what)) for what in ("missing", "unexpected", "lazy", "cast", "notes")}
         parts = [f"{len(self.loaded)} loaded", *(f"{count} {what}" for what, count in counts.items() if count)]
+        received = f" and {self.bytes_received} received" if self.bytes_received else ""
         return (
-            f"{self.url} (step {self.step}): {', '.join(parts)}; {self.bytes_read} bytes read for {self.bytes_wanted}"
+            f"{self.url} (step {self.step}): {', '.join(parts)}; "
+            f"{self.bytes_read} bytes read{received} for {self.bytes_wanted}"
         )
 
 
@@ -115,13 +123,24 @@ class _Wants:
     faults: list[Fault] = field(default_factory=list)
 
 
+@dataclass
+class _Reads:
+    """What this rank reads, for itself ``alone`` and as its part of ``rings``, and what is to be settled after."""
+
+    reader: Reader
+    rings: list[RingJob]
+    alone: list[ReadPart]
+    destinations: list[Destination]
+
+
 class _LoadJob:
     def __init__(
         self, engine: Engine, backend: StorageBackend, op: Operation, state: Mapping[str, Any], options: LoadOptions
     ) -> None:
         self._engine, self._backend, self._op, self._state, self._options = engine, backend, op, state, options
         self._rules = options.rules
-        self.timings = trace.Timings("load")
+        self._sharing = ReadSharing(options.share_reads, options.verify, op.rank)
+        self.timings = trace.Timings("load", op.rank, backend.url)
         self._prepared: Sequence[Section] = ()  # their targets were made, and nothing was loaded into them yet
 
     def run(self) -> LoadReport:
@@ -133,18 +152,18 @@ class _LoadJob:
             catalog = Catalog(
                 self._backend, manifest, self._rules, self._op.rank, self._op.world_size, self._options.allow_pickle
             )
-        with self._step("describe"):
+        with paused(), self._step("describe"):
             targets = self._describe(sections, catalog)
-        with self._step("plan"):
+        with paused(), self._step("plan"):
             wants = self._match(targets, catalog, report)
             mismatch = self._agree_on_faults(wants, catalog, report)
-            parts, destinations = self._plan(manifest, wants if mismatch is None else _Wants())
+            reads = self._plan(manifest, wants if mismatch is None else _Wants(), report)
         if mismatch is not None:
             # Every rank has the same verdict; reporting it to the others as a failure would only lose its details.
             raise mismatch
         self._prepared = ()
         with self._step("read"):
-            self._read(manifest, parts, destinations, report)
+            self._read(reads, report)
             self._op.barrier("read")
         with self._step("apply"):
             for section, target in targets:
@@ -169,6 +188,7 @@ class _LoadJob:
         self._engine.check_usable()
         check_state(self._state)
         self._rules.check(self._state)
+        self._sharing.check()
         self._op.agree("agree", {"path": self._backend.url, "sections": ", ".join(sorted(self._state))})
         return resolve_sections(
             self._state,
@@ -272,14 +292,18 @@ class _LoadJob:
 
     def _agree_on_faults(self, wants: _Wants, catalog: Catalog, report: LoadReport) -> MismatchError | None:
         """One error for all ranks. What is stored but wanted by none is known only when all have spoken."""
-        said = self._op.gather("claims", msgpack.packb([wants.faults, *catalog.claims()]))
+        asked = [(row, shard.box, shard.tensor.dtype) for row, shard in zip(wants.rows, wants.shards)]
+        offer = self._sharing.offer(catalog.manifest, asked if self._op.world_size > 1 else [])
+        said = self._op.gather("claims", msgpack.packb([wants.faults, offer, *catalog.claims()]))
         verdict = None
         if said is not None:
             parts = [msgpack.unpackb(part) for part in said]
             faults = sorted({tuple(fault) for part in parts for fault in part[0]})
-            unexpected = catalog.unclaimed([part[1:] for part in parts])
-            verdict = msgpack.packb([faults, unexpected])
-        faults, unexpected = msgpack.unpackb(self._op.broadcast("verdict", verdict))
+            unexpected = catalog.unclaimed([part[2:] for part in parts])
+            shared = answer_offers(self._backend, catalog.manifest, [part[1] for part in parts])
+            verdict = msgpack.packb([faults, unexpected, shared])
+        faults, unexpected, shared = msgpack.unpackb(self._op.broadcast("verdict", verdict), strict_map_key=False)
+        self._sharing.take_answer(shared)
         for section, full in unexpected:
             if self._rules.strictness(section) == "lenient":
                 report.unexpected.append(full)
@@ -289,27 +313,37 @@ class _LoadJob:
             return None
         return mismatch_error(self._backend.url, [tuple(fault) for fault in faults], catalog.names())
 
-    def _plan(self, manifest: Manifest, wants: _Wants) -> tuple[list[ReadPart], list[Destination]]:
+    def _plan(self, manifest: Manifest, wants: _Wants, report: LoadReport) -> _Reads:
         destinations = [Destination(shard) for shard in wants.shards]
         wanted = BoxTable.build([(row, shard.box) for row, shard in zip(wants.rows, wants.shards)])
         try:
             plan = plan_load(manifest.tensors, manifest.shards, wanted)
         except PlanError as error:
             raise PlanError(f"{self._backend.url}: {error}") from error
-        parts = [
-            ReadPart(stored, piece, cut(destinations[want].memory, piece, wants.shards[want].box))
-            for want, stored, piece in plan.pieces()
-        ]
-        return parts, destinations
+        report.bytes_wanted = int(plan.boxes.nbytes(manifest.tensors).sum())
+        reader = Reader(
+            self._backend,
+            manifest,
+            self._engine.io,
+            verify=self._options.verify,
+            ring=self._engine.ring,
+            timings=self.timings,
+        )
+        memory = [destination.memory for destination in destinations]
+        rings, alone = self._sharing.split(reader, plan, [shard.box for shard in wants.shards], memory)
+        return _Reads(reader, rings, alone, destinations)
 
-    def _read(
-        self, manifest: Manifest, parts: Sequence[ReadPart], destinations: Sequence[Destination], report: LoadReport
-    ) -> None:
-        reader = Reader(self._backend, manifest, self._engine.io, verify=self._options.verify)
-        reader.read(parts)
-        for destination in destinations:
+    def _read(self, reads: _Reads, report: LoadReport) -> None:
+        reader = reads.reader
+        if reads.rings:
+            alone = partial(reader.read, reads.alone)
+            verify, timings = self._options.verify, self.timings
+            report.bytes_received = pass_on(self._op, reads.rings, [alone], verify=verify, timings=timings)
+        else:
+            reader.read(reads.alone)
+        for destination in reads.destinations:
             destination.settle()
-        report.bytes_read, report.bytes_wanted = reader.stats.read, reader.stats.wanted
+        report.bytes_read = reader.stats.read
         self.timings.count("read", reader.stats.read)
 
     @contextmanager

@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from .dtypes import casts_at_all, casts_losslessly
@@ -58,8 +59,15 @@ class Rules:
     strict: bool | Strictness | Mapping[str, bool | Strictness] = "strict"
     cast: Cast = "widen"
 
+    @cached_property
+    def selects_all(self) -> bool:
+        """Whether every name takes part in the load, whatever it is."""
+        return "*" in self.include and not self.exclude
+
     def selects(self, full_name: str) -> bool:
         """Whether this target name takes part in the load."""
+        if self.selects_all:
+            return True
         return _matches(full_name, self.include) and not _matches(full_name, self.exclude)
 
     def selects_some_of(self, section: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from .dtypes import DType
 from .geometry import Box
@@ -18,8 +19,7 @@ Path = tuple["str | int", ...]
 """Where a value stands in its section's tree: one component per nested mapping key or list index."""
 
 
-@dataclass(frozen=True)
-class BasicMeta:
+class BasicMeta(NamedTuple):
     """A tensor as a whole: its element type and global shape."""
 
     dtype: DType

@@ -5,12 +5,15 @@
     agree      all ranks were called with the same path, step and sections; rank 0 gets their plans
     plan       replicas are deduplicated, bytes balanced, files laid out
     stage      one copy of this rank's share into the arena; after it the caller may change every tensor
-    write      data files, hashed and durable
+    merge      (where the layout asks for it) fragments travel to one owner for each tensor, which writes it whole
+    write      data files, hashed and durable, each piece's memory given back as soon as it is written
     confirm    rank 0 learns of every file and checksum
     commit     one atomic put of the manifest: the checkpoint exists from here on
     clean      files that only the overwritten manifest named are removed
 
-An asynchronous save returns after ``stage``. Whatever fails before ``commit`` leaves what was there before, and
+An asynchronous save returns after ``stage``. Where its memory budget is smaller than the state, it stages and writes
+at the same time; a synchronous save always does, in a few blocks that go round, and copies a piece just before that is
+hashed and written. Whatever fails before ``commit`` leaves what was there before, and
 every rank raises the same cause (DESIGN laws 1 to 3).
 """
 
@@ -18,23 +21,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
-
 from . import trace
+from .collector import paused
 from .control.base import Operation
-from .engine.arena import Slot
-from .engine.checksums import CHUNK_SIZE
+from .describing import describe_state
+from .engine.arena import page_round
 from .engine.commit import commit, read_manifest, remove_attempt, remove_files, replaceable
-from .engine.files import FileImage, copy_in, place_images
+from .engine.confirmation import Confirmed, pack_written
+from .engine.file_layout import data_key
+from .engine.files import FileImage, tensor_image
+from .engine.image_write import WrittenFile, write_whole
+from .engine.merge import MergeWork, Merging, merge
 from .engine.record import record
 from .engine.resources import Engine
-from .engine.writer import WrittenFile, write_images
+from .engine.writer import write_images
 from .errors import (
     BytecheckpointError,
     CommitUnknownError,
@@ -45,35 +50,24 @@ from .errors import (
     StateError,
 )
 from .handle import SaveHandle, SaveResult
+from .hf_index import StoredModel, companions, stored_models
 from .local_state import LocalState
-from .manifest import MANIFEST_KEY, Manifest, pack_metadata
-from .planners import Assignment, SavePlan
-from .save_planning import agree, settle
-from .sections import check_state, resolve_sections
+from .manifest import MANIFEST_KEY, Manifest
+from .planners import SavePlan
+from .save_options import SaveOptions
+from .save_planning import Settled, agree, settle
+from .save_staging import StateCopy
+from .sections import check_state
+from .shards import Shard
 from .storage_backends.base import StorageBackend
 from .version import VERSION
 
-__all__ = ["SaveOptions", "save"]
+__all__ = ["save"]
 
 _BEFORE_COMMIT = trace.SAVE_STEPS[: trace.SAVE_STEPS.index("commit")]
 _SWEEP_AFTER_S = 10.0  # how long a failed save waits for the other ranks to stop writing, before it sweeps
 
-
-_MAX_CHUNK_SIZE = 1 << 30
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """What the caller chose. ``deadline_s`` bounds every single wait for another rank."""
-
-    framework: str | None = None
-    step: int | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    allow_pickle: bool = False
-    deadline_s: float = 600.0
-    chunk_size: int = CHUNK_SIZE
 
 
 def save(
@@ -92,10 +86,8 @@ def save(
     """
     job = _SaveJob(engine, backend, op, state, options, waits=not background)
     job.prepare()
-    # Saves are committed in the order in which they were begun, so a synchronous one queues up too.
-    ended = job.enqueue(job.finish_in_background if background else job.finish)
-    if not background:
-        ended.result()
+    if not background and not job.handle.done():
+        job.wait()
     return job.handle
 
 
@@ -111,49 +103,77 @@ class _SaveJob:
         options: SaveOptions,
         waits: bool,
     ) -> None:
-        self.timings = trace.Timings("save")
+        self.timings = trace.Timings("save", op.rank, backend.url)
         self.handle = SaveHandle(backend.url, self.timings)
         self._engine, self._backend, self._state, self._options = engine, backend, state, options
         self._op = op
         self._waits = waits  # the caller does, for the end of the save
         self._attempt = ""
+        self._chunk_size = 0
         self._images: list[FileImage] = []
-        self._slot: Slot | None = None
+        self._work: MergeWork | None = None  # on all ranks, or on none
+        self._gathered: list[FileImage] = []
+        self._merged: Future[None] = Future()  # done when no tensor is needed for the merge stage any more
+        self._models: list[StoredModel] = []
+        self._companions: list[WrittenFile] = []
+        self._copy: StateCopy | None = None
+        self._ended: Future[None] | None = None  # once the background thread has the save, and ends it
         self._previous: Manifest | None = None
         self._plan: SavePlan | None = None
         # Once rank 0 may have put the manifest, this rank's files may be part of a checkpoint and are never removed.
         self._may_be_committed = False
 
     def prepare(self) -> None:
-        """From the call to the point where the caller may change the state. Raises what any rank raised."""
+        """From the call to the point where the caller may change the state (or, where it waits, to where the rest is
+        on its way). Raises what any rank raised."""
         try:
             with self._step("check"):
                 self._engine.check_usable(waits=self._waits)
                 self._check()
-            with self._step("describe"):
-                local = self._describe()
-            with self._step("agree"):
-                everyone = agree(self._op, local, self._facts(local))
-            with self._step("plan"):
-                settled = settle(self._op, local, everyone)
-                self._attempt, self._plan = settled.attempt, settled.plan
+            with paused():
+                settled = self._settle()
+            if settled is None:
+                self._skip()
+                return
+            local, share = settled
+            if not self._engine.is_background_thread:
+                self._engine.pass_gates()
             with self._step("stage"):
-                self._stage(local, settled.assignment)
+                self._stage(local, share)
+            if self._ended is None:
+                self._enqueue()
         except BaseException as error:
-            self._abandon(error)
+            self._give_up(error)
             raise
         # The state may go away from here on; only staged bytes are needed.
         self._state = {}
-        self.handle._mark_staged()
 
-    def enqueue(self, finish: Callable[[], None]) -> Future[None]:
-        """Hand ``finish`` to the background thread. Where that takes no more work, the save has failed."""
+    def _settle(self) -> tuple[LocalState, Settled] | None:
+        """What this rank has, and its share of the save; None where all ranks skip it."""
+        with self._step("describe"):
+            local = describe_state(self._op, self._state, self._options)
+        with self._step("agree"):
+            facts = self._options.facts(self._backend.url, local.section_names)
+            agreed = agree(self._op, self._engine.plans, local, facts, busy=self._would_wait(local))
+            if agreed.settled is not None:
+                # The others go on from here: whatever fails on this rank, it must know what to sweep.
+                self._attempt = agreed.settled.attempt
+        if agreed.skip:
+            return None
+        with self._step("plan"):
+            settled = settle(self._op, self._engine.plans, local, agreed)
+            self._attempt, self._plan = settled.attempt, settled.plan
+            self._chunk_size = self._options.chunk_size_for(settled.nbytes)
+        return local, settled
+
+    def wait(self) -> None:
+        """Wait for the end of the save. Raises what any rank raised."""
+        assert self._ended is not None
         try:
-            with self._op.phase("write"):
-                return self._engine.submit(finish)
-        except BaseException as error:
-            self._abandon(error)
-            self.handle._fail(error)
+            self._ended.result()
+        except BaseException:
+            if not self._ended.done():
+                self._stop_copying()
             raise
 
     def finish_in_background(self) -> None:
@@ -166,13 +186,22 @@ class _SaveJob:
     def finish(self) -> None:
         """From staged bytes to a committed checkpoint. Ends the handle; raises what any rank raised."""
         try:
+            if self._copy is not None:
+                with self._op.phase("stage"):
+                    self._copy.wait_copied()
+            written: list[WrittenFile] = []
+            if self._work is not None:
+                with self._step("merge"):
+                    written = self._merge(self._work)
             with self._step("write"):
-                written = self._write()
+                written += self._write()
             with self._step("confirm"):
                 confirmed = self._confirm(written)
             with self._step("commit"):
                 self._commit(confirmed)
         except BaseException as error:
+            if not self._merged.done():
+                self._merged.set_exception(error)
             if not self._stands(error):
                 raised = self._in_doubt(error)
                 self._abandon(error)
@@ -183,70 +212,113 @@ class _SaveJob:
             _log.warning("%s is committed, but this rank did not hear so: %s", self._backend.url, error)
         self._clean()
         self._op.close()
+        images = [*self._images, *self._gathered]
         result = SaveResult(
-            self._backend.url, self._options.step, self._attempt, sum(i.size for i in self._images), len(self._images)
+            self._backend.url, self._options.step, self._attempt, sum(i.size for i in images), len(images)
         )
         _log.info("committed %s (%s)", self._backend.url, self.timings)
         self.handle._succeed(result)
+
+    def _enqueue(self) -> Future[None]:
+        """Hand the rest to the background thread: saves are committed in the order in which they were begun, so a
+        synchronous one queues up too. Returns what is done when the merge stage needs no tensor any more."""
+        with self._op.phase("write"):
+            self._ended = self._engine.submit(self.finish if self._waits else self.finish_in_background)
+        return self._merged
 
     # -- the steps -----------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         check_state(self._state)
-        step, chunk_size = self._options.step, self._options.chunk_size
-        if step is not None and (type(step) is not int or not 0 <= step < 1 << 63):
-            raise StateError(f"step must be a whole number from 0 to 2^63-1, not {step!r}")
-        if type(chunk_size) is not int or not 1 <= chunk_size <= _MAX_CHUNK_SIZE:
-            raise StateError(f"chunk_size must be a number of bytes from 1 to {_MAX_CHUNK_SIZE}, not {chunk_size!r}")
-        pack_metadata(dict(self._options.metadata))
+        self._options.check()
+        if self._options.gate and (self._waits or self._engine.is_background_thread):
+            raise StateError("gate=True is for a save with async_save=True, called by the thread that trains")
         if self._op.rank == 0:
             with contextlib.suppress(KeyNotFoundError):
                 self._backend.stat(MANIFEST_KEY)
 
-    def _describe(self) -> LocalState:
-        sections = resolve_sections(
-            self._state,
-            framework=self._options.framework,
-            rank=self._op.rank,
-            world_size=self._op.world_size,
-            allow_pickle=self._options.allow_pickle,
+    def _would_wait(self, local: LocalState) -> bool:
+        """Whether the save is to be skipped because this rank would have to wait for staging memory."""
+        if self._waits or self._options.when_busy == "wait":
+            return False
+        known = self._engine.plans.find(local.fingerprint)
+        if known is None:
+            nbytes = local.nbytes  # the most that this rank may be given to write
+        else:
+            nbytes = sum(page_round(len(file.head) + sum(file.nbytes)) for file in known.files)
+            nbytes += 0 if known.merge is None else page_round(known.merge.staged_nbytes)
+        arena = self._engine.arena
+        return arena.would_wait(arena.blocks_for(nbytes + sum(page_round(len(data)) for *_, data in local.values)))
+
+    def _skip(self) -> None:
+        _log.info("%s: skipped, earlier saves still hold the staging memory", self._backend.url)
+        self._op.close()
+        self.handle._skip()
+
+    def _stage(self, local: LocalState, settled: Settled) -> None:
+        self._images = local.images(settled.files, settled.assignment, self._attempt)
+        held = self._prepare_merge(local, settled)
+        deadline_s = self._options.deadline_s
+        self._copy = StateCopy(self._engine, self._images, held, self.timings, deadline_s, waits=self._waits)
+        self.handle._watch(self._copy.staging)
+        self._copy.begin(self._state if self._options.gate else None, self._enqueue)
+
+    def _prepare_merge(self, local: LocalState, settled: Settled) -> dict[int, Shard]:
+        """What becomes whole tensors on this rank; the shards that it contributes, here or elsewhere, by their row."""
+        self._work = settled.merge
+        if self._op.rank == 0 and self._options.layout == "whole":
+            self._models = stored_models(self._state)
+        if self._work is None:
+            self._merged.set_result(None)
+            return {}
+        shards = local.shards
+        return {row: shards[row] for row in self._work.staged}
+
+    def _merge(self, work: MergeWork) -> list[WrittenFile]:
+        assert self._copy is not None
+        for file in work.files:
+            key = data_key(self._attempt, file.section, self._op.rank, "tensors")
+            self._gathered.append(tensor_image(key, file))
+        engine = self._engine
+        means = Merging(engine.merge_ring, engine.merge_threads, engine.io, self._options.deadline_s)
+        written = merge(
+            self._op,
+            self._backend,
+            work,
+            self._gathered,
+            self._copy.fragments,
+            means,
+            self._chunk_size,
+            self.timings,
         )
-        sources = {section.name: section.capture() for section in sections}
-        return LocalState(sections, sources, self._op.rank, self._options.allow_pickle)
-
-    def _facts(self, local: LocalState) -> dict[str, str]:
-        """What every rank must have been called with alike."""
-        return {
-            "path": self._backend.url,
-            "step": str(self._options.step),
-            "sections": ", ".join(name for name, _ in local.plan.sections),
-            "chunk size": str(self._options.chunk_size),
-            "library version": VERSION,
-        }
-
-    def _stage(self, local: LocalState, assignment: Assignment) -> None:
-        self._images = local.images(assignment, self._attempt)
-        self._slot = self._engine.arena.acquire(place_images(self._images), self._options.deadline_s)
-        for image in self._images:
-            copy_in(image, self._slot)
-            self.timings.count("stage", image.size)
-            image.release_tensors()
+        self._merged.set_result(None)
+        self.timings.count("merge", sum(file.size for file in written))
+        return written
 
     def _write(self) -> list[WrittenFile]:
-        assert self._slot is not None
+        assert self._copy is not None
         written = write_images(
-            self._backend, self._images, self._slot, self._options.chunk_size, self._engine.io, self._point
+            self._backend, self._copy.staging, self._chunk_size, self._engine.io, self.timings, self._point
         )
-        self.timings.count("write", sum(file.size for file in written))
-        self._slot.release()
+        if self._plan is not None and self._models:
+            for image in companions(self._plan, self._models, self._attempt):
+                self._companions.append(write_whole(self._backend, image, self._chunk_size, self.timings))
+        self.timings.count("write", sum(file.size for file in (*written, *self._companions)))
         return written
 
     def _confirm(self, written: Sequence[WrittenFile]) -> list[list[WrittenFile]] | None:
         self._may_be_committed = self._op.rank != 0
-        everyone = self._op.gather("written", msgpack.packb([file.to_plain() for file in written]))
+        if self._work is not None:
+            # As the plan has them: files of tensors by section, then values.
+            written = sorted(written, key=lambda file: (0, file.section) if file.kind == "tensors" else (1, ""))
+        everyone = self._op.gather("written", pack_written(written))
         if everyone is None:
             return None
-        return [[WrittenFile.from_plain(plain) for plain in msgpack.unpackb(part)] for part in everyone]
+        assert self._plan is not None
+        confirmed = Confirmed(self._plan, attempt=self._attempt, chunk_size=self._chunk_size)
+        files = [confirmed.unpack(rank, told) for rank, told in enumerate(everyone)]
+        files[0] += self._companions
+        return files
 
     def _commit(self, confirmed: list[list[WrittenFile]] | None) -> None:
         if confirmed is None:
@@ -289,17 +361,37 @@ class _SaveJob:
 
     # -- failure -------------------------------------------------------------------------------------------------
 
+    def _give_up(self, error: BaseException) -> None:
+        """The caller's part of the save has failed."""
+        if self._ended is None:
+            self._abandon(error)
+            self.handle._fail(error)
+        elif isinstance(error, Exception):
+            # The background thread has the save, and ends it.
+            assert self._copy is not None
+            self._copy.fail(error)
+            wait([self._ended])
+        else:
+            self._stop_copying()
+
+    def _stop_copying(self) -> None:
+        """The caller was interrupted, goes on and may change the state. Where it was copied the save goes on too."""
+        assert self._copy is not None
+        self._copy.fail(StateError("the save was interrupted before the state was copied"))
+        wait([self._merged])
+        self._copy.staging.wait_settled()
+
     def _abandon(self, error: BaseException) -> None:
         """Leave nothing behind that no manifest will ever name. Never raises."""
-        if self._slot is not None:
-            self._slot.release()
+        if self._copy is not None:
+            self._copy.staging.release(error)
         if self._attempt and (not self._may_be_committed or _never_committed(error)):
             if self._op.rank == 0:
                 # The others may still be writing; what they write after the sweep would stay for ever.
                 self._op.wait_alone(_SWEEP_AFTER_S)
                 remove_attempt(self._backend, self._attempt)
             else:
-                remove_files(self._backend, [image.key for image in self._images])
+                remove_files(self._backend, [image.key for image in (*self._images, *self._gathered)])
         self._op.close()
 
     def _stands(self, error: BaseException) -> bool:

@@ -35,14 +35,26 @@ class Section:
     def capture(self) -> SectionSource:
         """What the object holds, checked for names that mean two things."""
         source = self.adapter.capture(self.obj, self.context)
-        for fqn in (*source.metas, *source.aliases):
-            _check_name(f"{self.name}.{fqn}", fqn)
+        names = [*source.metas, *source.aliases]
+        if not _are_plain(names):
+            for fqn in names:
+                _check_name(f"{self.name}.{fqn}", fqn)
         clash = source.metas.keys() & source.aliases.keys()
         if clash:
             raise NameCollisionError(
                 f"{self.name}: {', '.join(sorted(clash))} are both tensors and names of tied tensors"
             )
         return source
+
+
+def _are_plain(names: list[str]) -> bool:
+    """Whether it is plain to see, of all names at once, that ``_check_name`` has nothing against any of them."""
+    text = "\n".join(names)
+    return (
+        text.isascii()
+        and not any(mark in text for mark in ("@", "]", "\0", "__metadata__"))
+        and max(map(len, names), default=0) <= _MAX_NAME
+    )
 
 
 def _check_name(full: str, fqn: str) -> None:

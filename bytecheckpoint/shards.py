@@ -8,16 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .dtypes import DTYPES
+from .dtypes import DTYPES, DType
 from .errors import StateError, UnsupportedTensorError
 from .geometry import Box
+from .mesh_layout import MeshPlace
 from .metadata import BasicMeta, Path
 
-__all__ = ["Path", "SectionSource", "SectionTarget", "Shard", "StoredSection", "basic_meta", "torch_dtype"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "IrregularShard",
+    "MeshShard",
+    "Path",
+    "SectionSource",
+    "SectionTarget",
+    "Shard",
+    "StoredSection",
+    "basic_meta",
+    "torch_dtype",
+    "whole_tensor",
+]
+
+# Those that this torch has.
+_DTYPES: dict[torch.dtype, DType] = {
+    found: dtype for name, dtype in DTYPES.items() if isinstance(found := getattr(torch, name, None), torch.dtype)
+}
 
 
 def torch_dtype(meta: BasicMeta) -> torch.dtype:
@@ -32,18 +53,26 @@ def torch_dtype(meta: BasicMeta) -> torch.dtype:
 
 def basic_meta(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> BasicMeta:
     """Dtype and global shape as this library writes them. Raises ``UnsupportedTensorError`` for quantised dtypes."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    known = _DTYPES.get(dtype)
+    if known is None:
         raise UnsupportedTensorError(f"dtype {dtype} cannot be stored: it has no plain bytes of its own")
-    return BasicMeta(DTYPES[name], tuple(int(n) for n in shape))
+    return BasicMeta(known, tuple(map(int, shape)))
 
 
-@dataclass(frozen=True, eq=False)
+@lru_cache(maxsize=1 << 14)  # a model has few shapes, an optimizer the same ones again
+def whole_tensor(dtype: torch.dtype, shape: torch.Size) -> tuple[BasicMeta, Box]:
+    """``basic_meta``, and the box that is all of the tensor."""
+    meta = basic_meta(dtype, shape)
+    return meta, Box.whole(meta.shape)
+
+
+@dataclass(eq=False, slots=True)
 class Shard:
-    """A box of the global tensor ``fqn`` that lies in this process's memory.
+    """A box of the global tensor ``fqn`` that lies in this process's memory. Not to be changed once made.
 
     ``tensor`` has exactly the box's shape and the meta's dtype, on any device; it may be a non-contiguous view, never
-    a copy: loading fills it. A replica is simply the same box on several ranks.
+    a copy: loading fills it. A replica is simply the same box on several ranks. Raises ``StateError`` for a tensor
+    that is not the box, ``UnsupportedTensorError`` for one without dense bytes.
     """
 
     fqn: str
@@ -60,6 +89,27 @@ class Shard:
             raise UnsupportedTensorError(
                 f"{self.fqn}: layout {self.tensor.layout} cannot be stored; convert it first (for example .to_dense())"
             )
+
+    @classmethod
+    def proved(cls, fqn: str, meta: BasicMeta, box: Box, tensor: torch.Tensor) -> Self:
+        """A shard of which it is known already that the tensor is dense and is the box."""
+        shard = object.__new__(cls)
+        shard.fqn, shard.meta, shard.box, shard.tensor = fqn, meta, box, tensor
+        return shard
+
+
+@dataclass(eq=False, slots=True)
+class IrregularShard(Shard):
+    """A shard that is where flat memory, or a plan of its own, happened to be cut. Where it is all of a tensor, that
+    does not make it a replica."""
+
+
+@dataclass(eq=False, slots=True)
+class MeshShard(Shard):
+    """A shard that is where it is because of its rank's place in a mesh, which ``find_place`` tells; None where the
+    mesh cuts in a way that is not put down in a ``MeshLayout``. Only ranks that plan anew ask."""
+
+    find_place: Callable[[], MeshPlace | None]
 
 
 @dataclass

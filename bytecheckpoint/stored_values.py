@@ -9,6 +9,7 @@ from typing import Any
 from .checkpoint import Checkpoint
 from .engine.stored_files import read_stored_file
 from .errors import StateError
+from .manifest import COMPANION
 from .shards import Path
 from .values import decode_value, decode_values_file, path_name
 
@@ -41,7 +42,7 @@ def stored_values(checkpoint: Checkpoint) -> Iterator[StoredValue]:
     """In the order of files and entries. Raises ``CorruptionError``, ``FormatError``."""
     manifest = checkpoint.manifest
     for row, kind in enumerate(manifest.files.kind):
-        if kind == "tensors":
+        if kind in ("tensors", COMPANION):
             continue
         section = manifest.section_name(int(manifest.files.section[row]))
         document = read_stored_file(checkpoint.backend, manifest, row, head_only=False)

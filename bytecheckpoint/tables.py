@@ -6,8 +6,9 @@ Planners and the manifest speak of the same two tables. A *ragged* column holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -49,15 +50,20 @@ class TensorTable:
         """From ``(section, fqn, meta)`` rows."""
         names: list[str] = []
         sections: dict[str, int] = {}
-        columns: list[tuple[int, int, int]] = []
-        shape: list[int] = []
+        indices: list[int] = []
+        metas: list[BasicMeta] = []
         for section, fqn, meta in rows:
             names.append(f"{section}.{fqn}")
-            columns.append((sections.setdefault(section, len(sections)), meta.dtype.code, len(meta.shape)))
-            shape.extend(meta.shape)
-        table = np.array(columns, np.int64).reshape(-1, 3)
+            indices.append(sections.setdefault(section, len(sections)))
+            metas.append(meta)
+        shapes = [meta.shape for meta in metas]
         return cls(
-            names, list(sections), table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy(), np.array(shape, np.int64)
+            names,
+            list(sections),
+            np.array(indices, np.int64),
+            np.array([meta.dtype.code for meta in metas], np.int64),
+            np.array(list(map(len, shapes)), np.int64),
+            np.array(list(chain.from_iterable(shapes)), np.int64),
         )
 
     def __len__(self) -> int:
@@ -68,6 +74,12 @@ class TensorTable:
 
     def meta_of(self, row: int) -> BasicMeta:
         return BasicMeta(_BY_CODE[int(self.dtype[row])], self.shape_of(row))
+
+    def metas(self, rows: Int64) -> list[BasicMeta]:
+        """``meta_of`` of many rows."""
+        shape = self.shape.tolist()
+        columns = (self.dtype[rows].tolist(), self.starts[rows].tolist(), self.starts[rows + 1].tolist())
+        return [BasicMeta(_BY_CODE[code], tuple(shape[begin:end])) for code, begin, end in zip(*columns)]
 
     def section_of(self, row: int) -> str:
         return self.sections[int(self.section[row])]
@@ -100,9 +112,9 @@ class BoxTable:
         """From ``(tensor row, box)``."""
         return cls(
             np.array([row for row, _ in rows], np.int64),
-            np.array([v for _, box in rows for v in box.offsets], np.int64),
-            np.array([v for _, box in rows for v in box.lengths], np.int64),
-            ragged_starts(np.array([box.ndim for _, box in rows], np.int64)),
+            np.array(list(chain.from_iterable([box.offsets for _, box in rows])), np.int64),
+            np.array(list(chain.from_iterable([box.lengths for _, box in rows])), np.int64),
+            ragged_starts(np.array([len(box.offsets) for _, box in rows], np.int64)),
         )
 
     @classmethod
@@ -111,6 +123,14 @@ class BoxTable:
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def __iter__(self) -> Iterator[Box]:
+        """``box_of`` every row."""
+        offsets, lengths = self.offsets.tolist(), self.lengths.tolist()
+        valid = int(self.offsets.min(initial=0)) >= 0 and int(self.lengths.min(initial=0)) >= 0
+        make = Box.proved if valid else Box
+        for begin, end in pairwise(self.starts.tolist()):
+            yield make(tuple(offsets[begin:end]), tuple(lengths[begin:end]))
 
     def box_of(self, row: int) -> Box:
         part = slice(int(self.starts[row]), int(self.starts[row + 1]))
@@ -126,8 +146,8 @@ class BoxTable:
 
     def take(self, rows: Int64) -> BoxTable:
         """These rows, in this order."""
-        counts = (self.starts[1:] - self.starts[:-1])[rows]
-        picked = ragged_positions(self.starts[:-1][rows], counts)
+        counts = self.starts[rows + 1] - self.starts[rows]
+        picked = ragged_positions(self.starts[rows], counts)
         return BoxTable(self.tensor[rows], self.offsets[picked], self.lengths[picked], ragged_starts(counts))
 
 

@@ -2,24 +2,79 @@
 
 from __future__ import annotations
 
+from .contents import CONTENT_BYTES, Comparison, ContentChecks, Contents, Held, as_contents, compare_contents
+from .gather_plan import LAYOUTS, GatherPlan, Layout, plan_gather
+from .gather_share import PIECE_SIZE, Cuts, GatherShare
 from .load_plan import LoadPlan, plan_load
-from .local_plan import LocalPlan, ValueEntry
-from .merge import PlannedValue
-from .save_plan import Assignment, PlannedFile, SavePlan, layout, plan_columns, plan_save
+from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, pack_boxes, unpack_boxes
+from .merge import PlannedValue, ValueKey
+from .mesh_boxes import mesh_boxes
+from .plan_cache import CachedPlan, PlanCache
+from .plan_groups import PlanGroup
+from .save_plan import Assignment, PlannedFile, SavePlan, layout, plan_columns, plan_groups, plan_save
+from .share_plan import (
+    Batch,
+    Piece,
+    Ring,
+    SharedPart,
+    Slab,
+    Want,
+    WantClass,
+    classify_wants,
+    group_ranks,
+    plan_ring,
+    rings_of,
+)
 from .slabs import slabs, span
 
 __all__ = [
+    "CONTENT_BYTES",
+    "LAYOUTS",
+    "OWN_BOXES",
+    "PIECE_SIZE",
+    "WHOLE",
     "Assignment",
+    "Batch",
+    "CachedPlan",
+    "Comparison",
+    "ContentChecks",
+    "Contents",
+    "Cuts",
+    "GatherPlan",
+    "GatherShare",
+    "Held",
+    "Layout",
     "LoadPlan",
     "LocalPlan",
+    "Piece",
+    "PlanCache",
+    "PlanGroup",
+    "PlanTable",
     "PlannedFile",
     "PlannedValue",
+    "Ring",
     "SavePlan",
+    "SharedPart",
+    "Slab",
     "ValueEntry",
+    "ValueKey",
+    "Want",
+    "WantClass",
+    "as_contents",
+    "classify_wants",
+    "compare_contents",
+    "group_ranks",
     "layout",
+    "mesh_boxes",
+    "pack_boxes",
     "plan_columns",
+    "plan_gather",
+    "plan_groups",
     "plan_load",
+    "plan_ring",
     "plan_save",
+    "rings_of",
     "slabs",
     "span",
+    "unpack_boxes",
 ]

@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 import numpy as np
-import numpy.typing as npt
 
 from ..tables import Int64, ragged_positions, ragged_starts
+from .rank_sets import RankSets, distinct_sets
+from .wire import Bool
 
 __all__ = ["choose_writers"]
 
 # Measured, in units of placing one group by heap (about 1.5 us): a round, and a member of a set in it.
 _ROUND_COST, _CELL_COST = 20.0, 0.002
+_FEW = 20  # one item in so many may be of a set that overlaps others, for the rest to be placed in rounds
 
 
 @dataclass(eq=False)
 class _Shared:
-    """Groups that need a choice. Groups of one ``member set`` have the same ranks: those of set ``s`` are
+    """Items that need a choice: ``member_set`` says which ranks have each. Those of set ``s`` are
     ``ranks[starts[s] : starts[s + 1]]``."""
 
     nbytes: Int64
@@ -31,74 +33,102 @@ class _Shared:
     starts: Int64
 
 
-def choose_writers(nbytes: Int64, starts: Int64, rank: Int64, world_size: int) -> Int64:
-    """For each group of replicas, the position (into ``rank``) of the member that writes it.
+def choose_writers(nbytes: Int64, member_set: Int64, sets: RankSets) -> Int64:
+    """For each item the rank that writes it, of those that have it: the ranks of set ``member_set``.
 
-    Group ``g`` is ``nbytes[g]`` bytes held by ``rank[starts[g] : starts[g + 1]]``, ascending and not empty.
     The largest load exceeds the even share by no more than the largest shared item, unless forced or because
     ranks hold too different things.
     """
-    counts = starts[1:] - starts[:-1]
-    chosen: Int64 = starts[:-1].copy()
+    chosen = sets.lowest(member_set)
+    counts = sets.sizes(member_set)
     multi = np.flatnonzero(counts > 1)
     if len(multi) == 0:
         return chosen
     single = np.flatnonzero(counts == 1)
     # Exact: a rank's bytes stay far below 2**53.
-    forced = np.bincount(rank[chosen[single]], weights=nbytes[single], minlength=world_size).astype(np.int64)
-    shared = _shared(nbytes[multi], starts[multi], counts[multi], rank)
-    chosen[multi] += _choose(shared, forced)
+    forced = np.bincount(chosen[single], weights=nbytes[single], minlength=sets.world_size).astype(np.int64)
+    used = np.flatnonzero(np.bincount(member_set[multi], minlength=len(sets)))
+    which = np.searchsorted(used, member_set[multi])
+    ranks, sizes = sets.members(used)
+    starts = ragged_starts(sizes)
+    first, kind = distinct_sets(ranks, starts)
+    ranks = ranks[ragged_positions(starts[first], sizes[first])]
+    shared = _Shared(nbytes[multi], kind[which], ranks, ragged_starts(sizes[first]))
+    chosen[multi] = shared.ranks[shared.starts[shared.member_set] + _choose(shared, forced)]
     return chosen
 
 
-def _shared(nbytes: Int64, starts: Int64, counts: Int64, rank: Int64) -> _Shared:
-    """Find which groups have the same members: by a hash of them, then proven member by member."""
-    where = ragged_positions(starts, counts)
-    members = rank[where]
-    begin = np.cumsum(counts) - counts
-    digest = np.add.reduceat(_mix(members), begin) ^ _mix(counts)
-    _, first, member_set = np.unique(digest, return_index=True, return_inverse=True)
-    first, member_set = _set_apart(first, member_set, counts != counts[first[member_set]])
-    like = members[ragged_positions(begin[first[member_set]], counts)]
-    first, member_set = _set_apart(first, member_set, np.logical_or.reduceat(members != like, begin))
-    set_counts = counts[first]
-    ranks = members[ragged_positions(begin[first], set_counts)]
-    return _Shared(nbytes, member_set, ranks, ragged_starts(set_counts))
-
-
-def _set_apart(first: Int64, member_set: Int64, odd: npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
-    """Give each group that only the hash took for a member of its set a set of its own."""
-    rows = np.flatnonzero(odd)
-    member_set[rows] = len(first) + np.arange(len(rows))
-    return np.append(first, rows), member_set
-
-
-def _mix(values: Int64) -> npt.NDArray[np.uint64]:
-    """Well-spread 64-bit words (splitmix64), so that sums of them tell sets apart."""
-    word: npt.NDArray[np.uint64] = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    word ^= word >> np.uint64(31)
-    return word
-
-
 def _choose(shared: _Shared, forced: Int64) -> Int64:
-    """Which member of its set writes each group."""
-    largest_first = np.argsort(-shared.nbytes, kind="stable")
+    """Which member of its set writes each item."""
+    alone = _disjoint(shared)
+    items = alone[shared.member_set]
+    rounds = int(np.bincount(shared.member_set[items], minlength=1).max())
     widths = shared.starts[1:] - shared.starts[:-1]
-    if len(np.unique(shared.ranks)) == len(shared.ranks):
-        rounds = int(np.bincount(shared.member_set).max())
-        if rounds * (_ROUND_COST + _CELL_COST * len(widths) * float(widths.max())) < len(shared.nbytes):
-            return _choose_by_rounds(shared, forced, largest_first)
+    cost = rounds * (_ROUND_COST + _CELL_COST * int(alone.sum()) * float(widths[alone].max(initial=0)))
+    if cost < int(items.sum()) and _FEW * int((~items).sum()) <= len(items):
+        # What is left is little and has the wider choice; its bytes are made up for when the rest is placed.
+        choice = np.empty(len(items), np.int64)
+        rest = _part(shared, ~items, ~alone)
+        choice[~items], loads = _choose_by_heaps(rest, forced, _largest_first(rest))
+        most = _part(shared, items, alone)
+        choice[items] = _choose_by_rounds(most, loads, _largest_first(most))
+        return choice
+    largest_first = _largest_first(shared)
     choice, loads = _choose_by_heaps(shared, forced, largest_first)
-    bound = max(float(forced.max()), (float(forced.sum()) + float(shared.nbytes.sum())) / len(forced))
-    if float(loads.max()) > 1.02 * bound:
+    if float(loads.max()) > 1.02 * _least_possible(shared, forced):
         # Sets that overlap: placing the least movable first is sometimes better.
         least_movable_first = largest_first[np.argsort(widths[shared.member_set[largest_first]], kind="stable")]
         other, other_loads = _choose_by_heaps(shared, forced, least_movable_first)
         if other_loads.max() < loads.max():
             return other
     return choice
+
+
+def _largest_first(shared: _Shared) -> Int64:
+    return np.argsort(-shared.nbytes, kind="stable")
+
+
+def _disjoint(shared: _Shared) -> Bool:
+    """Sets that share no rank with each other, those with most items first."""
+    widths = shared.starts[1:] - shared.starts[:-1]
+    busiest = np.argsort(-np.bincount(shared.member_set, minlength=len(widths)), kind="stable")
+    if len(np.unique(shared.ranks)) == len(shared.ranks):
+        return np.ones(len(widths), np.bool_)
+    taken = np.zeros(int(shared.ranks.max()) + 1, np.bool_)
+    found = np.zeros(len(widths), np.bool_)
+    for which in busiest.tolist():
+        members = shared.ranks[shared.starts[which] : shared.starts[which + 1]]
+        if not taken[members].any():
+            taken[members] = found[which] = True
+    return found
+
+
+def _part(shared: _Shared, items: Bool, sets: Bool) -> _Shared:
+    """Some of the items, whose sets are among ``sets``."""
+    widths = (shared.starts[1:] - shared.starts[:-1])[sets]
+    ranks = shared.ranks[ragged_positions(shared.starts[:-1][sets], widths)]
+    number = np.cumsum(sets) - 1
+    return _Shared(shared.nbytes[items], number[shared.member_set[items]], ranks, ragged_starts(widths))
+
+
+def _least_possible(shared: _Shared, forced: Int64) -> float:
+    """What the largest load is at least, whoever writes what."""
+    begins, widths = shared.starts[:-1], shared.starts[1:] - shared.starts[:-1]
+    # Ranks between which load can move at all bear the number of the lowest of them.
+    island = np.arange(len(forced))
+    while True:
+        lowest = np.minimum.reduceat(island[shared.ranks], begins)
+        joined = island.copy()
+        np.minimum.at(joined, shared.ranks, np.repeat(lowest, widths))
+        if (joined == island).all():
+            break
+        island = joined
+    nbytes = np.bincount(island, weights=forced, minlength=len(forced))
+    nbytes += np.bincount(lowest[shared.member_set], weights=shared.nbytes, minlength=len(forced))
+    even = nbytes / np.maximum(np.bincount(island, minlength=len(forced)), 1)
+    idlest = np.minimum.reduceat(forced[shared.ranks], begins)
+    single = (shared.nbytes + idlest[shared.member_set]).max()
+    return max(float(forced.max()), float(even.max()), float(single))
 
 
 def _choose_by_heaps(shared: _Shared, forced: Int64, order: Int64) -> tuple[Int64, Int64]:

@@ -108,8 +108,9 @@ def _overlap_faults(boxes: BoxTable, numbers: ElementNumbers, describe: Describe
     clash = (numbers.first[1:] <= numbers.last[:-1]) & (boxes.tensor[1:] == boxes.tensor[:-1])
     if not clash.any():
         return
-    doubtful = np.unique(boxes.tensor[1:][clash])
-    rows = np.flatnonzero(np.isin(boxes.tensor, doubtful))
+    doubtful = np.zeros(int(boxes.tensor[-1]) + 1, np.bool_)
+    doubtful[boxes.tensor[1:][clash]] = True
+    rows = np.flatnonzero(doubtful[boxes.tensor])
     part = boxes.take(rows)
     for index, offsets, lengths in matrices(part, chunk=len(part)):
         local = np.arange(len(part))[index]

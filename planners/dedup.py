@@ -45,15 +45,6 @@ class Replicas:
     rows: Int64
     starts: Int64
 
-    def cut_to_first(self, alone: Bool) -> Replicas:
-        """Without any but the first row of each group that is marked in ``alone``."""
-        counts = self.starts[1:] - self.starts[:-1]
-        keep = np.repeat(~alone, counts)
-        keep[self.starts[:-1]] = True
-        starts = np.zeros(len(self.starts), np.int64)
-        np.cumsum(np.where(alone, 1, counts), out=starts[1:])
-        return Replicas(self.rows[keep], starts)
-
 
 def matrices(boxes: BoxTable, chunk: int = _CHUNK) -> Iterator[tuple[Rows, Int64, Int64]]:
     """Rows of equal ndim with their offsets and lengths as ``[n, ndim]`` arrays, a bounded number at a time."""
@@ -106,13 +97,18 @@ def group_replicas(numbers: ElementNumbers, rows: Int64, rank: Int64) -> Replica
     """Group ``rows`` (none of them empty, all inside their tensors) by equal box; ``rank`` is by row of the table."""
     first, last = numbers.first[rows], numbers.last[rows]
     owner = rank[rows]
-    sorted_by_rank = bool((owner[1:] >= owner[:-1]).all())
-    order = np.argsort(first, kind="stable") if sorted_by_rank else np.lexsort((owner, first))
+    order = np.argsort(first, kind="stable")
     fresh = _differs(first[order])
     # Boxes that begin together and end apart overlap: a fault, which the coverage proof reports.
     if (_differs(last[order]) & ~fresh).any():
         order = np.lexsort((owner, last, first))
         fresh = _differs(first[order]) | _differs(last[order])
+    elif not fresh.all() and (owner[1:] < owner[:-1]).any():
+        # Most boxes stand alone; only the others need be put in the order of their ranks.
+        many = ~fresh
+        many[:-1] |= many[1:]
+        group = np.cumsum(fresh)[many]
+        order[many] = order[many][np.lexsort((owner[order[many]], group))]
     return Replicas(rows[order], np.append(np.flatnonzero(fresh), len(rows)).astype(np.int64, copy=False))
 
 

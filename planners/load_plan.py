@@ -34,8 +34,7 @@ class LoadPlan:
 
     def pieces(self) -> Iterator[tuple[int, int, Box]]:
         """``(wanted row, stored row, box)`` of every row."""
-        for row, (wanted, stored) in enumerate(zip(self.wanted.tolist(), self.stored.tolist())):
-            yield wanted, stored, self.boxes.box_of(row)
+        return zip(self.wanted.tolist(), self.stored.tolist(), self.boxes)
 
 
 def plan_load(tensors: TensorTable, stored: BoxTable, wanted: BoxTable) -> LoadPlan:
@@ -51,14 +50,22 @@ def plan_load(tensors: TensorTable, stored: BoxTable, wanted: BoxTable) -> LoadP
         raise PlanError("a wanted box has not as many dimensions as its tensor")
     order = np.argsort(wanted.tensor, kind="stable")
     order = order[wanted.numel()[order] > 0]
-    names, begins = np.unique(wanted.tensor[order], return_index=True)
-    ends = np.append(begins[1:], len(order))
+    names, begins, sizes = np.unique(wanted.tensor[order], return_index=True, return_counts=True)
     low = np.searchsorted(stored.tensor, names)
     high = np.searchsorted(stored.tensor, names, side="right")
+    few = (high - low) * sizes <= _FEW_PAIRS
+    of_few = np.repeat(few, sizes)
     found = [_Found.none()]
+    found += _in_one_pass(
+        stored, wanted, order[of_few], np.repeat(low[few], sizes[few]), np.repeat((high - low)[few], sizes[few])
+    )
+    left = ~few
+    left[np.searchsorted(names, wanted.tensor[_short(wanted, order[of_few], found)])] = True
     faults: list[str] = []
-    for tensor, begin, end, first, last in zip(*(column.tolist() for column in (names, begins, ends, low, high))):
-        rows = order[begin:end]
+    for tensor, begin, size, first, last in zip(
+        *(column[left].tolist() for column in (names, begins, sizes, low, high))
+    ):
+        rows = order[begin : begin + size]
         one = _OneTensor(stored, first, last, wanted, rows)
         hits = list(one.intersections())
         found.extend(hits)
@@ -85,7 +92,40 @@ class _Found:
         return cls(empty, empty, empty.reshape(0, 0), empty.reshape(0, 0))
 
 
+def _in_one_pass(stored: BoxTable, wanted: BoxTable, rows: Int64, low: Int64, counts: Int64) -> Iterator[_Found]:
+    """Every common part of wanted ``rows``, of any tensors, with the ``counts`` stored boxes from ``low`` on."""
+    ndims = wanted.starts[rows + 1] - wanted.starts[rows]
+    for ndim in np.unique(ndims).tolist():
+        pick = np.flatnonzero(ndims == ndim)
+        total = np.cumsum(counts[pick])
+        at = 0
+        while at < len(pick):
+            done = int(total[at - 1]) if at else 0
+            to = max(at + 1, int(np.searchsorted(total, done + _MAX_PAIRS, side="right")))
+            some = pick[at:to]
+            mine = np.repeat(rows[some], counts[some])
+            theirs = ragged_positions(low[some], counts[some])
+            begin, extent = _matrix(wanted, mine, ndim)
+            start, size = _matrix(stored, theirs, ndim)
+            offsets = np.maximum(begin, start)
+            lengths = np.minimum(begin + extent, start + size) - offsets
+            hit = np.flatnonzero((lengths > 0).all(axis=1))
+            yield _Found(mine[hit], theirs[hit], offsets[hit], lengths[hit])
+            at = to
+
+
+def _short(wanted: BoxTable, rows: Int64, found: list[_Found]) -> Int64:
+    """Those of the wanted ``rows`` whose common parts do not add up to the box."""
+    missing = np.zeros(len(wanted), np.int64)
+    missing[rows] = wanted.numel()[rows]
+    for part in found:
+        np.subtract.at(missing, part.wanted, part.lengths.prod(axis=1))
+    return np.flatnonzero(missing)
+
+
 class _OneTensor:
+    """The boxes of one tensor that has many, or a fault."""
+
     def __init__(self, stored: BoxTable, first: int, last: int, wanted: BoxTable, rows: Int64) -> None:
         # At least one wanted row, but maybe no stored one.
         ndim = int(wanted.starts[rows[0] + 1] - wanted.starts[rows[0]])

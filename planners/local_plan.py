@@ -1,20 +1,39 @@
-"""What one rank holds, in the form in which it travels to the rank that plans."""
+"""What one rank holds, and the forms in which it travels to the rank that plans.
+
+Most of it many ranks hold alike, or could work out for each other: names, shapes, replicas, parts of a mesh. That is a
+``PlanTable``, of which ranks need but compare a digest. The rest are boxes that only their holder knows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ..dtypes import DTYPES
+from ..mesh_layout import MeshLayout
 from ..tables import BoxTable, Int64, TensorTable
 from .wire import Bool, Fields, column, flags, pack
 
-__all__ = ["LocalPlan", "ValueEntry"]
+__all__ = ["OWN_BOXES", "WHOLE", "LocalPlan", "PlanTable", "ValueEntry", "ValueName", "pack_boxes", "unpack_boxes"]
 
-_KIND = "local plan"
+OWN_BOXES, WHOLE = -1, 0
+"""How ranks with one ``PlanTable`` hold a tensor, other than cut by a mesh: each as it says; each all of it."""
+
+_TABLE, _BOXES = "plan table", "boxes"
 _MAX_NDIM = 64
 _MAX_LENGTH = 2**62
+_NO_ROWS: Int64 = np.empty(0, np.int64)
+
+
+class ValueName(NamedTuple):
+    """One plain value of a section. ``path`` is an opaque encoded key; ``per_rank`` values are never replicas."""
+
+    section: str
+    path: bytes
+    per_rank: bool
 
 
 @dataclass(frozen=True)
@@ -30,6 +49,82 @@ class ValueEntry:
 
 
 @dataclass(eq=False)
+class PlanTable:
+    """What the plans of many ranks have in common.
+
+    Tensors marked ``own`` belong to each rank alone; their names lack the ``@<rank>`` that they are stored under.
+    ``held`` is by tensor: ``OWN_BOXES``, ``WHOLE``, or a number ``k`` above: each rank holds the one box that
+    ``layouts[k - 1]`` gives it. ``aliases`` are ``(name, name it stands for)``, full names; ``sections`` are
+    ``(name, adapter kind)``; ``pinned`` are tensors that the lowest rank writes. The contents of tensors marked
+    ``compared`` tell whether they are replicas.
+    """
+
+    tensors: TensorTable
+    own: Bool
+    pinned: Bool
+    compared: Bool
+    held: Int64
+    layouts: list[MeshLayout]
+    values: list[ValueName]
+    aliases: list[tuple[str, str]]
+    sections: list[tuple[str, str]]
+
+    def to_bytes(self) -> bytes:
+        """For ``from_bytes``, on any machine. Equal for equal tables."""
+        tensors, values = self.tensors, self.values
+        return pack(
+            _TABLE,
+            {
+                "names": tensors.names,
+                "tensor_sections": tensors.sections,
+                "section": column(tensors.section),
+                "dtypes": list(DTYPES),
+                "dtype": column(tensors.dtype),
+                "ndim": column(tensors.ndim),
+                "shape": column(tensors.shape),
+                "own": flags(self.own),
+                "pinned": flags(self.pinned),
+                "compared": flags(self.compared),
+                "held": column(self.held - OWN_BOXES),
+                "layouts": [part for layout in self.layouts for part in _pack_layout(layout)],
+                "value_section": [value.section for value in values],
+                "value_path": [value.path for value in values],
+                "value_per_rank": flags(np.array([value.per_rank for value in values], np.bool_)),
+                "aliases": [name for pair in self.aliases for name in pair],
+                "sections": [name for pair in self.sections for name in pair],
+            },
+        )
+
+    def compared_items(self) -> list[str | tuple[str, bytes]]:
+        """What the contents of a rank are of: values by section and path, then tensors by full name."""
+        names = self.tensors.names
+        tensors = [names[row] for row in np.flatnonzero(self.compared).tolist()]
+        return [*((value.section, value.path) for value in self.values if not value.per_rank), *tensors]
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PlanTable:
+        """A peer's table. Raises ``PlanError`` for bytes that ``to_bytes`` would not have written."""
+        fields = Fields(_TABLE, data)
+        tensors = _tensors(fields)
+        layouts = _layouts(fields)
+        held = OWN_BOXES + fields.within("held", fields.integers("held", len(tensors)), 0, len(layouts) + 2)
+        dims = np.array([0, *(len(layout.cuts) for layout in layouts)], np.int64)
+        if (dims[np.maximum(held, 0)] != tensors.ndim)[held > WHOLE].any():
+            raise fields.malformed("a layout is of another number of dimensions than its tensor")
+        return cls(
+            tensors,
+            fields.flags("own", len(tensors)),
+            fields.flags("pinned", len(tensors)),
+            fields.flags("compared", len(tensors)),
+            held,
+            layouts,
+            _values(fields),
+            fields.pairs("aliases"),
+            fields.pairs("sections"),
+        )
+
+
+@dataclass(eq=False)
 class LocalPlan:
     """What one rank holds: row ``i`` of ``shards`` is its ``i``-th shard.
 
@@ -37,6 +132,10 @@ class LocalPlan:
     already ends in ``@<rank>``); None where all are shared. ``pinned`` (None: none) marks tensors whose replicas may
     differ, so that the lowest rank writes them: all of them then come from one and the same rank. ``aliases`` are
     ``(name, name it stands for)``, full names; ``sections`` are ``(name, adapter kind)``.
+
+    ``held`` (None: all ``OWN_BOXES``), ``layouts`` and ``compared`` (None: none) are as in ``PlanTable``;
+    ``coordinates`` is the rank's place in the mesh of each layout. The first shards are those of tensors that are not
+    held as ``OWN_BOXES``, one each, in the order of tensors.
     """
 
     tensors: TensorTable
@@ -46,54 +145,110 @@ class LocalPlan:
     aliases: list[tuple[str, str]] = field(default_factory=list)
     sections: list[tuple[str, str]] = field(default_factory=list)
     pinned: Bool | None = None
+    held: Int64 | None = None
+    layouts: list[MeshLayout] = field(default_factory=list)
+    coordinates: list[tuple[int, ...]] = field(default_factory=list)
+    compared: Bool | None = None
 
-    def scopes(self) -> Int64:
-        """``scope`` with None spelled out."""
-        return np.full(len(self.tensors), -1, np.int64) if self.scope is None else self.scope
+    def places(self) -> Int64:
+        """``coordinates``, one after the other."""
+        return np.array([number for coordinate in self.coordinates for number in coordinate], np.int64)
 
-    def to_bytes(self) -> bytes:
-        """For ``from_bytes``, on any machine."""
-        tensors, shards, values = self.tensors, self.shards, self.values
-        return pack(
-            _KIND,
-            {
-                "names": tensors.names,
-                "tensor_sections": tensors.sections,
-                "section": column(tensors.section),
-                "dtypes": list(DTYPES),
-                "dtype": column(tensors.dtype),
-                "ndim": column(tensors.ndim),
-                "shape": column(tensors.shape),
-                "scope": column(self.scopes()),
-                "pinned": flags(np.zeros(len(tensors), np.bool_) if self.pinned is None else self.pinned),
-                "shard_tensor": column(shards.tensor),
-                "offsets": column(shards.offsets),
-                "lengths": column(shards.lengths),
-                "value_section": [value.section for value in values],
-                "value_path": [value.path for value in values],
-                "value_digest": [value.digest for value in values],
-                "value_size": column(np.array([value.size for value in values], np.int64)),
-                "value_per_rank": flags(np.array([value.per_rank for value in values], np.bool_)),
-                "aliases": [name for pair in self.aliases for name in pair],
-                "sections": [name for pair in self.sections for name in pair],
-            },
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> LocalPlan:
-        """A peer's plan. Raises ``PlanError`` for bytes that ``to_bytes`` would not have written."""
-        fields = Fields(_KIND, data)
-        tensors = _tensors(fields)
-        scope = fields.within("scope", fields.integers("scope", len(tensors)), -1, 2**31)
-        return cls(
+    def table(self) -> PlanTable:
+        """What other ranks may have in common with this one."""
+        tensors = self.tensors
+        own = np.zeros(len(tensors), np.bool_) if self.scope is None else self.scope >= 0
+        if self.scope is not None and own.any():
+            names = list(tensors.names)
+            for row in np.flatnonzero(own).tolist():
+                names[row] = names[row].removesuffix(f"@{int(self.scope[row])}")
+            tensors = TensorTable(names, tensors.sections, tensors.section, tensors.dtype, tensors.ndim, tensors.shape)
+        return PlanTable(
             tensors,
-            _shards(fields, tensors),
-            _values(fields),
-            scope,
-            fields.pairs("aliases"),
-            fields.pairs("sections"),
-            fields.flags("pinned", len(tensors)),
+            own,
+            np.zeros(len(tensors), np.bool_) if self.pinned is None else self.pinned,
+            np.zeros(len(tensors), np.bool_) if self.compared is None else self.compared,
+            np.full(len(tensors), OWN_BOXES, np.int64) if self.held is None else self.held,
+            self.layouts,
+            [ValueName(value.section, value.path, value.per_rank) for value in self.values],
+            self.aliases,
+            self.sections,
         )
+
+    def own_boxes(self) -> BoxTable:
+        """The shards that no other rank could know of."""
+        common = 0 if self.held is None else int((self.held != OWN_BOXES).sum())
+        if common == 0:
+            return self.shards
+        first = int(self.shards.starts[common])
+        return BoxTable(
+            self.shards.tensor[common:],
+            self.shards.offsets[first:],
+            self.shards.lengths[first:],
+            self.shards.starts[common:] - first,
+        )
+
+
+def pack_boxes(boxes: BoxTable) -> bytes:
+    """For ``unpack_boxes``, on any machine; nothing where there are none."""
+    if len(boxes) == 0:
+        return b""
+    return pack(
+        _BOXES,
+        {"tensor": column(boxes.tensor), "offsets": column(boxes.offsets), "lengths": column(boxes.lengths)},
+    )
+
+
+def unpack_boxes(told: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTable, Int64]:
+    """The own boxes of several peers one after the other, all of ``tensors``, and how many each has.
+
+    Raises ``PlanError`` for bytes that ``pack_boxes`` would not have written.
+    """
+    counts = np.zeros(len(told), np.int64)
+    columns: tuple[list[Int64], ...] = ([_NO_ROWS], [_NO_ROWS], [_NO_ROWS])
+    fields = None
+    for index, data in enumerate(told):
+        if data:
+            fields = Fields(_BOXES, data)
+            for name, parts in zip(("tensor", "offsets", "lengths"), columns):
+                parts.append(fields.integers(name))
+            counts[index] = len(columns[0][-1])
+            if len(columns[1][-1]) != len(columns[2][-1]):
+                raise fields.malformed("boxes lack lengths")
+    tensor, offsets, lengths = map(np.concatenate, columns)
+    if fields is not None:
+        fields.within("tensor", tensor, 0, len(tensors))
+        fields.within("offsets", offsets, 0, _MAX_LENGTH)
+        fields.within("lengths", lengths, 0, _MAX_LENGTH)
+        ends, numbers = np.cumsum(counts), np.append(0, np.cumsum(tensors.ndim[tensor]))
+        # Each must bring as many numbers as its own boxes have, or they would be taken for those of another's.
+        if (np.cumsum([len(part) for part in columns[1][1:]]) != numbers[ends[counts > 0]]).any():
+            raise fields.malformed("boxes of another number of dimensions than their tensors")
+    return BoxTable.from_columns(tensors, tensor, offsets, lengths), counts
+
+
+def _pack_layout(layout: MeshLayout) -> tuple[object, object]:
+    cuts = [number for axis in layout.cuts for number in (len(axis), *axis)]
+    return column(np.array(layout.shape, np.int64)), column(np.array(cuts, np.int64))
+
+
+def _layouts(fields: Fields) -> list[MeshLayout]:
+    columns = [one.tolist() for one in fields.columns("layouts")]
+    if len(columns) % 2:
+        raise fields.malformed("half a layout")
+    layouts = []
+    for shape, numbers in zip(columns[::2], columns[1::2]):
+        cuts = []
+        at = 0
+        while at < len(numbers):
+            stop = at + 1 + max(numbers[at], 0)
+            cuts.append(tuple(numbers[at + 1 : stop]))
+            at = stop
+        try:
+            layouts.append(MeshLayout(tuple(shape), tuple(cuts)))
+        except ValueError as error:
+            raise fields.malformed(str(error)) from error
+    return layouts
 
 
 def _tensors(fields: Fields) -> TensorTable:
@@ -109,29 +264,16 @@ def _tensors(fields: Fields) -> TensorTable:
     dtype = fields.within("dtype", fields.integers("dtype", count), 0, len(DTYPES))
     ndim = fields.within("ndim", fields.integers("ndim", count), 0, _MAX_NDIM + 1)
     shape = fields.within("shape", fields.integers("shape", int(ndim.sum())), 0, _MAX_LENGTH)
+    prefixes = [f"{section}." for section in sections]
     for name, code in zip(names, section.tolist()):
-        if not name.startswith(sections[code] + "."):
+        if not name.startswith(prefixes[code]):
             raise fields.malformed(f"tensor {name!r} is not of section {sections[code]!r}")
     return TensorTable(names, sections, section, dtype, ndim, shape)
 
 
-def _shards(fields: Fields, tensors: TensorTable) -> BoxTable:
-    tensor = fields.within("shard_tensor", fields.integers("shard_tensor"), 0, len(tensors))
-    total = int(tensors.ndim[tensor].sum())
-    offsets = fields.within("offsets", fields.integers("offsets", total), 0, _MAX_LENGTH)
-    lengths = fields.within("lengths", fields.integers("lengths", total), 0, _MAX_LENGTH)
-    return BoxTable.from_columns(tensors, tensor, offsets, lengths)
-
-
-def _values(fields: Fields) -> list[ValueEntry]:
+def _values(fields: Fields) -> list[ValueName]:
     paths = fields.blobs("value_path")
     count = len(paths)
-    sizes = fields.within("value_size", fields.integers("value_size", count), 0, _MAX_LENGTH)
-    rows = zip(
-        fields.strings("value_section", count),
-        paths,
-        fields.blobs("value_digest", count),
-        sizes.tolist(),
-        fields.flags("value_per_rank", count).tolist(),
+    return list(
+        map(ValueName, fields.strings("value_section", count), paths, fields.flags("value_per_rank", count).tolist())
     )
-    return [ValueEntry(*row) for row in rows]

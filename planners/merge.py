@@ -1,32 +1,35 @@
-"""All ranks' tables as one: every tensor, value, alias and section once, and every disagreement named."""
+"""All groups' tables as one: every tensor, value, alias and section once, and every disagreement named."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, starmap
 
 import numpy as np
 
 from ..errors import PlanError
-from ..tables import BoxTable, Int64, TensorTable, ragged_positions
-from .local_plan import LocalPlan, ValueEntry
+from ..tables import Int64, TensorTable, ragged_positions, ragged_starts
+from .plan_groups import PlanGroup
 from .wire import Bool
 
 __all__ = [
     "PlannedValue",
+    "ValueKey",
     "merge_aliases",
     "merge_pinned",
     "merge_sections",
-    "merge_shards",
     "merge_tensors",
     "merge_values",
     "ranks_text",
 ]
 
+ValueKey = tuple[str, bytes]
+"""Section and encoded path of a plain value."""
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class PlannedValue:
     """One plain value to be written: by ``rank``, whose ``index``-th value it is. ``shared`` values are the same on
     every rank that has them and are written once."""
@@ -34,8 +37,8 @@ class PlannedValue:
     section: str
     path: bytes
     rank: int
-    shared: bool
     index: int
+    shared: bool = True
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -52,138 +55,132 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(set(ranks)) == 1 else "ranks ") + ", ".join(parts)
 
 
-def merge_tensors(plans: Sequence[LocalPlan], sections: list[str]) -> tuple[TensorTable, Int64, list[Int64]]:
-    """One table sorted by name, the scope of each tensor, and for each rank the new row of each of its rows.
+def merge_tensors(
+    groups: Sequence[PlanGroup], sections: list[str]
+) -> tuple[TensorTable, Int64, list[Int64], list[Int64]]:
+    """One table sorted by name, the scope of each tensor (-1, or the one rank that has it), and by group the new row of
+    each row of its table (-1 for own tensors) and those of its own tensors, as ``[own tensor, rank]``.
 
     Raises ``PlanError`` that lists every tensor of which ranks disagree, and who says what.
     """
-    parts = [_Part.of(plan) for plan in plans]
-    # Ranks mostly list the same shared tensors; each distinct list is gone through once.
-    distinct: dict[object, int] = {}
-    for rank, part in enumerate(parts):
-        distinct.setdefault(part.key, rank)
-    where: dict[str, tuple[int, int]] = {}
-    conflicts: set[str] = set()
-    for rank in distinct.values():
-        tensors = plans[rank].tensors
-        for row in parts[rank].shared.tolist():
-            known, known_row = where.setdefault(tensors.names[row], (rank, row))
-            if known != rank and _facts(plans[known], known_row) != _facts(plans[rank], row):
-                conflicts.add(tensors.names[row])
-    for rank, part in enumerate(parts):
-        for row in part.own.tolist():
-            name = plans[rank].tensors.names[row]
-            if where.setdefault(name, (rank, row)) != (rank, row) or _facts(plans[rank], row)[3] != rank:
-                conflicts.add(name)
-    if conflicts:
-        raise PlanError(_conflict_text(plans, sorted(conflicts)))
-    names = sorted(where)
-    merged, scope = _table(
-        [(name, _facts(plans[rank], row)) for name in names for rank, row in [where[name]]], sections
-    )
-    row_of = {name: row for row, name in enumerate(names)}
-    shared = {key: _new_rows(plans[rank], parts[rank].shared, row_of) for key, rank in distinct.items()}
-    rows: list[Int64] = []
-    for plan, part in zip(plans, parts):
-        new = np.empty(len(plan.tensors), np.int64)
-        new[part.shared] = shared[part.key]
-        new[part.own] = _new_rows(plan, part.own, row_of)
+    shared = [np.flatnonzero(~group.table.own) for group in groups]
+    named = [_names(group, rows) for group, rows in zip(groups, shared)]
+    ours = [_own_names(group) for group in groups]
+    # In the order in which groups list them, which is half sorted.
+    distinct = dict.fromkeys(chain.from_iterable(named))
+    owned = [name for of_group in ours for names in of_group for name in names]
+    clashes = [name for name in owned if name in distinct] if owned else []
+    names = sorted([*distinct, *owned])
+    if len(owned) > len(set(owned)):
+        clashes += [a for a, b in pairwise(names) if a == b]
+    if clashes:
+        raise PlanError(_conflict_text(groups, sorted(set(clashes))))
+    row_of = dict(zip(names, range(len(names))))
+    rows = []
+    for group, places, own_list in zip(groups, shared, named):
+        new = np.full(len(group.table.tensors), -1, np.int64)
+        new[places] = np.fromiter(map(row_of.__getitem__, own_list), np.int64, len(own_list))
         rows.append(new)
-    return merged, scope, rows
+    own: list[Int64] = []
+    for group, of_group in zip(groups, ours):
+        places_of = [row_of[name] for of_tensor in of_group for name in of_tensor]
+        own.append(np.array(places_of, np.int64).reshape(-1, len(group.ranks)))
+    table, conflicts = _table(groups, names, sections, rows, own)
+    if conflicts:
+        raise PlanError(_conflict_text(groups, conflicts))
+    scope = np.full(len(names), -1, np.int64)
+    for group, places in zip(groups, own):
+        scope[places] = group.ranks
+    return table, scope, rows, own
 
 
-_Facts = tuple[str, int, tuple[int, ...], int]
-"""Section, dtype code, shape and scope of a tensor."""
+def _names(group: PlanGroup, rows: Int64) -> list[str]:
+    names = group.table.tensors.names
+    return names if len(rows) == len(names) else [names[row] for row in rows.tolist()]
 
 
-@dataclass(eq=False)
-class _Part:
-    """Which rows of one rank's tensors are ``shared`` and which its ``own``; equal shared parts have equal ``key``."""
-
-    shared: Int64
-    own: Int64
-    key: object
-
-    @classmethod
-    def of(cls, plan: LocalPlan) -> _Part:
-        tensors, scope = plan.tensors, plan.scopes()
-        shared, own = np.flatnonzero(scope < 0), np.flatnonzero(scope >= 0)
-        names = tensors.names if len(own) == 0 else [tensors.names[row] for row in shared.tolist()]
-        ndim = tensors.ndim[shared]
-        shape = tensors.shape[ragged_positions(tensors.starts[shared], ndim)]
-        columns = (tensors.section[shared], tensors.dtype[shared], ndim, shape)
-        return cls(shared, own, (tuple(names), tuple(tensors.sections), *(column.tobytes() for column in columns)))
+def _own_names(group: PlanGroup) -> list[list[str]]:
+    """What each rank's own tensors are stored under."""
+    names, ranks = group.table.tensors.names, group.ranks.tolist()
+    return [[f"{names[row]}@{rank}" for rank in ranks] for row in np.flatnonzero(group.table.own).tolist()]
 
 
-def _facts(plan: LocalPlan, row: int) -> _Facts:
-    tensors = plan.tensors
-    scope = -1 if plan.scope is None else int(plan.scope[row])
-    return tensors.section_of(row), int(tensors.dtype[row]), tensors.shape_of(row), scope
-
-
-def _new_rows(plan: LocalPlan, rows: Int64, row_of: dict[str, int]) -> Int64:
-    names = plan.tensors.names
-    return np.array([row_of[names[row]] for row in rows.tolist()], np.int64)
-
-
-def _table(rows: list[tuple[str, _Facts]], sections: list[str]) -> tuple[TensorTable, Int64]:
+def _table(
+    groups: Sequence[PlanGroup], names: list[str], sections: list[str], rows: list[Int64], own: list[Int64]
+) -> tuple[TensorTable, list[str]]:
+    """The tensors ``names``, and those of which groups disagree."""
     codes = {name: code for code, name in enumerate(sections)}
-    facts = [(codes[section], dtype, len(shape), scope) for _, (section, dtype, shape, scope) in rows]
-    shape = np.array([size for _, (_, _, extent, _) in rows for size in extent], np.int64)
-    columns = np.array(facts, np.int64).reshape(-1, 4)
-    section, dtype, ndim, scope = (columns[:, i].copy() for i in range(4))
-    return TensorTable([name for name, _ in rows], sections, section, dtype, ndim, shape), scope
+    facts = np.full((3, len(names)), -1, np.int64)
+    odd = np.zeros(len(names), np.bool_)
+    told: list[tuple[TensorTable, Int64, Int64]] = []
+    for group, new, ours in zip(groups, rows, own):
+        tensors = group.table.tensors
+        shared, mine = np.flatnonzero(~group.table.own), np.flatnonzero(group.table.own)
+        old = np.concatenate((shared, np.repeat(mine, ours.shape[1])))
+        at = np.concatenate((new[shared], ours.reshape(-1)))
+        section = np.array([codes[name] for name in tensors.sections], np.int64)
+        said = np.stack((section[tensors.section[old]], tensors.dtype[old], tensors.ndim[old]))
+        fresh = facts[0, at] < 0
+        odd[at[~fresh & (facts[:, at] != said).any(axis=0)]] = True
+        facts[:, at[fresh]] = said[:, fresh]
+        told.append((tensors, old, at))
+    section, dtype, ndim = facts
+    starts = ragged_starts(ndim)
+    shape = np.full(int(starts[-1]), -1, np.int64)
+    for tensors, old, at in told:
+        same = ~odd[at]
+        old, at = old[same], at[same]
+        where = ragged_positions(starts[at], ndim[at])
+        said = tensors.shape[ragged_positions(tensors.starts[old], ndim[at])]
+        fresh = shape[where] < 0
+        clash = ~fresh & (shape[where] != said)
+        odd[np.repeat(at, ndim[at])[clash]] = True
+        shape[where[fresh]] = said[fresh]
+    table = TensorTable(names, sections, section.copy(), dtype.copy(), ndim.copy(), shape)
+    return table, [names[row] for row in np.flatnonzero(odd).tolist()]
 
 
-def _conflict_text(plans: Sequence[LocalPlan], names: list[str]) -> str:
+def _conflict_text(groups: Sequence[PlanGroup], names: list[str]) -> str:
     said: dict[str, dict[str, list[int]]] = {name: defaultdict(list) for name in names}
-    for rank, plan in enumerate(plans):
-        for row, name in enumerate(plan.tensors.names):
-            if name in said:
-                section, _, _, scope = _facts(plan, row)
-                owner = "" if scope < 0 else f", of rank {scope} alone"
-                said[name][f"{plan.tensors.meta_of(row)} in section {section!r}{owner}"].append(rank)
+    for group in groups:
+        tensors = group.table.tensors
+        for row, name in enumerate(tensors.names):
+            text = f"{tensors.meta_of(row)} in section {tensors.section_of(row)!r}" if name in said else ""
+            if group.table.own[row]:
+                for rank in group.ranks.tolist():
+                    full = f"{name}@{rank}"
+                    if full in said:
+                        text = f"{tensors.meta_of(row)} in section {tensors.section_of(row)!r}"
+                        said[full][f"{text}, of rank {rank} alone"].append(rank)
+            elif text:
+                said[name][text] += group.ranks.tolist()
     lines = [f"ranks disagree about {len(names)} tensors:"]
     for name, texts in said.items():
         lines.append(f"  {name}: " + "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in texts.items()))
     return "\n".join(lines)
 
 
-def merge_shards(plans: Sequence[LocalPlan], tensors: TensorTable, rows: list[Int64]) -> tuple[BoxTable, Int64, Int64]:
-    """All ranks' boxes as one table, with the rank and the local row of each."""
-    counts = np.array([len(plan.shards) for plan in plans], np.int64)
-    empty = [np.empty(0, np.int64)]
-    boxes = BoxTable.from_columns(
-        tensors,
-        np.concatenate(empty + [new[plan.shards.tensor] for new, plan in zip(rows, plans)]),
-        np.concatenate(empty + [plan.shards.offsets for plan in plans]),
-        np.concatenate(empty + [plan.shards.lengths for plan in plans]),
-    )
-    rank = np.repeat(np.arange(len(plans), dtype=np.int64), counts)
-    local = np.arange(len(boxes), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    return boxes, rank, local
-
-
-def merge_pinned(plans: Sequence[LocalPlan], tensors: TensorTable, rows: list[Int64]) -> Bool:
-    """Tensors that any rank wants to be written by the lowest rank that has them."""
+def merge_pinned(groups: Sequence[PlanGroup], tensors: TensorTable, rows: Sequence[Int64]) -> Bool:
+    """Tensors that any rank wants to be written by the lowest rank that has them. A rank's own it writes anyway."""
     pinned = np.zeros(len(tensors), np.bool_)
-    for plan, new in zip(plans, rows):
-        if plan.pinned is not None:
-            pinned[new[plan.pinned]] = True
+    for group, new in zip(groups, rows):
+        pinned[new[group.table.pinned & ~group.table.own]] = True
     return pinned
 
 
-def merge_sections(plans: Sequence[LocalPlan]) -> list[tuple[str, str]]:
+def merge_sections(groups: Sequence[PlanGroup]) -> list[tuple[str, str]]:
     """Every section with its adapter's kind, by name. Raises ``PlanError`` where ranks name different kinds."""
-    return _agreed("section", "adapter", [plan.sections for plan in plans])
+    return _agreed("section", "adapter", groups, [group.table.sections for group in groups])
 
 
-def merge_aliases(plans: Sequence[LocalPlan], tensors: TensorTable) -> list[tuple[str, str]]:
+def merge_aliases(groups: Sequence[PlanGroup], tensors: TensorTable) -> list[tuple[str, str]]:
     """Every tied name with what it stands for, by name.
 
     Raises ``PlanError`` for a name that stands for two things, that is a tensor's as well, or for nothing there is.
     """
-    aliases = _agreed("alias", "target", [plan.aliases for plan in plans])
+    aliases = _agreed("alias", "target", groups, [group.table.aliases for group in groups])
+    if not aliases:
+        return aliases
     names, tied = set(tensors.names), {name for name, _ in aliases}
     faults = [f"{name}: is a tensor, and an alias of {target} too" for name, target in aliases if name in names]
     faults += [f"{name}: alias of {to}, which no rank has" for name, to in aliases if to not in names | tied]
@@ -192,11 +189,13 @@ def merge_aliases(plans: Sequence[LocalPlan], tensors: TensorTable) -> list[tupl
     return aliases
 
 
-def _agreed(what: str, says: str, pairs: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
+def _agreed(
+    what: str, says: str, groups: Sequence[PlanGroup], pairs: Sequence[Sequence[tuple[str, str]]]
+) -> list[tuple[str, str]]:
     said: dict[str, dict[str, list[int]]] = {}
-    for rank, one in enumerate(pairs):
+    for group, one in zip(groups, pairs):
         for name, value in one:
-            said.setdefault(name, {}).setdefault(value, []).append(rank)
+            said.setdefault(name, {}).setdefault(value, []).extend(group.ranks.tolist())
     faults = [
         f"{what} {name}: " + "; ".join(f"{says} {value!r} on {ranks_text(ranks)}" for value, ranks in values.items())
         for name, values in sorted(said.items())
@@ -207,18 +206,27 @@ def _agreed(what: str, says: str, pairs: Sequence[Sequence[tuple[str, str]]]) ->
     return sorted((name, next(iter(values))) for name, values in said.items())
 
 
-def merge_values(plans: Sequence[LocalPlan]) -> list[PlannedValue]:
-    """Who writes which value, by section, path and rank. Raises ``PlanError`` for a path that one rank has twice."""
-    holders: dict[tuple[str, bytes], list[tuple[int, int, ValueEntry]]] = defaultdict(list)
-    for rank, plan in enumerate(plans):
-        for index, value in enumerate(plan.values):
-            holders[value.section, value.path].append((rank, index, value))
-    planned: list[PlannedValue] = []
-    for (section, path), entries in sorted(holders.items()):
-        twice = [b[0] for a, b in pairwise(entries) if a[0] == b[0]]
-        if twice:
-            raise PlanError(f"section {section!r}: {ranks_text(twice)} holds the value at {path!r} twice")
-        shared = len({value.digest for _, _, value in entries}) == 1 and not any(v.per_rank for _, _, v in entries)
-        writers = entries[:1] if shared else entries
-        planned.extend(PlannedValue(section, path, rank, shared, index) for rank, index, _ in writers)
-    return planned
+def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -> list[PlannedValue]:
+    """Who writes which value, by section, path and rank. ``differing`` are those of which holders have different ones.
+
+    Raises ``PlanError`` for a path that one rank has twice.
+    """
+    shared: dict[ValueKey, tuple[int, int]] = {}
+    apart: set[ValueKey] = set(differing)
+    lowest_first = sorted(groups, key=lambda group: int(group.ranks[0]))
+    for group in lowest_first:
+        rank, before = int(group.ranks[0]), len(shared)
+        keys = [(section, path) for section, path, _ in group.table.values]
+        apart.update(key for key, value in zip(keys, group.table.values) if value.per_rank)
+        for index, key in enumerate(keys):
+            shared.setdefault(key, (rank, index))
+        if len(shared) - before < len(keys) and len(set(keys)) != len(keys):
+            twice = sorted(key for key, count in Counter(keys).items() if count > 1)
+            where = f"section {twice[0][0]!r}: {ranks_text(group.ranks.tolist())}"
+            raise PlanError(f"{where} holds the value at {twice[0][1]!r} twice")
+    rows = [(*key, *writer, True) for key, writer in shared.items() if key not in apart]
+    for group in lowest_first if apart else ():
+        mine = [(index, value[:2]) for index, value in enumerate(group.table.values) if value[:2] in apart]
+        rows += [(*key, rank, index, False) for rank in group.ranks.tolist() for index, key in mine]
+    rows.sort()
+    return list(starmap(PlannedValue, rows))

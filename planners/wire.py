@@ -19,11 +19,16 @@ __all__ = ["Bool", "Fields", "column", "flags", "pack"]
 
 Bool = npt.NDArray[np.bool_]
 
+_SHORT = 64
 _WORDS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<i8"}
 
 
-def column(values: Int64) -> bytes:
-    """An integer column: one byte that says how wide its words are, then the words, the narrowest that hold all."""
+def column(values: Int64) -> bytes | list[int]:
+    """An integer column. A short one is a list of numbers, quickly made; of any other, one byte says how wide its words
+    are, then come the words, the narrowest that hold all."""
+    if len(values) <= _SHORT:
+        numbers: list[int] = values.tolist()
+        return numbers
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     width = 8 if low < 0 else next((width for width in (1, 2, 4) if high < 1 << 8 * width), 8)
     return bytes([width]) + values.astype(_WORDS[width], copy=False).tobytes()
@@ -59,13 +64,27 @@ class Fields:
 
     def integers(self, name: str, length: int | None = None) -> Int64:
         """A column of int64, of ``length`` rows where that is known."""
-        values = self.column_of(self._typed(name, bytes), name)
+        values = self.column_of(self._fields.get(name), name)
         if length is not None and len(values) != length:
             raise self.malformed(f"column {name!r} has {len(values)} rows, not {length}")
         return values
 
-    def column_of(self, raw: bytes, name: str) -> Int64:
-        """The column that these bytes of field ``name`` are."""
+    def columns(self, name: str, count: int | None = None) -> list[Int64]:
+        """A list of columns."""
+        raw: list[Any] = self._typed(name, list)
+        if count is not None and len(raw) != count:
+            raise self.malformed(f"field {name!r} has {len(raw)} columns, not {count}")
+        return [self.column_of(one, name) for one in raw]
+
+    def column_of(self, raw: object, name: str) -> Int64:
+        """The column that this part of field ``name`` is."""
+        if type(raw) is list and len(raw) <= _SHORT and set(map(type, raw)) <= {int}:
+            try:
+                return np.array(raw, np.int64)
+            except OverflowError as error:
+                raise self.malformed(f"column {name!r} holds a number of more than 64 bits") from error
+        if type(raw) is not bytes:
+            raise self.malformed(f"column {name!r} is {type(raw).__name__}")
         width = raw[0] if raw else 0
         if width not in _WORDS or (len(raw) - 1) % width:
             raise self.malformed(f"column {name!r} of {len(raw)} bytes is cut short")

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
-from typing_extensions import Buffer
+from typing_extensions import Buffer, Self
 
 from ..errors import UnsupportedURLError
 
-__all__ = ["ObjectStat", "ObjectWriter", "StorageBackend"]
+__all__ = ["ObjectReader", "ObjectStat", "ObjectWriter", "StorageBackend"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,41 @@ class ObjectWriter(ABC):
             self.abort()
 
 
+class ObjectReader(ABC):
+    """One object opened for many reads, by several threads at once. Every byte is of the object that had the key when
+    it was opened, unless the store cannot hold on to it and the object was replaced meanwhile. Close it when no thread
+    is inside a call."""
+
+    @abstractmethod
+    def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """As ``StorageBackend.read_scattered``."""
+
+    def is_at_hand(self, offset: int, length: int) -> bool:
+        """Whether these bytes (at least one) seem to be in this machine's memory already, so that reading them is a
+        copy and no wait: then more threads than processors gain nothing."""
+        return False
+
+    def direct_pages(self) -> int:
+        """What ``read_direct`` wants offsets, addresses and lengths to be multiples of; 0 where there is none."""
+        return 0
+
+    def read_direct(self, offset: int, buffer: Buffer) -> int:
+        """Fill ``buffer`` from the device, past any cache; the number of bytes, less than its length only at the end
+        of the object. To be called only where ``direct_pages`` is not 0."""
+        raise NotImplementedError
+
+    def close(self) -> None:  # noqa: B027 - optional to override
+        """Give the descriptor back. Never raises."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 class StorageBackend(ABC):
     """A place that holds objects below one root. Made from a URL by ``storage_backends.open_backend``."""
 
@@ -64,6 +99,9 @@ class StorageBackend(ABC):
     atomic_writer: bool = True
     """False where a half-written object is visible under its key (local files). Readers never rely on it: only the
     manifest, written by ``put``, makes an object count."""
+
+    read_size: int = 8 << 20
+    """Bytes that one read had best fetch: enough to make little of the wait before the first of them."""
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> StorageBackend:
@@ -103,6 +141,11 @@ class StorageBackend(ABC):
             view[:] = content[at : at + len(view)]
             at += len(view)
 
+    def open_object(self, key: str) -> ObjectReader:
+        """Open an object for many reads. Raises ``KeyNotFoundError``, now or at the first read. Where a store has
+        nothing better, each is a ``read_scattered`` of its own."""
+        return _RangedReader(self, key)
+
     @abstractmethod
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         """A whole small object. Raises ``KeyNotFoundError``; ``StorageError`` before reading if over ``max_size``."""
@@ -127,3 +170,14 @@ class StorageBackend(ABC):
 
     def close(self) -> None:  # noqa: B027 - optional to override
         """Release connections and descriptors. The backend may be used again afterwards."""
+
+
+class _RangedReader(ObjectReader):
+    def __init__(self, backend: StorageBackend, key: str) -> None:
+        self._backend, self._key = backend, key
+
+    def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        if len(buffers) == 1:
+            self._backend.read_into(self._key, offset, buffers[0])
+        else:
+            self._backend.read_scattered(self._key, offset, buffers)

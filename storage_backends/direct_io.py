@@ -89,8 +89,8 @@ class DirectFile:
         return done
 
     def chunks(self, offset: int, length: int) -> Iterator[_Bytes]:
-        """The bytes from ``offset`` on, ``length`` of them; fewer where ``read_at`` can tell why. Each chunk is good
-        until the next is asked for."""
+        """The bytes from ``offset`` on, ``length`` of them; fewer where ``read_scattered_at`` can tell why.
+        Each chunk is good until the next is asked for."""
         array, memory = _own_bounce()
         end = offset + length
         while offset < end:
@@ -108,6 +108,21 @@ class DirectFile:
                 return
             yield array[offset - start : min(count, wanted)]
             offset = start + min(count, wanted)
+
+    def read(self, memory: memoryview, offset: int) -> int:
+        """Whole pages, from the beginning of one, into memory aligned alike; the number of bytes, fewer where
+        ``read_scattered_at`` can tell why."""
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self.fd, [memory[done:]], offset + done)
+            except OSError as error:
+                self._note_refusal(error)
+                break
+            done += count
+            if count == 0 or count % PAGE:
+                break
+        return done
 
     def close(self) -> None:
         os.close(self.fd)

@@ -23,13 +23,13 @@ from typing import Any, ClassVar
 from typing_extensions import Buffer
 
 from ..errors import KeyExistsError, KeyNotFoundError, StorageError, StorageFullError, UnsupportedURLError
-from .base import ObjectStat, ObjectWriter, StorageBackend
+from .base import ObjectReader, ObjectStat, ObjectWriter, StorageBackend
 from .direct_io import DirectFile
 from .keys import TEMPORARY, check_children_prefix, check_key, check_prefix, is_object_key
 from .local_directories import drop_leftovers, inside, link_exclusive, make_directories, mark_in_use
-from .local_objects import LocalWriter, OpenedObject
+from .local_objects import LocalReader, LocalWriter
 from .pieces import PieceMap, byte_view
-from .posix import free_bytes, map_os_error, read_at, sync_directory, write_at
+from .posix import free_bytes, map_os_error, sync_directory, write_at
 from .tree import list_tree, may_follow, tree_has_objects
 
 __all__ = ["LocalBackend"]
@@ -55,6 +55,7 @@ class LocalBackend(StorageBackend):
 
     schemes: ClassVar[tuple[str, ...]] = ("file", "local")
     atomic_writer: bool = False
+    read_size: int = 2 << 20  # one huge page, which stays in the processor's cache until it was checked and copied
 
     def __init__(self, root: str | os.PathLike[str], *, direct_io: bool = True) -> None:
         self._root = os.path.abspath(os.fspath(root))
@@ -128,31 +129,21 @@ class LocalBackend(StorageBackend):
         self.read_scattered(key, offset, [buffer])
 
     def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        action = f"reading {key!r} in {self._root}"
-        views = [byte_view(buffer) for buffer in buffers]
-        if any(view.readonly for view in views):
-            raise StorageError(f"{action}: the buffer to read into is read-only")
-        if offset < 0:
-            raise StorageError(f"{action}: the offset is {offset}")
-        end = offset + sum(map(len, views))
-        with OpenedObject(self._resolve(key, action), self, action) as opened:
-            done = opened.read(views, offset)
-            # An empty read beyond the end moves no bytes, but the bytes it asks for are not there either.
-            if done < end - offset or offset > opened.size:
-                raise StorageError(
-                    f"{action}: wanted bytes [{offset}, {end}), got {done}: the object has only "
-                    f"{opened.size} bytes; it was cut short or replaced"
-                )
+        # No descriptor is kept: one that outlived the call would go on reading an object that was replaced.
+        with self._open(key) as opened:
+            opened.read_once(offset, buffers)
+
+    def open_object(self, key: str) -> ObjectReader:
+        return self._open(key)
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        action = f"reading {key!r} in {self._root}"
-        with OpenedObject(self._resolve(key, action), self, action) as opened:
+        with self._open(key) as opened:
             if max_size is not None and opened.size > max_size:
-                raise StorageError(f"{action}: it has {opened.size} bytes, at most {max_size} were expected")
+                raise StorageError(
+                    f"reading {key!r} in {self._root}: it has {opened.size} bytes, at most {max_size} were expected"
+                )
             content = bytearray(opened.size)
-            done = read_at(opened.fd, memoryview(content), 0)
-            if done < opened.size:
-                raise StorageError(f"{action}: wanted {opened.size} bytes, got {done}: it was cut short meanwhile")
+            opened.read(0, [content])
             return bytes(content)
 
     def stat(self, key: str) -> ObjectStat:
@@ -272,6 +263,10 @@ class LocalBackend(StorageBackend):
                 directory = os.path.dirname(directory)
         except OSError as error:
             raise self.map_error(error, action, reading=False) from error
+
+    def _open(self, key: str) -> LocalReader:
+        action = f"reading {key!r} in {self._root}"
+        return LocalReader(self, self._resolve(key, action), action)
 
     def _with_directories(self, key: str, action: str, attempt: Callable[[str], None], *, needed: int) -> str:
         """Run ``attempt`` on the path of ``key`` with its directories made; again where they vanish meanwhile."""

@@ -6,21 +6,21 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Sequence
-from threading import Condition
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, TypeVar
 
 from typing_extensions import Buffer
 
 from ..errors import KeyNotFoundError, StorageError, StorageFullError
-from .base import ObjectWriter
-from .direct_io import MIN_READ, MIN_WRITE, DirectFile, is_cached, read_direct, write_direct
+from .base import ObjectReader, ObjectWriter
+from .direct_io import MIN_READ, MIN_WRITE, PAGE, DirectFile, is_cached, read_direct, write_direct
 from .pieces import PieceMap, byte_view
 from .posix import free_bytes, preallocate, read_scattered_at, write_at
 
 if TYPE_CHECKING:
     from .local import LocalBackend
 
-__all__ = ["LocalWriter", "OpenedObject"]
+__all__ = ["LocalReader", "LocalWriter"]
 
 _log = logging.getLogger(__name__)
 
@@ -131,47 +131,98 @@ class LocalWriter(ObjectWriter):
             raise self._backend.map_error(error, self._action, reading=False, needed=self._size) from error
 
 
-class OpenedObject:
-    """A regular file opened for reading, one descriptor for one call. No cache: a descriptor that outlives the call
-    would go on reading an object that was replaced, and opening costs little beside the piece that is read."""
+class LocalReader(ObjectReader):
+    """A regular file opened for reading; it stays the file that it was, also when the key means another by now.
 
-    def __init__(self, path: str, backend: LocalBackend, action: str) -> None:
-        self._path = path
+    Much that the page cache does not have comes straight from the device.
+    """
+
+    def __init__(self, backend: LocalBackend, path: str, action: str) -> None:
         self._backend = backend
         self._action = action
-        self.fd = -1
-        self.size = 0
-
-    def __enter__(self) -> OpenedObject:
+        self._direct: DirectFile | None = None
+        self._direct_tried = False
+        self._lock = Lock()
         try:
             # O_NONBLOCK: a FIFO under a hostile name must not hang the open. It means nothing for regular files.
-            self.fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             found = os.fstat(self.fd)
         except OSError as error:
-            raise self._backend.map_error(error, self._action, reading=True) from error
+            raise backend.map_error(error, action, reading=True) from error
         if not stat.S_ISREG(found.st_mode):
             os.close(self.fd)
-            raise KeyNotFoundError(f"{self._action}: it is not a file")
+            raise KeyNotFoundError(f"{action}: it is not a file")
         self.size = found.st_size
-        return self
 
-    def read(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill ``buffers``, one after the other, from ``offset``; the number of bytes read, less than their lengths
-        only at the end of the object. Much that the page cache does not have comes straight from the device."""
-        length = sum(map(len, buffers))
-        if length < MIN_READ or not self._backend.direct_io or is_cached(self.fd, offset, length):
-            return read_scattered_at(self.fd, buffers, offset)
-        direct = self._backend.open_direct(self.fd, os.O_RDONLY)
-        if direct is None:
-            return read_scattered_at(self.fd, buffers, offset)
-        try:
-            return read_direct(direct, self.fd, buffers, offset)
-        finally:
+    def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        self._read(offset, [byte_view(buffer) for buffer in buffers], None)
+
+    def read_once(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """``read``, past the page cache where that is better."""
+        views = [byte_view(buffer) for buffer in buffers]
+        length = sum(map(len, views))
+        cached = length < MIN_READ or offset < 0 or self.is_at_hand(offset, length)
+        self._read(offset, views, None if cached else self._open_direct())
+
+    def is_at_hand(self, offset: int, length: int) -> bool:
+        return self._call(lambda: is_cached(self.fd, offset, length))
+
+    def direct_pages(self) -> int:
+        return PAGE if self._open_direct() is not None else 0
+
+    def read_direct(self, offset: int, buffer: Buffer) -> int:
+        view = byte_view(buffer)
+        direct = self._open_direct()
+        done = 0
+        if direct is not None:
+            done = self._call(lambda: direct.read(view, offset))
+            self._note_refusal(direct)
+        if done < len(view) and offset + done < self.size:
+            # Refused, or stopped short: the page cache can tell why.
+            done += self._call(lambda: read_scattered_at(self.fd, [view[done:]], offset + done))
+        return done
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        direct, self._direct = self._direct, None
+        if direct is not None:
             direct.close()
-            if direct.refused:
-                self._backend.give_up_direct("a read was refused")
+        if fd >= 0:
+            os.close(fd)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        os.close(self.fd)
-        if isinstance(error, OSError):
+    def _open_direct(self) -> DirectFile | None:
+        if not self._backend.direct_io:
+            return None
+        with self._lock:
+            if not self._direct_tried:
+                self._direct_tried = True
+                self._direct = self._backend.open_direct(self.fd, os.O_RDONLY)
+            return self._direct
+
+    def _read(self, offset: int, views: Sequence[memoryview], direct: DirectFile | None) -> None:
+        if any(view.readonly for view in views):
+            raise StorageError(f"{self._action}: the buffer to read into is read-only")
+        if offset < 0:
+            raise StorageError(f"{self._action}: the offset is {offset}")
+        end = offset + sum(map(len, views))
+        if direct is None:
+            done = self._call(lambda: read_scattered_at(self.fd, views, offset))
+        else:
+            done = self._call(lambda: read_direct(direct, self.fd, views, offset))
+            self._note_refusal(direct)
+        # An empty read beyond the end moves no bytes, but the bytes it asks for are not there either.
+        if done < end - offset or offset > self.size:
+            raise StorageError(
+                f"{self._action}: wanted bytes [{offset}, {end}), got {done}: the object has only "
+                f"{self.size} bytes; it was cut short or replaced"
+            )
+
+    def _note_refusal(self, direct: DirectFile) -> None:
+        if direct.refused:
+            self._backend.give_up_direct("a read was refused")
+
+    def _call(self, function: Callable[[], _T]) -> _T:
+        try:
+            return function()
+        except OSError as error:
             raise self._backend.map_error(error, self._action, reading=True) from error

@@ -20,7 +20,6 @@ __all__ = [
     "libc_function",
     "map_os_error",
     "preallocate",
-    "read_at",
     "read_scattered_at",
     "rename_exclusive",
     "sync_directory",
@@ -45,13 +44,9 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(fd, data[done:], offset + done)
 
 
-def read_at(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill ``buffer`` from ``offset``; the number of bytes read, less than its length only at the end of the file."""
-    return read_scattered_at(fd, [buffer], offset)
-
-
 def read_scattered_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """``read_at`` into several buffers, one after the other; the number of bytes read in all."""
+    """Fill ``buffers``, one after the other, from ``offset``; the number of bytes read, less than their lengths only at
+    the end of the file."""
     done = 0
     left = [*buffers]
     while left:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import bytecheckpoint as bcp
-from benchmarks.peers.base import Contestant, Pending
+import torch
+from torch import nn
 
-__all__ = ["Library"]
+import bytecheckpoint as bcp
+from benchmarks.peers.base import Contestant, Pending, Tensors
+
+__all__ = ["Gated", "Library"]
 
 
 class Library(Contestant):
@@ -38,3 +41,37 @@ class Library(Contestant):
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+class Gated(Library):
+    """A save whose copy goes on behind the training: of a module and an optimizer over the state's own memory."""
+
+    def __init__(self) -> None:
+        super().__init__(background=True)
+        self._objects: dict[str, Any] | None = None
+
+    def save(self, path: str, state: Any) -> Pending | None:
+        if self._objects is None:
+            self._objects = _objects(state) if isinstance(state.sections["model"], dict) else state.sections
+        handle = self._checkpointer.save(path, self._objects, async_save=True, gate=True)
+        self._stages = handle.timings.seconds
+        return Pending(handle.result, gate=handle.wait_staged)
+
+
+def _objects(state: Tensors) -> dict[str, Any]:
+    """Its tensors as a module's parameters and as what AdamW keeps for each of them."""
+    module = nn.Module()
+    parameters = {name: nn.Parameter(tensor) for name, tensor in state.sections["model"].items()}
+    for name, parameter in parameters.items():
+        *path, last = name.split(".")
+        holder = module
+        for part in path:
+            if not hasattr(holder, part):
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.register_parameter(last, parameter)
+    optimizer = torch.optim.AdamW(parameters.values())
+    for name, tensor in state.sections.get("optimizer", {}).items():
+        of, _, key = name.removeprefix("state.").rpartition(".")
+        optimizer.state[parameters[of]][key] = tensor
+    return {"model": module, "optimizer": optimizer}

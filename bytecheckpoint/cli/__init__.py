@@ -11,6 +11,7 @@ from .looking import inspect_command, ls_command
 from .moving import copy_command, rm_command
 from .options import EXIT_CODES
 from .reshard import reshard_command
+from .tracing import trace_command
 from .verify import verify_command
 
 __all__ = ["cli", "main"]
@@ -36,6 +37,7 @@ for _command in (
     import_command,
     copy_command,
     rm_command,
+    trace_command,
 ):
     cli.add_command(_command)
 

@@ -6,5 +6,6 @@ from .base import Communicator, Operation
 from .current import current_communicator
 from .single import SingleProcess
 from .store import StoreCommunicator
+from .streams import Streams
 
-__all__ = ["Communicator", "Operation", "SingleProcess", "StoreCommunicator", "current_communicator"]
+__all__ = ["Communicator", "Operation", "SingleProcess", "StoreCommunicator", "Streams", "current_communicator"]

@@ -15,6 +15,7 @@ import msgpack
 
 from ..errors import DisagreementError
 from .agreement import describe_disagreement
+from .streams import Streams
 
 __all__ = ["Communicator", "Operation"]
 
@@ -77,6 +78,10 @@ class Operation(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise what another rank has reported by now; returns at once. For long stretches without an exchange."""
+
+    @abstractmethod
+    def streams(self) -> Streams:
+        """The ranks' streams of bytes, made by the first call and closed with the operation."""
 
     @abstractmethod
     def wait_alone(self, timeout_s: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["Line", "LineLost", "serve_store"]
+__all__ = ["Line", "LineLost", "listen", "serve_store"]
 
 # TCPStore refuses values above 8 MiB, by closing the connection.
 _PART_BYTES = 4 << 20
@@ -34,7 +34,7 @@ def serve_store(address: str) -> tuple[Any, int]:
 
     It lives for as long as the returned object does.
     """
-    listener = _listen(address)
+    listener = listen(address)
     port = listener.getsockname()[1]
     store = TCPStore(
         address or "127.0.0.1",
@@ -48,7 +48,7 @@ def serve_store(address: str) -> tuple[Any, int]:
 
 
 class Line:
-    """For one thread at a time. Every method raises ``LineLost`` when the store is gone."""
+    """For any thread; the client makes one request at a time. Methods raise ``LineLost`` when the store is gone."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -111,7 +111,8 @@ class Line:
             return int(self._client.num_keys())
 
 
-def _listen(address: str) -> socket.socket:
+def listen(address: str) -> socket.socket:
+    """A listening socket bound to ``address`` (empty for every interface) and a free port."""
     if not address and socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)

@@ -28,17 +28,21 @@ from .agreement import format_ranks
 from .line import Line, LineLost, serve_store
 from .peers import PeerIdentity
 
-__all__ = ["Meeting", "meet"]
+__all__ = ["LOOPBACK", "Meeting", "addresses_facing", "meet", "root_addresses"]
 
 _PREFIX = "bytecheckpoint/control"
 _PAUSE_S = 0.005
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _ADDRESS_VARIABLE = "BYTECHECKPOINT_CONTROL_ADDRESS"
+_ELSEWHERE = "192.0.2.1"  # some address that is not ours
 
 
 @dataclass
 class Meeting:
-    """What a rank knows when all have met: who, where, and a first line. ``server`` is the store itself, on rank 0."""
+    """What a rank knows when all have met: who, where, and a first line. ``server`` is the store itself, on rank 0.
+
+    ``local``: all ranks reach each other over the loopback interface.
+    """
 
     here: PeerIdentity
     root: PeerIdentity
@@ -46,6 +50,7 @@ class Meeting:
     addresses: list[str]
     port: int
     line: Line
+    local: bool
     server: Any = field(default=None, repr=False)
 
 
@@ -95,10 +100,10 @@ def _host(shared: Any, here: PeerIdentity, world_size: int, deadline: float, dea
 
     _until_none(missing_hellos, deadline, deadline_s, "say hello to rank 0")
     local = all(here.shares_network(identity) for identity in identities.values())
-    server, port = serve_store(_LOOPBACK if local else "")
-    addresses = [_LOOPBACK] if local else _own_addresses()
+    server, port = serve_store(LOOPBACK if local else "")
+    addresses = [LOOPBACK] if local else root_addresses()
     line = Line(server)
-    answer = msgpack.packb([addresses, port, here.pack()])
+    answer = msgpack.packb([addresses, port, local, here.pack()])
     for rank in others:
         shared.set(f"reply/{words[rank]}", answer)
 
@@ -118,20 +123,20 @@ def _host(shared: Any, here: PeerIdentity, world_size: int, deadline: float, dea
     line.put("ready", b"")
     for rank in range(world_size):
         _forget(shared, f"hello/{rank}")
-    return Meeting(here, here, groups[here.neighbourhood], [_LOOPBACK], port, line, server)
+    return Meeting(here, here, groups[here.neighbourhood], [LOOPBACK], port, line, local, server)
 
 
 def _join(shared: Any, here: PeerIdentity, word: str, deadline: float, deadline_s: float) -> Meeting:
     reply = f"reply/{word}"
     _until_none(lambda: [] if shared.check([reply]) else [0], deadline, deadline_s, "serve the ranks' own store")
-    addresses, port, packed = msgpack.unpackb(bytes(shared.get(reply)))
+    addresses, port, local, packed = msgpack.unpackb(bytes(shared.get(reply)))
     _forget(shared, reply)
     line = Line.connect(addresses, port)
     line.put(f"joined/{here.rank}", here.pack())
     _until_none(lambda: [] if line.has("ready") else [0], deadline, deadline_s, "hear from all ranks")
     peers, _keys = line.read(f"peers/{here.neighbourhood}")
     neighbours = [PeerIdentity.unpack(peer) for peer in msgpack.unpackb(peers)]
-    return Meeting(here, PeerIdentity.unpack(packed), neighbours, addresses, port, line)
+    return Meeting(here, PeerIdentity.unpack(packed), neighbours, addresses, port, line, local)
 
 
 def _until_none(
@@ -149,22 +154,26 @@ def _until_none(
         time.sleep(_PAUSE_S)
 
 
-def _own_addresses() -> list[str]:
-    """Where other hosts may reach this one, most likely first."""
+def root_addresses() -> list[str]:
+    """Where other hosts may reach rank 0, when asked there; most likely first."""
     told = os.environ.get(_ADDRESS_VARIABLE)
-    if told:
-        return [told]
+    return [told] if told else addresses_facing([os.environ.get("MASTER_ADDR", _ELSEWHERE)])
+
+
+def addresses_facing(hosts: Sequence[str]) -> list[str]:
+    """Where ``hosts``, and others like them, may reach this one; most likely first."""
     found: list[str] = []
-    with contextlib.suppress(OSError):
-        # Nothing is sent: this asks the routing table which of our addresses faces the job's master.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((os.environ.get("MASTER_ADDR", "192.0.2.1"), 9))
-            found.append(probe.getsockname()[0])
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            # Nothing is sent: this asks the routing table which of our addresses faces that host.
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))
+                found.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
     found.append(socket.getfqdn())
     local = ("127.", "::1", "fe80:")
-    return [address for address in dict.fromkeys(found) if not address.startswith(local)] or [_LOOPBACK]
+    return [address for address in dict.fromkeys(found) if not address.startswith(local)] or [LOOPBACK]
 
 
 def _hint() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from .base import Communicator, Operation
+from .streams import NoStreams, Streams
 
 __all__ = ["SingleOperation", "SingleProcess"]
 
@@ -43,6 +44,9 @@ class SingleOperation(Operation):
 
     def check(self) -> None:
         """There is no other rank."""
+
+    def streams(self) -> Streams:
+        return NoStreams()
 
     def wait_alone(self, timeout_s: float) -> None:
         """There is no other rank."""

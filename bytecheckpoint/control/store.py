@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import collections
 import logging
+import socket
 import threading
 import time
 from typing import Any
 
 from .base import Communicator
-from .line import Line, LineLost
+from .line import Line, LineLost, listen
+from .outcome import LONGEST_PAUSE_S, left_counter, left_mark
 from .peers import PeerIdentity, PeerWatch
-from .rendezvous import Meeting, meet
-from .store_operation import LONGEST_PAUSE_S, StoreOperation, left_counter, left_mark
+from .rendezvous import LOOPBACK, Meeting, addresses_facing, meet, root_addresses
+from .store_operation import StoreOperation
 
 __all__ = ["StoreCommunicator"]
 
@@ -35,6 +37,8 @@ class StoreCommunicator(Communicator):
         self._world_size = world_size
         self._addresses = meeting.addresses
         self._port = meeting.port
+        self._local = meeting.local
+        self._own_addresses: list[str] | None = None
         self._server = meeting.server
         self._lock = threading.Lock()
         self._idle_lines = [meeting.line]
@@ -115,6 +119,18 @@ class StoreCommunicator(Communicator):
     def return_line(self, line: Line) -> None:
         with self._lock:
             self._idle_lines.append(line)
+
+    def listen(self) -> socket.socket:
+        """A listening socket on a free port that every rank can reach."""
+        return listen(LOOPBACK if self._local else "")
+
+    def own_addresses(self) -> list[str]:
+        """Where the other ranks reach this process, most likely first."""
+        if self._local:
+            return [LOOPBACK]
+        if self._own_addresses is None:
+            self._own_addresses = root_addresses() if self.rank == 0 else addresses_facing(self._addresses)
+        return self._own_addresses
 
     def has_left(self, prefix: str, *, others_may_be_in: bool) -> None:
         """This rank is done with an operation."""

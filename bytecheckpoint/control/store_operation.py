@@ -16,37 +16,25 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from ..errors import BytecheckpointError, ControlError, DisagreementError
+from ..errors import ControlError, DisagreementError
 from .agreement import format_ranks
 from .base import Operation
 from .failure import FailureRecord
 from .line import Line, LineLost
-from .peers import PeerIdentity
+from .outcome import LONGEST_PAUSE_S, ROOT_GRACE_S, Outcome, Reports, left_counter, left_mark
+from .socket_streams import SocketStreams
+from .streams import Streams
 
 if TYPE_CHECKING:
     from .store import StoreCommunicator
 
-__all__ = ["LONGEST_PAUSE_S", "StoreOperation", "left_counter", "left_mark"]
+__all__ = ["StoreOperation"]
 
 _log = logging.getLogger(__name__)
-
-LONGEST_PAUSE_S = 0.01
-"""Between two looks at the store, in small jobs."""
 
 _FIRST_PAUSE_S = 0.0003
 _PAUSE_PER_RANK_S = 25e-6  # more ranks look less often, so that rank 0's store is not kept busy by looks alone
 _NOTE_EVERY_S = 1.0  # how often rank 0 writes down for whom it waits
-_ROOT_GRACE_S = 1.0
-
-
-def left_mark(prefix: str, rank: int) -> str:
-    """The key under which ``rank`` says that it has left the operation ``prefix``, and which keys it made."""
-    return f"{prefix}/left/{rank}"
-
-
-def left_counter(prefix: str) -> str:
-    """The key that counts the ranks that have left. It goes last, when everything else of the operation is gone."""
-    return f"{prefix}/left/count"
 
 
 class StoreOperation(Operation):
@@ -58,7 +46,9 @@ class StoreOperation(Operation):
         self._prefix = prefix
         self._deadline_s = deadline_s
         self._line_or_none: Line | None = None
-        self._error: BytecheckpointError | None = None
+        self._outcome = Outcome()
+        self._reports = Reports(communicator, kind, prefix, self._outcome, self._line)
+        self._streams: SocketStreams | None = None
         self._closed = False
         self._keys: list[str] = []
         self._phases: collections.Counter[str] = collections.Counter()
@@ -118,36 +108,38 @@ class StoreOperation(Operation):
         try:
             super().agree(phase, facts)
         except DisagreementError as error:
-            self._error = self._error or error
+            self._outcome.keep(error)
             raise
 
     def fail(self, phase: str, error: BaseException) -> None:
-        self._report(FailureRecord.of_error(error, phase, self._communicator.here))
+        first = self._report(self._outcome.own(error, phase, self._communicator.here))
+        self._outcome.settle(first)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if error is self._error:
+            if error is self._outcome.error:
                 raise
-            mine = FailureRecord.of_error(error, name, self._communicator.here)
-            first = self._report(mine)
-            if not isinstance(error, Exception):
+            standing = self._outcome.error
+            if standing is None:
+                standing = self._outcome.settle(self._report(self._outcome.own(error, name, self._communicator.here)))
+            if standing is error or not isinstance(error, Exception):
                 # An interrupt or exit has been reported, and goes its way.
                 raise
-            if first != mine:
-                self._error = first.error()
-                raise self._error from error
-            if isinstance(error, BytecheckpointError):
-                self._error = error
-                raise
-            self._error = first.rank_failed()
-            raise self._error from error
+            raise standing from (standing.__cause__ or error)
 
     def check(self) -> None:
         with self._step("check"):
             pass
+
+    def streams(self) -> Streams:
+        if self._streams is None:
+            with self._step("streams") as (line, _base):
+                told = (self._communicator, self._kind, self._prefix, self._deadline_s, self._outcome, line)
+                self._streams = SocketStreams(*told)
+        return self._streams
 
     def wait_alone(self, timeout_s: float) -> None:
         try:
@@ -161,8 +153,11 @@ class StoreOperation(Operation):
         self._closed = True
         others_may_be_in = False
         try:
+            keys = self._reports.keys + self._keys
+            if self._streams is not None:
+                keys += self._streams.close()
             line = self._line()
-            line.put(left_mark(self._prefix, self.rank), msgpack.packb(self._keys))
+            line.put(left_mark(self._prefix, self.rank), msgpack.packb(keys))
             if line.add(left_counter(self._prefix), 1) == self.world_size:
                 self._sweep(line)
             else:
@@ -174,18 +169,14 @@ class StoreOperation(Operation):
         finally:
             self._communicator.has_left(self._prefix, others_may_be_in=others_may_be_in)
             self._line_or_none = None
-            # Its traceback holds the frames of the failed phase, and so what they refer to.
-            self._error = None
+            self._streams = None
+            self._outcome.forget()
 
     def _sweep(self, line: Line) -> None:
         marks = [left_mark(self._prefix, rank) for rank in range(self.world_size)]
         keys = {key for mark in marks for key in msgpack.unpackb(line.read(mark)[0])}
         # The counter goes last: rank 0 may end its process once it is gone.
-        line.delete([*sorted(keys), *marks, self._failure_key, left_counter(self._prefix)])
-
-    @property
-    def _failure_key(self) -> str:
-        return f"{self._prefix}/failure"
+        line.delete([*sorted(keys), *marks, self._reports.key, left_counter(self._prefix)])
 
     def _line(self) -> Line:
         if self._line_or_none is None:
@@ -195,48 +186,21 @@ class StoreOperation(Operation):
     @contextmanager
     def _step(self, phase: str) -> Iterator[tuple[Line, str]]:
         """Enter one exchange: its line and its keys' prefix. The store's end becomes rank 0's failure."""
-        if self._error is not None:
-            raise self._error
+        if self._outcome.error is not None:
+            raise self._outcome.error
         if self._closed:
             raise ControlError(f"this {self._kind} is closed; {phase} cannot begin")
         self._phases[phase] += 1
         repeat = f"~{self._phases[phase]}" if self._phases[phase] > 1 else ""
         try:
             line = self._line()
-            self._raise_failure(line)
+            self._reports.raise_failure()
             yield line, f"{self._prefix}/{phase}{repeat}"
         except LineLost as error:
-            self._error = self._root_lost(phase, error).error()
-            raise self._error from error
-
-    def _raise_failure(self, line: Line) -> None:
-        if line.has(self._failure_key):
-            self._error = self._read_failure(line).error()
-            raise self._error
-
-    def _read_failure(self, line: Line) -> FailureRecord:
-        body = line.read(self._failure_key)[0].decode()
-        return FailureRecord.unpack(line.read(body)[0])
+            self._reports.raise_root_lost(phase, error)
 
     def _report(self, record: FailureRecord) -> FailureRecord:
-        """Publish a failure; the one that stands, which is the first. Never raises."""
-        if self._closed:
-            return record
-        try:
-            line = self._line()
-            # The bodies may be large and many; one short key decides which of them stands.
-            body = f"{self._failure_key}/{self.rank}.{len(self._keys)}"
-            self._keys += line.put(body, record.pack())
-            if line.put_first(self._failure_key, body.encode()) == body.encode():
-                return record
-            return self._read_failure(line)
-        except LineLost:
-            _log.debug("could not report a failure in %s: rank 0's store has ended", record.phase, exc_info=True)
-            return record
-
-    def _raise_reported(self, record: FailureRecord) -> None:
-        self._error = self._report(record).error()
-        raise self._error
+        return record if self._closed else self._reports.report(record)
 
     def _wait_for_root(self, phase: str, key: str) -> None:
         self._wait(phase, lambda: self._line().has(key), lambda: [0])
@@ -244,45 +208,21 @@ class StoreOperation(Operation):
     def _wait(self, phase: str, ready: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         line, start = self._line(), time.monotonic()
         # Rank 0 knows best who is missing, so the others leave the verdict to it for a moment.
-        deadline = start + self._deadline_s + (_ROOT_GRACE_S if self.rank else 0.0)
+        deadline = start + self._deadline_s + (ROOT_GRACE_S if self.rank else 0.0)
         next_note = start + _NOTE_EVERY_S
         longest = max(LONGEST_PAUSE_S, self.world_size * _PAUSE_PER_RANK_S)
         pause = _FIRST_PAUSE_S
         while not ready():
-            self._raise_failure(line)
-            self._raise_death(line, phase, missing)
+            self._reports.raise_failure()
+            self._reports.raise_death(phase, missing)
             now = time.monotonic()
             if now > deadline:
-                self._raise_reported(self._deadline_passed(line, phase, missing()))
+                self._reports.raise_reported(self._deadline_passed(line, phase, missing()))
             if self.rank == 0 and now > next_note:
                 next_note = now + _NOTE_EVERY_S
                 self._note_waiting(line, phase, missing())
             time.sleep(pause)
             pause = min(pause * 1.5, longest)
-
-    def _raise_death(self, line: Line, phase: str, missing: Callable[[], list[int]]) -> None:
-        """Only a rank that is waited for matters: what the others had to say has come, and may be all it takes."""
-        ended = self._communicator.watch.ended()
-        waited_for = missing() if ended else []
-        for peer in ended:
-            if peer.rank in waited_for and not line.has(left_mark(self._prefix, peer.rank)):
-                self._raise_reported(FailureRecord.of_death(peer, phase, self._death_of(peer)))
-
-    def _death_of(self, peer: PeerIdentity) -> str:
-        return (
-            f"its process {peer.pid} ended in the middle of (or without) this {self._kind}: it was killed, ran out of "
-            "memory, or exited"
-        )
-
-    def _root_lost(self, phase: str, error: LineLost) -> FailureRecord:
-        """The connection breaks a moment before the process is seen to end: look again for that moment."""
-        root, give_up = self._communicator.root, time.monotonic() + _ROOT_GRACE_S
-        if self._communicator.here.sees(root):
-            while time.monotonic() < give_up:
-                if root.has_ended():
-                    return FailureRecord.of_death(root, phase, self._death_of(root))
-                time.sleep(LONGEST_PAUSE_S)
-        return FailureRecord.of_death(root, phase, f"the connection to its store was lost ({error})")
 
     def _note_waiting(self, line: Line, phase: str, ranks: list[int]) -> None:
         key = f"{self._prefix}/waiting"

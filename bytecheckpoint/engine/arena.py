@@ -1,25 +1,32 @@
-"""Staging memory: page-aligned, faulted in once, reused from save to save.
+"""Staging memory: a pool of blocks, page-aligned on huge pages, faulted in once and reused from save to save.
 
-A fresh buffer copies at a fifth of a warm one's speed because every page is faulted in on first touch, so slots are
-kept and handed out again. A slot holds the images of a rank's files as they will be on storage: staging is the one
-copy between the tensor and the disk.
+A fresh buffer copies at a fifth of a warm one's speed because every page is faulted in on first touch, so a block that
+came back is lent again before a new one is made. Blocks have one size: whatever the saves of a process hold and in
+whatever order they end, no memory is lost between them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
-from types import TracebackType
+from collections.abc import Callable
+from concurrent.futures import Executor
+from contextlib import suppress
 
 import torch
 
 from ..errors import DeadlineError, StateError
 
-__all__ = ["PAGE", "Arena", "Slot", "page_round"]
+__all__ = ["BLOCK", "PAGE", "Arena", "Block", "page_round"]
 
 PAGE = 4096
+
+BLOCK = 8 << 20
+"""Bytes of a block, and of one write: large enough to reach the device's rate, small enough to share among threads."""
+
+_HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23  # madvise(2), Linux 5.14: fault all pages in with one call
+_WIPE_ON_FORK = 18  # madvise(2), Linux 4.14: a child gets zeros, so that the parent never pays for copies of pages
 
 
 def page_round(nbytes: int) -> int:
@@ -27,108 +34,156 @@ def page_round(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-class Slot:
-    """A block of staging memory lent out by an ``Arena``. ``release`` gives it back; safe to call twice."""
+class Block:
+    """``nbytes`` of memory lent out by an ``Arena``. Its content is whatever the last user left.
 
-    def __init__(self, arena: Arena, memory: mmap.mmap) -> None:
-        self._arena = arena
-        self.memory = memory
-        self.view = memoryview(memory)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    ``view`` is for who writes or hashes it, ``tensor`` (uint8) and ``address`` for who fills it. Who registers the
+    memory with a device leaves in ``unpin`` how to undo that.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.memory)
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.unpin: Callable[[], object] | None = None
+        slack = _HUGE_PAGE if nbytes % _HUGE_PAGE == 0 else 0
+        self._memory = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._start = -whole.data_ptr() % _HUGE_PAGE if slack else 0
+        for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK):
+            with suppress(OSError):  # a kernel without it
+                self._memory.madvise(advice)
+        self._warm = 0
+        self._lock = threading.Lock()
+        self.tensor = whole[self._start : self._start + nbytes]
+        self.view = memoryview(self._memory)[self._start : self._start + nbytes]
+        self.address = self.tensor.data_ptr()
 
-    def release(self) -> None:
-        self._arena._take_back(self)
-
-    def __enter__(self) -> Slot:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+    def fault_in(self, nbytes: int) -> None:
+        """Have the first ``nbytes`` in memory, before anybody writes there. Costs nothing the second time."""
+        with self._lock:
+            if nbytes <= self._warm:
+                return
+            start, stop = self._warm, min(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, self.nbytes)
+            try:
+                self._memory.madvise(_POPULATE_WRITE, self._start + start, stop - start)
+            except OSError:  # older kernel
+                self.tensor[start:stop].zero_()
+            self._warm = stop
 
 
 class Arena:
-    """Lends slots of at least the size asked for; keeps them for the next save. Thread-safe.
+    """Lends blocks and keeps them for the next save. Thread-safe.
 
-    ``budget`` bounds the bytes held in all slots together; None leaves that to the caller's state.
+    ``budget`` bounds the bytes held in all blocks together; with None there is room for ``slots`` saves of the largest
+    size that ``make_room`` was asked for. Where the budget is small, so are the blocks. The last block is kept for
+    saves that need one at a time (``acquire(last=True)``), so that these always get on.
     """
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(self, budget: int | None = None, slots: int = 2) -> None:
+        """Raises ``StateError`` for a budget of less than two pages, or no slot."""
+        if budget is not None and budget < 2 * PAGE:
+            raise StateError(f"a memory budget is a number of bytes from {2 * PAGE} on, not {budget!r}")
+        if slots < 1:
+            raise StateError(
+                f"slots is the number of saves that staging memory has room for, at least 1, not {slots!r}"
+            )
         self.budget = budget
-        self._lock = threading.Condition()
-        self._idle: list[Slot] = []
-        self._lent: set[Slot] = set()
+        self.block_size = BLOCK if budget is None else min(BLOCK, budget // 2 // PAGE * PAGE)
+        self._slots = slots
+        self._capacity = 0 if budget is None else budget // self.block_size
+        self._changed = threading.Condition()
+        self._idle: list[Block] = []
+        self._lent = 0
+        self.turn = threading.Lock()
+        """Held by the one save that is being filled: two that each had half of the memory would wait for ever."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, lent and idle."""
-        with self._lock:
-            return sum(slot.nbytes for slot in (*self._idle, *self._lent))
+        """Bytes of all blocks there are, lent and idle."""
+        with self._changed:
+            return (len(self._idle) + self._lent) * self.block_size
 
-    def acquire(self, nbytes: int, timeout_s: float | None = None) -> Slot:
-        """A slot of at least ``nbytes``; waits for one to come back where the budget is spent.
+    def blocks_for(self, nbytes: int) -> int:
+        """How many blocks ``nbytes`` take."""
+        return -(-nbytes // self.block_size)
 
-        Raises ``StateError`` if the budget could never hold it, ``DeadlineError`` when none came back in time.
+    def make_room(self, blocks: int) -> bool:
+        """Whether a save of so many blocks fits when all earlier ones are over. Without a budget it always will."""
+        with self._changed:
+            self._capacity = self._capacity_for(blocks)
+            self._changed.notify_all()
+            return blocks < self._capacity
+
+    def would_wait(self, blocks: int) -> bool:
+        """Whether a save of so many blocks would have to wait for memory that earlier ones hold."""
+        with self._changed:
+            room = self._capacity_for(blocks) - 1
+            return self._lent > 0 and self._lent + min(blocks, room) > room
+
+    def acquire(self, timeout_s: float | None = None, *, last: bool = False) -> Block:
+        """A block; waits for one to come back where there may be no more. The caller faults it in.
+
+        Raises ``DeadlineError`` when none came back in time, ``StateError`` where the system has no memory.
         """
-        need = max(page_round(nbytes), PAGE)
-        if self.budget is not None and need > self.budget:
-            raise StateError(
-                f"staging needs {need} bytes but the arena's budget is {self.budget}; "
-                f"raise the budget or save fewer bytes per rank"
-            )
-        with self._lock:
-            if not self._lock.wait_for(lambda: self._can_lend(need), timeout_s):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._lent < self._capacity - (not last), timeout_s):
                 raise DeadlineError(
                     f"no staging memory came back within {timeout_s} s: earlier saves are still being written; "
-                    f"save less often, or raise the memory budget ({self.budget} bytes) or deadline_s"
+                    f"save less often, raise deadline_s or the memory budget (now {self.budget or 'none'}, "
+                    f"{self._capacity * self.block_size} bytes in use), or skip with when_busy='skip'"
                 )
-            slot = self._pick(need)
-            self._lent.add(slot)
-            return slot
+            self._lent += 1
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return self._make()
+        except BaseException:
+            with self._changed:
+                self._lent -= 1
+                self._changed.notify_all()
+            raise
+
+    def prefault(self, blocks: int, executor: Executor, prepare: Callable[[Block], None] | None = None) -> None:
+        """Have at least so many blocks, as far as may be, in memory; call ``prepare`` with those that nobody uses."""
+        with self._changed:
+            count = max(0, min(blocks, self._capacity) - self._lent)
+            taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
+            self._lent += count
+        try:
+            taken += [self._make() for _ in range(count - len(taken))]
+
+            def fault_in(block: Block) -> None:
+                block.fault_in(block.nbytes)
+                if prepare is not None:
+                    prepare(block)
+
+            for _ in executor.map(fault_in, taken):
+                pass
+        finally:
+            with self._changed:
+                self._lent -= count
+                self._idle += taken
+                self._changed.notify_all()
+
+    def give_back(self, block: Block) -> None:
+        """Take a block back, once for each ``acquire``."""
+        with self._changed:
+            self._lent -= 1
+            self._idle.append(block)
+            self._changed.notify_all()
 
     def trim(self) -> None:
-        """Give all idle slots back to the system."""
-        with self._lock:
-            self._idle.clear()
+        """Give all idle blocks back to the system."""
+        with self._changed:
+            idle, self._idle = self._idle, []
+        for block in idle:
+            if block.unpin is not None:
+                block.unpin()
 
-    def _can_lend(self, need: int) -> bool:
-        if self.budget is None or any(slot.nbytes >= need for slot in self._idle):
-            return True
-        return sum(slot.nbytes for slot in self._lent) + need <= self.budget
+    def _make(self) -> Block:
+        try:
+            return Block(self.block_size)
+        except (OSError, MemoryError) as error:
+            raise StateError(f"no memory for staging: {error}; give a memory budget below what is free") from error
 
-    def _pick(self, need: int) -> Slot:
-        fitting = [slot for slot in self._idle if slot.nbytes >= need]
-        if fitting:
-            slot = min(fitting, key=lambda s: s.nbytes)
-            self._idle.remove(slot)
-            return slot
-        # A slot that is too small now would be too small next time as well: states do not shrink.
-        if self._idle:
-            self._idle.remove(max(self._idle, key=lambda s: s.nbytes))
-        held = sum(slot.nbytes for slot in self._lent)
-        while self.budget is not None and self._idle and held + need + sum(s.nbytes for s in self._idle) > self.budget:
-            self._idle.pop()
-        return Slot(self, _faulted_in(need))
-
-    def _take_back(self, slot: Slot) -> None:
-        with self._lock:
-            if slot in self._lent:
-                self._lent.remove(slot)
-                self._idle.append(slot)
-                self._lock.notify_all()
-
-
-def _faulted_in(nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    try:
-        memory.madvise(_POPULATE_WRITE)
-    except OSError:  # older kernel
-        torch.frombuffer(memory, dtype=torch.uint8).zero_()
-    return memory
+    def _capacity_for(self, blocks: int) -> int:
+        return self._capacity if self.budget is not None else max(self._capacity, self._slots * blocks + 1)

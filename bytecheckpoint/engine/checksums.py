@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import xxhash
 
-__all__ = ["CHUNK_SIZE", "ChunkHasher", "chunk_checksums"]
+__all__ = ["CHUNK_SIZE", "ChunkHasher", "chunk_checksums", "chunk_size_for"]
 
-CHUNK_SIZE = 1 << 20  # bytes under one checksum where nothing else is asked for; the least that a checked read fetches
+CHUNK_SIZE = 1 << 20
+"""Bytes under one checksum where it is not known how many bytes there will be."""
+
+_LEAST_CHUNK = 256 << 10  # hashing is no slower than with longer ones, reading and writing go by more anyway
+_MOST_CHUNKS = 4 << 20  # 32 MiB of manifest
+
+
+def chunk_size_for(nbytes: int) -> int:
+    """Bytes under one checksum in a checkpoint of ``nbytes``: 256 KiB up to 1 TiB, and then as many more as keep the
+    manifest small. A chunk is the least that a checked read fetches, so short ones make resharding cheap."""
+    size = _LEAST_CHUNK
+    while nbytes > size * _MOST_CHUNKS:
+        size *= 2
+    return size
 
 
 def chunk_checksums(data: memoryview, chunk_size: int) -> list[int]:

@@ -21,9 +21,11 @@ from ..storage_backends.base import StorageBackend
 
 __all__ = [
     "ATTEMPT_MARK",
+    "attempt_name",
     "commit",
     "decode_manifest",
     "new_attempt",
+    "new_attempt_id",
     "read_manifest",
     "read_manifest_bytes",
     "remove_attempt",
@@ -39,7 +41,18 @@ _log = logging.getLogger(__name__)
 
 def new_attempt() -> str:
     """A directory name that no other try will ever use: time, for people, and 64 random bits."""
-    return f"{ATTEMPT_MARK}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(8)}"
+    return attempt_name(new_attempt_id())
+
+
+def new_attempt_id() -> bytes:
+    """What ``attempt_name`` makes a new name of, in 16 bytes: one rank makes it, all others name it alike."""
+    return int(time.time()).to_bytes(8, "big") + secrets.token_bytes(8)
+
+
+def attempt_name(attempt_id: bytes) -> str:
+    """The directory name of this id."""
+    when = time.gmtime(int.from_bytes(attempt_id[:8], "big"))
+    return f"{ATTEMPT_MARK}{time.strftime('%Y%m%dT%H%M%SZ', when)}-{attempt_id[8:].hex()}"
 
 
 def read_manifest_bytes(backend: StorageBackend) -> bytes:

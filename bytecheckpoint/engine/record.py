@@ -11,7 +11,7 @@ from ..errors import PlanError
 from ..manifest import FileTable, Manifest, SectionInfo, timestamp
 from ..planners import SavePlan
 from ..tables import Int64, ragged_positions
-from .writer import WrittenFile
+from .image_write import WrittenFile
 
 __all__ = ["record"]
 

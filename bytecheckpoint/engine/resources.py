@@ -7,14 +7,26 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Protocol
 
 from ..errors import StateError
-from .arena import Arena
+from ..planners import PlanCache
+from .arena import BLOCK, Arena
+from .bounce import BounceRing
+from .file_layout import FileLayout
+from .merge import LEAST_RING, MergeWork
 
-__all__ = ["Engine"]
+__all__ = ["MERGE_MEMORY", "Engine", "Gate"]
 
-_IO_THREADS = 4  # queue depth at which O_DIRECT reaches a virtio or NVMe disk's rate
+MERGE_MEMORY = 64 << 20
+"""Bytes of the pieces that the merge stage of a process has under way, unless it is told otherwise."""
+
+# Four writes in flight reach a virtio or NVMe disk's rate; as many again copy and hash meanwhile.
+_IO_THREADS = 8
+_START_S = 1.0
+_MOST_COPIERS = 4  # threads that together copy as fast as a processor's memory goes
 
 
 # Executors take no more work once the interpreter begins to shut down, which is before atexit functions run; a save in
@@ -28,15 +40,49 @@ def _finish(engine: weakref.ref[Engine]) -> None:
         alive.close()
 
 
-class Engine:
-    """Arena and executors. ``io`` runs single reads, writes and hashes; ``background`` finishes asynchronous saves, one
-    after the other, in the order in which they were begun. Threads start on first use and end with ``close``."""
+def _ranks_here() -> int:
+    """Processes of this job on this machine, as launchers tell."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() else 1
 
-    def __init__(self, *, memory_budget: int | None = None, io_threads: int = _IO_THREADS) -> None:
+
+class Gate(Protocol):
+    """What holds up changes of a state until that is copied."""
+
+    def pass_through(self) -> None:
+        """Return when the state may be changed."""
+
+    def remove(self) -> None:
+        """Let go of the state's objects."""
+
+
+class Engine:
+    """Arena, executors, and ``plans``, those of the last saves. ``io`` runs single reads, writes and hashes;
+    ``background`` finishes asynchronous saves, one after the other, in the order in which they were begun; the merge
+    stage has two threads and ``merge_ring``, memory of its own; ``ring`` is what reads pass through that do not go
+    straight into place; ``copier`` copies behind a gate. Threads start on first use and end with ``close``."""
+
+    def __init__(
+        self,
+        *,
+        memory_budget: int | None = None,
+        slots: int = 2,
+        merge_memory: int = MERGE_MEMORY,
+        io_threads: int = _IO_THREADS,
+    ) -> None:
+        if merge_memory < LEAST_RING * BLOCK:
+            raise StateError(f"merge_memory is a number of bytes from {LEAST_RING * BLOCK} on, not {merge_memory!r}")
         self.pid = os.getpid()
-        self.arena = Arena(memory_budget)
+        self.io_threads = io_threads
+        self.arena = Arena(memory_budget, slots)
         self.io = ThreadPoolExecutor(io_threads, thread_name_prefix="bcp-io")
         self.background = ThreadPoolExecutor(1, thread_name_prefix="bcp-save")
+        self.merge_ring = Arena(merge_memory)
+        self.merge_threads = ThreadPoolExecutor(2, thread_name_prefix="bcp-merge")
+        self.copier = ThreadPoolExecutor(1, thread_name_prefix="bcp-copy")
+        self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
+        self.ring = BounceRing()
+        self._gates: list[Gate] = []
         self._closed = False
         self._own = threading.local()
         _at_exit(_finish, weakref.ref(self))
@@ -45,11 +91,45 @@ class Engine:
         """Raise ``StateError`` after ``close``; with ``waits``, also where the caller would wait for its own thread."""
         if self._closed:
             raise StateError("this Checkpointer was closed; make a new one")
-        if waits and getattr(self._own, "is_background", False):
+        if waits and self.is_background_thread:
             raise StateError(
                 "a synchronous save inside the done callback of a save waits for the very thread that runs the "
                 "callback; use async_save=True there, or save from another thread"
             )
+
+    @property
+    def is_background_thread(self) -> bool:
+        """Whether the caller is the thread that finishes saves: in a done callback."""
+        return getattr(self._own, "is_background", False)
+
+    @property
+    def copy_helpers(self) -> int:
+        """How many threads may help the caller to stage: what is this rank's of the processor, and not beyond use."""
+        cores = len(os.sched_getaffinity(0)) // max(1, _ranks_here())
+        return max(0, min(cores, _MOST_COPIERS, self.io_threads) - 1)
+
+    def start_threads(self) -> None:
+        """Have all threads that saves use, unless they are at work already."""
+        together = threading.Barrier(self.io_threads)
+
+        def meet(_: int) -> None:
+            with suppress(threading.BrokenBarrierError):  # some are at work, for longer
+                together.wait(_START_S)
+
+        single = [pool.submit(int) for pool in (self.background, self.copier)]
+        list(self.io.map(meet, range(self.io_threads)))
+        wait(single, _START_S)
+
+    def add_gate(self, gate: Gate) -> None:
+        """``pass_gates`` passes this one too, from now on."""
+        self._gates.append(gate)
+
+    def pass_gates(self) -> None:
+        """Return when no save is copying any more what it promised to copy later. In the thread that trains."""
+        while self._gates:
+            gate = self._gates.pop()
+            gate.pass_through()
+            gate.remove()
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
         """Queue ``task`` for the background thread. Raises ``StateError`` where no more work is taken."""
@@ -65,6 +145,11 @@ class Engine:
     def close(self) -> None:
         """Finish every save in flight, then end the threads and give the memory back."""
         self._closed = True
+        self.pass_gates()
+        self.copier.shutdown(wait=True)
         self.background.shutdown(wait=True)
+        self.merge_threads.shutdown(wait=True)
         self.io.shutdown(wait=True)
         self.arena.trim()
+        self.ring.trim()
+        self.merge_ring.trim()

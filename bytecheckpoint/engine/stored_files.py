@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import xxhash
 
 from ..errors import CorruptionError, KeyNotFoundError, StorageError
-from ..manifest import Manifest
-from ..storage_backends.base import StorageBackend
+from ..manifest import COMPANION, Manifest
+from ..storage_backends.base import ObjectReader, StorageBackend
 
-__all__ = ["missing", "read_stored_file", "unreadable"]
+__all__ = ["OpenFiles", "StoredFiles", "read_stored_file"]
 
 
 def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, head_only: bool) -> bytes:
@@ -25,11 +29,11 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
             raise CorruptionError(f"{backend.url}/{key}: file has {found} bytes, the manifest says {size}")
         backend.read_into(key, 0, buffer)
     except KeyNotFoundError as error:
-        raise missing(backend, key, f"section {manifest.sections[int(files.section[row])].name}") from error
+        raise _missing(backend, key, f"section {manifest.sections[int(files.section[row])].name}") from error
     except StorageError as error:
-        raise unreadable(backend, key, size, f"its first {length} bytes", error) from error
+        raise _unreadable(backend, key, size, f"its first {length} bytes", error) from error
     if xxhash.xxh3_64_intdigest(buffer) != int(files.head_checksum[row]):
-        what = "header" if files.kind[row] == "tensors" else "values"
+        what = {"tensors": "header", COMPANION: "text"}.get(files.kind[row], "values")
         section = manifest.sections[int(files.section[row])].name
         raise CorruptionError(
             f"{backend.url}/{key}: checksum mismatch in the {what} of section {section}, bytes [0, {length}): "
@@ -38,15 +42,94 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
     return bytes(buffer)
 
 
-def missing(backend: StorageBackend, key: str, where: str) -> CorruptionError:
-    """The error for a file that the manifest names and the store does not have."""
+class StoredFiles:
+    """The data files of one checkpoint, and the errors that name what in them is wrong. Thread-safe."""
+
+    def __init__(self, backend: StorageBackend, manifest: Manifest) -> None:
+        self.backend = backend
+        self.manifest = manifest
+
+    def open(self, file: int, row: int) -> ObjectReader:
+        """Open a file for reading shard ``row`` of it. Raises as ``read_error`` has it."""
+        try:
+            return self.backend.open_object(self.manifest.files.name[file])
+        except StorageError as error:
+            begin = int(self.manifest.files.head_length[file] + self.manifest.shard_offset[row])
+            raise self.read_error(file, row, begin, begin + int(self.manifest.shard_nbytes[row]), error) from error
+
+    def read_error(
+        self, file: int, row: int, begin: int, end: int, error: StorageError
+    ) -> CorruptionError | StorageError:
+        """What it means that bytes ``[begin, end)`` of a file, part of shard ``row``, could not be read."""
+        key = self.manifest.files.name[file]
+        if isinstance(error, KeyNotFoundError):
+            return _missing(self.backend, key, self._where(row))
+        what = f"bytes [{begin}, {end}) of {self._where(row)}"
+        return _unreadable(self.backend, key, int(self.manifest.files.size[file]), what, error)
+
+    def mismatch(self, file: int, row: int, begin: int, end: int) -> CorruptionError:
+        """What to raise where the checksum of these bytes of shard ``row`` is not the manifest's."""
+        return CorruptionError(
+            f"{self.backend.url}/{self.manifest.files.name[file]}: checksum mismatch in {self._where(row)}, bytes "
+            f"[{begin}, {end}): stored data were changed after they were written; restore the file or load an earlier "
+            f"checkpoint"
+        )
+
+    def present_size(self, file: int) -> int:
+        """The file's size now; as the manifest has it where the store does not say."""
+        try:
+            return self.backend.stat(self.manifest.files.name[file]).size
+        except StorageError:
+            return int(self.manifest.files.size[file])
+
+    def _where(self, row: int) -> str:
+        tensors, shards = self.manifest.tensors, self.manifest.shards
+        return f"tensor {tensors.names[int(shards.tensor[row])]} {shards.box_of(row)}"
+
+
+class OpenFiles:
+    """Files that are opened once, by whoever needs one first, and closed when nobody will need it again. Thread-safe.
+
+    ``needs`` says how many times each file will be used.
+    """
+
+    def __init__(self, source: StoredFiles, needs: Mapping[int, int]) -> None:
+        self._source = source
+        self._needs = dict(needs)
+        self._open: dict[int, ObjectReader] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def use(self, file: int, row: int) -> Iterator[ObjectReader]:
+        """One of the announced uses of a file. Raises as ``StoredFiles.open``."""
+        try:
+            with self._lock:
+                if file not in self._open:
+                    self._open[file] = self._source.open(file, row)
+                opened = self._open[file]
+            yield opened
+        finally:
+            with self._lock:
+                self._needs[file] -= 1
+                if not self._needs[file] and file in self._open:
+                    self._open.pop(file).close()
+
+    def close(self) -> None:
+        """Close what is open, after a failure. No thread may be using a file."""
+        with self._lock:
+            for opened in self._open.values():
+                opened.close()
+            self._open.clear()
+
+
+def _missing(backend: StorageBackend, key: str, where: str) -> CorruptionError:
     return CorruptionError(
         f"{backend.url}/{key}: file is missing, but the manifest names it for {where}; it was deleted, not copied, "
         f"or the checkpoint was overwritten while it was being read (then load again)"
     )
 
 
-def unreadable(
+def _unreadable(
     backend: StorageBackend, key: str, size: int, what: str, error: StorageError
 ) -> CorruptionError | StorageError:
     """Tells a file that was cut from a store that does not answer, which says nothing about the checkpoint."""

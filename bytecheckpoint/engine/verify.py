@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint against its checksum: several pieces at once, in bounded memory."""
+"""Every byte of a checkpoint against its checksum: several reads at once, in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,64 +8,103 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import CheckpointError, StorageError
+from ..errors import CheckpointError, CorruptionError, StorageError
+from .fetch import Fetcher
+from .read_plan import ReadPlan, plan_checks
 from .reader import Reader
-from .stored_files import read_stored_file
+from .stored_files import OpenFiles, read_stored_file
 
 __all__ = ["verify_files"]
 
-_IN_FLIGHT = 8  # pieces read ahead of the one that is waited for; bounds what is queued, not what is held
+_IN_FLIGHT = 8  # reads begun ahead of the one that is waited for; bounds what is queued, not what is held
+_GROUP = 2  # extents that are one task
+
+_Faults = dict[int, str]
+"""What is wrong, by shard."""
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Bytes to check: of shard ``row``, or with None the head of ``file``. ``check`` raises what is wrong."""
+class _Task:
+    """Bytes of ``file`` to check: its head, or shards of it. ``check`` says what is wrong with shards, and raises what
+    is wrong with the head."""
 
     file: int
-    row: int | None
+    is_head: bool
     nbytes: int
-    check: Callable[[], object]
+    check: Callable[[], _Faults]
 
 
 def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]]:
     """``(bytes checked, what is wrong with them or "")``, piece after piece, in the order of files and their bytes.
 
     A file whose head is wrong is one fault and nothing more is said of it; a shard is one fault however many of its
-    chunks are wrong. Holds 8 MiB for each thread of ``executor``, and values files whole.
+    chunks are wrong. Holds the reader's bounce buffers, and values files whole.
     """
     faulty_file: int | None = None
-    faulty_row: int | None = None
-    for piece, future in _ahead(_pieces(reader), executor):
-        problem = ""
+    faulty_rows: set[int] = set()
+    for task, future in _ahead(_tasks(reader), executor):
         try:
-            future.result()
+            faults = future.result()
         except (CheckpointError, StorageError) as error:
-            problem = str(error)
-        if piece.row is None and problem:
-            faulty_file = piece.file
-            yield 0, problem
-        elif piece.file != faulty_file:
-            yield piece.nbytes, "" if piece.row == faulty_row else problem
-            faulty_row = piece.row if problem else faulty_row
+            faulty_file = task.file
+            yield 0, str(error)
+            continue
+        if task.file == faulty_file:
+            continue
+        yield task.nbytes, ""
+        for row, problem in faults.items():
+            if row not in faulty_rows:
+                faulty_rows.add(row)
+                yield 0, problem
 
 
-def _pieces(reader: Reader) -> Iterator[_Piece]:
+def _tasks(reader: Reader) -> Iterator[_Task]:
     manifest = reader.manifest
     for file, head_length in enumerate(manifest.files.head_length.tolist()):
-        head = partial(read_stored_file, reader.backend, manifest, file, head_only=False)
-        yield _Piece(file, None, head_length, head)
-        for row in manifest.shards_in(file).tolist():
-            shard = reader.shard(row)
-            for start, stop in shard.pieces():
-                yield _Piece(file, row, stop - start, partial(shard.check, start, stop))
+        head = partial(_check_head, reader, file)
+        yield _Task(file, True, head_length, head)
+        plan = plan_checks(manifest, manifest.shards_in(file), reader.read_size)
+        files = OpenFiles(reader.source, {file: len(plan)})
+        fetcher = Fetcher(
+            reader.source,
+            plan,
+            files,
+            reader.ring,
+            checked=True,
+            on_read=lambda nbytes: reader.stats.add(read=nbytes),
+            timings=reader.timings,
+        )
+        for group in plan.groups(_GROUP * plan.size):
+            blocks = range(plan.starts[group[0]], plan.starts[group[-1] + 1])
+            nbytes = sum(plan.end[block] - plan.begin[block] for block in blocks)
+            yield _Task(file, False, nbytes, partial(_check_shards, fetcher, plan, group))
 
 
-def _ahead(pieces: Iterator[_Piece], executor: Executor) -> Iterator[tuple[_Piece, Future[object]]]:
-    """Every piece in its turn, with the check that was begun some pieces before."""
-    waiting: deque[tuple[_Piece, Future[object]]] = deque()
+def _check_head(reader: Reader, file: int) -> _Faults:
+    read_stored_file(reader.backend, reader.manifest, file, head_only=False)
+    return {}
+
+
+def _check_shards(fetcher: Fetcher, plan: ReadPlan, extents: range) -> _Faults:
+    faults: _Faults = {}
+
+    def note(row: int, error: CorruptionError) -> None:
+        faults.setdefault(row, str(error))
+
+    for extent in extents:
+        try:
+            fetcher.fetch(range(extent, extent + 1), note)
+        except (CheckpointError, StorageError) as error:
+            faults.setdefault(plan.row[plan.blocks(extent)[0]], str(error))
+    return faults
+
+
+def _ahead(tasks: Iterator[_Task], executor: Executor) -> Iterator[tuple[_Task, Future[_Faults]]]:
+    """Every task in its turn, with the check that was begun some tasks before."""
+    waiting: deque[tuple[_Task, Future[_Faults]]] = deque()
     try:
-        for piece in pieces:
-            waiting.append((piece, executor.submit(piece.check)))
+        for task in tasks:
+            waiting.append((task, executor.submit(task.check)))
             if len(waiting) > _IN_FLIGHT:
                 yield waiting.popleft()
         while waiting:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import lru_cache, partial
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import UnsupportedTensorError
 from ..geometry import Box
+from ..mesh_layout import MeshLayout, MeshPlace
 from ..metadata import BasicMeta
-from ..shards import Shard, basic_meta
+from ..shards import MeshShard, Shard, basic_meta
 from .layout import ParamLayout, ParamPart
-from .placements import LocalBox, boxes_of_runs, held_runs, split_factor
+from .placements import LocalBox, Run, boxes_of_runs, cut_order, held_runs, split_factor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -39,6 +41,8 @@ __all__ = [
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     """Whether this is a DTensor. Imports nothing: without its module loaded there is none."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     cls = getattr(module, "DTensor", None)
     return isinstance(cls, type) and isinstance(tensor, cls)
@@ -54,25 +58,27 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
     return local.detach()
 
 
-def dtensor_boxes(fqn: str, dtensor: DTensor) -> list[LocalBox]:
+def dtensor_boxes(fqn: str, dtensor: DTensor) -> Sequence[LocalBox]:
     """``local_boxes`` of a DTensor, proved against its local shape. Raises ``UnsupportedTensorError``."""
     spec, mesh = dtensor._spec, dtensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return []
+        return ()
     shape, mesh_shape = tuple(dtensor.shape), tuple(mesh.shape)
-    runs = held_runs(
-        fqn,
+    where = (
         shape,
         mesh_shape,
-        coordinate,
+        tuple(coordinate),
         dtensor.placements,
         getattr(spec, "shard_order", None),
         getattr(spec, "use_strided_shard_as_shard_order", None) is not False
         or not any(split_factor(placement) > 1 for placement in dtensor.placements),
     )
-    expected = tuple(sum(length for _, length in axis) for axis in runs)
-    actual = tuple(dtensor._local_tensor.shape)
+    try:
+        expected, boxes = _held(*where)
+    except (UnsupportedTensorError, TypeError):  # once more, for the tensor's name; or for what cannot be remembered
+        expected, boxes = _extent(held_runs(fqn, *where))
+    actual = dtensor._local_tensor.shape
     # Empty parts are spelled differently by different torch code ([0], [0, n], [m, 0]); they hold the same nothing.
     if expected != actual and not (prod(expected) == 0 and prod(actual) == 0):
         raise UnsupportedTensorError(
@@ -81,27 +87,58 @@ def dtensor_boxes(fqn: str, dtensor: DTensor) -> list[LocalBox]:
             f"{list(coordinate)}, but holds {list(actual)}; which elements these are cannot be known. Distribute it "
             "with distribute_tensor, parallelize_module or fully_shard, or correct the shape given to from_local"
         )
-    return list(boxes_of_runs(runs)) if all(runs) else []
+    return boxes
 
 
-def dtensor_shards(fqn: str, dtensor: DTensor) -> tuple[BasicMeta, list[Shard]]:
-    """Dtype and global shape, and this rank's shards as views of the local memory (none where it holds nothing)."""
+@lru_cache(maxsize=1 << 14)  # the layers of a model are cut alike, and so is an optimizer's state
+def _held(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Any, ...],
+    shard_order: tuple[Any, ...] | None,
+    strided_is_order: bool,
+) -> tuple[tuple[int, ...], tuple[LocalBox, ...]]:
+    return _extent(held_runs("tensor", shape, mesh_shape, coordinate, placements, shard_order, strided_is_order))
+
+
+def _extent(runs: list[list[Run]]) -> tuple[tuple[int, ...], tuple[LocalBox, ...]]:
+    """The local shape, and the boxes in it."""
+    shape = tuple(sum(length for _, length in axis) for axis in runs)
+    return shape, tuple(boxes_of_runs(runs)) if all(runs) else ()
+
+
+def dtensor_shards(fqn: str, dtensor: DTensor, local: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
+    """Dtype and global shape, and this rank's shards (none where it holds nothing) as views of ``local``, the DTensor's
+    local tensor, which has been found to be dense."""
     meta = tensor_meta(fqn, dtensor.dtype, dtensor.shape)
     boxes = dtensor_boxes(fqn, dtensor)
-    local = local_tensor(dtensor)
     if len(boxes) == 1:
-        return meta, [Shard(fqn, meta, boxes[0].box, local)]
+        shard = MeshShard.proved(fqn, meta, boxes[0].box, local)
+        shard.find_place = partial(_place, dtensor)
+        return meta, [shard]
     return meta, [Shard(fqn, meta, part.box, local[part.local_slices()]) for part in boxes]
+
+
+def _place(dtensor: DTensor) -> MeshPlace | None:
+    """How the mesh cuts a DTensor, and where this rank stands."""
+    spec, mesh = dtensor._spec, dtensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    strided = any(split_factor(placement) > 1 for placement in dtensor.placements)
+    if coordinate is None or (strided and getattr(spec, "use_strided_shard_as_shard_order", None) is False):
+        return None
+    shape = tuple(mesh.shape)
+    cuts = cut_order(dtensor.ndim, shape, dtensor.placements, getattr(spec, "shard_order", None))
+    return None if cuts is None else MeshPlace(MeshLayout(shape, cuts), tuple(coordinate), mesh)
 
 
 def dtensor_layout(fqn: str, dtensor: DTensor) -> ParamLayout:
     """The layout of a plain tensor that is shaped like the local tensor and cut as it is."""
     shape, local_shape = tuple(dtensor.shape), tuple(dtensor._local_tensor.shape)
-    parts = [
-        ParamPart(fqn, shape, box, start)
-        for part in dtensor_boxes(fqn, dtensor)
-        for box, start in _contiguous(part, local_shape)
-    ]
+    boxes = dtensor_boxes(fqn, dtensor)
+    if len(boxes) == 1 and boxes[0].box.lengths == local_shape:
+        return ParamLayout(local_shape, (ParamPart(fqn, shape, boxes[0].box, 0),), {fqn: shape})
+    parts = [ParamPart(fqn, shape, box, start) for part in boxes for box, start in _contiguous(part, local_shape)]
     return ParamLayout(local_shape, tuple(sorted(parts, key=lambda part: part.start)), {fqn: shape})
 
 

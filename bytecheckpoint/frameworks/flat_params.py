@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -113,7 +113,7 @@ class FlatParam:
         for param, original in zip(self.flat._params, self.originals):
             if self.is_sharded:
                 local_shape: tuple[int, ...] = (original.length,)
-                parts = tuple(replace(part, start=part.start - original.start) for part in original.parts())
+                parts = tuple(part._replace(start=part.start - original.start) for part in original.parts())
             else:
                 local_shape = original.local_shape
                 box = Box(original.corner, local_shape) if original.corner is not None else None

@@ -8,19 +8,18 @@ adapter has to know of FSDP-1, DDP or plain modules. (DTensors describe themselv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from ..geometry import Box
 from ..metadata import BasicMeta
-from ..shards import Shard, basic_meta
+from ..shards import IrregularShard, Shard, basic_meta
 
 __all__ = ["ParamLayout", "ParamPart"]
 
 
-@dataclass(frozen=True)
-class ParamPart:
+class ParamPart(NamedTuple):
     """Consecutive elements of the local (flattened) memory that are the contents of ``box`` of the tensor ``fqn``.
 
     ``start`` counts elements from the beginning of the local tensor's row-major memory. ``order`` lists the tensor's
@@ -43,22 +42,33 @@ class ParamPart:
         return in_memory.permute([self.order.index(d) for d in range(len(self.order))])
 
 
-@dataclass(frozen=True)
-class ParamLayout:
+class ParamLayout(NamedTuple):
     """What one local parameter holds. A whole parameter has one part; a flat parameter has many, of several names.
 
     ``local_shape`` is the local tensor's shape. ``fqns`` lists every name this parameter stands for with its global
-    shape, also those of which this rank holds nothing.
+    shape, also those of which this rank holds nothing. ``is_replica``: every rank that has the parameter holds the
+    same; otherwise a part that is all of a tensor is so by chance.
     """
 
     local_shape: tuple[int, ...]
     parts: tuple[ParamPart, ...]
     fqns: dict[str, tuple[int, ...]]
+    is_replica: bool = False
 
     @classmethod
     def whole(cls, fqn: str, shape: tuple[int, ...]) -> ParamLayout:
         """A replicated parameter."""
-        return cls(shape, (ParamPart(fqn, shape, Box.whole(shape), 0),), {fqn: shape})
+        box = Box.proved((0,) * len(shape), shape)
+        return cls(shape, (ParamPart(fqn, shape, box, 0),), {fqn: shape}, True)
+
+    @property
+    def one_whole(self) -> str | None:
+        """The name of the one parameter that is all here and a replica, in its own order; None for any other layout."""
+        if not self.is_replica or len(self.parts) != 1 or len(self.fqns) != 1:
+            return None
+        part = self.parts[0]
+        whole = part.order is None and part.shape == self.local_shape == part.box.lengths
+        return part.fqn if whole and part.fqn in self.fqns else None
 
     def metas(self, dtype: torch.dtype, prefix: str = "", suffix: str = "") -> dict[str, BasicMeta]:
         """``BasicMeta`` of every name, for a tensor of this dtype laid out like the parameter."""
@@ -66,8 +76,8 @@ class ParamLayout:
 
     def renamed(self, rename: Callable[[str], str]) -> ParamLayout:
         """The same layout under other names."""
-        parts = tuple(replace(part, fqn=rename(part.fqn)) for part in self.parts)
-        return ParamLayout(self.local_shape, parts, {rename(fqn): shape for fqn, shape in self.fqns.items()})
+        parts = tuple(part._replace(fqn=rename(part.fqn)) for part in self.parts)
+        return self._replace(parts=parts, fqns={rename(fqn): shape for fqn, shape in self.fqns.items()})
 
     def shards(self, tensor: torch.Tensor, prefix: str = "", suffix: str = "") -> Iterator[Shard]:
         """Views of ``tensor`` (of ``local_shape``), each under ``prefix + fqn + suffix``. Never copies."""
@@ -76,5 +86,6 @@ class ParamLayout:
         else:
             flat = tensor.view(-1)
             views = [part.view(flat) for part in self.parts]
+        kind = Shard if self.is_replica else IrregularShard
         for part, local in zip(self.parts, views):
-            yield Shard(f"{prefix}{part.fqn}{suffix}", basic_meta(tensor.dtype, part.shape), part.box, local)
+            yield kind(f"{prefix}{part.fqn}{suffix}", basic_meta(tensor.dtype, part.shape), part.box, local)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +29,7 @@ __all__ = [
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-@dataclass(frozen=True, eq=False)
-class Slot:
+class Slot(NamedTuple):
     """One name of one parameter or buffer. ``tensor`` is the object an optimizer knows (FSDP-2: the sharded one)."""
 
     fqn: str
@@ -55,14 +53,33 @@ def modules_of(obj: object) -> list[nn.Module]:
     return []
 
 
-def named_submodules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module with its clean name (``""`` for the root), a shared one under each of its names, parents first."""
-    yield prefix, module
-    wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel))
-    for name, child in module._modules.items():
-        if child is not None:
-            transparent = name in _WRAPPER_NAMES or (wraps and name == "module")
-            yield from named_submodules(child, prefix if transparent else _join(prefix, name))
+    found: list[tuple[str, nn.Module]] = []
+    _add_submodules(module, "", found)
+    return found
+
+
+def _add_submodules(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]]) -> None:
+    found.append((prefix, module))
+    children: dict[str, nn.Module | None] = module._modules
+    if children:
+        wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel))
+        for name, child in children.items():
+            if child is not None:
+                transparent = name in _WRAPPER_NAMES or (wraps and name == "module")
+                _add_submodules(child, prefix if transparent else _join(prefix, name), found)
+
+
+def _all_modules(module: nn.Module) -> Iterable[nn.Module]:
+    """Every module once, parents first: ``module.modules()`` without its cost."""
+    found = {module: None}
+    pending = [module]
+    while pending:
+        children = [child for child in pending.pop()._modules.values() if child is not None and child not in found]
+        found.update(dict.fromkeys(children))
+        pending += children
+    return found
 
 
 def clean_name(name: str) -> str:
@@ -97,10 +114,11 @@ def _slots(module: nn.Module, unsharded: dict[tuple[int, str], torch.Tensor]) ->
             if param is not None:
                 held = unsharded.get((id(owner), name), param)
                 yield Slot(_join(prefix, name), owner, name, held, True)
-        transient = getattr(owner, "_non_persistent_buffers_set", frozenset[str]())
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                yield Slot(_join(prefix, name), owner, name, buffer, False, name not in transient)
+        if owner._buffers:
+            transient = getattr(owner, "_non_persistent_buffers_set", frozenset[str]())
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    yield Slot(_join(prefix, name), owner, name, buffer, False, name not in transient)
 
 
 def _join(prefix: str, name: str) -> str:
@@ -121,30 +139,32 @@ def tie_key(tensor: torch.Tensor) -> tuple[object, ...]:
     Where there is no element, only an object is tied to itself: two empty shards that happen to lie at one address on
     this rank are two tensors on the next.
     """
-    if nn.parameter.is_lazy(tensor) or is_sharded_tensor(tensor) or tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or nn.parameter.is_lazy(tensor) or is_sharded_tensor(tensor):
         return ("object", id(tensor))
-    dense = local_tensor(tensor) if is_dtensor(tensor) else tensor
+    cut: tuple[object, ...] = ()
+    dense = tensor
+    if is_dtensor(tensor):
+        dense = local_tensor(tensor)
+        cut = (tensor.shape, tensor.placements, id(tensor.device_mesh))
     try:
         storage = dense.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return ("object", id(tensor))
     if dense.numel() == 0:
         return ("object", id(tensor))
-    where = (storage, dense.storage_offset(), tuple(dense.shape), dense.stride(), dense.dtype)
-    cut = (tuple(tensor.shape), tuple(tensor.placements), id(tensor.device_mesh)) if is_dtensor(tensor) else ()
-    return ("memory", *where, *cut)
+    return ("memory", storage, dense.storage_offset(), dense.shape, dense.stride(), dense.dtype, *cut)
 
 
 def has_fsdp1(module: nn.Module) -> bool:
     """Whether an FSDP-1 wrapper is in the tree. Imports nothing."""
     cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return isinstance(cls, type) and any(isinstance(sub, cls) for sub in module.modules())
+    return isinstance(cls, type) and any(isinstance(sub, cls) for sub in _all_modules(module))
 
 
 def fsdp2_modules(module: nn.Module) -> list[Any]:
     """The submodules that ``fully_shard`` was applied to."""
     cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [sub for sub in module.modules() if isinstance(sub, cls)] if isinstance(cls, type) else []
+    return [sub for sub in _all_modules(module) if isinstance(sub, cls)] if isinstance(cls, type) else []
 
 
 def fsdp2_params(module: nn.Module) -> Iterator[Any]:

@@ -69,11 +69,15 @@ def agreed_options(groups: Iterable[GroupParams], values: Mapping[Path, Any]) ->
     result: list[tuple[dict[str, Any], Any]] = []
     faults: list[tuple[str, str, str]] = []
     for group, names in groups:
-        votes = {name: _voted(values[group_path(name)]) for name in names if group_path(name) in values}
-        if not votes:
+        stored = {name: values[path] for name in names if (path := group_path(name)) in values}
+        if not stored:
             continue
-        first, wanted = next(iter(votes.items()))
-        for name, vote in votes.items():
+        first, options = next(iter(stored.items()))
+        wanted = _voted(options)
+        for name, other in stored.items():
+            if other == options:
+                continue
+            vote = _voted(other)
             differing = sorted(k for k in wanted.keys() | vote.keys() if wanted.get(k) != vote.get(k))
             faults.extend(
                 ("value", name, f"{key} = {vote.get(key)!r}, but {first} has {wanted.get(key)!r}") for key in differing

@@ -7,7 +7,7 @@ names come from the modules of the state that is being saved or loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import NameCollisionError, StateError
 from .base import Context
-from .dtensor import is_dtensor
+from .dtensor import dtensor_layout, is_dtensor
 from .layout import ParamLayout
 from .module_tree import clean_name, modules_of
 from .registry import parameter_layouts
@@ -24,7 +24,7 @@ from .registry import parameter_layouts
 __all__ = ["NamedParam", "is_optimizer", "named_params"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class NamedParam:
     """One parameter of one optimizer, its group, and what it stands for in global names."""
 
@@ -32,10 +32,18 @@ class NamedParam:
     layout: ParamLayout
     optimizer: Any
     group: dict[str, Any]
+    names: tuple[str, ...] = field(init=False)
+    _local: ParamLayout | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.layout.fqns)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.layout.fqns)
+    def local_layout(self) -> ParamLayout:
+        """The layout of a plain tensor that is shaped like the parameter's local memory."""
+        if self._local is None:
+            self._local = dtensor_layout(self.names[0], self.param) if is_dtensor(self.param) else self.layout
+        return self._local
 
     @property
     def is_remote(self) -> bool:

@@ -19,11 +19,11 @@ from ..geometry import Box
 from ..metadata import BasicMeta
 from ..shards import Path, SectionSource, Shard, StoredSection
 from ..values import Container
-from .dtensor import dtensor_layout, is_dtensor
+from .dtensor import is_dtensor
 from .layout import ParamLayout
 from .optimizer_groups import group_path
 from .optimizer_params import NamedParam
-from .tensors import dense_view, tensor_shards
+from .tensors import dense_view, tensor_shards, whole_shard
 
 __all__ = [
     "TENSOR_LEAF",
@@ -33,7 +33,6 @@ __all__ = [
     "expected_keys",
     "is_whole",
     "lay_out",
-    "local_layout",
     "map_leaves",
     "state_name",
     "state_path",
@@ -58,11 +57,6 @@ def empty_state_path(fqn: str) -> Path:
     return ("state", fqn)
 
 
-def local_layout(named: NamedParam) -> ParamLayout:
-    """The layout of a plain tensor that is shaped like the parameter's local memory."""
-    return dtensor_layout(named.names[0], named.param) if is_dtensor(named.param) else named.layout
-
-
 def is_whole(layout: ParamLayout) -> bool:
     """Whether this rank holds all of one parameter, so that state of any shape is all there too."""
     return (
@@ -80,8 +74,13 @@ def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str
         name = state_name(named.names[0], key)
         meta, shards = tensor_shards(name, tensor)
         return {name: meta}, shards
-    layout = local_layout(named)
-    if tuple(tensor.shape) == layout.local_shape:
+    # A 0-d tensor is shaped like the parameter only where that is 0-d itself: most are counts of steps.
+    layout = named.local_layout if tensor.ndim or not named.param.ndim else None
+    if layout is not None and tensor.shape == layout.local_shape:
+        if layout.one_whole is not None:
+            name = state_name(layout.one_whole, key)
+            meta, shards = whole_shard(name, tensor)
+            return {name: meta}, shards
         dense = dense_view(state_name(named.names[0], key), tensor)
         return (
             layout.metas(dense.dtype, _PREFIX, f".{key}"),
@@ -89,7 +88,7 @@ def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str
         )
     if named.is_remote:
         return {}, []
-    if tensor.ndim and not is_whole(layout):
+    if tensor.ndim and layout is not None and not is_whole(layout):
         raise UnsupportedTensorError(
             f"{state_name(named.names[0], key)}: a state tensor of shape {tuple(tensor.shape)} for a parameter of "
             f"which this rank holds {layout.local_shape} of {next(iter(layout.fqns.values()))}: which part of it this "
@@ -132,7 +131,7 @@ def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSo
         if not isinstance(value, torch.Tensor):
             return value
         metas, shards = lay_out(named, key, value)
-        if metas.keys() & source.metas.keys():
+        if any(name in source.metas for name in metas):
             raise StateError(f"{where}: two state tensors are called {key!r}; rename one of them")
         source.metas.update(metas)
         source.shards.extend(shards)
@@ -144,8 +143,11 @@ def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSo
     for key, value in state.items():
         if not isinstance(key, str):
             raise UnserializableError(f"{where}: state key {key!r} is not a str")
+        if isinstance(value, torch.Tensor):
+            leaf(key, value)
+            continue
         plain = map_leaves(value, leaf, key, where)
-        if not isinstance(value, torch.Tensor) and not named.is_remote:
+        if not named.is_remote:
             source.values.update({state_path(fqn, key): plain for fqn in named.names})
 
 
@@ -157,6 +159,7 @@ class StoredState:
     tensors: dict[str, dict[str, BasicMeta]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     stateless: set[str] = field(default_factory=set)
+    _keys: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, section: StoredSection, names: set[str]) -> StoredState:
@@ -170,7 +173,7 @@ class StoredState:
             elif path[0] == "state" and len(path) == 2:
                 stored.stateless.add(str(path[1]))
         for name, meta in section.metas.items():
-            owner = next((fqn for fqn in _prefixes(name) if fqn in known), None)
+            owner = _owner(name, known)
             if owner is not None:
                 stored.tensors.setdefault(owner, {})[name[len(_PREFIX) + len(owner) + 1 :]] = meta
         return stored
@@ -185,9 +188,11 @@ class StoredState:
 
     def keys(self, fqn: str) -> list[str]:
         """The entries of ``optimizer.state[param]``, tensors inside a nested entry not counted."""
-        values = self.values.get(fqn, {})
-        nested = tuple(f"{key}." for key, value in values.items() if isinstance(value, (dict, list, tuple)))
-        return [key for key in self.tensors.get(fqn, {}) if not key.startswith(nested)] + list(values)
+        if fqn not in self._keys:
+            values = self.values.get(fqn, {})
+            nested = tuple(f"{key}." for key, value in values.items() if isinstance(value, (dict, list, tuple)))
+            self._keys[fqn] = [key for key in self.tensors.get(fqn, {}) if not key.startswith(nested)] + list(values)
+        return self._keys[fqn]
 
     def names_of(self, fqn: str) -> Iterator[str | Path]:
         """Every tensor name and value path that belongs to this parameter."""
@@ -201,12 +206,14 @@ class StoredState:
         return grouped | self.tensors.keys() | self.values.keys() | self.stateless
 
 
-def _prefixes(name: str) -> Iterator[str]:
-    """What may be a parameter's name in a state tensor's, longest first."""
+def _owner(name: str, known: set[str]) -> str | None:
+    """The parameter whose name a state tensor's begins with, the longest of those known."""
     if name.startswith(_PREFIX):
         end = len(name)
         while (end := name.rfind(".", len(_PREFIX), end)) > 0:
-            yield name[len(_PREFIX) : end]
+            if name[len(_PREFIX) : end] in known:
+                return name[len(_PREFIX) : end]
+    return None
 
 
 def expected_keys(params: Iterable[NamedParam], stored: StoredState) -> dict[str, dict[str, BasicMeta | None]]:
@@ -228,7 +235,7 @@ def expected_keys(params: Iterable[NamedParam], stored: StoredState) -> dict[str
             for key in stored.keys(fqn):
                 templates.setdefault(key, (stored.tensors.get(fqn, {}).get(key), shape))
         for fqn, shape in members:
-            for key in templates.keys() - set(stored.keys(fqn)):
+            for key in templates.keys() - stored.keys(fqn):
                 meta, peer_shape = templates[key]
                 if meta is not None and meta.shape == peer_shape:
                     meta = BasicMeta(meta.dtype, shape)

@@ -19,12 +19,11 @@ from .optimizer_state import (
     empty_state_path,
     is_whole,
     lay_out,
-    local_layout,
     map_leaves,
     state_name,
     state_path,
 )
-from .tensors import tensor_shards
+from .tensors import whole_shard
 
 __all__ = ["StateFiller"]
 
@@ -50,16 +49,20 @@ class StateFiller:
         """Destinations for everything stored of this parameter."""
         state = named.optimizer.state
         existing = state.get(named.param, {})
-        keys = list(
-            dict.fromkeys(key for fqn in named.names for key in (*self.stored.keys(fqn), *expected.get(fqn, {})))
-        )
-        self.target.wanted_values.update(empty_state_path(fqn) for fqn in named.names if fqn in self.stored.stateless)
+        keys = dict.fromkeys(key for fqn in named.names for key in (*self.stored.keys(fqn), *expected.get(fqn, {})))
+        if self.stored.stateless:
+            stateless = self.stored.stateless.intersection(named.names)
+            self.target.wanted_values.update(empty_state_path(fqn) for fqn in stateless)
         if named.is_remote:
             self._declare(named)
         elif keys:
             for key in dict.fromkeys((*keys, *existing)):
+                entry = existing.get(key)
+                if isinstance(entry, torch.Tensor) and entry.ndim and not self._values_of(named, key):
+                    self._add_tensor(named, key, entry)
+                    continue
                 templates = {fqn: expected[fqn][key] for fqn in named.names if key in expected.get(fqn, {})}
-                self._add_entry(named, key, existing.get(key), templates)
+                self._add_entry(named, key, entry, templates)
         elif self.stored.stateless.issuperset(named.names):
             # It had no state yet when it was saved, so a restored optimizer has none either.
             self._steps.append(lambda values: state.pop(named.param, None) and None)
@@ -84,7 +87,7 @@ class StateFiller:
 
     def _add_entry(self, named: NamedParam, key: str, existing: Any, templates: Mapping[str, BasicMeta | None]) -> None:
         metas = {fqn: meta for fqn in named.names if (meta := self.stored.tensors.get(fqn, {}).get(key))}
-        values = [fqn for fqn in named.names if key in self.stored.values.get(fqn, {})]
+        values = self._values_of(named, key)
         wanted = {**{fqn: meta for fqn, meta in templates.items() if meta is not None}, **metas}
         if not wanted and not values:
             if isinstance(existing, torch.Tensor):
@@ -104,6 +107,12 @@ class StateFiller:
             self._add_tensor(named, key, tensor)
             if metas:
                 self._steps.append(lambda loaded: _state_of(named).__setitem__(key, tensor))
+
+    def _values_of(self, named: NamedParam, key: str) -> list[str]:
+        """The names of the parameter under which ``key`` is stored as a value."""
+        if not self.stored.values:
+            return []
+        return [fqn for fqn in named.names if key in self.stored.values.get(fqn, {})]
 
     def _add_tensor(self, named: NamedParam, key: str, tensor: torch.Tensor) -> None:
         metas, shards = lay_out(named, key, tensor)
@@ -143,7 +152,7 @@ class StateFiller:
         for fqn, meta in wanted.items():
             name = state_name(fqn, key)
             room = torch.zeros(meta.shape, dtype=torch_dtype(meta))
-            found, shards = tensor_shards(name, room)
+            found, shards = whole_shard(name, room)
             self._add_shards({name: found}, shards)
             if fqn in stored:
                 loaded[name] = room
@@ -155,6 +164,11 @@ class StateFiller:
         where = state_name(named.names[0], key)
 
         def put(arrived: _Values) -> None:
+            if len(loaded) == 1 and not paths and isinstance(existing, torch.Tensor):
+                (arrived_tensor,) = loaded.values()
+                if arrived_tensor.dtype == existing.dtype:
+                    _state_of(named)[key] = existing.copy_(arrived_tensor.view(existing.shape))
+                    return
             found: dict[str, Any] = {name: tensor.item() for name, tensor in loaded.items()}
             found.update({".".join(map(str, path)): arrived[path] for path in paths if path in arrived})
             if not found:
@@ -205,7 +219,7 @@ class StateFiller:
                 return empty_like_dtensor(named.param, dtype, device).zero_()
             return _replicated(named.param, torch.zeros(meta.shape, dtype=dtype, device=device))
         if like_param:
-            layout = local_layout(named)
+            layout = named.local_layout
             if layout.local_shape == tuple(named.param.shape) and not named.param.is_meta:
                 return torch.zeros_like(named.param, dtype=dtype, device=device, requires_grad=False)
             return torch.zeros(layout.local_shape, dtype=dtype, device=device)

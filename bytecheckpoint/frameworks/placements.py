@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import UnsupportedTensorError
 from ..geometry import Box
 
-__all__ = ["LocalBox", "Run", "boxes_of_runs", "held_runs", "local_boxes", "split_factor"]
+__all__ = ["LocalBox", "Run", "boxes_of_runs", "cut_order", "held_runs", "local_boxes", "split_factor"]
 
 Run = tuple[int, int]
 """Start and length along one tensor dimension, in global coordinates."""
@@ -90,6 +90,26 @@ def held_runs(
         order = _execution_order(axis, ranks) if strided_is_order else None
         runs.append(_interleave(where, size, axis) if order is None else _chunk_all([(0, size)], order))
     return runs
+
+
+def cut_order(
+    ndim: int, mesh_shape: Sequence[int], placements: Sequence[Any], shard_order: Sequence[Any] | None
+) -> tuple[tuple[int, ...], ...] | None:
+    """For every tensor dimension the mesh dimensions that cut it, in the order in which they do, each like
+    ``torch.chunk``; None where no such order is known. As ``local_boxes`` with ``strided_is_order``."""
+    cuts: list[list[_Cut]] = [[] for _ in range(ndim)]
+    for mesh_dim, placement in enumerate(placements):
+        dim = _tensor_dim("tensor", placement, ndim)
+        if dim is not None:
+            cuts[dim].append(_Cut(mesh_dim, mesh_shape[mesh_dim], 0, split_factor(placement)))
+    ranks = {mesh_dim: position for entry in shard_order or () for position, mesh_dim in enumerate(entry.mesh_dims)}
+    found: list[tuple[int, ...]] = []
+    for axis in cuts:
+        order = _execution_order(axis, ranks)
+        if order is None:
+            return None
+        found.append(tuple(cut.mesh_dim for cut in order))
+    return tuple(found)
 
 
 def _tensor_dim(where: str, placement: Any, ndim: int) -> int | None:

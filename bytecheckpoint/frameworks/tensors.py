@@ -10,14 +10,14 @@ import torch
 from ..errors import UnsupportedTensorError
 from ..geometry import Box
 from ..metadata import BasicMeta
-from ..shards import Shard
+from ..shards import IrregularShard, Shard, whole_tensor
 from .dtensor import dtensor_shards, is_dtensor, local_tensor, tensor_meta
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from typing_extensions import TypeIs
 
-__all__ = ["dense_view", "is_sharded_tensor", "tensor_shards"]
+__all__ = ["dense_view", "is_sharded_tensor", "tensor_shards", "whole_shard"]
 
 _ADVICE = {
     torch.sparse_coo: ".to_dense()",
@@ -29,8 +29,14 @@ _ADVICE = {
 }
 
 
+# These have no say of their own in what an operation on them does, and no parts elsewhere.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
 def is_sharded_tensor(tensor: object) -> TypeIs[ShardedTensor]:
     """Whether this is a ``ShardedTensor`` of torch. Imports nothing."""
+    if type(tensor) in _PLAIN:
+        return False
     cls = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
     return isinstance(cls, type) and isinstance(tensor, cls)
 
@@ -42,18 +48,35 @@ def tensor_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard
     tensor yields meta shards: the caller decides whether that is an error. Raises ``UnsupportedTensorError`` for what
     has no dense bytes of its own, naming ``fqn`` and the way out.
     """
+    if type(tensor) not in _PLAIN:
+        return _subclass_shards(fqn, tensor)
+    return whole_shard(fqn, tensor)
+
+
+def _subclass_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
+    if is_dtensor(tensor):
+        return dtensor_shards(fqn, tensor, dense_view(fqn, local_tensor(tensor)))
     if is_sharded_tensor(tensor):
         return _sharded_tensor_shards(fqn, tensor)
-    if is_dtensor(tensor):
-        dense_view(fqn, local_tensor(tensor))
-        return dtensor_shards(fqn, tensor)
+    return whole_shard(fqn, tensor)
+
+
+def whole_shard(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
+    """``tensor_shards`` of a tensor that is known to be all here."""
     dense = dense_view(fqn, tensor)
-    meta = tensor_meta(fqn, dense.dtype, dense.shape)
-    return meta, [Shard(fqn, meta, Box.whole(meta.shape), dense)]
+    try:
+        meta, box = whole_tensor(dense.dtype, dense.shape)
+    except UnsupportedTensorError as error:
+        raise UnsupportedTensorError(f"{fqn}: {error}") from None
+    return meta, [Shard.proved(fqn, meta, box, dense)]
 
 
 def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a plain detached ``torch.Tensor`` over the same memory. Raises ``UnsupportedTensorError``."""
+    if type(tensor) in _PLAIN and not _is_odd(tensor):
+        dense = tensor.detach()
+        if not (dense.is_conj() or dense.is_neg()):
+            return dense
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedTensorError(
             f"{fqn}: a lazy parameter or buffer has no shape yet; run one forward pass, or give the module its sizes"
@@ -81,11 +104,22 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     return dense
 
 
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a plain type has more to it than one strided memory."""
+    return (
+        tensor.layout != torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or torch._is_functional_tensor(tensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
 def _has_no_memory_of_its_own(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+    if type(tensor) in _PLAIN:
         return torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     wrapper: bool = is_traceable_wrapper_subclass(tensor)
     if isinstance(tensor, FakeTensor) or wrapper:
@@ -105,8 +139,8 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _sharded_tensor_shards(fqn: str, tensor: ShardedTensor) -> tuple[BasicMeta, list[Shard]]:
     meta = tensor_meta(fqn, tensor.dtype, tensor.size())
-    shards = [
-        Shard(
+    shards: list[Shard] = [
+        IrregularShard(
             fqn,
             meta,
             Box(tuple(local.metadata.shard_offsets), tuple(local.metadata.shard_sizes)),

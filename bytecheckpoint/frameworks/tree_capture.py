@@ -20,7 +20,7 @@ from .per_rank import PerRankState
 from .tensors import is_sharded_tensor, tensor_shards
 from .tree_paths import PathIndex, kind_of
 
-__all__ = ["ROOT_TENSOR", "Capture", "is_distributed", "memory_key", "state_of"]
+__all__ = ["ROOT_TENSOR", "Capture", "SameMemory", "is_distributed", "state_of"]
 
 ROOT_TENSOR: Path = ("tensor",)
 """Where a tensor that is a whole section stands."""
@@ -35,7 +35,7 @@ class Capture:
         self.context = context
         self.source = SectionSource()
         self.paths: dict[str, Path] = {}
-        self._memory: dict[Any, tuple[str, torch.Tensor]] = {}
+        self._memory = SameMemory()
 
     def finish(self) -> SectionSource:
         """Mark the tensors whose paths their names do not tell."""
@@ -47,14 +47,17 @@ class Capture:
 
     def visit(self, node: Any, path: Path = (), own: bool = False) -> None:
         """Add everything at and below ``path``; with ``own`` as values of this rank alone."""
-        where = self._where(path)
         if len(path) > MAX_DEPTH:
-            raise UnserializableError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
+            raise UnserializableError(
+                f"{self._where(path)} is nested more than {MAX_DEPTH} levels deep, or contains itself"
+            )
+        if isinstance(node, torch.Tensor):
+            self._tensor(node, path or ROOT_TENSOR, own)
+            return
+        where = self._where(path)
         kind = kind_of(node, where, root=not path)
         if kind == "per_rank":
             self.visit(node.value, path, True)
-        elif kind == "tensor":
-            self._tensor(node, path or ROOT_TENSOR, own)
         elif kind == "stateful":
             state = state_of(node, where)
             self._branch(state, "mapping" if state else "leaf", path, own or isinstance(node, PerRankState))
@@ -77,27 +80,25 @@ class Capture:
             self.source.per_rank.add(path)
 
     def _tensor(self, tensor: torch.Tensor, path: Path, own: bool) -> None:
-        fqn, where = path_name(path), self._where(path)
+        fqn = path_name(path)
         if fqn in self.paths:
             raise NameCollisionError(
-                f"{where}: the paths {self.paths[fqn]!r} and {path!r} both make the tensor name {fqn!r}; rename one key"
+                f"{self._where(path)}: the paths {self.paths[fqn]!r} and {path!r} both make the tensor name {fqn!r}; "
+                "rename one key"
             )
         self.paths[fqn] = path
         if tensor.is_meta:
             raise UnsupportedTensorError(
-                f"{where} is on the meta device and has no values to store; materialise it first"
+                f"{self._where(path)} is on the meta device and has no values to store; materialise it first"
             )
         # What is one rank's own is stored under its rank's name, of which there are no tied names.
-        key = None if own else memory_key(tensor)
-        if key in self._memory:
-            self.source.aliases[fqn] = self._memory[key][0]
+        first = None if own else self._memory.first_name(fqn, tensor)
+        if first is not None:
+            self.source.aliases[fqn] = first
             return
         meta, shards = tensor_shards(fqn, tensor)
         self.source.metas[fqn] = meta
         self.source.shards.extend(shards)
-        if key is not None:
-            # The tensor is kept beside its key: memory that is freed and used again would look like a tie.
-            self._memory[key] = (fqn, tensor)
         if own:
             self.source.per_rank.add(fqn)
         elif self.context.world_size > 1 and not is_distributed(tensor):
@@ -134,13 +135,41 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return is_dtensor(tensor) or is_sharded_tensor(tensor)
 
 
-def memory_key(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Equal for plain tensors that are one and the same memory; None where that cannot be told or does not matter."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+class SameMemory:
+    """Names of plain tensors by the memory they are."""
+
+    def __init__(self) -> None:
+        # Addresses first: hardly any tensor shares its own, and the others cost no more than a number each.
+        self._rows: dict[int, int] = {}
+        self._names: list[str] = []
+        # Kept alive: memory that is freed and used again would look like a tie.
+        self._tensors: list[torch.Tensor] = []
+        self._exact: dict[tuple[Any, ...], str] = {}
+
+    def first_name(self, fqn: str, tensor: torch.Tensor) -> str | None:
+        """The name under which one and the same memory was given before.
+
+        None for the first one, which is remembered, and where it cannot be told or does not matter.
+        """
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+            return None
+        if tensor.numel() == 0:
+            return None
+        count = len(self._names)
+        row = self._rows.setdefault(tensor.data_ptr(), count)
+        if row != count:
+            self._exact.setdefault(_extent(self._tensors[row]), self._names[row])
+            key = _extent(tensor)
+            if key in self._exact:
+                return self._exact[key]
+            self._exact[key] = fqn
+        self._names.append(fqn)
+        self._tensors.append(tensor)
         return None
-    if tensor.numel() == 0:
-        return None
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _marker(node: Any, kind: str, path: Path) -> Container | None:

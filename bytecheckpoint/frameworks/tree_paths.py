@@ -121,6 +121,8 @@ class PathIndex:
 
     def path_of(self, fqn: str) -> Path:
         """Where the tensor of this name stands."""
+        if not self.containers and not self.at:
+            return (fqn,)
         if fqn in self._exact:
             return self._exact[fqn]
         end = fqn.rfind(".")

@@ -1,7 +1,8 @@
 """Where stored leaves go in a tree: tensors are filled, plain values replaced in the container that holds them.
 
 Every node of the target becomes a ``Restore``: given the stored values, it returns what belongs in the node's place,
-which for mutable containers and tensors is the node itself.
+which for mutable containers is the node itself. None stands for a node that stays where it is, with nothing to do: a
+tensor that is filled.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .base import Context
 from .dtensor import empty_like_dtensor, is_dtensor
 from .per_rank import PerRank
 from .tensors import tensor_shards
-from .tree_capture import ROOT_TENSOR, Capture, is_distributed, memory_key, state_of
+from .tree_capture import ROOT_TENSOR, Capture, SameMemory, is_distributed, state_of
 from .tree_paths import PathIndex, build_tree, kind_of
 
 __all__ = ["build_target"]
@@ -33,7 +34,7 @@ def build_target(obj: Any, context: Context, stored: StoredSection) -> SectionTa
     restore = builder.visit(obj)
 
     def apply(values: Values) -> None:
-        restored = restore(values)
+        restored = obj if restore is None else restore(values)
         if restored is not obj:
             _replace_section(context, restored)
 
@@ -67,15 +68,15 @@ class _Builder:
         self.context = context
         self.stored = stored
         self.target = SectionTarget()
-        self._memory: dict[Any, str] = {}
+        self._memory = SameMemory()
 
-    def visit(self, node: Any, path: Path = (), skip: bool = False) -> Restore:
+    def visit(self, node: Any, path: Path = (), skip: bool = False) -> Restore | None:
         """Make room at ``path``; with ``skip`` what is not stored stays as it is."""
+        if isinstance(node, torch.Tensor):
+            return self._tensor(node, path or ROOT_TENSOR, skip)
         kind = kind_of(node, self._where(path), root=not path)
         if kind == "per_rank":
             return self._per_rank(node, path)
-        if kind == "tensor":
-            return self._tensor(node, path or ROOT_TENSOR, skip)
         if kind == "stateful":
             return self._stateful(node, path, skip or getattr(node, "on_resize", "") == "skip")
         if kind == "mapping":
@@ -86,8 +87,10 @@ class _Builder:
             return self._empty_mapping(node, path, skip)
         return self._leaf(node, path, skip)
 
-    def _per_rank(self, node: PerRank[Any], path: Path) -> Restore:
+    def _per_rank(self, node: PerRank[Any], path: Path) -> Restore | None:
         inner = self.visit(node.value, path, node.on_resize == "skip")
+        if inner is None:
+            return None
 
         def restore(values: Values) -> PerRank[Any]:
             node.value = inner(values)
@@ -95,10 +98,14 @@ class _Builder:
 
         return restore
 
-    def _mapping(self, node: Mapping[Any, Any], path: Path, skip: bool) -> Restore:
+    def _mapping(self, node: Mapping[Any, Any], path: Path, skip: bool) -> Restore | None:
         if not isinstance(node, MutableMapping):
             raise StateError(f"{self._where(path)} is a {type(node).__name__}, which cannot be filled; pass a dict")
-        children = {key: self.visit(child, (*path, key), skip) for key, child in node.items()}
+        children = {
+            key: inner for key, child in node.items() if (inner := self.visit(child, (*path, key), skip)) is not None
+        }
+        if not children:
+            return None
 
         def restore(values: Values) -> Any:
             for key, child in children.items():
@@ -109,11 +116,13 @@ class _Builder:
 
         return restore
 
-    def _sequence(self, node: Any, path: Path, skip: bool) -> Restore:
+    def _sequence(self, node: Any, path: Path, skip: bool) -> Restore | None:
         children = [self.visit(child, (*path, index), skip) for index, child in enumerate(node)]
+        if not any(children):
+            return None
 
         def restore(values: Values) -> Any:
-            items = [child(values) for child in children]
+            items = [old if child is None else child(values) for child, old in zip(children, node)]
             if all(new is old for new, old in zip(items, node)):
                 return node
             if isinstance(node, MutableSequence):
@@ -163,19 +172,18 @@ class _Builder:
 
         return restore
 
-    def _tensor(self, tensor: torch.Tensor, path: Path, skip: bool) -> Restore:
+    def _tensor(self, tensor: torch.Tensor, path: Path, skip: bool) -> Restore | None:
         fqn = path_name(path)
         if skip:
             self.target.optional.add(fqn)
-        key = memory_key(tensor)
-        if key is not None and key in self._memory:
-            self._tie(fqn, self._memory[key])
-            return lambda values: tensor
-        if key is not None:
-            self._memory[key] = fqn
-        filled = tensor
-        if tensor.is_meta and fqn in self.stored.metas:
-            filled = _materialize(tensor, self.context.device)
+        first = self._memory.first_name(fqn, tensor)
+        if first is not None:
+            self._tie(fqn, first)
+            return None
+        if not tensor.is_meta or fqn not in self.stored.metas:
+            self._fill(fqn, tensor)
+            return None
+        filled = _materialize(tensor, self.context.device)
         self._fill(fqn, filled)
         return lambda values: filled
 

@@ -7,11 +7,12 @@ writes and reads the envelope that all versions share, ``version1`` its payload,
 from __future__ import annotations
 
 from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, decode, encode
-from .document import FileTable, Manifest, SectionInfo, UInt64, timestamp
+from .document import COMPANION, FileTable, Manifest, SectionInfo, UInt64, timestamp
 from .rules import validate
 from .version1 import pack_metadata
 
 __all__ = [
+    "COMPANION",
     "FORMAT_VERSION",
     "MANIFEST_KEY",
     "MAX_MANIFEST_BYTES",

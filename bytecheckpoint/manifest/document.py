@@ -14,7 +14,12 @@ import numpy.typing as npt
 from ..metadata import ByteMeta
 from ..tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 
-__all__ = ["FileTable", "Manifest", "SectionInfo", "UInt64", "timestamp"]
+__all__ = ["COMPANION", "FILE_KINDS", "FileTable", "Manifest", "SectionInfo", "UInt64", "timestamp"]
+
+COMPANION = "companion"
+"""The kind of a file for other programs: it belongs to the checkpoint and no load reads it."""
+
+FILE_KINDS = ("tensors", "values", "rank_values", COMPANION)
 
 UInt64 = npt.NDArray[np.uint64]
 
@@ -37,10 +42,10 @@ class FileTable:
     """Every data file, one row each.
 
     ``name`` is its key relative to the checkpoint; ``size`` in bytes; ``section`` indexes the manifest's sections;
-    ``rank`` wrote it; ``kind`` is "tensors", "values" (every rank's) or "rank_values" (the writer's own).
-    ``head_length`` bytes at its front (the safetensors header with its padding, or the whole of a values file) have
-    the xxh3-64 ``head_checksum``; ``chunk_size`` is the length of the pieces of shards that have a checksum each;
-    ``codec`` is "raw".
+    ``rank`` wrote it; ``kind`` is "tensors", "values" (every rank's), "rank_values" (the writer's own) or
+    ``COMPANION``. ``head_length`` bytes at its front (the safetensors header with its padding, or the whole of any
+    other file) have the xxh3-64 ``head_checksum``; ``chunk_size`` is the length of the pieces of shards that have a
+    checksum each; ``codec`` is "raw".
     """
 
     name: list[str]

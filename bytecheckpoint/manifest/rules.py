@@ -15,7 +15,7 @@ import numpy as np
 from ..dtypes import DTYPES
 from ..errors import UnsupportedVersionError
 from ..tables import Int64, ragged_positions
-from .document import Manifest
+from .document import FILE_KINDS, Manifest
 from .tilings import check_tilings, fail, tensor_of_shard
 
 __all__ = ["MAX_NDIM", "validate"]
@@ -79,7 +79,7 @@ def _check_files(manifest: Manifest) -> None:
         # One plain component below the attempt: no absolute names, no "..", no other attempt, nothing to normalise.
         if not name.startswith(manifest.attempt + "/") or not _FILE.fullmatch(name, inside):
             fail(f"file name {name!r:.200} is not a plain name inside {manifest.attempt}/")
-    for what, allowed in (("kind", ("tensors", "values", "rank_values")), ("codec", ("raw",))):
+    for what, allowed in (("kind", FILE_KINDS), ("codec", ("raw",))):
         for value in set(files.kind if what == "kind" else files.codec) - set(allowed):
             raise UnsupportedVersionError(f"a file has {what} {value!r:.40}; this library reads {', '.join(allowed)}")
     values = np.array([kind != "tensors" for kind in files.kind], bool)

@@ -14,6 +14,7 @@ Class attributes say what the store can do; every one that is turned off should 
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import threading
@@ -276,6 +277,53 @@ class StorageConformance:
             backend.read_scattered("object", len(data) - 5, [bytearray(3), bytearray(3)])
         with pytest.raises(KeyNotFoundError):
             backend.read_scattered("missing", 0, [bytearray(3)])
+
+    def test_an_open_object_is_read_in_any_order(self, backend: StorageBackend) -> None:
+        data = _content(self.large_bytes)
+        backend.put("object", data)
+        buffers = [bytearray(b"."), bytearray(70), bytearray(len(data) - 100)]
+        with backend.open_object("object") as opened:
+            opened.read(29, buffers)
+            assert b"".join(buffers) == data[29:]
+            opened.read(3, [buffers[1]])
+            assert buffers[1] == data[3:73]
+            opened.read(5, [])
+            assert isinstance(opened.is_at_hand(0, 1), bool)
+            with pytest.raises(StorageError, match="object"):
+                opened.read(len(data) - 5, [bytearray(3), bytearray(3)])
+            with pytest.raises(StorageError, match="object"):
+                opened.read(-1, [bytearray(3)])
+
+            def read(seed: int) -> None:
+                chance = random.Random(seed)
+                for _ in range(10):
+                    start = chance.randrange(len(data))
+                    piece = bytearray(chance.randrange(min(len(data) - start, 50_000)))
+                    opened.read(start, [piece])
+                    assert piece == data[start : start + len(piece)]
+
+            with ThreadPoolExecutor(4) as pool:
+                for _ in pool.map(read, range(4)):
+                    pass
+        with pytest.raises(KeyNotFoundError), backend.open_object("missing") as opened:
+            opened.read(0, [bytearray(1)])
+
+    def test_direct_reads_of_an_open_object(self, backend: StorageBackend) -> None:
+        data = _content(self.large_bytes)
+        with backend.create("object", len(data)) as writer:
+            writer.write(0, data)
+            writer.complete()
+        with backend.open_object("object") as opened:
+            page = opened.direct_pages()
+            if not page:
+                pytest.skip("this store has no direct reads")
+            memory = memoryview(mmap.mmap(-1, -(-len(data) // page) * page + page))
+            for start in {0, page, len(data) // page * page}:
+                length = len(data) - start
+                assert opened.read_direct(start, memory[: -(-length // page) * page]) == length
+                assert memory[:length] == data[start:]
+            assert opened.read_direct(0, memory[:page]) == page
+            assert memory[:page] == data[:page]
 
     def test_read_only_buffer_is_refused(self, backend: StorageBackend) -> None:
         backend.put("object", b"abcde")

@@ -66,6 +66,8 @@ class Container:
 
 def path_name(path: Path) -> str:
     """The path with dots, as messages and tensor names show it."""
+    if len(path) == 1:
+        return str(path[0])
     return ".".join(map(str, path))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,11 @@ def _save(rank: int, world_size: int, path: str, value: float) -> None:
     bcp.save(path, {"model": _model(value), "extra_state": {"value": value}}, step=int(value), deadline_s=60)
 
 
+def _layout(point: str) -> Any:
+    """Saves have a merge stage where tensors are stored whole."""
+    return "whole" if point.startswith("save.merge") else "shards"
+
+
 def _save_and_die(rank: int, world_size: int, path: str, value: float, point: str, victim: int, use_async: bool) -> str:
     def kill(name: str, event: str) -> None:
         if rank == victim and name == point and event in ("enter", "point"):
@@ -57,6 +63,7 @@ def _save_and_die(rank: int, world_size: int, path: str, value: float, point: st
             {"model": _model(value), "extra_state": {"value": value}},
             step=int(value),
             async_save=use_async,
+            layout=_layout(point),
             deadline_s=30,
         )
         handle.result(60)
@@ -132,7 +139,8 @@ def _raise_in(rank: int, world_size: int, path: str, point: str, victim: int) ->
 
     stop = trace.observe(fail)
     try:
-        bcp.save(path, {"model": _model(2.0), "extra_state": {"value": 2.0}}, step=2, deadline_s=30)
+        state = {"model": _model(2.0), "extra_state": {"value": 2.0}}
+        bcp.save(path, state, step=2, layout=_layout(point), deadline_s=30)
         said = "saved"
     except bcp.errors.BytecheckpointError as error:
         said = f"{type(error).__name__}: {str(error).splitlines()[0]}"

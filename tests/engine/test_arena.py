@@ -1,50 +1,93 @@
-"""Staging memory: reused, within its budget, and with an end to every wait."""
+"""Staging memory: reused block by block, within its budget, gone in a forked child, and with an end to every wait."""
 
 from __future__ import annotations
 
 import errno
 import mmap
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from bytecheckpoint.engine import arena as arena_module
-from bytecheckpoint.engine.arena import PAGE, Arena
+from bytecheckpoint.engine.arena import BLOCK, PAGE, Arena, Block
 from bytecheckpoint.errors import DeadlineError, StateError
 
 
-def test_a_slot_is_lent_again() -> None:
+def test_blocks_are_lent_again() -> None:
     arena = Arena()
-    with arena.acquire(10 * PAGE) as first:
-        assert first.nbytes >= 10 * PAGE
-        assert first.tensor.data_ptr() % PAGE == 0
-    first.release()  # twice is fine
-    with arena.acquire(9 * PAGE) as second:
-        assert second is first
-    assert arena.nbytes == 10 * PAGE
+    assert arena.make_room(2)
+    first, second = arena.acquire(), arena.acquire()
+    assert first is not second
+    assert first.address % (2 << 20) == 0
+    assert (first.nbytes, len(first.view), len(first.tensor)) == (BLOCK, BLOCK, BLOCK)
+    arena.give_back(first)
+    arena.give_back(second)
+    assert {arena.acquire(), arena.acquire()} == {first, second}
+    assert arena.nbytes == 2 * BLOCK
 
 
-def test_a_slot_that_became_too_small_is_replaced() -> None:
+def test_room_for_two_saves_and_a_block_to_get_on_with() -> None:
     arena = Arena()
-    arena.acquire(2 * PAGE).release()
-    arena.acquire(8 * PAGE).release()
-    assert arena.nbytes == 8 * PAGE
+    arena.make_room(2)
+    lent = [arena.acquire(0) for _ in range(4)]
+    with pytest.raises(DeadlineError, match="earlier saves are still being written"):
+        arena.acquire(0)
+    lent.append(arena.acquire(0, last=True))
+    with pytest.raises(DeadlineError):
+        arena.acquire(0.01, last=True)
+    assert arena.would_wait(1)
+    assert not arena.would_wait(5), "a larger save makes room for two of its size"
+    for block in lent:
+        arena.give_back(block)
+    assert not arena.would_wait(4)
     arena.trim()
     assert arena.nbytes == 0
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_room_for_as_many_saves_as_asked(slots: int) -> None:
+    arena = Arena(slots=slots)
+    arena.make_room(1)
+    for _ in range(slots):
+        assert not arena.would_wait(1)
+        arena.acquire(0)
+    assert arena.would_wait(1)
+
+
 def test_the_budget_is_kept() -> None:
     arena = Arena(budget=10 * PAGE)
-    with pytest.raises(StateError, match="raise the budget"):
-        arena.acquire(11 * PAGE)
-    held = arena.acquire(6 * PAGE)
-    with pytest.raises(DeadlineError, match="earlier saves are still being written"):
-        arena.acquire(5 * PAGE, timeout_s=0.01)
+    assert arena.block_size == 5 * PAGE
+    assert arena.make_room(1)
+    assert not arena.make_room(2)
+    held = arena.acquire(0)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(arena.acquire, 5 * PAGE, 60.0)
-        held.release()
-        assert waiting.result().nbytes >= 5 * PAGE
+        waiting = pool.submit(arena.acquire, 60.0)
+        arena.give_back(held)
+        assert waiting.result() is held
+    arena.acquire(0, last=True)
     assert arena.nbytes <= 10 * PAGE
+    assert Arena(budget=1 << 30).block_size == BLOCK
+
+
+@pytest.mark.parametrize("budget", [-1, 0, PAGE, 2 * PAGE - 1])
+def test_a_budget_of_nothing(budget: int) -> None:
+    with pytest.raises(StateError, match="memory budget"):
+        Arena(budget)
+
+
+def test_no_slots() -> None:
+    with pytest.raises(StateError, match="slots"):
+        Arena(slots=0)
+
+
+def test_a_block_is_faulted_in_as_far_as_needed() -> None:
+    block = Block(BLOCK)
+    block.fault_in(1)
+    block.tensor[0] = 7
+    block.fault_in(BLOCK)
+    assert block.view[0] == 7
+    assert block.tensor[1:].eq(0).all()
 
 
 def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,5 +96,41 @@ def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "no such advice")
 
     monkeypatch.setattr(arena_module.mmap, "mmap", Plain)
-    with Arena().acquire(3 * PAGE) as slot:
-        assert slot.tensor.eq(0).all()
+    block = Block(3 * PAGE)
+    block.fault_in(PAGE)
+    block.tensor[0] = 7
+    block.fault_in(3 * PAGE)
+    assert block.view[0] == 7
+    assert block.tensor[1:].eq(0).all()
+
+
+def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(mmap.mmap):
+        def __new__(cls, *arguments: object, **options: object) -> Full:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    arena = Arena()
+    arena.make_room(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(arena_module.mmap, "mmap", Full)
+        with pytest.raises(StateError, match="no memory for staging"):
+            arena.acquire(0)
+    assert arena.nbytes == 0
+    assert arena.acquire(0)
+
+
+def test_a_forked_child_has_none_of_it() -> None:
+    """So that the parent never pays for copies of pages that the child would keep."""
+    block = Block(BLOCK)
+    block.fault_in(BLOCK)
+    block.tensor.fill_(7)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, bytes([block.view[0], block.view[BLOCK - 1]]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 2) == b"\0\0"
+    os.close(read)
+    os.close(write)
+    assert block.view[0] == 7

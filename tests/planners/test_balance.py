@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.planners import balance
+from bytecheckpoint.planners import balance, rank_sets
 from bytecheckpoint.planners.balance import choose_writers
+from bytecheckpoint.planners.rank_sets import RankSets
 from bytecheckpoint.tables import Int64
 
 Groups = list[tuple[int, list[int]]]
@@ -21,18 +22,17 @@ sizes = st.integers(0, 50)
 groups = st.lists(st.tuples(sizes, members), max_size=30)
 
 
-def columns(chosen_from: Groups) -> tuple[Int64, Int64, Int64]:
+def columns(chosen_from: Groups, world: int) -> tuple[Int64, Int64, RankSets]:
     nbytes = np.array([size for size, _ in chosen_from], np.int64)
     starts = np.cumsum([0, *(len(ranks) for _, ranks in chosen_from)], dtype=np.int64)
-    return nbytes, starts, np.array([rank for _, ranks in chosen_from for rank in ranks], np.int64)
+    sets = RankSets(world)
+    return nbytes, sets.add(np.array([r for _, ranks in chosen_from for r in ranks], np.int64), starts), sets
 
 
 def writers(chosen_from: Groups, world: int = WORLD) -> list[int]:
-    nbytes, starts, rank = columns(chosen_from)
-    chosen = choose_writers(nbytes, starts, rank, world)
-    assert (chosen >= starts[:-1]).all()
-    assert (chosen < starts[1:]).all()
-    return [int(r) for r in rank[chosen]]
+    chosen: list[int] = choose_writers(*columns(chosen_from, world)).tolist()
+    assert all(rank in ranks for rank, (_, ranks) in zip(chosen, chosen_from))
+    return chosen
 
 
 def loads(chosen_from: Groups, owners: list[int], world: int = WORLD) -> list[int]:
@@ -110,12 +110,12 @@ def test_rounds_and_heaps_choose_alike(seed: int) -> None:
     picks = generator.integers(0, 16, 900)
     chosen_from = [(int(size), sets[which]) for size, which in zip(generator.integers(0, 20, 900), picks)]
     chosen_from += [(int(generator.integers(0, 99)), [rank]) for rank in range(64)]
-    nbytes, starts, rank = columns(chosen_from)
+    items = columns(chosen_from, 64)
     with mock.patch.object(balance, "_ROUND_COST", 0.0), _counted("_choose_by_rounds") as by_rounds:
-        fast = choose_writers(nbytes, starts, rank, 64)
+        fast = choose_writers(*items)
     # Only cost decides between the two; made to look dear, rounds are not taken.
     with mock.patch.object(balance, "_ROUND_COST", 1e9), _counted("_choose_by_heaps") as by_heaps:
-        plain = choose_writers(nbytes, starts, rank, 64)
+        plain = choose_writers(*items)
     assert by_heaps.called
     assert by_rounds.called
     assert fast.tolist() == plain.tolist()
@@ -125,7 +125,7 @@ def test_rounds_and_heaps_choose_alike(seed: int) -> None:
 @settings(deadline=None)
 def test_sets_are_proven_equal_and_not_only_by_hash(chosen_from: Groups) -> None:
     usual = writers(chosen_from)
-    with mock.patch.object(balance, "_mix", lambda values: np.zeros(len(values), np.uint64)):
+    with mock.patch.object(rank_sets, "_mix", lambda values: np.zeros(len(values), np.uint64)):
         assert writers(chosen_from) == usual
 
 

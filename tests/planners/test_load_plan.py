@@ -49,11 +49,15 @@ def test_any_box_from_any_tiling_equals_slicing(
     stored, wanted = BoxTable.build(stored_rows), BoxTable.build(wanted_rows)
     plan = plan_load(tensors, stored, wanted)
     with pruned():
-        other = plan_load(tensors, stored, wanted)
-    for column in ("wanted", "stored"):
-        assert getattr(plan, column).tolist() == getattr(other, column).tolist()
-    assert plan.boxes.offsets.tolist() == other.boxes.offsets.tolist()
-    assert plan.boxes.lengths.tolist() == other.boxes.lengths.tolist()
+        tensor_by_tensor = plan_load(tensors, stored, wanted)
+    with mock.patch.object(load_plan, "_MAX_PAIRS", 3):
+        some_pairs_at_a_time = plan_load(tensors, stored, wanted)
+    for other in (tensor_by_tensor, some_pairs_at_a_time):
+        for column in ("wanted", "stored"):
+            assert getattr(plan, column).tolist() == getattr(other, column).tolist()
+        assert plan.boxes.offsets.tolist() == other.boxes.offsets.tolist()
+        assert plan.boxes.lengths.tolist() == other.boxes.lengths.tolist()
+    assert [box for *_, box in plan.pieces()] == [plan.boxes.box_of(row) for row in range(len(plan))]
 
     full = [np.arange(prod(shape)).reshape(shape) for shape in shapes]
     local = [full[row][box.slices()].copy() for row, box in stored_rows]

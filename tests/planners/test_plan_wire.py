@@ -12,46 +12,113 @@ from hypothesis import strategies as st
 from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.geometry import Box
+from bytecheckpoint.mesh_layout import MeshLayout
 from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.planners import Assignment, LocalPlan, ValueEntry, plan_save, wire
+from bytecheckpoint.planners import (
+    OWN_BOXES,
+    WHOLE,
+    Assignment,
+    LocalPlan,
+    PlanGroup,
+    PlanTable,
+    ValueEntry,
+    pack_boxes,
+    plan_groups,
+    plan_save,
+    unpack_boxes,
+    wire,
+)
+from bytecheckpoint.planners.local_plan import ValueName
 from bytecheckpoint.tables import BoxTable, TensorTable
 
 
-def sample() -> LocalPlan:
+def sample() -> PlanTable:
     tensors = TensorTable.build(
         [
             ("model", "w", BasicMeta(DTYPES["bfloat16"], (4, 3))),
             ("model", "scale", BasicMeta(DTYPES["float32"], ())),
-            ("rng", "state@0", BasicMeta(DTYPES["uint8"], (16,))),
+            ("rng", "state", BasicMeta(DTYPES["uint8"], (16,))),
         ]
     )
-    shards = BoxTable.build([(1, Box((), ())), (0, Box((0, 0), (4, 3))), (2, Box((0,), (16,)))])
-    values = [ValueEntry("extra", b"\x00step", b"digest", 9), ValueEntry("extra", b"", b"", 0, per_rank=True)]
-    return LocalPlan(
-        tensors, shards, values, np.array([-1, -1, 0]), [("model.tied", "model.w")], [("model", "ddp"), ("rng", "tree")]
+    marks = np.array([[False, False, True], [False, True, False], [True, False, False]])
+    values = [ValueName("extra", b"\x00step", False), ValueName("extra", b"", True)]
+    layouts = [MeshLayout((2, 3), ((1, 0), ()))]
+    sections = [("model", "ddp"), ("rng", "tree")]
+    held = np.array([1, WHOLE, OWN_BOXES])
+    return PlanTable(tensors, *marks, held, layouts, values, [("model.tied", "model.w")], sections)
+
+
+def boxes() -> BoxTable:
+    return BoxTable.build([(2, Box((0,), (7,))), (0, Box((1, 0), (2, 3))), (1, Box((), ()))])
+
+
+def own_plan() -> LocalPlan:
+    """A rank that holds just what ``sample`` says, and all of it."""
+    table = sample()
+    names = [*table.tensors.names[:2], "rng.state@0"]
+    tensors = TensorTable(
+        names,
+        table.tensors.sections,
+        table.tensors.section,
+        table.tensors.dtype,
+        table.tensors.ndim,
+        table.tensors.shape,
     )
+    shards = BoxTable.build([(0, Box((0, 0), (4, 3))), (1, Box((), ())), (2, Box((0,), (16,)))])
+    return LocalPlan(tensors, shards, [], np.array([-1, -1, 0]))
 
 
-def assert_same(a: LocalPlan, b: LocalPlan) -> None:
+def assert_same(a: PlanTable, b: PlanTable) -> None:
     assert (a.tensors.names, a.tensors.sections) == (b.tensors.names, b.tensors.sections)
     for column in ("section", "dtype", "ndim", "shape"):
         assert getattr(a.tensors, column).tolist() == getattr(b.tensors, column).tolist()
-    for column in ("tensor", "offsets", "lengths", "starts"):
-        assert getattr(a.shards, column).tolist() == getattr(b.shards, column).tolist()
-    assert (a.values, a.aliases, a.sections) == (b.values, b.aliases, b.sections)
-    assert a.scopes().tolist() == b.scopes().tolist()
+    for column in ("own", "pinned", "compared", "held"):
+        assert getattr(a, column).tolist() == getattr(b, column).tolist()
+    assert (a.values, a.aliases, a.sections, a.layouts) == (b.values, b.aliases, b.sections, b.layouts)
 
 
-def test_a_plan_survives_the_wire() -> None:
-    assert_same(LocalPlan.from_bytes(sample().to_bytes()), sample())
-    nothing = LocalPlan(TensorTable.build([]), BoxTable.build([]))
-    assert_same(LocalPlan.from_bytes(nothing.to_bytes()), nothing)
+def test_a_table_survives_the_wire() -> None:
+    assert_same(PlanTable.from_bytes(sample().to_bytes()), sample())
+    nothing = LocalPlan(TensorTable.build([]), BoxTable.build([])).table()
+    assert_same(PlanTable.from_bytes(nothing.to_bytes()), nothing)
+
+
+def test_boxes_survive_the_wire() -> None:
+    tensors = sample().tensors
+    assert pack_boxes(BoxTable.build([])) == b""
+    both, counts = unpack_boxes([b"", pack_boxes(boxes()), b"", pack_boxes(boxes())], tensors)
+    assert list(both) == [*boxes(), *boxes()]
+    assert counts.tolist() == [0, 3, 0, 3]
+    assert len(unpack_boxes([b""], tensors)[0]) == 0
+
+
+def test_ranks_alike_have_the_same_table() -> None:
+    """Names of tensors of their own differ, places in a mesh do, and boxes that nobody else knows."""
+
+    def plan(rank: int) -> LocalPlan:
+        metas = [("model", "w", (8,)), ("model", "b", (2,)), ("model", "flat", (9,)), ("rng", f"s@{rank}", (4,))]
+        held = [Box((4 * rank,), (4,)), Box((0,), (2,)), Box((0,), (4,)), Box((rank,), (3,))]
+        return LocalPlan(
+            TensorTable.build((section, name, BasicMeta(DTYPES["uint8"], shape)) for section, name, shape in metas),
+            BoxTable.build([(0, held[0]), (1, held[1]), (3, held[2]), (2, held[3])]),
+            [ValueEntry("extra", b"x", bytes([rank]), rank)],
+            np.array([-1, -1, -1, rank]),
+            held=np.array([1, WHOLE, OWN_BOXES, WHOLE]),
+            layouts=[MeshLayout((2,), ((0,),))],
+            coordinates=[(rank,)],
+        )
+
+    assert plan(0).table().to_bytes() == plan(1).table().to_bytes()
+    assert plan(0).table().tensors.names[3] == "rng.s"
+    assert plan(1).places().tolist() == [1]
+    assert list(plan(1).own_boxes()) == [Box((1,), (3,))]
+    assert plan(0).own_boxes().tensor.tolist() == [2]
 
 
 def test_what_came_over_the_wire_may_be_changed() -> None:
-    plan = LocalPlan.from_bytes(sample().to_bytes())
-    plan.tensors.shape[0] = 9
-    plan.shards.offsets[0] = 9
+    table, held = PlanTable.from_bytes(sample().to_bytes()), unpack_boxes([pack_boxes(boxes())], sample().tensors)[0]
+    table.tensors.shape[0] = 9
+    held.offsets[0] = 9
 
 
 rows = st.lists(st.integers(0, 2**40), max_size=5).map(lambda values: np.array(values, np.int64))
@@ -68,7 +135,9 @@ def test_an_assignment_survives_the_wire(files: list[tuple[str, Any]], shared: l
 
 
 def test_an_assignment_must_speak_of_what_the_rank_holds() -> None:
-    plan = sample()
+    plan = own_plan()
+    plan.values.append(ValueEntry("extra", b"", b"", 0))
+    plan.values.append(ValueEntry("extra", b"x", b"", 0))
     for told in (
         Assignment([("model", np.array([0, 3]))], np.array([0]), np.array([True])),
         Assignment([("model", np.array([0, 1]))], np.array([2]), np.array([True])),
@@ -79,7 +148,11 @@ def test_an_assignment_must_speak_of_what_the_rank_holds() -> None:
 
 
 def test_every_cut_is_refused() -> None:
-    for good, read in ((sample().to_bytes(), LocalPlan.from_bytes), (_told().to_bytes(), Assignment.from_bytes)):
+    for good, read in (
+        (sample().to_bytes(), PlanTable.from_bytes),
+        (_told().to_bytes(), Assignment.from_bytes),
+        (pack_boxes(boxes()), lambda data: unpack_boxes([data or b"?"], sample().tensors)),
+    ):
         for end in range(len(good)):
             with pytest.raises(PlanError, match="malformed"):
                 read(good[:end])
@@ -92,8 +165,10 @@ def _told() -> Assignment:
 
 
 def test_one_kind_is_not_taken_for_another() -> None:
-    with pytest.raises(PlanError, match="malformed local plan"):
-        LocalPlan.from_bytes(_told().to_bytes())
+    with pytest.raises(PlanError, match="malformed plan table"):
+        PlanTable.from_bytes(_told().to_bytes())
+    with pytest.raises(PlanError, match="malformed boxes"):
+        unpack_boxes([_told().to_bytes()], sample().tensors)
     with pytest.raises(PlanError, match="malformed save assignment"):
         Assignment.from_bytes(sample().to_bytes())
 
@@ -101,7 +176,14 @@ def test_one_kind_is_not_taken_for_another() -> None:
 def _harmless(data: bytes) -> None:
     """Either refused, or a plan like any other: nothing but ``PlanError`` comes of it."""
     with suppress(PlanError):
-        plan_save([LocalPlan.from_bytes(data), sample()])
+        table = PlanTable.from_bytes(data)
+        own = own_plan()
+        groups = [PlanGroup.of(table, [1], [np.array([1, 2])], boxes(), np.array([3]))]
+        groups += [PlanGroup.of(own.table(), [0], [own.places()], own.own_boxes(), np.array([3]))]
+        plan_groups(groups, set(), world_size=2)
+    with suppress(PlanError):
+        held, _ = unpack_boxes([data], own_plan().tensors)
+        plan_save([own_plan(), LocalPlan(own_plan().tensors, held, scope=np.array([-1, -1, 0]))])
     with suppress(PlanError):
         Assignment.from_bytes(data)
 
@@ -120,7 +202,7 @@ def test_noise_is_harmless(data: bytes) -> None:
 @given(st.data())
 @settings(deadline=None, max_examples=300)
 def test_changed_bytes_are_harmless(data: st.DataObject) -> None:
-    changed = bytearray(sample().to_bytes())
+    changed = bytearray(data.draw(st.sampled_from([sample().to_bytes(), pack_boxes(boxes())])))
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     _harmless(bytes(changed))
@@ -140,7 +222,10 @@ def test_a_column_survives_in_the_narrowest_words(values: list[int]) -> None:
     column = wire.column(np.array(values, np.int64))
     fields = wire.Fields("test", wire.pack("test", {"column": column}))
     assert fields.integers("column", len(values)).tolist() == values
-    assert len(column) == 1 or len(column) - 1 <= len(values) * 8
+    long = wire.column(np.array(values * 100, np.int64))
+    fields = wire.Fields("test", wire.pack("test", {"column": long}))
+    assert fields.integers("column", len(values) * 100).tolist() == values * 100
+    assert len(long) <= 1 + len(values) * 800
 
 
 odd = st.one_of(
@@ -176,12 +261,17 @@ def test_a_changed_field_is_harmless(field: str, value: object) -> None:
         ("dtype", b"\x03" + bytes(9)),
         ("section", words(0, 0, 7)),
         ("section", words(0, 0, 0)),
-        ("shard_tensor", words(0, 1, 3)),
-        ("offsets", words(0, 0)),
-        ("lengths", words(4, 3, 2**63 - 1)),
-        ("scope", words(-1, -1)),
-        ("names", ["model.w", "model.w", "rng.state@0"]),
-        ("names", ["model.w", b"model.scale", "rng.state@0"]),
+        ("own", b"\0"),
+        ("held", words(3, 1, 0)),
+        ("held", words(1, 2, 0)),
+        ("held", words(-1, 1, 1)),
+        ("layouts", [words(2, 3)]),
+        ("layouts", [words(2, 0), words(1, 1, 0)]),
+        ("layouts", [words(2, 3), words(1, 2, 0)]),
+        ("layouts", [words(2, 3), words(1, 0, 1, 0)]),
+        ("layouts", [words(2, 3), words(3, 0)]),
+        ("names", ["model.w", "model.w", "rng.state"]),
+        ("names", ["model.w", b"model.scale", "rng.state"]),
         ("dtypes", ["float32"]),
         ("value_path", [b"one"]),
         ("value_per_rank", b"\0"),
@@ -192,5 +282,16 @@ def test_a_changed_field_is_harmless(field: str, value: object) -> None:
 def test_a_field_that_breaks_a_rule_is_refused(field: str, value: object) -> None:
     fields = msgpack.unpackb(sample().to_bytes())
     fields[field] = value
-    with pytest.raises(PlanError, match="malformed local plan"):
-        LocalPlan.from_bytes(msgpack.packb(fields))
+    with pytest.raises(PlanError, match="malformed plan table"):
+        PlanTable.from_bytes(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tensor", words(0, 1, 3)), ("offsets", words(0, 0)), ("lengths", words(4, 3, 2**63 - 1)), ("kind", "other")],
+)
+def test_boxes_that_break_a_rule_are_refused(field: str, value: object) -> None:
+    fields = msgpack.unpackb(pack_boxes(boxes()))
+    fields[field] = value
+    with pytest.raises(PlanError, match="malformed boxes"):
+        unpack_boxes([msgpack.packb(fields)], sample().tensors)

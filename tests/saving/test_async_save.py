@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from small_training import differing, memory, training
 
 import bytecheckpoint as bcp
 from bytecheckpoint import trace
-from bytecheckpoint.errors import StateError
+from bytecheckpoint.errors import DeadlineError, SaveSkippedError, StateError
 from bytecheckpoint.testing.ranks import RankPool
 
 WAIT_S = 60.0
@@ -171,7 +173,8 @@ def test_the_handle_of_a_save_on_its_way(tmp_path: Path) -> None:
 def test_timings_of_every_step(tmp_path: Path) -> None:
     handle = bcp.save(tmp_path, training(1.0), async_save=True)
     handle.result(WAIT_S)
-    assert [name for name in trace.SAVE_STEPS if name in handle.timings.seconds] == list(trace.SAVE_STEPS)
+    steps = [name for name in trace.SAVE_STEPS if name != "merge"]  # none here
+    assert [name for name in trace.SAVE_STEPS if name in handle.timings.seconds] == steps
     assert handle.timings.nbytes["write"] == handle.timings.nbytes["stage"] == handle.result().bytes_written
 
 
@@ -222,10 +225,11 @@ def test_two_saves_in_a_row_are_committed_in_order(tmp_path: Path) -> None:
 
 
 def test_the_later_of_two_saves_to_one_path_stands(tmp_path: Path) -> None:
-    with _held_at("save.write"):
-        handles = [bcp.save(tmp_path, training(float(i)), step=i, async_save=True) for i in (1, 2, 3)]
-    for handle in handles:
-        handle.result(WAIT_S)
+    with bcp.Checkpointer(slots=3) as saver:
+        with _held_at("save.write"):
+            handles = [saver.save(tmp_path, training(float(i)), step=i, async_save=True) for i in (1, 2, 3)]
+        for handle in handles:
+            handle.result(WAIT_S)
     assert bcp.open(tmp_path).step == 3
     assert bcp.open(tmp_path).verify().ok
     loaded = training(9.0)
@@ -305,15 +309,162 @@ def test_what_is_wrong_with_the_state_is_raised_at_the_call(tmp_path: Path) -> N
 
 
 def test_a_memory_budget_makes_saves_wait_for_each_other(tmp_path: Path) -> None:
-    """Two states do not fit, so the second save is staged when the first has been written."""
+    """Two states do not fit, so the second save is staged as the first is written."""
     state = {"extra_state": {"weight": torch.ones(3 << 18)}}  # 3 MiB
-    with bcp.Checkpointer(memory_budget=4 << 20) as saver:
-        handles = [saver.save(tmp_path / str(i), state, async_save=True, deadline_s=WAIT_S) for i in range(3)]
-        assert handles[0].done() or handles[1].done()
+    with bcp.Checkpointer(memory_budget=8 << 20) as saver:
+        saver._engine.arena.block_size = 1 << 20
+        saver._engine.arena._capacity = 5
+        with _held_at("save.write") as go_on, ThreadPoolExecutor(1) as pool:
+            first = saver.save(tmp_path / "0", state, async_save=True)
+            second = pool.submit(saver.save, tmp_path / "1", state, async_save=True, deadline_s=WAIT_S)
+            with pytest.raises(TimeoutError):
+                second.result(0.1)
+            go_on.set()
+            second.result(WAIT_S).result(WAIT_S)
+        assert first.done()
+        assert not first.timings.pipelined
+        assert saver._engine.arena.nbytes <= 5 << 20
+        assert bcp.open(tmp_path / "1").verify().ok
+
+
+def test_a_wait_for_memory_ends(tmp_path: Path) -> None:
+    """There is room for two saves; where the third finds none in time, it fails and the others do not."""
+    state = {"extra_state": {"weight": torch.ones(3 << 18)}}
+    with bcp.Checkpointer() as saver:
+        with _held_at("save.write"):
+            handles = [saver.save(tmp_path / str(i), state, async_save=True) for i in range(2)]
+            with pytest.raises(DeadlineError, match="earlier saves are still being written"):
+                saver.save(tmp_path / "2", state, async_save=True, deadline_s=0.01)
         for handle in handles:
             handle.result(WAIT_S)
-        with pytest.raises(StateError, match=r"staging needs \d+ bytes but the arena's budget is \d+"):
-            saver.save(tmp_path / "big", {"extra_state": {"weight": torch.ones(2 << 20)}}, async_save=True)
+        saver.save(tmp_path / "3", state, async_save=True).result(WAIT_S)
+    assert not (tmp_path / "2").exists()
+
+
+def test_busy_saves_are_skipped_where_that_is_asked(tmp_path: Path) -> None:
+    state = {"extra_state": {"weight": torch.ones(3 << 18)}}
+    with bcp.Checkpointer(slots=1) as saver:
+        with _held_at("save.write"):
+            first = saver.save(tmp_path / "0", state, async_save=True, when_busy="skip")
+            skipped = saver.save(tmp_path / "1", state, async_save=True, when_busy="skip")
+            assert not first.skipped
+            assert skipped.skipped
+            assert skipped.done()
+            assert skipped.staged()
+            assert "skipped" in repr(skipped)
+            with pytest.raises(SaveSkippedError, match="earlier saves"):
+                skipped.result()
+        first.result(WAIT_S)
+        assert not saver.save(tmp_path / "2", state, async_save=True, when_busy="skip").result(WAIT_S).step
+        assert not saver.save(tmp_path / "2", state, when_busy="skip").skipped
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.parametrize("when_busy", ["", "never", None])
+def test_what_to_do_when_busy_is_one_of_two(tmp_path: Path, when_busy: Any) -> None:
+    with pytest.raises(StateError, match="when_busy"):
+        bcp.save(tmp_path, training(1.0), when_busy=when_busy)
+
+
+@pytest.mark.parametrize("budget", [64 << 10, 300 << 10, 2 << 20])
+def test_a_state_that_is_larger_than_the_budget(tmp_path: Path, budget: int) -> None:
+    """Staging goes on as fast as writing gives memory back, and the timings say so."""
+    state = _full_state(1.0)
+    state["extra_state"]["large"] = torch.arange(1 << 18).view(512, 512).t()  # 2 MiB
+    at_the_call = _plain(memory(state))
+    with bcp.Checkpointer(memory_budget=budget) as saver:
+        handle = saver.save(tmp_path, state, async_save=True)
+        assert handle.staged()
+        _spoil(state)
+        state["extra_state"]["large"].zero_()
+        handle.result(WAIT_S)
+        assert handle.timings.pipelined
+        assert "memory budget" in str(handle.timings)
+        assert saver._engine.arena.nbytes <= budget
+    loaded = _full_state(9.0)
+    loaded["extra_state"]["large"] = torch.zeros(512, 512, dtype=torch.int64)
+    bcp.load(tmp_path, loaded)
+    assert not differing(_plain(memory(loaded)), at_the_call)
+
+
+@pytest.mark.parametrize("point", ["save.write", "save.write.file", "save.write.complete"])
+def test_a_failure_while_staging_waits_for_writing(tmp_path: Path, point: str) -> None:
+    state = {"extra_state": {"weight": torch.ones(3 << 18)}}
+    with bcp.Checkpointer(memory_budget=1 << 20) as saver:
+        with _failing_at(point):
+            # What fails after the last piece was staged is on the handle alone.
+            with suppress(OSError):
+                saver.save(tmp_path / "0", state, async_save=True).result(WAIT_S)
+        assert not list(tmp_path.rglob("*.*"))
+        saver.save(tmp_path / "1", state, async_save=True).result(WAIT_S)
+        assert bcp.open(tmp_path / "1").verify().ok
+
+
+def test_a_synchronous_save_needs_a_few_blocks(tmp_path: Path) -> None:
+    state = {"extra_state": {"weight": torch.ones(40 << 20, dtype=torch.uint8)}}
+    with bcp.Checkpointer() as saver:
+        saver._engine.arena.block_size = 1 << 20
+        handle = saver.save(tmp_path, state)
+        assert saver._engine.arena.nbytes <= (saver._engine.io_threads + 2) << 20
+        assert not handle.timings.pipelined
+        assert bcp.open(tmp_path).verify().ok
+
+
+@pytest.mark.parametrize("point", ["save.write", "save.write.file"])
+def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path, point: str) -> None:
+    """After ctrl-C the caller may change the state; what was not copied is not saved at all."""
+    interrupted = threading.Event()
+
+    def interrupt(name: str, event: str) -> None:
+        if name == point and event in ("enter", "point") and not interrupted.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            interrupted.wait(WAIT_S)
+
+    stop = trace.observe(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            bcp.save(tmp_path, training(1.0))
+    finally:
+        interrupted.set()
+        stop()
+    bcp.save(tmp_path, training(2.0), step=2)
+    assert bcp.open(tmp_path).step == 2
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+def test_an_asynchronous_save_in_a_done_callback(tmp_path: Path) -> None:
+    handles: list[bcp.SaveHandle] = []
+    done = threading.Event()
+
+    def save_again(handle: bcp.SaveHandle) -> None:
+        handles.append(bcp.save(tmp_path / "1", training(2.0), async_save=True))
+        done.set()
+
+    with _held_at("save.commit"):
+        bcp.save(tmp_path / "0", training(1.0), async_save=True).add_done_callback(save_again)
+    assert done.wait(WAIT_S)
+    handles[0].result(WAIT_S)
+    assert bcp.open(tmp_path / "1").verify().ok
+
+
+def test_a_save_in_a_done_callback_that_would_wait_for_itself(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+    with bcp.Checkpointer(slots=1) as saver:
+
+        def save_again(handle: bcp.SaveHandle) -> None:
+            try:
+                saver.save(tmp_path / "2", training(2.0), async_save=True)
+            except BaseException as error:
+                errors.append(error)
+
+        with _held_at("save.commit"):
+            first = saver.save(tmp_path / "0", training(1.0), async_save=True)
+            first.add_done_callback(save_again)
+            second = saver.save(tmp_path / "1", training(1.0), async_save=True)
+        first.result(WAIT_S)
+        second.result(WAIT_S)
+    assert [type(error) for error in errors] in ([], [StateError])
+    assert all("done callback" in str(error) for error in errors)
 
 
 # -- nothing piles up --------------------------------------------------------------------------------------------

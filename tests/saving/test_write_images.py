@@ -1,29 +1,32 @@
-"""From staged images to files: what is hashed, what is left when a write fails, and when memory is given back."""
+"""From staged pieces to files: what is hashed, what is left when a write fails, and when memory is given back."""
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
+import torch
 
-from bytecheckpoint.engine import writer
-from bytecheckpoint.engine.arena import Arena, Slot
+from bytecheckpoint.engine.arena import PAGE, Arena
 from bytecheckpoint.engine.checksums import chunk_checksums
-from bytecheckpoint.engine.files import FileImage, Span, place_images
+from bytecheckpoint.engine.files import FileImage
+from bytecheckpoint.engine.image_write import ImageWrite, WrittenFile
+from bytecheckpoint.engine.staging import Staging
 from bytecheckpoint.engine.writer import write_images
-from bytecheckpoint.errors import StorageError
+from bytecheckpoint.errors import StateError, StorageError
+from bytecheckpoint.geometry import Box
+from bytecheckpoint.shards import Shard, basic_meta
+from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing.faults import Call, CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.trace import Timings
 
-_PIECE = 1000
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "PIECE", _PIECE)
+_random = np.random.default_rng(0)
 
 
 @pytest.fixture
@@ -39,36 +42,104 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 
 def _image(key: str, sizes: Sequence[int], head: int = 100) -> FileImage:
-    ends = np.cumsum([0, *sizes]).tolist()
-    return FileImage(key, "model", "tensors", b"h" * head, [Span(None, at, n) for at, n in zip(ends, sizes)])
+    shards = []
+    for index, size in enumerate(sizes):
+        tensor = torch.from_numpy(_random.integers(0, 256, size, dtype=np.uint8))
+        meta = basic_meta(tensor.dtype, tensor.shape)
+        shards.append(Shard(f"t{index}", meta, Box.whole(meta.shape), tensor))
+    return FileImage(key, "model", "tensors", b"h" * head, [0, *accumulate(sizes)][: len(sizes)], sizes, shards)
 
 
-def _staged(images: Sequence[FileImage]) -> Slot:
-    slot = Arena().acquire(place_images(images))
-    slot.tensor.copy_(slot.tensor.new_tensor(np.random.default_rng(0).integers(0, 256, slot.nbytes, dtype=np.uint8)))
-    return slot
+def _content(image: FileImage) -> bytes:
+    return image.head + b"".join(shard.tensor.numpy().tobytes() for shard in image.shards)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 300, _PIECE, 2500, 1 << 20])
-def test_checksums_run_over_every_shard(backend: MemoryBackend, executor: ThreadPoolExecutor, chunk_size: int) -> None:
-    images = [_image("a", [0, 10, 2999, 1, 0, 5000, 900, 0]), _image("b", []), _image("c", [0, 0], 3 * _PIECE)]
-    slot = _staged(images)
-    written = write_images(backend, images, slot, chunk_size, executor)
+def _checksums(image: FileImage, content: bytes, chunk_size: int) -> list[int]:
+    data = memoryview(content)[len(image.head) :]
+    of_shards = [chunk_checksums(data[at : at + n], chunk_size) for at, n in zip(image.offsets, image.nbytes)]
+    return [value for values in of_shards for value in values]
+
+
+def _write(
+    backend: StorageBackend,
+    images: Sequence[FileImage],
+    executor: ThreadPoolExecutor,
+    *,
+    chunk_size: int = 100,
+    on_demand: int | None = None,
+    point: Callable[[str], None] = lambda name: None,
+) -> list[WrittenFile]:
+    """Stage and write in blocks of a page, and see that all memory was given back."""
+    arena = Arena()
+    arena.block_size = PAGE
+    timings = Timings("save")
+    staging = Staging(arena, images, timings, deadline_s=60.0, on_demand=on_demand)
+    try:
+        if on_demand is None:
+            staging.fill(executor, 1)
+        written = write_images(backend, staging, chunk_size, executor, timings, point)
+        assert not arena._lent
+        assert timings.work["hash"].nbytes == timings.work["write"].nbytes == sum(image.size for image in images)
+        return written
+    finally:
+        staging.release(StateError("over"))
+        assert not arena._lent
+
+
+_MODES = pytest.mark.parametrize("on_demand", [None, 1, 3], ids=["staged", "one block", "three blocks"])
+
+
+@_MODES
+@pytest.mark.parametrize("chunk_size", [1, 7, 300, PAGE, PAGE + 1, 3 * PAGE + 5, 1 << 20])
+def test_checksums_run_over_every_shard(
+    backend: MemoryBackend, executor: ThreadPoolExecutor, chunk_size: int, on_demand: int | None
+) -> None:
+    sizes = [0, 10, 2 * PAGE, 1, 0, 5 * PAGE + 77, 900, 0]
+    images = [_image("a", sizes), _image("b", []), _image("c", [0, 0], 3 * PAGE)]
+    contents = [_content(image) for image in images]
+    written = _write(backend, images, executor, chunk_size=chunk_size, on_demand=on_demand)
     assert [file.key for file in written] == ["a", "b", "c"]
-    for image, file in zip(images, written):
-        content = bytes(slot.view[image.place : image.place + image.size])
+    for image, content, file in zip(images, contents, written):
         assert backend.get(image.key) == content
-        data = memoryview(content)[len(image.head) :]
-        expected = [chunk_checksums(data[s.offset : s.offset + s.nbytes], chunk_size) for s in image.spans]
-        assert file.checksums.tolist() == [value for values in expected for value in values]
+        assert file.checksums.tolist() == _checksums(image, content, chunk_size)
         assert file.checksums.dtype == np.uint64
         assert file.size == image.size
 
 
-def test_a_file_is_completed_while_the_next_is_written(backend: MemoryBackend, executor: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_of_any_length_from_any_thread(backend: MemoryBackend, seed: int) -> None:
+    """As long as they are begun in file order: what runs over an end is handed from one to the next."""
+    image = _image("a", [0, 10, 2000, 1, 0, 5000, 900, 0])
+    content = memoryview(_content(image))
+    chance = random.Random(seed)
+    cuts = sorted({0, image.size, *(chance.randrange(image.size) for _ in range(20))})
+    pieces = list(pairwise(cuts))
+    write = ImageWrite(backend, image, 700, Timings("save"))
+    with ThreadPoolExecutor(len(pieces)) as pool:
+        for task in [pool.submit(write.write_piece, a, content[a:b]) for a, b in pieces]:
+            task.result(60)
+    assert write.finish().checksums.tolist() == _checksums(image, bytes(content), 700)
+    assert backend.get("a") == content
+
+
+def test_a_piece_that_never_comes_is_not_waited_for(backend: MemoryBackend) -> None:
+    image = _image("a", [3000])
+    write = ImageWrite(backend, image, 10_000, Timings("save"))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(write.write_piece, 1000, memoryview(bytes(1000)))
+        write.fail(StorageError("refused by test"))
+        with pytest.raises(StorageError, match="refused by test"):
+            waiting.result(60)
+    write.abandon()
+    assert not list(backend.list())
+
+
+@_MODES
+def test_a_file_is_completed_while_the_next_is_written(
+    backend: MemoryBackend, executor: ThreadPoolExecutor, on_demand: int | None
+) -> None:
     counting = CountingBackend(backend)
-    images = [_image(key, [3 * _PIECE]) for key in "abcd"]
-    write_images(counting, images, _staged(images), 100, executor)
+    _write(counting, [_image(key, [3 * PAGE]) for key in "abcd"], executor, on_demand=on_demand)
     order = [(call.operation, call.key) for call in counting.calls if call.operation in ("create", "complete")]
     # Never more than two at once, however many files there are.
     assert order == [
@@ -83,21 +154,22 @@ def test_a_file_is_completed_while_the_next_is_written(backend: MemoryBackend, e
     ]
 
 
+@_MODES
 @pytest.mark.parametrize("operation", ["create", "write", "complete"])
 @pytest.mark.parametrize("key", ["a", "b", "c"])
 def test_a_failure_leaves_nothing_of_what_was_not_complete(
-    backend: MemoryBackend, executor: ThreadPoolExecutor, operation: str, key: str
+    backend: MemoryBackend, executor: ThreadPoolExecutor, operation: str, key: str, on_demand: int | None
 ) -> None:
     faulty = FaultyBackend(backend, [FaultRule(operation, key, nth=1, error=StorageError("refused by test"))])
-    images = [_image(name, [5 * _PIECE]) for name in "abc"]
+    images = [_image(name, [5 * PAGE]) for name in "abc"]
     with pytest.raises(StorageError, match="refused by test"):
-        write_images(faulty, images, _staged(images), 100, executor)
+        _write(faulty, images, executor, on_demand=on_demand)
     left = [found.key for found in backend.list()]
     assert left == sorted("abc"[: len(left)])
     assert key not in left
 
 
-def test_no_thread_uses_the_slot_after_an_error(backend: MemoryBackend, executor: ThreadPoolExecutor) -> None:
+def test_no_thread_uses_the_memory_after_an_error(backend: MemoryBackend, executor: ThreadPoolExecutor) -> None:
     failed, busy = threading.Event(), set[int]()
     waiting = threading.Semaphore(0)
 
@@ -116,10 +188,9 @@ def test_no_thread_uses_the_slot_after_an_error(backend: MemoryBackend, executor
         FaultRule("write", "a", nth=4, error=StorageError("refused by test"), hook=fail),
         FaultRule("write", "a", nth=1, times=3, hook=hold),
     ]
-    images = [_image("a", [20 * _PIECE]), _image("b", [20 * _PIECE])]
     counting = CountingBackend(FaultyBackend(backend, rules))
     with pytest.raises(StorageError, match="refused by test"):
-        write_images(counting, images, _staged(images), 100, executor)
+        _write(counting, [_image("a", [20 * PAGE]), _image("b", [20 * PAGE])], executor)
     assert not busy
     assert counting.count("abort") == 2
     calls = len(counting.calls)

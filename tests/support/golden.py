@@ -354,7 +354,7 @@ def plain_target(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def save_case(rank: int, world_size: int, name: str, path: str) -> None:
     """One rank's part of one golden checkpoint."""
     with (
-        mock.patch("bytecheckpoint.saving.new_attempt", return_value=f"attempt-golden-{name}"),
+        mock.patch("bytecheckpoint.save_planning.attempt_name", return_value=f"attempt-golden-{name}"),
         mock.patch("platform.node", return_value="golden"),
     ):
         bcp.save(path, CASES[name].state(), step=STEP, metadata=METADATA, chunk_size=CHUNK_SIZE)

@@ -1,0 +1,267 @@
+"""What planning, committing and opening a checkpoint of a simulated job costs, with the library's own protocol code.
+
+Every rank's message is made, only their travel is not: rank 0 hears them, asks, plans and answers as in a real save.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+from benchmarks.scale_worlds import GROUP, STEP, World, make_world, parameters
+from bytecheckpoint.engine.confirmation import Confirmed
+from bytecheckpoint.engine.record import record
+from bytecheckpoint.local_state import LocalState
+from bytecheckpoint.manifest import decode, encode
+from bytecheckpoint.mesh_layout import MeshPlace
+from bytecheckpoint.planners import OWN_BOXES, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
+from bytecheckpoint.save_planning import PlanningDesk, Told
+from bytecheckpoint.shards import IrregularShard, MeshShard, SectionSource, torch_dtype
+from bytecheckpoint.tables import BoxTable
+from bytecheckpoint.values import decode_path
+from bytecheckpoint.version import VERSION
+
+__all__ = ["measure_job"]
+
+_FACTS = {
+    "path": "s3://bucket/runs/1t/step-00012000",
+    "step": "12000",
+    "sections": "model, optimizer, rng",
+    "chunk size": "1048576",
+    "layout": "shards",
+    "library version": VERSION,
+}
+
+
+class _Clock:
+    """CPU seconds of this process (which computes with one thread) by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        began = time.process_time()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.process_time() - began
+
+    def rounded(self, *what: str) -> float:
+        return round(sum(self.seconds[name] for name in what), 3)
+
+
+def measure_job(name: str, ranks: int, chunk_size: int) -> dict[str, Any]:
+    """One save and one load of a job, as seen by its ranks."""
+    world, clock, other = make_world(name, ranks), _Clock(), ranks // 2 + 3
+    root = _local(_sources(world, 0), 0, ranks)
+    sources = _sources(world, other)
+    with clock.on("describe"):
+        local = _local(sources, other, ranks)
+    with clock.on("tell"):
+        word = msgpack.packb(Told.of(local, _FACTS))
+    told = _told(world)
+    assert told[0] == msgpack.packb(Told.of(root, _FACTS))
+    assert told[other] == word
+    # What the simulation holds is no burden to the ranks that it simulates.
+    gc.collect()
+    gc.freeze()
+    with clock.on("root"):
+        heard = [Told(*msgpack.unpackb(one)) for one in told]
+        assert all(one.facts == heard[0].facts for one in heard)
+        desk = PlanningDesk(root, heard)
+        questions = desk.answers()
+    replies = [b""] * ranks
+    if desk.plan is None:
+        replies = [_reply(world, rank, *msgpack.unpackb(one)[1:]) for rank, one in enumerate(questions)]
+        gc.freeze()
+        with clock.on("root"):
+            desk.hear([msgpack.unpackb(one) for one in replies])
+            shares = desk.answers()
+    else:
+        questions, shares = replies, questions
+    plan, comparison = desk.plan, desk.comparison
+    assert plan is not None
+    assert comparison is not None
+    with clock.on("share"):
+        _, _, plan_id, share, _, told_checks = msgpack.unpackb(shares[other])
+        files = local.lay_out(Assignment.from_bytes(share, local.plan))
+        checks = ContentChecks.from_bytes(told_checks, other, ranks, len(local.contents))
+    everywhere = msgpack.packb([plan_id, sorted(_FACTS.items())])
+    sources = _sources(world, other)
+    with clock.on("second"):
+        again = _local(sources, other, ranks)
+        checks.tell(again.contents, everywhere)
+        again.follow([], local.order)
+        again.images(files, Assignment.from_bytes(share), "attempt-1")
+    assert again.fingerprint == local.fingerprint
+    contents = _by_kind(world, world.contents)
+    words = []
+    for rank, one in enumerate(comparison.checks()):
+        of_rank = ContentChecks.from_bytes(one, rank, ranks, len(contents[rank]))
+        words.append(of_rank.tell(contents[rank], everywhere))
+    with clock.on("root second"):
+        assert comparison.holds(words)
+    up = [len(a) + len(b) for a, b in zip(told, replies)]
+    down = [len(a) + len(b) for a, b in zip(questions, shares)]
+    loads = np.bincount([file.rank for file in plan.files], [file.data_size for file in plan.files], ranks)
+    return {
+        "case": name,
+        "ranks": ranks,
+        "parameters": parameters(name),
+        "tensors": len(plan.tensors),
+        "shards": len(plan.shards),
+        "files": len(plan.files),
+        "tables": len({one.table for one in heard}),
+        "max_over_mean": round(float(loads.max() / loads.mean()), 4),
+        "first_save": {
+            "root_plan_s": clock.rounded("root"),
+            "rank_describe_s": clock.rounded("describe"),
+            "rank_plan_s": clock.rounded("tell", "share"),
+            "rank_sends": [int(np.mean(up)), max(up)],
+            "rank_gets": [int(np.mean(down)), max(down)],
+            "root_gets": sum(up),
+            "root_sends": sum(down),
+        },
+        "second_save": {
+            "root_check_s": clock.rounded("root second"),
+            "rank_s": clock.rounded("second"),
+            "rank_sends": 1 + max(map(len, words)),
+            "rank_gets": 17,
+        },
+        "manifest": _manifest(plan, world, name, chunk_size),
+    }
+
+
+def _sources(world: World, rank: int) -> dict[str, SectionSource]:
+    """What adapters would find on this rank, on the meta device."""
+    plan = world.plan(rank)
+    found = {name: SectionSource() for name, _ in plan.sections}
+    names = []
+    scopes = plan.table()
+    assert plan.held is not None
+    for row, full in enumerate(scopes.tensors.names):
+        section, _, fqn = full.partition(".")
+        names.append((section, fqn))
+        source = found[section]
+        source.metas[fqn] = plan.tensors.meta_of(row)
+        if scopes.own[row]:
+            source.per_rank.add(fqn)
+        if scopes.compared[row]:
+            source.digests[fqn] = STEP
+    for index, box in enumerate(plan.shards):
+        row = int(plan.shards.tensor[index])
+        section, fqn = names[row]
+        meta = found[section].metas[fqn]
+        tensor = torch.empty(box.lengths, dtype=torch_dtype(meta), device="meta")
+        held = int(plan.held[row])
+        if held == OWN_BOXES:
+            found[section].shards.append(IrregularShard.proved(fqn, meta, box, tensor))
+            continue
+        shard = MeshShard.proved(fqn, meta, box, tensor)
+        shard.find_place = partial(MeshPlace, plan.layouts[held - 1], plan.coordinates[held - 1], held)
+        found[section].shards.append(shard)
+    for value in plan.values:
+        path = decode_path(value.path)
+        plain: Any = bytes(2500) if value.per_rank else GROUP if path[0] == "param_groups" else 7
+        found[value.section].values[path] = plain
+        if value.per_rank:
+            found[value.section].per_rank.add(path)
+    return found
+
+
+def _local(sources: dict[str, SectionSource], rank: int, ranks: int) -> LocalState:
+    kinds = {"model": "module", "optimizer": "optimizer", "rng": "stateful"}
+    sections: Any = [SimpleNamespace(name=name, adapter=SimpleNamespace(name=kinds[name])) for name in sources]
+    return LocalState(sections, sources, rank=rank, world_size=ranks, allow_pickle=False)
+
+
+def _by_kind(world: World, make: Any) -> list[Any]:
+    """What ``make`` makes of each rank, where it is the same for all of a kind."""
+    made: dict[Hashable, Any] = {}
+    found = []
+    for rank in range(world.ranks):
+        kind = world.kind(rank)
+        if kind not in made:
+            made[kind] = make(rank)
+        found.append(made[kind])
+    return found
+
+
+def _told(world: World) -> list[bytes]:
+    """What every rank tells rank 0."""
+    digests = _by_kind(world, lambda rank: _digests(world, rank))
+    words = []
+    for rank, (table, contents) in enumerate(digests):
+        plan = world.plan(rank)
+        boxes = pack_boxes(plan.own_boxes())
+        words.append(msgpack.packb([_FACTS, table, contents, plan.places().astype("<i4").tobytes(), boxes]))
+    return words
+
+
+def _digests(world: World, rank: int) -> tuple[bytes, bytes]:
+    local: Any = SimpleNamespace(
+        plan=world.plan(rank), table=world.plan(rank).table().to_bytes(), contents=world.contents(rank)
+    )
+    told = Told.of(local, {})
+    return told.table, told.contents
+
+
+def _reply(world: World, rank: int, wants_table: bool, wants_contents: bool) -> bytes:
+    table = world.plan(rank).table().to_bytes() if wants_table else b""
+    packed: bytes = msgpack.packb([table, world.contents(rank).tobytes() if wants_contents else b""])
+    return packed
+
+
+def _manifest(plan: SavePlan, world: World, name: str, chunk_size: int) -> dict[str, Any]:
+    clock = _Clock()
+    random = np.random.default_rng(0)
+    told = []
+    counts = Confirmed(plan, attempt="attempt-1", chunk_size=chunk_size).chunk_counts
+    for rank in range(world.ranks):
+        files = plan.files_of(rank)
+        words = len(files) + sum(0 if row is None else int(counts[row]) for _, _, row in files)
+        told.append(msgpack.packb([[4096] * len(files), random.bytes(8 * words)]))
+    with clock.on("record"):
+        confirmed = Confirmed(plan, attempt="attempt-20300101T000000Z-0123456789abcdef", chunk_size=chunk_size)
+        everyone = [confirmed.unpack(rank, one) for rank, one in enumerate(told)]
+        manifest = record(
+            plan,
+            everyone,
+            attempt="attempt-20300101T000000Z-0123456789abcdef",
+            step=12000,
+            metadata={},
+            library_version=VERSION,
+        )
+    with clock.on("encode"):
+        data = encode(manifest)
+    checksums = len(manifest.checksums)
+    del manifest, everyone, confirmed
+    with clock.on("open"):
+        found = decode(data)
+    half = make_world(name, world.ranks // 2)
+    wanted = half.plan(half.ranks // 2 + 3)
+    with clock.on("load plan"):
+        rows = [found.tensor_row(name) for name in wanted.tensors.names[:-1]]
+        mine = np.flatnonzero(wanted.shards.tensor < len(rows))
+        shards = wanted.shards.take(mine)
+        tensor = np.array(rows, np.int64)[shards.tensor]
+        load = plan_load(found.tensors, found.shards, BoxTable(tensor, shards.offsets, shards.lengths, shards.starts))
+    return {
+        "chunk_size": chunk_size,
+        "bytes": len(data),
+        "checksums": checksums,
+        "confirm_bytes": sum(map(len, told)),
+        "record_s": clock.rounded("record"),
+        "encode_s": clock.rounded("encode"),
+        "open_s": clock.rounded("open"),
+        "load_plan_s": clock.rounded("load plan"),
+        "load_pieces": len(load),
+    }

@@ -1,0 +1,25 @@
+"""The merge stage's benchmark runs, checks what it loads, and counts what it says it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.merge_stage import measure, table
+
+
+@pytest.mark.slow
+def test_every_contestant_is_measured(tmp_path: Path) -> None:
+    result = measure(2, 0.005, 1, tmp_path)
+    assert list(result["contestants"]) == ["shards", "merged", "whole", "DCP sharded", "DCP full"]
+    samples = {name: of_name[0] for name, of_name in result["contestants"].items()}
+    for name, sample in samples.items():
+        assert sample["stall_s"] >= sample["return_s"] > 0
+        assert sample["durable_s"] > 0
+        assert sample["reads"] > 0
+        assert sample["file_bytes"] >= result["bytes"], name
+        # Of the whole machine, so that others' traffic counts too.
+        assert sample["wire_bytes"] > 0
+    assert "merge" in samples["whole"]["stages"]
+    assert [row[0] for row in table(result).rows] == list(samples)

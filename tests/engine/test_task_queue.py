@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bytecheckpoint.engine.task_queue import TaskQueue
+
+
+def test_every_task_runs_once_on_as_many_threads_as_asked() -> None:
+    done: list[int] = []
+    threads: set[int] = set()
+    together = threading.Barrier(3)
+
+    def task(index: int, queue: TaskQueue) -> None:
+        if index < 3:
+            queue.widen(3)
+            together.wait(60)  # breaks, and fails the test, unless three run at once
+        done.append(index)
+        threads.add(threading.get_ident())
+
+    with ThreadPoolExecutor(5) as pool:
+        TaskQueue(pool, 50, task).run(1)
+    assert sorted(done) == [*range(50)]
+    assert len(threads) <= 3
+
+
+def test_a_single_task_runs_in_the_callers_thread() -> None:
+    threads: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        TaskQueue(pool, 1, lambda index, queue: threads.append(threading.get_ident())).run(4)
+        TaskQueue(pool, 0, lambda index, queue: threads.append(-1)).run(4)
+    assert threads == [threading.get_ident()]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_the_first_error_wins_and_nothing_is_begun_after_it(threads: int) -> None:
+    begun: list[int] = []
+    failed = threading.Event()
+
+    def task(index: int, queue: TaskQueue) -> None:
+        begun.append(index)
+        if index == 3:
+            failed.set()
+            raise ValueError("3")
+        if index == 2 and threads > 1:
+            assert failed.wait(60)
+            raise ValueError("2")
+
+    with ThreadPoolExecutor(4) as pool, pytest.raises(ValueError, match="2" if threads > 1 else "3"):
+        TaskQueue(pool, 1000, task).run(threads)
+    assert len(begun) < 1000
+
+
+def test_an_executor_that_takes_no_more_work() -> None:
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    with pytest.raises(RuntimeError):
+        TaskQueue(pool, 2, lambda index, queue: None).run(1)

@@ -1,0 +1,115 @@
+"""What a rank tells of its place in a mesh is enough for any other rank to know what it holds."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from bytecheckpoint.errors import PlanError
+from bytecheckpoint.frameworks.placements import cut_order, local_boxes
+from bytecheckpoint.frameworks.tensors import tensor_shards
+from bytecheckpoint.geometry import Box
+from bytecheckpoint.mesh_layout import MeshLayout
+from bytecheckpoint.planners.mesh_boxes import mesh_boxes, mesh_members
+from bytecheckpoint.shards import MeshShard
+from bytecheckpoint.testing.ranks import RankPool
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
+    """A tensor's shape, a mesh's, and placements, strided ones among them."""
+    shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    placements: list[Any] = []
+    for position in range(len(mesh)):
+        dim = draw(st.integers(0, len(shape) - 1))
+        after = draw(st.sampled_from(mesh[position + 1 :])) if mesh[position + 1 :] else 1
+        kinds: list[Any] = [Replicate(), ShardPlacement(dim), _StridedShard(dim, split_factor=after)]
+        placements.append(kinds[draw(st.integers(0, 2))])
+    return shape, mesh, placements
+
+
+@given(cut_tensors())
+@settings(deadline=None, max_examples=300)
+def test_all_ranks_boxes_at_once_are_each_ranks_own(case: tuple[tuple[int, ...], tuple[int, ...], list[Any]]) -> None:
+    shape, mesh, placements = case
+    cuts = cut_order(len(shape), mesh, placements, None)
+    if cuts is None:
+        return
+    coordinates = list(product(*(range(size) for size in mesh)))
+    offsets, lengths = mesh_boxes(MeshLayout(mesh, cuts), shape, np.array(coordinates))
+    for row, coordinate in enumerate(coordinates):
+        expected = [part.box for part in local_boxes(shape, mesh, coordinate, placements)]
+        found = Box(tuple(offsets[row].tolist()), tuple(lengths[row].tolist()))
+        assert ([found] if found.numel else []) == expected
+
+
+def test_order_of_cuts() -> None:
+    shard = ShardPlacement(0)
+    assert cut_order(2, (2, 3), [Replicate(), shard], None) == ((1,), ())
+    assert cut_order(1, (2, 3), [shard, shard], None) == ((0, 1),)
+    assert cut_order(1, (2, 3), [_StridedShard(0, split_factor=3), shard], None) == ((1, 0),)
+    assert cut_order(1, (2, 3), [_StridedShard(0, split_factor=2), shard], None) is None
+
+
+def test_members_of_a_mesh() -> None:
+    layout = MeshLayout((2, 3), ((1,),))
+    ranks, coordinates = np.array([3, 4, 7, 9]), np.array([[0, 1], [1, 2], [1, 1], [0, 2]])
+    found = mesh_members(layout, ranks, coordinates)
+    assert found.ranks.tolist() == [3, 7, 4, 9]
+    assert found.starts.tolist() == [0, 2, 4]
+    assert found.coordinates[:, 1].tolist() == [1, 2]
+    with pytest.raises(PlanError, match="outside its mesh"):
+        mesh_members(layout, ranks[:1], np.array([[2, 0]]))
+    with pytest.raises(PlanError, match="1 dimensions"):
+        mesh_boxes(layout, (3, 4), coordinates)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts"), [((2,), ((1,),)), ((2,), ((0,), (0,))), ((2,), ((0, 0),)), ((0,), ((),)), ((2,), ((-1,),))]
+)
+def test_no_layout(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="mesh"):
+        MeshLayout(shape, cuts)
+
+
+def _places(rank: int, world_size: int) -> list[tuple[Any, Any, Any, Any]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("d", "t"))
+    layer = torch.nn.Linear(6, 8)
+    parallelize_module(layer, mesh["t"], ColwiseParallel())
+    fully_shard(layer, mesh=mesh["d"])
+    tensors: list[Any] = [
+        layer.weight,
+        distribute_tensor(torch.zeros(7, 5), mesh, [ShardPlacement(0), ShardPlacement(1)]),
+        distribute_tensor(torch.zeros(7, 5), mesh["t"], [ShardPlacement(0)]),
+        distribute_tensor(torch.zeros(9, 2), mesh, [ShardPlacement(0), ShardPlacement(0)]),
+    ]
+    found: list[tuple[Any, Any, Any, Any]] = []
+    for tensor in tensors:
+        meta, (shard,) = tensor_shards("x", tensor)
+        assert isinstance(shard, MeshShard)
+        place = shard.find_place()
+        assert place is not None
+        found.append((place.layout, place.coordinate, meta.shape, tuple(shard.box)))
+    return found
+
+
+def test_real_tensors_are_where_their_places_say(rank_pool: RankPool) -> None:
+    said = rank_pool.run(_places, world_size=4)
+    for of_tensor in zip(*said):
+        assert len({layout for layout, *_ in of_tensor}) == 1
+        for layout, coordinate, shape, box in of_tensor:
+            offsets, lengths = mesh_boxes(layout, shape, np.array([coordinate]))
+            assert (tuple(offsets[0].tolist()), tuple(lengths[0].tolist())) == box

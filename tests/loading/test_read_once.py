@@ -1,0 +1,317 @@
+"""What several ranks want alike is read by one of them and passed on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import bytecheckpoint as bcp
+from bytecheckpoint import trace
+from bytecheckpoint.errors import BytecheckpointError, CorruptionError, RankFailedError, StateError
+from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.testing.ranks import RankPool
+
+
+def content(seed: float = 0.0) -> dict[str, torch.Tensor]:
+    """Of all kinds: large and small, odd shapes, several dtypes; 6 MB."""
+    torch.manual_seed(7)
+    made = {
+        "large": torch.randn(1001, 1024),
+        "tall": torch.randn(50257, 3),
+        "one_row": torch.randn(1, 300_000),
+        "half": torch.randn(33, 77).to(torch.bfloat16),
+        "flags": torch.rand(4097) > 0.5,
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 5),
+        "complex": torch.randn(7, 3, dtype=torch.complex64),
+    }
+    made |= {f"small.{i}": torch.randn(i + 1) for i in range(200)}
+    return {name: tensor + seed if tensor.is_floating_point() else tensor for name, tensor in made.items()}
+
+
+def like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(tensor, 1) for name, tensor in tensors.items()}
+
+
+def nbytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("read_once") / "checkpoint"
+    bcp.save(path, {"model": content(), "extra_state": {"step": 3}}, chunk_size=16 << 10)
+    return path
+
+
+def _load_all(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
+    tensors = like(content())
+    extra = {"step": 0}
+    report = bcp.load(path, {"model": tensors, "extra_state": extra}, deadline_s=60, **options)
+    assert extra == {"step": 3}
+    assert equal(tensors, content())
+    work = report.timings.work.get("exchange")
+    assert report.bytes_received == (work.nbytes if work else 0)
+    return report.bytes_read, report.bytes_received, report.bytes_wanted
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("verify", [True, False])
+def test_replicas_read_each_byte_once(rank_pool: RankPool, saved: Path, world_size: int, verify: bool) -> None:
+    options = {"share_reads": "always", "verify": verify}
+    results = rank_pool.run(_load_all, str(saved), options, world_size=world_size)
+    total = nbytes(content())
+    read, received, wanted = (list(column) for column in zip(*results))
+    assert total <= sum(read) <= 1.02 * total + (world_size << 15), "headers and a chunk at a cut at most"
+    assert max(read) <= 1.1 * total / world_size + (2 << 15)
+    assert sum(received) == (world_size - 1) * total
+    assert wanted == [total] * world_size
+
+
+def test_it_can_be_switched_off(rank_pool: RankPool, saved: Path) -> None:
+    for read, received, wanted in rank_pool.run(_load_all, str(saved), {"share_reads": "never"}, world_size=2):
+        assert read >= wanted == nbytes(content())
+        assert received == 0
+
+
+def test_one_host_that_has_the_files_in_memory_reads_them_there(rank_pool: RankPool, saved: Path) -> None:
+    for file in saved.rglob("*"):
+        if file.is_file():
+            file.read_bytes()
+    results = rank_pool.run(_load_all, str(saved), {}, world_size=2)
+    assert [received for _, received, _ in results] == [0, 0]
+
+
+@pytest.mark.parametrize(("world_size", "passes_on"), [(3, False), (4, True)])
+def test_a_cold_disk_is_read_once_for_many(
+    rank_pool: RankPool, tmp_path: Path, world_size: int, passes_on: bool
+) -> None:
+    bcp.save(tmp_path, {"model": content(), "extra_state": {"step": 3}}, chunk_size=16 << 10)
+    backend = LocalBackend(tmp_path)
+    (key,) = (stat.key for stat in backend.list() if stat.key.endswith(".safetensors"))
+    with open(tmp_path / key, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with backend.open_object(key) as stored:
+        if stored.is_at_hand(4 << 20, 1 << 20) or not stored.direct_pages():
+            pytest.skip("this file system has no cache that can be dropped, or no way past it")
+    results = rank_pool.run(_load_all, str(tmp_path), {}, world_size=world_size)
+    assert [received > 0 for _, received, _ in results] == [passes_on] * world_size
+
+
+@pytest.mark.s3
+def test_an_object_store_is_read_once_by_default(rank_pool: RankPool, bucket: str, s3: dict[str, Any]) -> None:
+    url = f"s3://{bucket}/checkpoint"
+    bcp.save(url, {"model": content(), "extra_state": {"step": 3}}, storage_options=s3)
+    results = rank_pool.run(_load_all, url, {"storage_options": s3}, world_size=2)
+    assert sum(received for _, received, _ in results) == nbytes(content())
+
+
+def test_an_unknown_choice_is_refused(saved: Path) -> None:
+    with pytest.raises(StateError, match="auto, always, never"):
+        bcp.load(saved, {"model": like(content())}, share_reads="sometimes")
+
+
+def test_one_process_shares_with_nobody(saved: Path) -> None:
+    tensors = like(content())
+    report = bcp.load(saved, {"model": tensors}, share_reads="always")
+    assert equal(tensors, content())
+    assert report.bytes_received == 0
+
+
+def _load_into_odd_memory(rank: int, world_size: int, path: str) -> Any:
+    """Other dtypes than stored, memory in another order, and elements that share memory."""
+    wanted = content()
+    tensors: dict[str, torch.Tensor] = {
+        "large": torch.zeros(1024, 1001).t(),
+        "tall": torch.zeros(50257, 3, dtype=torch.float64),
+        "one_row": torch.zeros(1, 600_000)[:, ::2],
+        "scalar": torch.zeros(()).expand(()),
+    }
+    report = bcp.load(path, {"model": tensors}, strict=False, share_reads="always", deadline_s=60)
+    assert all(torch.equal(tensors[name].to(wanted[name].dtype), wanted[name]) for name in tensors)
+    return report.bytes_received > 0, sorted(report.cast)
+
+
+def test_memory_of_any_kind_is_filled(rank_pool: RankPool, saved: Path) -> None:
+    assert rank_pool.run(_load_into_odd_memory, str(saved), world_size=3) == [(True, ["model.tall"])] * 3
+
+
+def _load_some(rank: int, world_size: int, path: str) -> Any:
+    """Ranks 0 and 1 want all alike; rank 2 wants it as another dtype, rank 3 only some of it."""
+    tensors = like(content())
+    if rank == 2:
+        tensors["large"] = tensors["large"].double()
+    if rank == 3:
+        tensors = {name: tensors[name] for name in ("large", "half")}
+    report = bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+    expected = content()
+    assert all(torch.equal(tensor.to(expected[name].dtype), expected[name]) for name, tensor in tensors.items())
+    return report.bytes_received > 0
+
+
+def test_ranks_that_want_other_things_read_them_themselves(rank_pool: RankPool, saved: Path) -> None:
+    assert rank_pool.run(_load_some, str(saved), world_size=4) == [True, True, False, False]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(512, 2048)
+        self.norm = nn.LayerNorm(2048)
+        self.down = nn.Linear(2048, 512)
+
+
+def net(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def _load_hsdp(rank: int, world_size: int, path: str) -> Any:
+    model = net(1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicas", "shards")))
+    report = bcp.load(path, {"model": model}, share_reads="always", deadline_s=60)
+    expected = net(0).state_dict()
+    for name, parameter in model.state_dict().items():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.full_tensor(), expected[name]), name
+    return report.bytes_read, report.bytes_received, report.bytes_wanted
+
+
+def test_replicas_of_shards_are_read_once(rank_pool: RankPool, tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": net(0)}, chunk_size=4096)
+    results = rank_pool.run(_load_hsdp, str(tmp_path), world_size=4)
+    read, received, wanted = (sum(column) for column in zip(*results))
+    assert wanted == 2 * nbytes(net(0).state_dict())
+    assert received == wanted // 2
+    assert read <= 1.1 * wanted / 2
+
+
+def _tensor_parallel(rank: int, world_size: int, seed: int) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = net(seed).state_dict()
+    placements = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+    return {
+        name: distribute_tensor(tensor, mesh, [placements.get(name, Replicate())]) for name, tensor in whole.items()
+    }
+
+
+def _load_tensor_parallel(rank: int, world_size: int, path: str) -> Any:
+    model = _tensor_parallel(rank, world_size, 1)
+    report = bcp.load(path, {"model": model}, share_reads="always", deadline_s=60)
+    expected = net(0).state_dict()
+    assert all(torch.equal(tensor.full_tensor(), expected[name]) for name, tensor in model.items())
+    return report.bytes_received
+
+
+def test_what_is_replicated_among_tensor_parallel_ranks_is_read_once(rank_pool: RankPool, tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": net(0)}, chunk_size=4096)
+    received = rank_pool.run(_load_tensor_parallel, str(tmp_path), world_size=4)
+    replicated = {name: t for name, t in net(0).state_dict().items() if name.startswith("norm") or name == "down.bias"}
+    assert sum(received) == 3 * nbytes(replicated)
+
+
+def _load_damaged(rank: int, world_size: int, path: str) -> Any:
+    tensors = like(content())
+    try:
+        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+    except BytecheckpointError as error:
+        cause = type(error.__cause__).__name__
+        again = like(content())
+        return type(error).__name__, str(error), cause, again is not tensors
+    return None
+
+
+def test_a_damaged_byte_is_the_same_error_on_all_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": content()}, chunk_size=16 << 10)
+    file = next(tmp_path.rglob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    results = rank_pool.run(_load_damaged, str(tmp_path), world_size=4)
+    assert {name for name, *_ in results} == {CorruptionError.__name__}
+    assert len({text for _, text, *_ in results}) == 1
+    assert "checksum mismatch in tensor model." in results[0][1]
+    assert sorted(cause for _, _, cause, _ in results) == ["NoneType"] + [RankFailedError.__name__] * 3
+
+
+def _damage_in_memory(rank: int, world_size: int, path: str, first: str) -> Any:
+    tensors = like(content())
+    pieces = []
+
+    def damage(span: trace.Span) -> None:
+        """Rank 1's memory goes bad between its check of the first piece from rank 0 and passing that on."""
+        if span.name == "exchange":
+            pieces.append(span)
+            if len(pieces) == 1:
+                tensors[first].view(-1).view(torch.uint8)[0] ^= 1
+
+    stop = trace.record(damage) if rank == 1 else lambda: None
+    try:
+        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+    except BytecheckpointError as error:
+        return type(error).__name__, str(error)
+    finally:
+        stop()
+    return None
+
+
+def test_damage_on_the_way_is_found_by_the_next_rank(rank_pool: RankPool, saved: Path) -> None:
+    manifest = bcp.open(saved).manifest
+    names = [manifest.tensors.fqn_of(int(manifest.shards.tensor[row])) for row in manifest.shards_in(0)]
+    results = rank_pool.run(_damage_in_memory, str(saved), names[0], world_size=3)
+    assert len(set(results)) == 1
+    assert results[0][0] == CorruptionError.__name__
+    assert f"tensor model.{names[0]}" in results[0][1]
+    assert "came damaged from rank 1; rank 0 had read and checked them" in results[0][1]
+
+
+def _die_while_reading(rank: int, world_size: int, path: str, dying: int) -> Any:
+    tensors = like(content())
+    if rank == dying:
+        # In the middle: it has passed some pieces on already.
+        trace.record(lambda span: os.kill(os.getpid(), signal.SIGKILL) if span.name == "exchange" else None)
+    try:
+        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+    except BytecheckpointError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_rank_killed_in_the_ring_is_named_by_all(rank_pool: RankPool, saved: Path, dying: int) -> None:
+    results = rank_pool.run(_die_while_reading, str(saved), dying, world_size=4, expect_death={dying: signal.SIGKILL})
+    survivors = [result for result in results if result is not None]
+    assert len(survivors) == 3
+    assert {name for name, _ in survivors} == {RankFailedError.__name__}
+    assert all(f"rank {dying} on " in text and "ended" in text for _, text in survivors)
+
+
+def _load_again_and_again(rank: int, world_size: int, path: str, times: int) -> Any:
+    counts = []
+    for _ in range(2):
+        for _ in range(times):
+            tensors = like(content())
+            bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+            assert equal(tensors, content())
+        torch.distributed.barrier()
+        counts.append(len(os.listdir("/proc/self/fd")))
+        torch.distributed.barrier()
+    return counts
+
+
+def test_many_loads_leave_no_connections(rank_pool: RankPool, saved: Path) -> None:
+    for first, second in rank_pool.run(_load_again_and_again, str(saved), 5, world_size=2):
+        assert first == second

@@ -1,0 +1,63 @@
+"""The garbage collector is as it was when everybody who paused it is done."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint import trace
+from bytecheckpoint.collector import paused
+
+
+@pytest.fixture(params=[True, False], ids=["enabled", "disabled"])
+def enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
+    was = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if was else gc.disable)()
+
+
+def test_pauses_of_several_threads(enabled: bool) -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with paused():
+            inside.set()
+            assert leave.wait(30)
+
+    with paused():
+        assert not gc.isenabled()
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(30)
+        with pytest.raises(RuntimeError), paused():
+            raise RuntimeError
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled() == enabled
+
+
+def test_a_save_and_a_load_give_it_back(enabled: bool, tmp_path: Path) -> None:
+    seen: dict[str, bool] = {}
+    stop = trace.observe(lambda name, event: seen.update({f"{name} {event}": gc.isenabled()}))
+    try:
+        state = {"model": {"w": torch.ones(3)}}
+        bcp.save(tmp_path / "c", state)
+        bcp.load(tmp_path / "c", state)
+        with pytest.raises(bcp.errors.BytecheckpointError):
+            bcp.load(tmp_path / "c", {"model": {"w": torch.ones(4)}})
+    finally:
+        stop()
+    assert gc.isenabled() == enabled
+    for step in ("save.describe", "save.plan", "load.describe", "load.plan"):
+        assert not seen[f"{step} enter"], step
+    for step in ("save.confirm", "load.read"):
+        assert seen[f"{step} enter"] == enabled, step
