@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.scale_worlds import GROUP, STEP, World, make_world, parameters
+from bytecheckpoint.engine.checksums import chunk_size_for
 from bytecheckpoint.engine.confirmation import Confirmed
 from bytecheckpoint.engine.record import record
 from bytecheckpoint.local_state import LocalState
@@ -36,7 +37,7 @@ _FACTS = {
     "path": "s3://bucket/runs/1t/step-00012000",
     "step": "12000",
     "sections": "model, optimizer, rng",
-    "chunk size": "1048576",
+    "chunk size": "None",
     "layout": "shards",
     "library version": VERSION,
 }
@@ -58,7 +59,7 @@ class _Clock:
         return round(sum(self.seconds[name] for name in what), 3)
 
 
-def measure_job(name: str, ranks: int, chunk_size: int) -> dict[str, Any]:
+def measure_job(name: str, ranks: int) -> dict[str, Any]:
     """One save and one load of a job, as seen by its ranks."""
     world, clock, other = make_world(name, ranks), _Clock(), ranks // 2 + 3
     root = _local(_sources(world, 0), 0, ranks)
@@ -136,7 +137,7 @@ def measure_job(name: str, ranks: int, chunk_size: int) -> dict[str, Any]:
             "rank_sends": 1 + max(map(len, words)),
             "rank_gets": 17,
         },
-        "manifest": _manifest(plan, world, name, chunk_size),
+        "manifest": _manifest(plan, world, name),
     }
 
 
@@ -220,10 +221,11 @@ def _reply(world: World, rank: int, wants_table: bool, wants_contents: bool) -> 
     return packed
 
 
-def _manifest(plan: SavePlan, world: World, name: str, chunk_size: int) -> dict[str, Any]:
+def _manifest(plan: SavePlan, world: World, name: str) -> dict[str, Any]:
     clock = _Clock()
     random = np.random.default_rng(0)
     told = []
+    chunk_size = chunk_size_for(int(plan.shards.nbytes(plan.tensors).sum()))
     counts = Confirmed(plan, attempt="attempt-1", chunk_size=chunk_size).chunk_counts
     for rank in range(world.ranks):
         files = plan.files_of(rank)

@@ -174,10 +174,10 @@ def _jobs(ranks: int) -> list[tuple[str, int]]:
     return [(name, size) for name in WORLDS for size in sizes.get(name, sorted({max(ranks // 16, 256), ranks}))]
 
 
-def _run(case: str, ranks: int, tensors: int, chunk_size: int) -> dict[str, object]:
+def _run(case: str, ranks: int, tensors: int) -> dict[str, object]:
     """One case in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.scale_planning", "--in-process", "--case", case]
-    command += ["--ranks", str(ranks), "--tensors", str(tensors), "--chunk-size", str(chunk_size)]
+    command += ["--ranks", str(ranks), "--tensors", str(tensors)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=one_thread)
     found: dict[str, object] = json.loads(done.stdout)
@@ -189,7 +189,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=16384)
     parser.add_argument("--tensors", type=int, default=1000)
-    parser.add_argument("--chunk-size", type=int, default=8 << 20, help="bytes under one checksum")
     parser.add_argument("--case", choices=[*WORLDS, *CASES, "all", "jobs"], default="all")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
@@ -197,7 +196,7 @@ def main() -> None:
     if args.in_process:
         job = args.case in WORLDS
         found = (
-            measure_job(args.case, args.ranks, args.chunk_size) if job else measure(args.case, args.ranks, args.tensors)
+            measure_job(args.case, args.ranks) if job else measure(args.case, args.ranks, args.tensors)
         )
         print(json.dumps({**found, "peak_gib": round(_peak(), 2)}))
         return
@@ -205,7 +204,7 @@ def main() -> None:
     chosen += [(name, args.ranks) for name in CASES if args.case == "all"]
     rows = []
     for name, ranks in chosen or [(args.case, args.ranks)]:
-        rows.append(_run(name, ranks, args.tensors, args.chunk_size))
+        rows.append(_run(name, ranks, args.tensors))
         print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -13,7 +13,7 @@ __all__ = ["job_grids"]
 def job_grids(rows: Sequence[Mapping[str, Any]]) -> list[Grid]:
     """Planning and its bytes; the manifest. Rows of the planner alone are left out."""
     jobs = [row for row in rows if "manifest" in row]
-    planning = [
+    planning: list[tuple[str, ...]] = [
         (
             _name(row),
             f"{row['tensors']:,}",
@@ -27,7 +27,7 @@ def job_grids(rows: Sequence[Mapping[str, Any]]) -> list[Grid]:
         )
         for row in jobs
     ]
-    manifests = [
+    manifests: list[tuple[str, ...]] = [
         (
             _name(row),
             f"{row['manifest']['bytes'] / 1e6:.1f} MB",

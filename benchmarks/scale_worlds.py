@@ -307,14 +307,14 @@ class ShardedWorld(World):
         fp32 = DTYPES["float32"]
         rows, held, compared = [], [], []
         layouts = [MeshLayout(mesh, ((1,), ())), MeshLayout(mesh, ((1,),))]
-        for p in self._params:
-            names = [("model", p.name)] + [("optimizer", f"state.{p.name}.{s}") for s in _STATES[1:]]
-            rows += [(section, name, BasicMeta(fp32, p.shape)) for section, name in names]
-            held += [OWN_BOXES if p.shape[0] in empty else 3 - len(p.shape)] * 3
-            compared += [False] * 3
-            rows.append(("optimizer", f"state.{p.name}.step", BasicMeta(fp32, ())))
-            held.append(WHOLE)
-            compared.append(True)
+        for section, states in (("model", ("",)), ("optimizer", (*_STATES[1:], "step"))):
+            for p in self._params:
+                for state in states:
+                    name = f"state.{p.name}.{state}" if state else p.name
+                    whole = state == "step"
+                    rows.append((section, name, BasicMeta(fp32, () if whole else p.shape)))
+                    held.append(WHOLE if whole else OWN_BOXES if p.shape[0] in empty else 3 - len(p.shape))
+                    compared.append(whole)
         return _Table(
             TensorTable.build(rows),
             np.array(held, np.int64),
