@@ -195,9 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.in_process:
         job = args.case in WORLDS
-        found = (
-            measure_job(args.case, args.ranks) if job else measure(args.case, args.ranks, args.tensors)
-        )
+        found = measure_job(args.case, args.ranks) if job else measure(args.case, args.ranks, args.tensors)
         print(json.dumps({**found, "peak_gib": round(_peak(), 2)}))
         return
     chosen = _jobs(args.ranks) if args.case in ("all", "jobs") else []
