@@ -13,8 +13,8 @@
 
 An asynchronous save returns after ``stage``. Where its memory budget is smaller than the state, it stages and writes
 at the same time; a synchronous save always does, in a few blocks that go round, and copies a piece just before that is
-hashed and written. Whatever fails before ``commit`` leaves what was there before, and
-every rank raises the same cause (DESIGN laws 1 to 3).
+hashed and written. Whatever fails before ``commit`` leaves what was there before, and every rank raises the same cause
+(DESIGN laws 1 to 3).
 """
 
 from __future__ import annotations
