@@ -7,6 +7,7 @@ is left out, which viewers allow, so that what a killed process did can be seen 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -20,6 +21,8 @@ from .trace import Span, record
 
 __all__ = ["TraceFiles", "merge_traces"]
 
+_log = logging.getLogger(__name__)
+
 _BUFFERED = 500  # events held back while no step ends
 
 
@@ -27,7 +30,8 @@ class TraceFiles:
     """Writes what this process's saves and loads do from now on into ``directory``, a file for each rank. Thread-safe.
 
     Ranks are lined up by their hosts' clocks. ``close`` ends it; it is a context manager too. Raises ``StateError``
-    where the directory cannot be made.
+    where the directory cannot be made. Where it cannot be written to later on, the log says so once, the trace has
+    gaps, and saves and loads go on.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -39,6 +43,7 @@ class TraceFiles:
         self._lock = threading.Lock()
         self._waiting: dict[int, list[dict[str, Any]]] = {}
         self._begun: set[int] = set()
+        self._has_gaps = False
         self._threads: dict[tuple[int, str], int] = {}
         # Spans are on a clock that began anywhere; files of several processes need one that all of them have.
         self._epoch = time.time() - time.perf_counter()
@@ -89,6 +94,14 @@ class TraceFiles:
 
     def _flush(self, rank: int) -> None:
         events = self._waiting.pop(rank)
+        try:
+            self._append(rank, events)
+        except OSError as error:
+            if not self._has_gaps:
+                self._has_gaps = True
+                _log.warning("the trace in %s has gaps: %s", self.directory, error)
+
+    def _append(self, rank: int, events: Sequence[dict[str, Any]]) -> None:
         path = self.directory / f"rank-{rank:05d}-{os.getpid()}.json"
         lines = [json.dumps(event) for event in events]
         if rank not in self._begun:

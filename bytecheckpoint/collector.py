@@ -7,6 +7,7 @@ objects and looks through all that the process has: with 20,000 tensors that was
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,18 @@ def paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _pauses -= 1
+            _pauses = max(0, _pauses - 1)  # 0 already where the block was left by a fork
             if _pauses == 0 and _was_enabled:
                 gc.enable()
+
+
+def _in_child() -> None:
+    """A forked child has none of the threads that would restore it, and maybe one's lock."""
+    global _lock, _pauses
+    _lock = threading.Lock()
+    if _pauses and _was_enabled:
+        gc.enable()
+    _pauses = 0
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from .dtypes import DTYPES, DType
-from .engine.checksums import CHUNK_SIZE, ChunkHasher
+from .engine.checksums import ChunkHasher, chunk_size_for
 from .engine.commit import commit, new_attempt, remove_attempt
 from .errors import (
     CheckpointNotFoundError,
@@ -187,7 +187,7 @@ def import_safetensors(
             _copy_file(source, key, target, f"{attempt}/{section}-{number:05d}.safetensors", names, progress)
             for number, key in enumerate(source.headers)
         ]
-        commit(target, _manifest(section, step, attempt, written))
+        commit(target, _manifest(section, step, attempt, written, chunk_size_for(source.nbytes)))
     except CommitUnknownError:
         raise
     except BaseException:
@@ -244,7 +244,7 @@ def _copy_file(
         [HeaderEntry(name, meta.dtype, meta.shape, meta.nbytes) for name, meta in tensors],
         HEADER_METADATA,
     )
-    hasher = ChunkHasher(CHUNK_SIZE)
+    hasher = ChunkHasher(chunk_size_for(source.nbytes))
     buffer = memoryview(bytearray(PIECE))
     with target.create(new_key, len(head) + sum(meta.nbytes for _, meta in tensors)) as writer:
         writer.write(0, head)
@@ -260,7 +260,7 @@ def _copy_file(
     return _Written(new_key, head, tensors, hasher.checksums)
 
 
-def _manifest(section: str, step: int | None, attempt: str, written: Sequence[_Written]) -> Manifest:
+def _manifest(section: str, step: int | None, attempt: str, written: Sequence[_Written], chunk_size: int) -> Manifest:
     tensors = [(section, name, meta) for file in written for name, meta in file.tensors]
     nbytes = [[meta.nbytes for _, meta in file.tensors] for file in written]
     return Manifest.assemble(
@@ -279,7 +279,7 @@ def _manifest(section: str, step: int | None, attempt: str, written: Sequence[_W
             kind=["tensors"] * len(written),
             head_length=np.array([len(file.head) for file in written], np.int64),
             head_checksum=np.array([xxhash.xxh3_64_intdigest(file.head) for file in written], np.uint64),
-            chunk_size=np.full(len(written), CHUNK_SIZE, np.int64),
+            chunk_size=np.full(len(written), chunk_size, np.int64),
             codec=["raw"] * len(written),
         ),
         tensors=TensorTable.build(tensors) if tensors else _no_tensors(section),

@@ -15,12 +15,12 @@ import numpy as np
 import xxhash
 
 from .checkpoint import Checkpoint
-from .engine.checksums import CHUNK_SIZE
+from .engine.checksums import chunk_size_for
 from .engine.commit import commit, new_attempt, remove_attempt
 from .engine.stored_files import read_stored_file
 from .errors import CommitUnknownError, StateError
 from .geometry import Box
-from .manifest import FileTable, Manifest
+from .manifest import COMPANION, FileTable, Manifest
 from .rewriting import Item, Progress, Rewriter, StreamedFile, refuse_checkpoint
 from .safetensors_file import shard_name
 from .storage_backends import open_backend
@@ -94,7 +94,8 @@ def reshard(
     manifest = checkpoint.manifest
     outputs = list(_plan(manifest, files, layout, attempt))
     plans = [PlannedOutput(out.key, section, len(out.items), out.size) for section, out in outputs]
-    values = [row for row, kind in enumerate(manifest.files.kind) if kind != "tensors"]
+    # Companions speak of the files that were; in the new ones they would be wrong.
+    values = [row for row, kind in enumerate(manifest.files.kind) if kind not in ("tensors", COMPANION)]
     for row in values:
         section = manifest.sections[int(manifest.files.section[row])].name
         plans.append(PlannedOutput(_values_key(manifest, row, attempt), section, 0, int(manifest.files.size[row])))
@@ -164,8 +165,12 @@ def _write(
     with Rewriter(checkpoint) as rewriter:
         checksums: list[int] = []
         for out in outputs:
-            checksums += rewriter.write(target, out, progress, chunk_size=CHUNK_SIZE)
+            checksums += rewriter.write(target, out, progress, chunk_size=_chunk_size(outputs))
         return checksums, rewriter.bytes_read
+
+
+def _chunk_size(outputs: Sequence[StreamedFile]) -> int:
+    return chunk_size_for(sum(out.size - len(out.head) for out in outputs))
 
 
 def _values_key(manifest: Manifest, row: int, attempt: str) -> str:
@@ -207,7 +212,7 @@ def _manifest(
         kind=["tensors"] * new + [old.files.kind[row] for row in values],
         head_length=column([len(out.head) for _, out in outputs], old.files.head_length),
         head_checksum=column([xxhash.xxh3_64_intdigest(out.head) for _, out in outputs], old.files.head_checksum),
-        chunk_size=column([CHUNK_SIZE] * new, old.files.chunk_size),
+        chunk_size=column([_chunk_size([out for _, out in outputs])] * new, old.files.chunk_size),
         codec=["raw"] * (new + len(values)),
     )
     return Manifest.assemble(

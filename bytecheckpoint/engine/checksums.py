@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import xxhash
 
-__all__ = ["CHUNK_SIZE", "ChunkHasher", "chunk_checksums", "chunk_size_for"]
-
-CHUNK_SIZE = 1 << 20
-"""Bytes under one checksum where it is not known how many bytes there will be."""
+__all__ = ["ChunkHasher", "chunk_checksums", "chunk_size_for"]
 
 _LEAST_CHUNK = 256 << 10  # hashing is no slower than with longer ones, reading and writing go by more anyway
 _MOST_CHUNKS = 4 << 20  # 32 MiB of manifest

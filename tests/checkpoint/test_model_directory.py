@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CorruptionError
+from bytecheckpoint.resharding import reshard
 from bytecheckpoint.testing.ranks import RankPool
 
 INDEX = "model.safetensors.index.json"
@@ -193,3 +194,14 @@ def test_transformers_loads_it(pool: RankPool, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     auto = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.model_directory)
     assert type(auto).__name__ == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize("layout", ["whole", "sharded"])
+def test_resharding_leaves_no_index_of_files_that_are_not_there(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path / "from", {"model": Tied(), "extra_state": {"step": 3}}, layout="whole")
+    reshard(bcp.open(tmp_path / "from"), str(tmp_path / "to"), files=2, layout=layout)
+    found = bcp.open(tmp_path / "to")
+    assert found.verify().ok
+    assert found.model_directory is None
+    assert not list((tmp_path / "to").rglob("*.json"))
+    assert found.section_values("extra_state") == {("step",): 3}

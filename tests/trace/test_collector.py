@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,3 +63,27 @@ def test_a_save_and_a_load_give_it_back(enabled: bool, tmp_path: Path) -> None:
         assert not seen[f"{step} enter"], step
     for step in ("save.confirm", "load.read"):
         assert seen[f"{step} enter"] == enabled, step
+
+
+def test_a_child_that_is_forked_meanwhile_collects() -> None:
+    job = """
+import gc, os, sys, threading
+from bytecheckpoint.collector import paused
+inside, leave = threading.Event(), threading.Event()
+def other():
+    with paused():
+        inside.set()
+        leave.wait(30)
+thread = threading.Thread(target=other)
+thread.start()
+inside.wait(30)
+child = os.fork()
+if not child:
+    with paused():
+        assert not gc.isenabled()
+    os._exit(0 if gc.isenabled() else 3)
+leave.set()
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", job], check=True, timeout=60)

@@ -109,3 +109,15 @@ def test_bytes_and_rates_are_on_handle_and_report(tmp_path: Path, caplog: pytest
     assert "GB/s" in str(loaded)
     assert any("save.write took" in message for message in caplog.messages)
     assert any("load.read took" in message for message in caplog.messages)
+
+
+def test_a_trace_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = tmp_path / "trace"
+    with bcp.TraceFiles(directory):
+        bcp.save(tmp_path / "a", _state())
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+        bcp.save(tmp_path / "b", _state())
+    assert bcp.open(tmp_path / "b").verify().ok
+    assert len([message for message in caplog.messages if "has gaps" in message]) == 1
