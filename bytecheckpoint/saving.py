@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -117,7 +118,9 @@ class _SaveJob:
         self._models: list[StoredModel] = []
         self._companions: list[WrittenFile] = []
         self._copy: StateCopy | None = None
-        self._ended: Future[None] | None = None  # once the background thread has the save, and ends it
+        self._owner = threading.Lock()  # taken once, by the thread that ends the save: the background's, or the caller
+        self._queued = False
+        self._ended: Future[None] = Future()  # done when the background thread has ended it
         self._previous: Manifest | None = None
         self._plan: SavePlan | None = None
         # Once rank 0 may have put the manifest, this rank's files may be part of a checkpoint and are never removed.
@@ -140,7 +143,7 @@ class _SaveJob:
                 self._engine.pass_gates()
             with self._step("stage"):
                 self._stage(local, share)
-            if self._ended is None:
+            if not self._queued:
                 self._enqueue()
         except BaseException as error:
             self._give_up(error)
@@ -168,20 +171,12 @@ class _SaveJob:
 
     def wait(self) -> None:
         """Wait for the end of the save. Raises what any rank raised."""
-        assert self._ended is not None
         try:
             self._ended.result()
-        except BaseException:
+        except BaseException as error:
             if not self._ended.done():
-                self._stop_copying()
+                self._give_up(error)  # interrupted
             raise
-
-    def finish_in_background(self) -> None:
-        """``finish`` for a thread that nobody waits for: what it raises is on the handle, and in the log."""
-        try:
-            self.finish()
-        except BaseException as error:  # noqa: BLE001 - handed on through the handle
-            _log.error("save to %s failed: %s", self._backend.url, error)
 
     def finish(self) -> None:
         """From staged bytes to a committed checkpoint. Ends the handle; raises what any rank raised."""
@@ -222,9 +217,23 @@ class _SaveJob:
     def _enqueue(self) -> Future[None]:
         """Hand the rest to the background thread: saves are committed in the order in which they were begun, so a
         synchronous one queues up too. Returns what is done when the merge stage needs no tensor any more."""
+        self._queued = True
         with self._op.phase("write"):
-            self._ended = self._engine.submit(self.finish if self._waits else self.finish_in_background)
+            self._engine.submit(self._take_over)
         return self._merged
+
+    def _take_over(self) -> None:
+        """Finish, in the background thread, unless the caller has given up before it began."""
+        if not self._owner.acquire(blocking=False):
+            return
+        try:
+            self.finish()
+        except BaseException as error:  # noqa: BLE001 - handed on through the handle
+            if not self._waits:
+                _log.error("save to %s failed: %s", self._backend.url, error)
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
 
     # -- the steps -----------------------------------------------------------------------------------------------
 
@@ -362,8 +371,10 @@ class _SaveJob:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def _give_up(self, error: BaseException) -> None:
-        """The caller's part of the save has failed."""
-        if self._ended is None:
+        """The caller's part of the save has failed, or its wait was interrupted."""
+        if self._owner.acquire(blocking=False):
+            if not self._merged.done():
+                self._merged.set_exception(error)
             self._abandon(error)
             self.handle._fail(error)
         elif isinstance(error, Exception):

@@ -22,14 +22,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from random import randrange
 
 import numpy as np
 import numpy.typing as npt
 
+from .page_cache import REFUSALS
 from .posix import libc_function, read_scattered_at, write_at
 
-__all__ = ["MIN_READ", "MIN_WRITE", "PAGE", "DirectFile", "is_cached", "read_direct", "write_direct"]
+__all__ = ["MIN_READ", "MIN_WRITE", "PAGE", "DirectFile", "read_direct", "write_direct"]
 
 PAGE = max(mmap.PAGESIZE, 4096)
 """What offsets in a file are aligned to: the unit of the page cache; no device has larger blocks."""
@@ -42,7 +42,6 @@ MIN_READ = 256 << 10
 
 _BOUNCE = 2 << 20
 _BOUNCE_PAGES = _BOUNCE // PAGE
-_LOOKS = 2  # both at random: one could meet the page that an earlier look has left
 _LONGEST = 1 << 30  # bytes of one write; the kernel takes a little less than 2 GiB
 
 _WIPE_ON_FORK = 18  # madvise(2), Linux 4.14
@@ -52,9 +51,6 @@ _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
 _STATX_DIO_MEM_ALIGN = 152
-
-# EINVAL is how a file system refuses O_DIRECT, or an alignment; the others come from FUSE and stacked file systems.
-_REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -140,7 +136,7 @@ class DirectFile:
             yield memory[:length]
 
     def _note_refusal(self, error: OSError) -> None:
-        if error.errno not in _REFUSALS:
+        if error.errno not in REFUSALS:
             raise error
         self.refused = True
 
@@ -154,24 +150,6 @@ def write_direct(file: DirectFile, fd: int, data: memoryview, offset: int) -> No
     done = start + file.write(data[start - offset : stop - offset], start)
     write_at(fd, data[: start - offset], offset)
     write_at(fd, data[done - offset :], done)
-
-
-def is_cached(fd: int, offset: int, length: int) -> bool:
-    """Whether the page cache seems to have these bytes. True also where the file system cannot tell: going past a
-    cache that has them costs more than it would ever gain.
-
-    Looks at single pages, because what is not there the kernel begins to read at once, as much as it was asked for. At
-    random, because each look leaves its page behind, and a later look must not take that for the whole.
-    """
-    page = memoryview(bytearray(PAGE))
-    try:
-        return all(os.preadv(fd, [page], offset + randrange(length), os.RWF_NOWAIT) for _ in range(_LOOKS))
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            raise
-        return True
 
 
 def read_direct(file: DirectFile, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

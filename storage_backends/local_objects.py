@@ -13,7 +13,8 @@ from typing_extensions import Buffer
 
 from ..errors import KeyNotFoundError, StorageError, StorageFullError
 from .base import ObjectReader, ObjectWriter
-from .direct_io import MIN_READ, MIN_WRITE, PAGE, DirectFile, is_cached, read_direct, write_direct
+from .direct_io import MIN_READ, MIN_WRITE, PAGE, DirectFile, read_direct, write_direct
+from .page_cache import PageCache
 from .pieces import PieceMap, byte_view
 from .posix import free_bytes, preallocate, read_scattered_at, write_at
 
@@ -153,6 +154,7 @@ class LocalReader(ObjectReader):
             os.close(self.fd)
             raise KeyNotFoundError(f"{action}: it is not a file")
         self.size = found.st_size
+        self._cache = PageCache(self.fd)
 
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
         self._read(offset, [byte_view(buffer) for buffer in buffers], None)
@@ -165,7 +167,7 @@ class LocalReader(ObjectReader):
         self._read(offset, views, None if cached else self._open_direct())
 
     def is_at_hand(self, offset: int, length: int) -> bool:
-        return self._call(lambda: is_cached(self.fd, offset, length))
+        return self._call(lambda: self._cache.has(offset, length))
 
     def direct_pages(self) -> int:
         return PAGE if self._open_direct() is not None else 0

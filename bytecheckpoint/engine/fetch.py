@@ -47,18 +47,18 @@ class Fetcher:
         self._timings = timings
         self._on_read = on_read
 
-    def fetch(self, extents: range, on_fault: Fault, on_wait: Callable[[], None] = lambda: None) -> None:
+    def fetch(self, extents: range, on_fault: Fault, on_wait: Callable[[bool], None] = lambda direct: None) -> None:
         """Fetch extents that follow each other in one file. Raises ``CorruptionError`` and ``StorageError``, and what
         ``on_fault`` raises, which hears of chunks that are not what was saved. ``on_wait`` is called where the bytes
-        are not at hand in memory."""
+        are not at hand in memory, and told whether they will come directly from a device."""
         plan = self._plan
         first, last = plan.starts[extents[0]], plan.starts[extents[-1] + 1] - 1
         file, begin, length = plan.file[first], plan.begin[first], plan.end[last] - plan.begin[first]
         with self._files.use(file, plan.row[first]) as opened, ExitStack() as stack:
             page = 0
             if not opened.is_at_hand(begin, length):
-                on_wait()
                 page = opened.direct_pages() if length >= _MIN_DIRECT else 0
+                on_wait(page > 0)
             check = ChunkCheck(self._source, file, on_fault) if self._checked else None
             lend = _Lend(self._ring, plan.most + 2 * _LARGEST_PAGE, stack)
             turn = _Turn(self._source, plan, file, opened, page, check, lend, self._timings)
@@ -164,6 +164,8 @@ class _Turn:
     def _deliver(self, blocks: Sequence[int], low: int, high: int, bounce: Bounce, origin: int) -> None:
         """Check and copy out what of these blocks is in ``[low, high)``; ``bounce`` begins with byte ``origin``."""
         plan = self._plan
+        # Of blocks that follow each other here and in memory: each copy is a wait for the interpreter lock.
+        first, past, where = low, low, 0
         for block in blocks:
             begin, end, target = plan.begin[block], plan.end[block], plan.target[block]
             if begin < low:
@@ -171,11 +173,17 @@ class _Turn:
             end = min(end, high)
             self._verify(block, begin, bounce.view[begin - origin : end - origin])
             self._copied += end - begin
-            if target:
-                bounce.copy_out(begin - origin, end - begin, target)
-            else:
+            if not target:
                 for place in plan.places(block):
                     place.put(bounce, origin, begin, end)
+            elif begin == past and target == where + past - first:
+                past = end
+            else:
+                if first < past:
+                    bounce.copy_out(first - origin, past - first, where)
+                first, past, where = begin, end, target
+        if first < past:
+            bounce.copy_out(first - origin, past - first, where)
 
     def _verify(self, block: int, begin: int, data: memoryview) -> None:
         check, plan = self._check, self._plan

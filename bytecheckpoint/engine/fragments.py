@@ -136,7 +136,6 @@ class StagedFragments(Fragments):
 
     def _tensor(self, index: int, at: int, count: int) -> torch.Tensor:
         piece = self._pieces[index]
-        self._staging.ready(piece)
         view = self._staging.content(piece)[at - piece.start : at - piece.start + count]
         return torch.frombuffer(view, dtype=torch.uint8)
 

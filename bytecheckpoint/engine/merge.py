@@ -198,9 +198,9 @@ class _Merge:
             while outputs:
                 written.append(outputs[0].finish())
                 outputs.pop(0)
-        except BaseException as error:
+        except BaseException:
             for output in outputs:
-                output.abandon(error)
+                output.abandon()
             raise
         finally:
             self._give_back(scratch)
@@ -222,7 +222,7 @@ class _Merge:
 
 
 class _Output:
-    """One file being put together. Its pieces are written by other threads, in the order in which they came."""
+    """One file being put together. Its pieces are hashed as they come, and written by other threads."""
 
     def __init__(
         self, backend: StorageBackend, image: FileImage, chunk_size: int, timings: Timings, io: Executor
@@ -231,7 +231,9 @@ class _Output:
         self._write = ImageWrite(backend, image, chunk_size, timings)
         self._tasks: list[Future[None]] = []
         try:
-            self._tasks.append(io.submit(self._write.write_piece, 0, memoryview(image.head)))
+            head = memoryview(image.head)
+            self._tasks.append(io.submit(self._write.write_piece, 0, head))
+            self._write.hash_piece(0, head)
         except BaseException:
             self._write.abandon()
             raise
@@ -240,6 +242,7 @@ class _Output:
         """Write a piece of the data area, and give its block back."""
         try:
             self._raise_failure()
+            self._write.hash_piece(len(self._image.head) + start, block.view[:nbytes])
             self._tasks.append(self._io.submit(self._write_piece, start, block, nbytes, ring))
         except BaseException:
             ring.give_back(block)
@@ -252,10 +255,9 @@ class _Output:
         self._timings.point("merge.complete")
         return self._write.finish()
 
-    def abandon(self, error: BaseException) -> None:
+    def abandon(self) -> None:
         """Leave nothing behind. Returns when no block is in use any more."""
         # What was submitted runs all the same, if only to give its block back.
-        self._write.fail(error)
         wait(self._tasks)
         self._write.abandon()
 

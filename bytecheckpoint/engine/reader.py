@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import CorruptionError, StorageError
 from ..manifest import Manifest
@@ -28,8 +29,11 @@ from .task_queue import TaskQueue
 
 __all__ = ["ReadPart", "ReadStats", "Reader", "StoredShard"]
 
-_DEPTH = 8  # reads in flight where they are waits, as far as the executor has threads
 _COPIERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# Reads in flight, as far as the executor has threads. Two that wait keep a device busy beside those that are checked
+# and copied; more threads only wait for the interpreter lock, and push each other out of the processor's cache.
+_DEPTH_DIRECT = _COPIERS + 2
+_DEPTH_REMOTE = 8
 _GROUP = 2  # extents that a thread takes at a time
 _FETCH = 8 << 20  # bytes of a shard that are handed out at once
 
@@ -97,7 +101,7 @@ class Reader:
             if index < len(heads):
                 self._check_head(heads[index])
             else:
-                fetcher.fetch(groups[index - len(heads)], _raise, lambda: queue.widen(_DEPTH))
+                fetcher.fetch(groups[index - len(heads)], _raise, partial(_widen, queue))
 
         with closing(files):
             TaskQueue(self._executor, len(heads) + len(groups), task).run(_COPIERS)
@@ -154,6 +158,10 @@ class StoredShard:
         reader.stats.add(read=len(buffer))
         if reader.verify:
             ChunkCheck(reader.source, self._file, _raise).feed(self._row, self._begin, begin, buffer)
+
+
+def _widen(queue: TaskQueue, direct: bool) -> None:
+    queue.widen(_DEPTH_DIRECT if direct else _DEPTH_REMOTE)
 
 
 def _raise(row: int, error: CorruptionError) -> None:

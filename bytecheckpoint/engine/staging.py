@@ -62,8 +62,8 @@ class Staging:
     """What one save has staged and what it has given back. Thread-safe.
 
     ``fill`` copies everything before anything is written, as an asynchronous save does. With ``on_demand`` nothing is
-    copied ahead: ``ready`` provides the memory for a piece and ``content`` fills it, so that a few blocks go round.
-    One thread calls ``ready``, for the pieces in their order; any thread the rest.
+    copied ahead: ``content`` copies a piece when it is asked for it, in the order of the tape, so that a few blocks go
+    round.
 
     Behind a gate, ``fill_early`` copies what may change at any time, and ``fill`` the rest, which nobody is to change
     before ``seal``: that looks once whether somebody did, before the copies count.
@@ -100,6 +100,7 @@ class Staging:
         self._to_copy = len(self.pieces)
         self._copying = 0
         self._failure: BaseException | None = None
+        self._given_up: BaseException | None = None
         devices = cuda_devices(images)
         self._device = DeviceCopyOut(devices) if devices else None
         self._events: dict[int, list[torch.cuda.Event]] = {}
@@ -111,7 +112,7 @@ class Staging:
 
     def fill(self, executor: Executor | None = None, helpers: int = 0) -> None:
         """Copy all pieces that nobody has begun to copy, with ``helpers`` threads of ``executor`` where it has them to
-        spare; returns when every piece is copied. Raises what any of them met.
+        spare; returns when every piece is copied, or ``give_up`` was called. Raises what any of them met.
 
         Copies from CUDA devices are under way then (``is_settled`` tells), and the caller's streams wait for them.
         """
@@ -119,15 +120,19 @@ class Staging:
         if executor is not None and self._device is None and not self._is_of_crumbs():
             tasks = [executor.submit(self._fill_some) for _ in range(min(helpers, len(self.pieces) - 1))]
         try:
-            self._fill_some()
-        finally:
-            begun = [task for task in tasks if not task.cancel()]
-            wait(begun)
-        for task in begun:
-            task.result()
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or not self._to_copy)
-            self._raise_failure()
+            try:
+                self._fill_some()
+            finally:
+                begun = [task for task in tasks if not task.cancel()]
+                wait(begun)
+            for task in begun:
+                task.result()
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure or not self._to_copy)
+                self._raise_failure()
+        except BaseException as error:
+            if error is not self._given_up:
+                raise
 
     def fill_early(self, is_late: Callable[[torch.Tensor], bool], unchanged: Callable[[], None]) -> None:
         """Copy all tensors but the late ones. Everything has to fit into memory. ``unchanged`` raises if one of the
@@ -283,24 +288,18 @@ class Staging:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def ready(self, piece: Piece) -> None:
-        """Return when ``content`` will not have to wait for memory. Raises what filling met."""
+    def content(self, piece: Piece) -> memoryview:
+        """The piece's bytes, good until it is given back: waits until ``fill`` has copied it, or copies it now. Raises
+        what filling met."""
         if self.on_demand:
             self._provide(piece)
-            return
+            self._copy(piece)
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._copied[piece.index])
             self._raise_failure()
-
-    def content(self, piece: Piece) -> memoryview:
-        """The piece's bytes, good until it is given back."""
-        if self.on_demand:
-            self._copy(piece)
         for event in self._events.get(piece.index, ()):
             event.synchronize()
-        with self._changed:
-            self._raise_failure()
-            return self._blocks[piece.block].view[piece.place : piece.place + piece.nbytes]
+        return self._blocks[piece.block].view[piece.place : piece.place + piece.nbytes]
 
     def give_back(self, piece: Piece) -> None:
         """The piece was written, or never will be: its memory may be used again."""
@@ -321,6 +320,13 @@ class Staging:
             if self._to_copy and self._failure is None:
                 self._failure = error
                 self._changed.notify_all()
+
+    def give_up(self, error: BaseException) -> None:
+        """``fail``, but it is not for who fills to raise that: writing has failed, and nobody needs the rest."""
+        with self._changed:
+            if self._to_copy and self._failure is None:
+                self._given_up = error
+        self.fail(error)
 
     def release(self, error: BaseException) -> None:
         """``fail``, and give all memory back when no thread copies any more. No piece may be under way to storage."""

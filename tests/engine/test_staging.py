@@ -157,7 +157,6 @@ def test_less_memory_than_bytes() -> None:
         for image, content in zip(images, expected):
             found = b""
             for piece in staging.of(image):
-                staging.ready(piece)
                 found += bytes(staging.content(piece))
                 staging.give_back(piece)
             assert found == content
@@ -176,7 +175,6 @@ def test_on_demand_a_few_blocks_go_round() -> None:
     for image, content in zip(images, expected):
         found = b""
         for piece in staging.of(image):
-            staging.ready(piece)
             found += bytes(staging.content(piece))
             staging.give_back(piece)
         assert found == content
@@ -191,7 +189,7 @@ def test_a_wait_for_memory_ends(on_demand: int | None) -> None:
 
     def go_on() -> None:
         for piece in staging.pieces if on_demand else ():
-            staging.ready(piece)
+            staging.content(piece)
         staging.fill()
 
     with pytest.raises(DeadlineError):
@@ -204,9 +202,9 @@ def test_a_failure_ends_every_wait() -> None:
     arena = Arena(4 * PAGE)
     staging = Staging(arena, [_image("a", [torch.arange(9000)])], Timings("save"), deadline_s=60.0)
     with ThreadPoolExecutor(2) as pool:
-        reader = pool.submit(staging.ready, staging.pieces[-1])
+        reader = pool.submit(staging.content, staging.pieces[-1])
         filler = pool.submit(staging.fill)
-        staging.ready(staging.pieces[0])
+        staging.content(staging.pieces[0])
         staging.fail(StateError("failed by test"))
         with pytest.raises(StateError, match="failed by test"):
             reader.result(60)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -47,10 +48,12 @@ def test_the_first_error_wins_and_nothing_is_begun_after_it(threads: int) -> Non
         if index == 2 and threads > 1:
             assert failed.wait(60)
             raise ValueError("2")
+        while index > 3 and not queue._errors:
+            time.sleep(0)  # the error is noted a moment after it was raised
 
     with ThreadPoolExecutor(4) as pool, pytest.raises(ValueError, match="2" if threads > 1 else "3"):
         TaskQueue(pool, 1000, task).run(threads)
-    assert len(begun) < 1000
+    assert len(begun) <= 4 + threads
 
 
 def test_an_executor_that_takes_no_more_work() -> None:

@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from bytecheckpoint.errors import DeadlineError, SaveSkippedError, StateError
 from bytecheckpoint.testing.ranks import RankPool
 
 WAIT_S = 60.0
+_LOST_SIGNAL_S = 5.0
 
 
 @contextmanager
@@ -418,7 +419,9 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
     def interrupt(name: str, event: str) -> None:
         if name == point and event in ("enter", "point") and not interrupted.is_set():
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            interrupted.wait(WAIT_S)
+            # A signal that comes just before a thread begins to wait for a lock does not end that wait.
+            while not interrupted.wait(_LOST_SIGNAL_S):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     stop = trace.observe(interrupt)
     try:
@@ -430,6 +433,33 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
     bcp.save(tmp_path, training(2.0), step=2)
     assert bcp.open(tmp_path).step == 2
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "still queued"])
+def test_an_interrupt_while_a_save_is_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+    """Whoever has it by then ends it: the background thread, or the caller where nobody has begun with it."""
+    with bcp.Checkpointer() as saver:
+        real = saver._engine.submit
+
+        def submit(task: Callable[[], None]) -> None:
+            queued = real(task)
+            if begun:
+                queued.result(WAIT_S)
+            raise KeyboardInterrupt
+
+        with _held_at("save.commit") if not begun else nullcontext():
+            earlier = saver.save(tmp_path / "0", training(1.0), async_save=True)
+            monkeypatch.setattr(saver._engine, "submit", submit)
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(tmp_path / "1", training(2.0))
+            monkeypatch.undo()
+        earlier.result(WAIT_S)
+        saver.save(tmp_path / "2", training(3.0))
+    assert bcp.open(tmp_path / "2").verify().ok
+    if begun:
+        assert bcp.open(tmp_path / "1").verify().ok
+    else:
+        assert not (tmp_path / "1").exists()
 
 
 def test_an_asynchronous_save_in_a_done_callback(tmp_path: Path) -> None:
@@ -489,7 +519,8 @@ def test_thirty_saves_leave_what_two_left(tmp_path: Path) -> None:
             for step in range(times):
                 saver.save(tmp_path, state, step=step, async_save=True).result(WAIT_S)
 
-        save(4)  # threads are started as they are needed
+        saver.warmup(state)  # threads are started as they are needed
+        save(4)
         before = _held_resources(saver)
         save(30)
         after = _held_resources(saver)

@@ -18,10 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.page_cache import evict, resident
 from bytecheckpoint.errors import StorageError, StorageFullError, UnsupportedURLError
-from bytecheckpoint.storage_backends import StorageBackend, direct_io, local_objects, open_backend
-from bytecheckpoint.storage_backends.direct_io import PAGE, is_cached
+from bytecheckpoint.storage_backends import StorageBackend, direct_io, local_objects, open_backend, page_cache
+from bytecheckpoint.storage_backends.direct_io import PAGE
 from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.page_cache import PageCache
 from bytecheckpoint.testing.storage import StorageConformance
 
 _MIB = 1 << 20
@@ -37,7 +39,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("disk")
     backend = LocalBackend(path)
     _write(backend, "probe", _CONTENT[:_MIB])
-    cached = _ask(path / "probe", lambda fd: is_cached(fd, 0, _MIB))
+    cached = _ask(path / "probe", lambda fd: PageCache(fd).has(0, _MIB))
     if cached or not backend.direct_io:
         pytest.skip("this file system has no direct I/O")
     return path
@@ -63,15 +65,8 @@ def _ask(path: Path | str, question: Callable[[int], bool]) -> bool:
 
 
 def _evict(path: Path | str) -> None:
-    """Take the file out of the page cache; the looks that prove it leave some single pages behind."""
-
-    def drop(fd: int) -> bool:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return is_cached(fd, 0, os.fstat(fd).st_size)
-
-    # A quick device has the page there before the look that asked for it is over.
-    assert not all(_ask(path, drop) for _ in range(20))
+    """Take the file out of the page cache."""
+    assert evict(str(path)) == 0.0
 
 
 def _memory(length: int, misalignment: int) -> Bytes:
@@ -97,7 +92,7 @@ class TestEveryReadDirect(StorageConformance):
     @pytest.fixture
     def backend(self, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalBackend:
         monkeypatch.setattr(local_objects, "MIN_READ", 0)
-        monkeypatch.setattr(local_objects, "is_cached", lambda fd, offset, length: False)
+        monkeypatch.setattr(PageCache, "has", lambda cache, offset, length: False)
         return LocalBackend(disk / tmp_path.name)
 
 
@@ -179,23 +174,29 @@ def test_sizes(backend: LocalBackend, size: int, misalignment: int) -> None:
 
 def test_a_long_write_leaves_the_page_cache_alone(backend: LocalBackend) -> None:
     _write(backend, "object", _CONTENT)
-    assert not _ask(f"{backend.url}/object", lambda fd: is_cached(fd, 0, len(_CONTENT)))
+    assert not _ask(f"{backend.url}/object", lambda fd: PageCache(fd).has(0, len(_CONTENT)))
 
 
-def test_a_cold_read_is_direct_and_a_warm_one_is_not(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "looked at"])
+def test_a_cold_read_is_direct_and_a_warm_one_is_not(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """Whether the kernel counts cached pages, or (before Linux 6.5, or on overlayfs) has to be tried."""
+    if not counted:
+        monkeypatch.setattr(page_cache, "_cached_pages", lambda fd, offset, length: 0)
     _write(backend, "object", _CONTENT)
     direct: list[bool] = []
     real = os.preadv
 
     def spy(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
-        if not flags:
+        if sum(map(len, buffers)) > PAGE:
             direct.append(_is_direct(fd))
         return real(fd, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", spy)
     buffer = np.zeros_like(_CONTENT)
     _evict(f"{backend.url}/object")
-    # Every look leaves a page behind, and yet the object never seems to be cached.
+    # A look may leave a page behind, and yet the object never seems to be cached.
     for _ in range(5):
         backend.read_into("object", 0, buffer)
     assert direct
@@ -205,6 +206,28 @@ def test_a_cold_read_is_direct_and_a_warm_one_is_not(backend: LocalBackend, monk
     backend.read_into("object", 0, buffer)
     assert not any(direct)
     assert np.array_equal(buffer, _CONTENT)
+
+
+def test_pages_are_counted_and_left_alone(backend: LocalBackend) -> None:
+    """Single pages in the cache would keep the kernel from reading the others ahead in large folios."""
+    _write(backend, "object", _CONTENT)
+    path = f"{backend.url}/object"
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.preadv(fd, [bytearray(1)], 0)
+        if not page_cache._cached_pages(fd, 0, 1):
+            pytest.skip("this kernel does not count cached pages (cachestat, Linux 6.5)")
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        cache = PageCache(fd)
+        for at in range(0, len(_CONTENT), _MIB):
+            assert not cache.has(at, _MIB)
+        assert resident(path) <= 1 / 8  # what was read ahead of the first page
+        os.preadv(fd, [memoryview(bytearray(2 * _MIB))], 4 * _MIB)
+        assert cache.has(4 * _MIB, 2 * _MIB)
+        assert cache.has(4 * _MIB + 5, 1)
+        assert not cache.has(4 * _MIB, 4 * _MIB)
+    finally:
+        os.close(fd)
 
 
 def test_short_pieces_go_through_the_page_cache(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
