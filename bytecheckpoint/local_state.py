@@ -52,11 +52,15 @@ class LocalState:
         self.values: list[tuple[str, Path, bytes]] = []
         self._entries: list[ValueEntry] = []
         for name, source in sources.items():
+            last: object = self  # the options of an optimizer's group stand there once for each of its parameters
+            data = digest = b""
             for path, value in source.values.items():
-                data = encode_value(value, f"{name}.{path_name(path)}", allow_pickle=allow_pickle)
+                if value is not last:
+                    data = encode_value(value, f"{name}.{path_name(path)}", allow_pickle=allow_pickle)
+                    last, digest = value, value_digest(data)
                 own = path in source.per_rank
                 self.values.append((name, path, data))
-                self._entries.append(ValueEntry(name, encode_path(path), value_digest(data), len(data), own))
+                self._entries.append(ValueEntry(name, encode_path(path), digest, len(data), own))
         self.order: list[int] | None = None
         """Where the plan's shards stand among all sections' shards; None where in the same order."""
         self.fingerprint = self._fingerprint(world_size)
