@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.scale_worlds import GROUP, STEP, World, make_world, parameters
 from bytecheckpoint.engine.checksums import chunk_size_for
-from bytecheckpoint.engine.confirmation import Confirmed
-from bytecheckpoint.engine.record import record
+from bytecheckpoint.engine.writing.confirmation import Confirmed
+from bytecheckpoint.engine.writing.record import record
 from bytecheckpoint.local_state import LocalState
 from bytecheckpoint.manifest import decode, encode
 from bytecheckpoint.mesh_layout import MeshPlace

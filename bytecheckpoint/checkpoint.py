@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .engine.commit import read_manifest
-from .engine.reader import Reader, ReadPart, ReadStats
+from .engine.reading.reader import Reader, ReadPart, ReadStats
+from .engine.reading.stored_files import read_stored_file
+from .engine.reading.verify import verify_files
 from .engine.resources import Engine
-from .engine.stored_files import read_stored_file
-from .engine.verify import verify_files
+from .engine.writing.commit import read_manifest
 from .errors import StateError
 from .geometry import Box
 from .hf_index import model_directory

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint import Checkpoint
-from .engine.commit import commit, read_manifest, remove_files
-from .engine.reader import Reader
-from .engine.stored_files import read_stored_file
+from .engine.reading.reader import Reader
+from .engine.reading.stored_files import read_stored_file
+from .engine.writing.commit import commit, read_manifest, remove_files
 from .errors import CommitUnknownError
 from .manifest import MANIFEST_KEY
 from .rewriting import Progress, refuse_checkpoint

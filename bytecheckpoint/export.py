@@ -17,7 +17,7 @@ import torch
 
 from .checkpoint import Checkpoint
 from .dtypes import DTYPES, DType, casts_at_all
-from .engine.commit import remove_files
+from .engine.writing.commit import remove_files
 from .errors import KeyExistsError, MismatchError, NameCollisionError, StateError, UnsupportedTensorError
 from .geometry import Box
 from .hf_index import INDEX_KEY, index_document

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .engine.files import FileImage
-from .engine.staging import Staging
+from .engine.staging.staging import Staging
 from .errors import StateError
 from .frameworks.step_hooks import StepHooks
 

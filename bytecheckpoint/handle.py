@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from .engine.staging import Staging
+from .engine.staging.staging import Staging
 from .errors import SaveSkippedError
 from .trace import Timings
 

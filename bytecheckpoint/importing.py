@@ -12,7 +12,7 @@ import xxhash
 
 from .dtypes import DTYPES, DType
 from .engine.checksums import ChunkHasher, chunk_size_for
-from .engine.commit import commit, new_attempt, remove_attempt
+from .engine.writing.commit import commit, new_attempt, remove_attempt
 from .errors import (
     CheckpointNotFoundError,
     CommitUnknownError,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .engine.commit import ATTEMPT_MARK, read_manifest
+from .engine.writing.commit import ATTEMPT_MARK, read_manifest
 from .errors import CheckpointError, CheckpointNotFoundError
 from .manifest import MANIFEST_KEY, Manifest
 from .storage_backends import join, open_backend

@@ -26,10 +26,10 @@ from .catalog import Catalog
 from .collector import paused
 from .control.base import Operation
 from .destinations import Destination
-from .engine.commit import decode_manifest, read_manifest_bytes
-from .engine.reader import Reader, ReadPart
+from .engine.reading.reader import Reader, ReadPart
+from .engine.reading.ring_exchange import RingJob, pass_on
 from .engine.resources import Engine
-from .engine.ring_exchange import RingJob, pass_on
+from .engine.writing.commit import decode_manifest, read_manifest_bytes
 from .errors import MismatchError, PlanError
 from .manifest import Manifest
 from .matching import Fault, Rules, dtype_fault, mismatch_error

@@ -1,7 +1,8 @@
 """Which of this rank's reads it shares with others: what the ranks tell each other, and what comes of it.
 
 The ranks' claims carry, besides faults, a digest of each class of wants; rank 0 answers with the ranks of each digest
-that several brought. See ``planners.share_plan`` for the rest, and ``engine.ring_exchange`` for how the bytes travel.
+that several brought. See ``planners.share_plan`` for the rest, and ``engine.reading.ring_exchange`` for how the bytes
+travel.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 
 from .checkpoint import cut
 from .control.peers import PeerIdentity
-from .engine.reader import Reader, ReadPart
-from .engine.ring_exchange import RingJob
+from .engine.reading.reader import Reader, ReadPart
+from .engine.reading.ring_exchange import RingJob
 from .errors import StateError, StorageError
 from .geometry import Box
 from .manifest import Manifest

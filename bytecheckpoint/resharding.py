@@ -16,8 +16,8 @@ import xxhash
 
 from .checkpoint import Checkpoint
 from .engine.checksums import chunk_size_for
-from .engine.commit import commit, new_attempt, remove_attempt
-from .engine.stored_files import read_stored_file
+from .engine.reading.stored_files import read_stored_file
+from .engine.writing.commit import commit, new_attempt, remove_attempt
 from .errors import CommitUnknownError, StateError
 from .geometry import Box
 from .manifest import COMPANION, FileTable, Manifest

@@ -21,7 +21,7 @@ import torch
 from .checkpoint import Checkpoint, cut
 from .dtypes import DType
 from .engine.checksums import ChunkHasher
-from .engine.reader import Reader, ReadPart
+from .engine.reading.reader import Reader, ReadPart
 from .engine.tensor_bytes import byte_view
 from .errors import KeyExistsError, KeyNotFoundError
 from .geometry import Box

@@ -18,9 +18,9 @@ import xxhash
 
 from .control.agreement import describe_disagreement
 from .control.base import Operation
-from .engine.commit import attempt_name, new_attempt_id
 from .engine.file_layout import FileLayout
-from .engine.merge import MergeWork
+from .engine.merging.merge import MergeWork
+from .engine.writing.commit import attempt_name, new_attempt_id
 from .errors import DisagreementError, PlanError
 from .local_state import LocalState
 from .planners import (

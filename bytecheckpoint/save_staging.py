@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from .engine.files import FileImage
-from .engine.fragments import Fragments, LiveFragments, StagedFragments, fragment_image
+from .engine.merging.fragments import Fragments, LiveFragments, StagedFragments, fragment_image
 from .engine.resources import Engine
-from .engine.staging import Staging
+from .engine.staging.staging import Staging
 from .errors import DeadlineError, StateError
 from .gating import SaveGate
 from .shards import Shard

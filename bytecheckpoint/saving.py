@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
@@ -31,41 +31,33 @@ from . import trace
 from .collector import paused
 from .control.base import Operation
 from .describing import describe_state
-from .engine.arena import page_round
-from .engine.commit import commit, read_manifest, remove_attempt, remove_files, replaceable
-from .engine.confirmation import Confirmed, pack_written
 from .engine.file_layout import data_key
 from .engine.files import FileImage, tensor_image
-from .engine.image_write import WrittenFile, write_whole
-from .engine.merge import MergeWork, Merging, merge
-from .engine.record import record
+from .engine.merging.merge import MergeWork, Merging, merge
 from .engine.resources import Engine
-from .engine.writer import write_images
+from .engine.staging.arena import page_round
+from .engine.writing.commit import remove_attempt, remove_files
+from .engine.writing.image_write import WrittenFile, write_whole
+from .engine.writing.writer import write_images
 from .errors import (
-    BytecheckpointError,
-    CommitUnknownError,
-    ControlError,
-    DeadlineError,
     KeyNotFoundError,
-    RankFailedError,
     StateError,
 )
 from .handle import SaveHandle, SaveResult
 from .hf_index import StoredModel, companions, stored_models
 from .local_state import LocalState
-from .manifest import MANIFEST_KEY, Manifest
+from .manifest import MANIFEST_KEY
 from .planners import SavePlan
+from .save_commit import SaveCommit
 from .save_options import SaveOptions
 from .save_planning import Settled, agree, settle
 from .save_staging import StateCopy
 from .sections import check_state
 from .shards import Shard
 from .storage_backends.base import StorageBackend
-from .version import VERSION
 
 __all__ = ["save"]
 
-_BEFORE_COMMIT = trace.SAVE_STEPS[: trace.SAVE_STEPS.index("commit")]
 _SWEEP_AFTER_S = 10.0  # how long a failed save waits for the other ranks to stop writing, before it sweeps
 
 _log = logging.getLogger(__name__)
@@ -110,7 +102,6 @@ class _SaveJob:
         self._op = op
         self._waits = waits  # the caller does, for the end of the save
         self._attempt = ""
-        self._chunk_size = 0
         self._images: list[FileImage] = []
         self._work: MergeWork | None = None  # on all ranks, or on none
         self._gathered: list[FileImage] = []
@@ -121,10 +112,8 @@ class _SaveJob:
         self._owner = threading.Lock()  # taken once, by the thread that ends the save: the background's, or the caller
         self._queued = False
         self._ended: Future[None] = Future()  # done when the background thread has ended it
-        self._previous: Manifest | None = None
         self._plan: SavePlan | None = None
-        # Once rank 0 may have put the manifest, this rank's files may be part of a checkpoint and are never removed.
-        self._may_be_committed = False
+        self._commit: SaveCommit | None = None
 
     def prepare(self) -> None:
         """From the call to the point where the caller may change the state (or, where it waits, to where the rest is
@@ -166,7 +155,7 @@ class _SaveJob:
         with self._step("plan"):
             settled = settle(self._op, self._engine.plans, local, agreed)
             self._attempt, self._plan = settled.attempt, settled.plan
-            self._chunk_size = self._options.chunk_size_for(settled.nbytes)
+            self._commit = SaveCommit(self._op, self._backend, self._options, settled, self.timings)
         return local, settled
 
     def wait(self) -> None:
@@ -180,6 +169,8 @@ class _SaveJob:
 
     def finish(self) -> None:
         """From staged bytes to a committed checkpoint. Ends the handle; raises what any rank raised."""
+        last = self._commit
+        assert last is not None
         try:
             if self._copy is not None:
                 with self._op.phase("stage"):
@@ -187,25 +178,28 @@ class _SaveJob:
             written: list[WrittenFile] = []
             if self._work is not None:
                 with self._step("merge"):
-                    written = self._merge(self._work)
+                    written = self._merge(self._work, last.chunk_size)
             with self._step("write"):
-                written += self._write()
+                written += self._write(last.chunk_size)
             with self._step("confirm"):
-                confirmed = self._confirm(written)
+                if self._work is not None:
+                    # As the plan has them: files of tensors by section, then values.
+                    written.sort(key=lambda file: (0, file.section) if file.kind == "tensors" else (1, ""))
+                confirmed = last.confirm(written, self._companions)
             with self._step("commit"):
-                self._commit(confirmed)
+                last.commit(confirmed)
         except BaseException as error:
             if not self._merged.done():
                 self._merged.set_exception(error)
-            if not self._stands(error):
-                raised = self._in_doubt(error)
+            if not last.stands(error):
+                raised = last.in_doubt(error)
                 self._abandon(error)
                 self.handle._fail(raised)
                 if raised is error:
                     raise
                 raise raised from error
             _log.warning("%s is committed, but this rank did not hear so: %s", self._backend.url, error)
-        self._clean()
+        last.clean()
         self._op.close()
         images = [*self._images, *self._gathered]
         result = SaveResult(
@@ -283,7 +277,7 @@ class _SaveJob:
         shards = local.shards
         return {row: shards[row] for row in self._work.staged}
 
-    def _merge(self, work: MergeWork) -> list[WrittenFile]:
+    def _merge(self, work: MergeWork, chunk_size: int) -> list[WrittenFile]:
         assert self._copy is not None
         for file in work.files:
             key = data_key(self._attempt, file.section, self._op.rank, "tensors")
@@ -297,76 +291,23 @@ class _SaveJob:
             self._gathered,
             self._copy.fragments,
             means,
-            self._chunk_size,
+            chunk_size,
             self.timings,
         )
         self._merged.set_result(None)
         self.timings.count("merge", sum(file.size for file in written))
         return written
 
-    def _write(self) -> list[WrittenFile]:
+    def _write(self, chunk_size: int) -> list[WrittenFile]:
         assert self._copy is not None
         written = write_images(
-            self._backend, self._copy.staging, self._chunk_size, self._engine.io, self.timings, self._point
+            self._backend, self._copy.staging, chunk_size, self._engine.io, self.timings, self._point
         )
         if self._plan is not None and self._models:
             for image in companions(self._plan, self._models, self._attempt):
-                self._companions.append(write_whole(self._backend, image, self._chunk_size, self.timings))
+                self._companions.append(write_whole(self._backend, image, chunk_size, self.timings))
         self.timings.count("write", sum(file.size for file in (*written, *self._companions)))
         return written
-
-    def _confirm(self, written: Sequence[WrittenFile]) -> list[list[WrittenFile]] | None:
-        self._may_be_committed = self._op.rank != 0
-        if self._work is not None:
-            # As the plan has them: files of tensors by section, then values.
-            written = sorted(written, key=lambda file: (0, file.section) if file.kind == "tensors" else (1, ""))
-        everyone = self._op.gather("written", pack_written(written))
-        if everyone is None:
-            return None
-        assert self._plan is not None
-        confirmed = Confirmed(self._plan, attempt=self._attempt, chunk_size=self._chunk_size)
-        files = [confirmed.unpack(rank, told) for rank, told in enumerate(everyone)]
-        files[0] += self._companions
-        return files
-
-    def _commit(self, confirmed: list[list[WrittenFile]] | None) -> None:
-        if confirmed is None:
-            self._op.broadcast("committed", None)
-            return
-        assert self._plan is not None
-        manifest = record(
-            self._plan,
-            confirmed,
-            attempt=self._attempt,
-            step=self._options.step,
-            metadata=dict(self._options.metadata),
-            library_version=VERSION,
-        )
-        # Looked at only now: an earlier save to this path may have been committed since this one began.
-        self._previous = replaceable(self._backend)
-        self._point("commit.before")
-        self._may_be_committed = True
-        try:
-            commit(self._backend, manifest)
-        except CommitUnknownError:
-            raise
-        except Exception:
-            self._may_be_committed = False
-            raise
-        self.timings.point("commit.after")
-        try:
-            self._op.broadcast("committed", b"")
-        except ControlError as error:
-            _log.warning("%s is committed, but not every rank heard so: %s", self._backend.url, error)
-
-    def _clean(self) -> None:
-        """Housekeeping after the fact: whatever happens here, the checkpoint stands."""
-        try:
-            with self.timings.step("clean"):
-                if self._previous is not None and self._previous.attempt != self._attempt:
-                    remove_files(self._backend, self._previous.files.name)
-        except Exception:  # noqa: BLE001 - the checkpoint is committed, housekeeping must not fail it
-            _log.warning("%s: removing the overwritten checkpoint's files failed", self._backend.url, exc_info=True)
 
     # -- failure -------------------------------------------------------------------------------------------------
 
@@ -396,7 +337,7 @@ class _SaveJob:
         """Leave nothing behind that no manifest will ever name. Never raises."""
         if self._copy is not None:
             self._copy.staging.release(error)
-        if self._attempt and (not self._may_be_committed or _never_committed(error)):
+        if self._attempt and (self._commit is None or self._commit.is_ruled_out(error)):
             if self._op.rank == 0:
                 # The others may still be writing; what they write after the sweep would stay for ever.
                 self._op.wait_alone(_SWEEP_AFTER_S)
@@ -404,26 +345,6 @@ class _SaveJob:
             else:
                 remove_files(self._backend, [image.key for image in (*self._images, *self._gathered)])
         self._op.close()
-
-    def _stands(self, error: BaseException) -> bool:
-        """Whether the checkpoint is seen to exist, although rank 0 was lost before this rank had heard of it."""
-        if not self._may_be_committed or self._op.rank == 0:
-            return False
-        if not isinstance(error, ControlError) or _never_committed(error):
-            return False
-        try:
-            return read_manifest(self._backend).attempt == self._attempt
-        except BytecheckpointError:
-            return False
-
-    def _in_doubt(self, error: BaseException) -> BaseException:
-        """What to raise: ``error``, or ``CommitUnknownError`` where rank 0 is only late and may commit yet."""
-        if not self._may_be_committed or self._op.rank == 0 or not isinstance(error, DeadlineError):
-            return error
-        return CommitUnknownError(
-            f"{self._backend.url}: everything is written, but rank 0 was not heard to commit it: {error} Open the path "
-            f"to find out, or save again"
-        )
 
     def _point(self, name: str) -> None:
         self.timings.point(name)
@@ -433,9 +354,3 @@ class _SaveJob:
     def _step(self, name: str) -> Iterator[None]:
         with self._op.phase(name), self.timings.step(name):
             yield
-
-
-def _never_committed(error: BaseException) -> bool:
-    """Whether this is rank 0's own word that it failed before it could commit."""
-    failed = error if isinstance(error, RankFailedError) else error.__cause__
-    return isinstance(failed, RankFailedError) and failed.rank == 0 and failed.phase in _BEFORE_COMMIT

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint import Checkpoint
-from .engine.stored_files import read_stored_file
+from .engine.reading.stored_files import read_stored_file
 from .errors import StateError
 from .manifest import COMPANION
 from .shards import Path

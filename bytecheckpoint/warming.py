@@ -7,9 +7,9 @@ from typing import Any
 
 from .control.base import Operation
 from .describing import describe_state
-from .engine.device_copy_out import cuda_devices, pin
 from .engine.resources import Engine
-from .engine.staging import cut
+from .engine.staging.device_copy_out import cuda_devices, pin
+from .engine.staging.pieces import cut
 from .errors import StateError
 from .save_options import SaveOptions
 from .save_planning import agree, settle

@@ -13,10 +13,10 @@ from typing import Protocol
 
 from ..errors import StateError
 from ..planners import PlanCache
-from .arena import BLOCK, Arena
-from .bounce import BounceRing
 from .file_layout import FileLayout
-from .merge import LEAST_RING, MergeWork
+from .merging.merge import LEAST_RING, MergeWork
+from .reading.bounce import BounceRing
+from .staging.arena import BLOCK, Arena
 
 __all__ = ["MERGE_MEMORY", "Engine", "Gate"]
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bytecheckpoint.engine import arena as arena_module
-from bytecheckpoint.engine.arena import BLOCK, PAGE, Arena, Block
+from bytecheckpoint.engine.staging import arena as arena_module
+from bytecheckpoint.engine.staging.arena import BLOCK, PAGE, Arena, Block
 from bytecheckpoint.errors import DeadlineError, StateError
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from bytecheckpoint.engine.bounce import BounceRing
+from bytecheckpoint.engine.reading.bounce import BounceRing
 
 PAGE = 4096
 

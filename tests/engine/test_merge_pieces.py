@@ -18,11 +18,11 @@ from safetensors.torch import load as load_safetensors
 from bytecheckpoint.control.single import SingleOperation
 from bytecheckpoint.control.streams import Streams
 from bytecheckpoint.dtypes import DTYPES
-from bytecheckpoint.engine.arena import BLOCK, Arena
 from bytecheckpoint.engine.files import tensor_image
-from bytecheckpoint.engine.fragments import LiveFragments, StagedFragments, fragment_image
-from bytecheckpoint.engine.merge import LEAST_RING, MergeWork, Merging, merge
-from bytecheckpoint.engine.staging import Staging
+from bytecheckpoint.engine.merging.fragments import LiveFragments, StagedFragments, fragment_image
+from bytecheckpoint.engine.merging.merge import LEAST_RING, MergeWork, Merging, merge
+from bytecheckpoint.engine.staging.arena import BLOCK, Arena
+from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.geometry import Box, decompose
 from bytecheckpoint.metadata import BasicMeta
 from bytecheckpoint.planners import LocalPlan, plan_gather, plan_save

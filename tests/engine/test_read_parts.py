@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
-from bytecheckpoint.engine import fetch
-from bytecheckpoint.engine.bounce import BounceRing
-from bytecheckpoint.engine.commit import read_manifest
-from bytecheckpoint.engine.reader import Reader, ReadPart
+from bytecheckpoint.engine.reading import fetch
+from bytecheckpoint.engine.reading.bounce import BounceRing
+from bytecheckpoint.engine.reading.reader import Reader, ReadPart
+from bytecheckpoint.engine.writing.commit import read_manifest
 from bytecheckpoint.errors import CorruptionError
 from bytecheckpoint.geometry import Box
 from bytecheckpoint.storage_backends import StorageBackend, local_objects, open_backend

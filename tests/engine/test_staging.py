@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.dtypes import DTYPES
-from bytecheckpoint.engine.arena import PAGE, Arena
 from bytecheckpoint.engine.files import FileImage
-from bytecheckpoint.engine.piece_copy import copy_piece
-from bytecheckpoint.engine.staging import Staging, cut
+from bytecheckpoint.engine.staging.arena import PAGE, Arena
+from bytecheckpoint.engine.staging.piece_copy import copy_piece
+from bytecheckpoint.engine.staging.pieces import cut
+from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.engine.tensor_bytes import as_bytes
 from bytecheckpoint.errors import DeadlineError, StateError
 from bytecheckpoint.geometry import Box

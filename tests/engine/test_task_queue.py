@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bytecheckpoint.engine.task_queue import TaskQueue
+from bytecheckpoint.engine.reading.task_queue import TaskQueue
 
 
 def test_every_task_runs_once_on_as_many_threads_as_asked() -> None:

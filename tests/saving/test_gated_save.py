@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.engine import staging as staging_module
+from bytecheckpoint.engine.staging import staging as staging_module
 from bytecheckpoint.errors import StateError
 from bytecheckpoint.testing.ranks import RankPool
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from bytecheckpoint.engine.arena import PAGE, Arena
 from bytecheckpoint.engine.checksums import chunk_checksums
 from bytecheckpoint.engine.files import FileImage
-from bytecheckpoint.engine.image_write import ImageWrite, WrittenFile
-from bytecheckpoint.engine.staging import Staging
-from bytecheckpoint.engine.writer import write_images
+from bytecheckpoint.engine.staging.arena import PAGE, Arena
+from bytecheckpoint.engine.staging.staging import Staging
+from bytecheckpoint.engine.writing.image_write import ImageWrite, WrittenFile
+from bytecheckpoint.engine.writing.writer import write_images
 from bytecheckpoint.errors import StateError, StorageError
 from bytecheckpoint.geometry import Box
 from bytecheckpoint.shards import Shard, basic_meta

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import CorruptionError
-from .checksums import ChunkHasher, chunk_checksums
+from ...errors import CorruptionError
+from ..checksums import ChunkHasher, chunk_checksums
 from .stored_files import StoredFiles
 
 __all__ = ["ChunkCheck", "Fault"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..control.streams import Streams
-from ..geometry import decompose, row_major_strides
-from ..planners import GatherShare
+from ...control.streams import Streams
+from ...geometry import decompose, row_major_strides
+from ...planners import GatherShare
+from ..tensor_bytes import byte_view
 from .fragments import Fragments
-from .tensor_bytes import byte_view
 
 __all__ = ["CHANNEL", "PieceFill"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PlanError
-from ..manifest import FileTable, Manifest, SectionInfo, timestamp
-from ..planners import SavePlan
-from ..tables import Int64, ragged_positions
+from ...errors import PlanError
+from ...manifest import FileTable, Manifest, SectionInfo, timestamp
+from ...planners import SavePlan
+from ...tables import Int64, ragged_positions
 from .image_write import WrittenFile
 
 __all__ = ["record"]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from ..geometry import decompose
+from ...geometry import decompose
+from ..files import FileImage
+from ..tensor_bytes import as_bytes, copy_elements
 from .arena import Block
-from .files import FileImage
-from .tensor_bytes import as_bytes, copy_elements
 
 __all__ = ["copy_flat_range", "copy_head", "copy_piece", "is_plain", "parts"]
 

@@ -1,7 +1,6 @@
 """The bytes of one save on their way through the arena: cut into pieces, filled in order, given back one by one.
 
-The images of a save's files lie one behind the other on a tape, each on a page of its own, and the tape is cut into the
-arena's blocks. A *piece* is the part of one image in one block: it is copied, hashed, written and given back by itself.
+See ``pieces`` for how the images of a save's files lie in the arena's blocks.
 """
 
 from __future__ import annotations
@@ -11,51 +10,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
-from ..errors import DeadlineError
-from ..trace import Timings
-from .arena import Arena, Block, page_round
+from ...errors import DeadlineError
+from ...trace import Timings
+from ..files import FileImage
+from .arena import Arena, Block
 from .device_copy_out import DeviceCopyOut, cuda_devices
-from .files import FileImage
 from .piece_copy import copy_piece, parts
+from .pieces import Piece, cut
 
-__all__ = ["Piece", "Staging", "cut"]
+__all__ = ["Staging"]
 
 _CRUMB = 128 << 10  # bytes of a tensor below which copying it is mostly finding it
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Bytes ``[start, stop)`` of a file; they go to ``place`` in block ``block`` of the tape."""
-
-    index: int
-    image: FileImage
-    start: int
-    stop: int
-    block: int
-    place: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-def cut(images: Sequence[FileImage], block_size: int) -> list[Piece]:
-    """The pieces of all images in the order of the tape. Each begins on a page, in the file and in memory."""
-    pieces: list[Piece] = []
-    tape = 0
-    for image in images:
-        start = 0
-        while start < image.size:
-            block, place = divmod(tape + start, block_size)
-            stop = min(start + block_size - place, image.size)
-            pieces.append(Piece(len(pieces), image, start, stop, block, place))
-            start = stop
-        tape += page_round(image.size)
-    return pieces
 
 
 class Staging:

@@ -17,21 +17,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..control.base import Operation
-from ..control.streams import NoStreams, Streams
-from ..errors import ControlError
-from ..planners import Cuts, GatherShare, LocalPlan
-from ..safetensors_file import HeaderEntry, build_header
-from ..storage_backends.base import StorageBackend
-from ..tables import Int64
-from ..trace import Timings
-from .arena import Arena, Block
-from .file_layout import FileLayout
-from .files import FileImage
+from ...control.base import Operation
+from ...control.streams import NoStreams, Streams
+from ...errors import ControlError
+from ...planners import Cuts, GatherShare, LocalPlan
+from ...safetensors_file import HeaderEntry, build_header
+from ...storage_backends.base import StorageBackend
+from ...tables import Int64
+from ...trace import Timings
+from ..file_layout import FileLayout
+from ..files import FileImage
+from ..staging.arena import Arena, Block
+from ..tensor_bytes import byte_view
+from ..writing.image_write import ImageWrite, WrittenFile
 from .fragments import Fragments
-from .image_write import ImageWrite, WrittenFile
 from .piece_fill import CHANNEL, PieceFill
-from .tensor_bytes import byte_view
 
 __all__ = ["LEAST_RING", "MergeWork", "Merging", "merge"]
 

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..storage_backends.base import StorageBackend
-from ..tables import Int64, ragged_positions
-from ..trace import Timings
-from .files import FileImage
+from ...storage_backends.base import StorageBackend
+from ...tables import Int64, ragged_positions
+from ...trace import Timings
+from ..files import FileImage
 
 __all__ = ["ImageWrite", "WrittenFile", "write_whole"]
 

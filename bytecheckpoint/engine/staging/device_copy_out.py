@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError
+from ...errors import StateError
+from ..files import FileImage
+from ..tensor_bytes import as_bytes
 from .arena import Block
-from .files import FileImage
 from .piece_copy import copy_flat_range, copy_head, is_plain, parts
-from .tensor_bytes import as_bytes
 
 __all__ = ["DeviceCopyOut", "cuda_devices", "pin"]
 

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterable
 
-from ..errors import (
+from ...errors import (
     BytecheckpointError,
     CheckpointError,
     CheckpointNotFoundError,
@@ -16,8 +16,8 @@ from ..errors import (
     NotACheckpointError,
     StorageError,
 )
-from ..manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, decode, encode
-from ..storage_backends.base import StorageBackend
+from ...manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, decode, encode
+from ...storage_backends.base import StorageBackend
 
 __all__ = [
     "ATTEMPT_MARK",

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import torch
 
-from ..errors import DeadlineError, StateError
+from ...errors import DeadlineError, StateError
 
 __all__ = ["BLOCK", "PAGE", "Arena", "Block", "page_round"]
 

@@ -15,10 +15,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..errors import CorruptionError, StorageError
-from ..manifest import Manifest
-from ..storage_backends.base import StorageBackend
-from ..trace import Timings
+from ...errors import CorruptionError, StorageError
+from ...manifest import Manifest
+from ...storage_backends.base import StorageBackend
+from ...trace import Timings
 from .bounce import BounceRing
 from .chunk_check import ChunkCheck
 from .fetch import Fetcher

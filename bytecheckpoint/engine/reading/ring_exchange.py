@@ -23,12 +23,12 @@ from functools import partial
 import torch
 import xxhash
 
-from ..control.base import Operation
-from ..control.streams import Streams
-from ..errors import ControlError, CorruptionError
-from ..planners import Batch, Piece, Ring, Slab
-from ..trace import Timings
-from .tensor_bytes import as_bytes, byte_view, copy_elements
+from ...control.base import Operation
+from ...control.streams import Streams
+from ...errors import ControlError, CorruptionError
+from ...planners import Batch, Piece, Ring, Slab
+from ...trace import Timings
+from ..tensor_bytes import as_bytes, byte_view, copy_elements
 
 __all__ = ["RingJob", "pass_on"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ..tensor_bytes import copy_elements
 from .bounce import Bounce
-from .tensor_bytes import copy_elements
 
 __all__ = ["DeviceCopyIn"]
 

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..dtypes import DTYPES
-from ..manifest import Manifest, UInt64
-from ..planners.extents import Extents, plan_extents
-from ..planners.slabs import slabs, span
-from ..tables import Int64
+from ...dtypes import DTYPES
+from ...manifest import Manifest, UInt64
+from ...planners.extents import Extents, plan_extents
+from ...planners.slabs import slabs, span
+from ...tables import Int64
+from ..tensor_bytes import byte_view
 from .device_copy_in import DeviceCopyIn
 from .placement import BoxPlace, MemoryPlace, Place, ReadPart, is_plain_memory
-from .tensor_bytes import byte_view
 
 __all__ = ["ReadPlan", "plan_checks", "plan_reads"]
 

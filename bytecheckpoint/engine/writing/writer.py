@@ -12,11 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from functools import partial
 
-from ..storage_backends.base import StorageBackend
-from ..trace import Timings
-from .files import FileImage
+from ...storage_backends.base import StorageBackend
+from ...trace import Timings
+from ..files import FileImage
+from ..staging.pieces import Piece
+from ..staging.staging import Staging
 from .image_write import ImageWrite, WrittenFile
-from .staging import Piece, Staging
 
 __all__ = ["write_images"]
 

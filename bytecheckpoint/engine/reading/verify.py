@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import CheckpointError, CorruptionError, StorageError
+from ...errors import CheckpointError, CorruptionError, StorageError
 from .fetch import Fetcher
 from .read_plan import ReadPlan, plan_checks
 from .reader import Reader

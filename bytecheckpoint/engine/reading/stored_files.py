@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import xxhash
 
-from ..errors import CorruptionError, KeyNotFoundError, StorageError
-from ..manifest import COMPANION, Manifest
-from ..storage_backends.base import ObjectReader, StorageBackend
+from ...errors import CorruptionError, KeyNotFoundError, StorageError
+from ...manifest import COMPANION, Manifest
+from ...storage_backends.base import ObjectReader, StorageBackend
 
 __all__ = ["OpenFiles", "StoredFiles", "read_stored_file"]
 

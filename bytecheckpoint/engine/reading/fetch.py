@@ -13,9 +13,9 @@ from time import perf_counter
 
 from xxhash import xxh3_64_intdigest
 
-from ..errors import CorruptionError, StorageError
-from ..storage_backends.base import ObjectReader
-from ..trace import Timings
+from ...errors import CorruptionError, StorageError
+from ...storage_backends.base import ObjectReader
+from ...trace import Timings
 from .bounce import Bounce, BounceRing
 from .chunk_check import ChunkCheck, Fault
 from .read_plan import ReadPlan

@@ -10,11 +10,11 @@ from itertools import accumulate
 
 import torch
 
-from ..shards import Shard
-from .files import FileImage
-from .piece_copy import copy_flat_range, is_plain
-from .staging import Staging
-from .tensor_bytes import as_bytes
+from ...shards import Shard
+from ..files import FileImage
+from ..staging.piece_copy import copy_flat_range, is_plain
+from ..staging.staging import Staging
+from ..tensor_bytes import as_bytes
 
 __all__ = ["FRAGMENTS", "Fragments", "LiveFragments", "StagedFragments", "fragment_image"]
 

@@ -7,13 +7,13 @@ from functools import cache
 
 import torch
 
-from ..dtypes import DTYPES
-from ..geometry import Box, decompose
-from ..metadata import BasicMeta
-from ..shards import torch_dtype
+from ...dtypes import DTYPES
+from ...geometry import Box, decompose
+from ...metadata import BasicMeta
+from ...shards import torch_dtype
+from ..tensor_bytes import copy_elements
 from .bounce import Bounce
 from .device_copy_in import DeviceCopyIn
-from .tensor_bytes import copy_elements
 
 __all__ = ["BoxPlace", "MemoryPlace", "Place", "ReadPart", "is_plain_memory"]
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgpack
 import numpy as np
 
-from ..errors import PlanError
-from ..planners import SavePlan
-from ..tables import Int64
-from .file_layout import data_key
+from ...errors import PlanError
+from ...planners import SavePlan
+from ...tables import Int64
+from ..file_layout import data_key
 from .image_write import WrittenFile
 
 __all__ = ["Confirmed", "pack_written"]

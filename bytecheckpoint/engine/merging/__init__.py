@@ -1,0 +1,1 @@
+"""The merge stage: fragments of tensors travel to one owner, which writes them whole."""

@@ -1,0 +1,1 @@
+"""From tensors to staging memory: one copy, in the layout of the files to be."""

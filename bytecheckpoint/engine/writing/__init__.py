@@ -1,0 +1,1 @@
+"""From staging memory to durable files, and to the commit of a checkpoint."""
