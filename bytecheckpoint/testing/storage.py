@@ -551,9 +551,11 @@ class StorageConformance:
 
         work(0)
         before = len(os.listdir("/proc/self/fd"))
-        for turn in range(1, 6):
+        turns = 6
+        for turn in range(1, 1 + turns):
             work(turn)
-        assert len(os.listdir("/proc/self/fd")) <= before
+        # A pool of connections may have grown by some.
+        assert len(os.listdir("/proc/self/fd")) < before + turns
 
     # For subclasses
 

@@ -159,7 +159,9 @@ def test_a_crash_shows_its_stack(pool):
 
 
 def test_an_expected_death_leaves_the_others_results(pool):
-    assert pool.run(die_on, 0, int(signal.SIGKILL), expect_death={0: signal.SIGKILL}) == [None, 1, 2, 3]
+    # Without a process group: the others might still be connecting to the one that dies.
+    died = pool.run(die_on, 0, int(signal.SIGKILL), expect_death={0: signal.SIGKILL}, backend=None)
+    assert died == [None, 1, 2, 3]
     assert pool.run(total_of_ranks, 0) == [6] * 4
 
 
