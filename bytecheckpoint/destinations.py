@@ -18,11 +18,14 @@ class Destination:
     """
 
     def __init__(self, shard: Shard) -> None:
-        self._fqn, self._tensor = shard.fqn, shard.tensor.detach()
+        self._fqn = shard.fqn
+        self._tensor = shard.tensor.detach() if shard.tensor.requires_grad else shard.tensor
         if self._tensor.is_meta:
             raise StateError(f"{shard.fqn} is on the meta device and has no memory to load into; call to_empty() first")
-        steps = zip(self._tensor.stride(), self._tensor.shape)
-        self._shared = [d for d, (stride, size) in enumerate(steps) if stride == 0 and size > 1]
+        self._shared: list[int] = []
+        if not self._tensor.is_contiguous():
+            steps = zip(self._tensor.stride(), self._tensor.shape)
+            self._shared = [d for d, (stride, size) in enumerate(steps) if stride == 0 and size > 1]
         self.memory = torch.empty(self._tensor.shape, dtype=self._tensor.dtype) if self._shared else self._tensor
 
     def settle(self) -> None:

@@ -238,6 +238,7 @@ class _LoadJob:
     ) -> dict[str, int]:
         """Manifest rows of the tensors that will be loaded, by the target's names."""
         rows: dict[str, int] = {}
+        metas = catalog.stored(section).metas
         for fqn, meta in target.metas.items():
             full = f"{section}.{fqn}"
             if not self._rules.selects(full) or catalog.skips(section, fqn):
@@ -246,7 +247,7 @@ class _LoadJob:
             if row is None:
                 self._missing(section, fqn, full, target, wants, report)
                 continue
-            stored = catalog.manifest.tensors.meta_of(row)
+            stored = metas[fqn]
             if stored.shape != meta.shape:
                 wants.faults.append(("shape", full, f"stored {list(stored.shape)}, wanted {list(meta.shape)}"))
             elif (why := dtype_fault(stored, meta, self._rules.cast)) is not None:
@@ -292,8 +293,10 @@ class _LoadJob:
 
     def _agree_on_faults(self, wants: _Wants, catalog: Catalog, report: LoadReport) -> MismatchError | None:
         """One error for all ranks. What is stored but wanted by none is known only when all have spoken."""
-        asked = [(row, shard.box, shard.tensor.dtype) for row, shard in zip(wants.rows, wants.shards)]
-        offer = self._sharing.offer(catalog.manifest, asked if self._op.world_size > 1 else [])
+        asked = []
+        if self._op.world_size > 1:
+            asked = [(row, shard.box, shard.tensor.dtype) for row, shard in zip(wants.rows, wants.shards)]
+        offer = self._sharing.offer(catalog.manifest, asked)
         said = self._op.gather("claims", msgpack.packb([wants.faults, offer, *catalog.claims()]))
         verdict = None
         if said is not None:

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
-__all__ = ["as_bytes", "byte_view", "copy_elements"]
+__all__ = ["as_bytes", "byte_view", "copy_elements", "copy_memory"]
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+# Shorter copies keep the interpreter lock: giving it up and getting it back costs more than they do.
+_SHORT = 64 << 10
+
+_move = ctypes.memmove
+_move_short = ctypes.PyDLL(None).memmove
+_move_short.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_move_short.restype = None
+
+
+def copy_memory(target: int, source: int, nbytes: int) -> None:
+    """Copy bytes from address to address, both of which the caller keeps alive. Long copies let other threads run."""
+    if nbytes < _SHORT:
+        _move_short(target, source, nbytes)
+    else:
+        _move(target, source, nbytes)
 
 
 def copy_elements(out: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:

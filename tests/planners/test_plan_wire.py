@@ -287,11 +287,49 @@ def test_a_field_that_breaks_a_rule_is_refused(field: str, value: object) -> Non
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("tensor", words(0, 1, 3)), ("offsets", words(0, 0)), ("lengths", words(4, 3, 2**63 - 1)), ("kind", "other")],
+    ("tensor", "offsets", "lengths"),
+    [
+        ([0, 1, 3], [0, 0, 0], [4, 3, 1]),
+        ([0, 1, -1], [0, 0, 0], [4, 3, 1]),
+        ([0], [0, 0], [4]),
+        ([0], [0, 0], [4, 2**63 - 1]),
+        ([0], [0, -1], [4, 3]),
+        ([0], [0], [4]),
+    ],
 )
-def test_boxes_that_break_a_rule_are_refused(field: str, value: object) -> None:
-    fields = msgpack.unpackb(pack_boxes(boxes()))
-    fields[field] = value
+def test_boxes_that_break_a_rule_are_refused(tensor: list[int], offsets: list[int], lengths: list[int]) -> None:
+    data = wire.pack_words(*(np.array(values, np.int64) for values in (tensor, offsets, lengths)))
     with pytest.raises(PlanError, match="malformed boxes"):
-        unpack_boxes([msgpack.packb(fields)], sample().tensors)
+        unpack_boxes([pack_boxes(boxes()), data], sample().tensors)
+
+
+def test_words_of_no_known_width_are_refused() -> None:
+    data = bytearray(wire.pack_words(np.arange(6)))
+    assert data[0] == 1
+    data[0], data[1] = 3, 2
+    with pytest.raises(PlanError, match="malformed test"):
+        wire.unpack_words("test", [bytes(data)], 1)
+
+
+numbers = st.lists(st.sampled_from([0, 1, 255, 256, 2**16, 2**32 - 1, 2**32, 2**62, -1]), max_size=4)
+
+
+@given(st.lists(st.tuples(numbers, numbers), max_size=5))
+@settings(deadline=None)
+def test_columns_of_many_peers_are_taken_together(told: list[tuple[list[int], list[int]]]) -> None:
+    packed = [wire.pack_words(*(np.array(values, np.int64) for values in one)) for one in told]
+    for at, (values, lengths) in enumerate(wire.unpack_words("test", packed, 2)):
+        assert values.tolist() == [number for one in told for number in one[at]]
+        assert lengths.tolist() == [len(one[at]) for one in told]
+
+
+@given(st.lists(numbers, max_size=5))
+@settings(deadline=None)
+def test_many_columns_are_packed_as_each_alone(parts: list[list[int]]) -> None:
+    starts = np.cumsum([0, *map(len, parts)])
+    joined = np.array([number for part in parts for number in part], np.int64)
+    packed = wire.columns(joined, starts)
+    fields = wire.Fields("test", wire.pack("test", {"parts": packed}))
+    assert [column.tolist() for column in fields.columns("parts", len(parts))] == parts
+    for part, data in zip(parts, packed):
+        assert data[0] == wire.column(np.array(part * 100, np.int64))[0] if part else data == b"\x01"

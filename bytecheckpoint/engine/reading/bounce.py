@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Iterator
 
 import torch
+
+from ..tensor_bytes import copy_memory
 
 __all__ = ["BOUNCE_LIMIT", "Bounce", "BounceRing"]
 
@@ -55,11 +56,10 @@ class Bounce:
         self.busy.clear()
 
     def copy_out(self, start: int, nbytes: int, address: int) -> None:
-        """Copy ``nbytes`` from byte ``start`` on to memory that the caller keeps alive. Releases the interpreter
-        lock."""
+        """Copy ``nbytes`` from byte ``start`` on to memory that the caller keeps alive."""
         if start < 0 or nbytes < 0 or start + nbytes > self.nbytes:
             raise IndexError(f"bytes [{start}, {start + nbytes}) of a bounce buffer of {self.nbytes}")
-        ctypes.memmove(address, self.address + start, nbytes)
+        copy_memory(address, self.address + start, nbytes)
 
 
 class BounceRing:

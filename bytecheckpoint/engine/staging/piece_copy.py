@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 
@@ -11,18 +10,10 @@ import torch
 
 from ...geometry import decompose
 from ..files import FileImage
-from ..tensor_bytes import as_bytes, copy_elements
+from ..tensor_bytes import as_bytes, copy_elements, copy_memory
 from .arena import Block
 
 __all__ = ["copy_flat_range", "copy_head", "copy_piece", "is_plain", "parts"]
-
-# Shorter copies keep the interpreter lock: giving it up and getting it back costs more than they do.
-_SHORT = 64 << 10
-
-_move = ctypes.memmove
-_move_short = ctypes.PyDLL(None).memmove
-_move_short.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_move_short.restype = None
 
 
 def parts(image: FileImage, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
@@ -57,10 +48,7 @@ def copy_piece(
         if only is not None and not only(tensor):
             continue
         if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-            if last - first < _SHORT:
-                _move_short(base + at, tensor.data_ptr() + first, last - first)
-            else:
-                _move(base + at, tensor.data_ptr() + first, last - first)
+            copy_memory(base + at, tensor.data_ptr() + first, last - first)
         else:
             copy_flat_range(block.tensor[place + at : place + at + last - first], tensor, first)
 
