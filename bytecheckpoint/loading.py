@@ -26,8 +26,8 @@ from .catalog import Catalog
 from .collector import paused
 from .control.base import Operation
 from .destinations import Destination
+from .engine.reading.passing_on import SharedJob, pass_on
 from .engine.reading.reader import Reader, ReadPart
-from .engine.reading.ring_exchange import RingJob, pass_on
 from .engine.resources import Engine
 from .engine.writing.commit import decode_manifest, read_manifest_bytes
 from .errors import MismatchError, PlanError
@@ -125,10 +125,10 @@ class _Wants:
 
 @dataclass
 class _Reads:
-    """What this rank reads, for itself ``alone`` and as its part of ``rings``, and what is to be settled after."""
+    """What this rank reads, for itself ``alone`` and for what is ``shared``, and what is to be settled after."""
 
     reader: Reader
-    rings: list[RingJob]
+    shared: list[SharedJob]
     alone: list[ReadPart]
     destinations: list[Destination]
 
@@ -333,15 +333,15 @@ class _LoadJob:
             timings=self.timings,
         )
         memory = [destination.memory for destination in destinations]
-        rings, alone = self._sharing.split(reader, plan, [shard.box for shard in wants.shards], memory)
-        return _Reads(reader, rings, alone, destinations)
+        shared, alone = self._sharing.split(reader, plan, [shard.box for shard in wants.shards], memory)
+        return _Reads(reader, shared, alone, destinations)
 
     def _read(self, reads: _Reads, report: LoadReport) -> None:
         reader = reads.reader
-        if reads.rings:
+        if reads.shared:
             alone = partial(reader.read, reads.alone)
             verify, timings = self._options.verify, self.timings
-            report.bytes_received = pass_on(self._op, reads.rings, [alone], verify=verify, timings=timings)
+            report.bytes_received = pass_on(self._op, reads.shared, [alone], verify=verify, timings=timings)
         else:
             reader.read(reads.alone)
         for destination in reads.destinations:

@@ -1,8 +1,8 @@
 """Which of this rank's reads it shares with others: what the ranks tell each other, and what comes of it.
 
-The ranks' claims carry, besides faults, a digest of each class of wants; rank 0 answers with the ranks of each digest
-that several brought. See ``planners.share_plan`` for the rest, and ``engine.reading.ring_exchange`` for how the bytes
-travel.
+The ranks' claims carry, besides faults, an offer for each class of wants; rank 0 answers with the ranks of each that
+several brought. See ``planners.share_classes`` and ``share_plan`` for the rest, and ``ring_exchange`` and
+``scatter_exchange`` in ``engine.reading`` for how the bytes travel.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from .checkpoint import cut
 from .control.peers import PeerIdentity
+from .engine.reading.passing_on import SharedJob
 from .engine.reading.reader import Reader, ReadPart
 from .engine.reading.ring_exchange import RingJob
 from .errors import StateError, StorageError
@@ -23,6 +24,7 @@ from .geometry import Box
 from .manifest import Manifest
 from .planners import (
     LoadPlan,
+    Offer,
     Ring,
     SharedPart,
     Slab,
@@ -30,9 +32,12 @@ from .planners import (
     WantClass,
     classify_wants,
     group_ranks,
+    is_scattered,
     plan_ring,
     rings_of,
+    scatters_of,
 )
+from .scatter_reads import plan_scatter
 from .storage_backends.base import StorageBackend
 from .version import VERSION
 
@@ -59,8 +64,9 @@ class ReadSharing:
     mode: str
     verify: bool
     rank: int
+    wants: list[Want] = field(default_factory=list)
     classes: list[WantClass] = field(default_factory=list)
-    groups: dict[bytes, list[int]] = field(default_factory=dict)
+    groups: dict[bytes, list[list[int]]] = field(default_factory=dict)
 
     def check(self) -> None:
         if self.mode not in SHARE_READS:
@@ -71,25 +77,29 @@ class ReadSharing:
         if self.mode != "never":
             salt = f"{VERSION}/{self.mode}/{self.verify}"
             least = _LEAST if self.mode == "auto" else 1
-            named = [Want(row, box, str(dtype)) for row, box, dtype in wants]
-            self.classes = classify_wants(manifest.tensors, named, salt=salt, least=least)
+            self.wants = [Want(row, box, str(dtype)) for row, box, dtype in wants]
+            self.classes = classify_wants(manifest.tensors, manifest.shards, self.wants, salt=salt, least=least)
         host = PeerIdentity.of_this_process(self.rank)
-        return [host.boot_id or host.host, self.mode, [one.digest for one in self.classes]]
+        return [host.boot_id or host.host, self.mode, [one.offer for one in self.classes]]
 
-    def take_answer(self, answer: Mapping[bytes, Sequence[Sequence[int]]]) -> None:
-        mine = {one.digest for one in self.classes}
-        self.groups = {digest: _expand(spans) for digest, spans in answer.items() if digest in mine}
+    def take_answer(self, answer: Mapping[bytes, Sequence[Sequence[Sequence[int]]]]) -> None:
+        mine = {one.offer.digest for one in self.classes}
+        self.groups = {digest: [*map(_expand, spans)] for digest, spans in answer.items() if digest in mine}
 
     def split(
         self, reader: Reader, plan: LoadPlan, wanted: Sequence[Box], memory: Sequence[torch.Tensor]
-    ) -> tuple[list[RingJob], list[ReadPart]]:
-        """Rings for what is shared, and what this rank reads for itself alone."""
+    ) -> tuple[list[SharedJob], list[ReadPart]]:
+        """What is shared, and what this rank reads for itself alone."""
         rows = _Rows(reader, plan, wanted, memory)
-        jobs = []
+        jobs: list[SharedJob] = []
         for ranks, classes in rings_of(self.rank, self.classes, self.groups).items():
-            shared = {want for one in classes for want in one.wants}
-            parts = rows.take(shared)
-            jobs.append(rows.job(classes[0].digest.hex(), plan_ring(ranks, parts)))
+            parts = rows.take(_wants_of(classes))
+            jobs.append(rows.job(classes[0].offer.digest.hex(), plan_ring(ranks, parts)))
+        for ranks, classes in scatters_of(self.rank, self.classes, self.groups).items():
+            job = plan_scatter(reader, ranks, classes, self.wants, memory)
+            if job is not None:
+                rows.take(_wants_of(classes))
+                jobs.append(job)
         return jobs, rows.rest()
 
 
@@ -97,13 +107,19 @@ def answer_offers(backend: StorageBackend, manifest: Manifest, offers: Sequence[
     """Rank 0's answer to all: by digest the ranks that share, as ``[first, count, step]``. ``offers`` is by rank."""
     least: int | None = None
     answer = {}
-    for digest, ranks in group_ranks([digests for _, _, digests in offers]).items():
+    for digest, by_stripe in group_ranks([[Offer(*offer) for offer in of_rank] for _, _, of_rank in offers]).items():
+        ranks = [rank for of_stripe in by_stripe for rank in of_stripe]
         if offers[ranks[0]][1] == "auto" and len({offers[rank][0] for rank in ranks}) == 1:
             least = _least_ranks(backend, manifest) if least is None else least
-            if len(ranks) < least:
+            enough = least < sys.maxsize if is_scattered(by_stripe) else max(map(len, by_stripe)) >= least
+            if not enough:
                 continue
-        answer[digest] = _spans(ranks)
+        answer[digest] = [*map(_spans, by_stripe)]
     return answer
+
+
+def _wants_of(classes: Sequence[WantClass]) -> set[int]:
+    return {want for one in classes for want in one.wants}
 
 
 def _least_ranks(backend: StorageBackend, manifest: Manifest) -> int:

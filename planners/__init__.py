@@ -12,19 +12,19 @@ from .mesh_boxes import mesh_boxes
 from .plan_cache import CachedPlan, PlanCache
 from .plan_groups import PlanGroup
 from .save_plan import Assignment, PlannedFile, SavePlan, layout, plan_columns, plan_groups, plan_save
-from .share_plan import (
-    Batch,
-    Piece,
-    Ring,
-    SharedPart,
-    Slab,
+from .share_classes import (
+    Groups,
+    Offer,
+    Stripe,
     Want,
     WantClass,
     classify_wants,
     group_ranks,
-    plan_ring,
+    is_scattered,
     rings_of,
+    scatters_of,
 )
+from .share_plan import Batch, Piece, Ring, SharedPart, Slab, plan_ring
 from .slabs import slabs, span
 
 __all__ = [
@@ -42,10 +42,12 @@ __all__ = [
     "Cuts",
     "GatherPlan",
     "GatherShare",
+    "Groups",
     "Held",
     "Layout",
     "LoadPlan",
     "LocalPlan",
+    "Offer",
     "Piece",
     "PlanCache",
     "PlanGroup",
@@ -56,6 +58,7 @@ __all__ = [
     "SavePlan",
     "SharedPart",
     "Slab",
+    "Stripe",
     "ValueEntry",
     "ValueKey",
     "Want",
@@ -64,6 +67,7 @@ __all__ = [
     "classify_wants",
     "compare_contents",
     "group_ranks",
+    "is_scattered",
     "layout",
     "mesh_boxes",
     "pack_boxes",
@@ -74,6 +78,7 @@ __all__ = [
     "plan_ring",
     "plan_save",
     "rings_of",
+    "scatters_of",
     "slabs",
     "span",
     "unpack_boxes",

@@ -1,64 +1,26 @@
-"""Reading once what several ranks want alike: who reads which part of it, and in which order it goes round a ring.
+"""Reading once what several ranks want: who reads which part of it, and in which order it goes round a ring.
 
-Ranks never hand each other lists of what they want. Each sorts its wants into a few classes that ranks of common
-layouts have alike (all replicated tensors of a section; all that are cut as finely in the same dimensions) and brings
-one digest of each. Ranks with equal digests want the same boxes of the same tensors, so each of them makes the same
-plan from what it knows already.
+See ``share_classes`` for how ranks find each other. Each of them makes the same plan from what it knows already.
 """
 
 from __future__ import annotations
 
-import hashlib
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
 from ..geometry import Box, row_major_strides
-from ..tables import TensorTable
 from .slabs import slabs, span
 
-__all__ = [
-    "Batch",
-    "Piece",
-    "Ring",
-    "SharedPart",
-    "Slab",
-    "Want",
-    "WantClass",
-    "classify_wants",
-    "group_ranks",
-    "plan_ring",
-    "rings_of",
-]
+__all__ = ["Batch", "Piece", "Ring", "SharedPart", "Slab", "plan_ring"]
 
 PIECE = 8 << 20
 """Bytes that are passed on at once."""
 
 _LEAST_PIECE = 256 << 10
 _BATCH_PIECES = 4  # read together: what keeps a few reading threads busy
-_LARGEST_RING = 64  # ranks; a piece is late by one hop for each, and a slow rank holds all of its ring up
-_MOST_CLASSES = 16  # of one rank; each may become a ring with connections and threads of its own
 _LONGEST_ROW = 64 << 20  # bytes of one row of a tensor before it is cut within rows
-
-
-@dataclass(frozen=True)
-class Want:
-    """``box`` of the manifest's tensor ``tensor``, wanted as elements of ``dtype`` (any name that says which)."""
-
-    tensor: int
-    box: Box
-    dtype: str
-
-
-@dataclass(frozen=True)
-class WantClass:
-    """Wants (by their index) that a rank may have in common with others; ``nbytes`` as they are stored."""
-
-    digest: bytes
-    wants: tuple[int, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -115,63 +77,6 @@ class Ring:
                 segment = (at - hops) % len(self.ranks)
                 if index < counts[segment]:
                     yield segment, index
-
-
-def classify_wants(tensors: TensorTable, wants: Sequence[Want], *, salt: str, least: int) -> list[WantClass]:
-    """Sort one rank's wants into classes, in no order that depends on the rank.
-
-    A want that is the same as an earlier one belongs to no class, and neither do those of a class of less than
-    ``least`` bytes. Ranks whose ``salt`` differs never have a class in common.
-    """
-    first = {want: index for index, want in reversed([*enumerate(wants)])}
-    classes: dict[tuple[int, tuple[int, ...]], list[tuple[Want, int]]] = {}
-    for want, index in first.items():
-        if want.box.numel:
-            shape = tensors.shape_of(want.tensor)
-            fineness = tuple(round(whole / part) for whole, part in zip(shape, want.box.lengths))
-            cut = fineness if any(cuts > 1 for cuts in fineness) else ()
-            classes.setdefault((int(tensors.section[want.tensor]), cut), []).append((want, index))
-    found = []
-    for key, members in classes.items():
-        members.sort(key=_order_of_want)
-        nbytes = sum(want.box.numel * tensors.meta_of(want.tensor).dtype.itemsize for want, _ in members)
-        if nbytes >= max(least, 1):
-            said = repr((salt, key, [(want.tensor, *want.box, want.dtype) for want, _ in members]))
-            digest = hashlib.blake2b(said.encode(), digest_size=16).digest()
-            found.append(WantClass(digest, tuple(index for _, index in members), nbytes))
-    return sorted(found, key=lambda one: (-one.nbytes, one.digest))[:_MOST_CLASSES]
-
-
-def _order_of_want(entry: tuple[Want, int]) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
-    want, _ = entry
-    return want.tensor, want.box.offsets, want.box.lengths, want.dtype
-
-
-def group_ranks(digests: Sequence[Sequence[bytes]]) -> dict[bytes, list[int]]:
-    """By digest the ranks that brought it, where they are two or more. ``digests`` is by rank."""
-    found: dict[bytes, list[int]] = {}
-    for rank, of_rank in enumerate(digests):
-        for digest in of_rank:
-            found.setdefault(digest, []).append(rank)
-    return {digest: ranks for digest, ranks in found.items() if len(ranks) > 1}
-
-
-def _ring_of(rank: int, group: Sequence[int]) -> tuple[int, ...]:
-    """The ring, neighbours in rank order, in which ``rank`` is; a large group makes several, about equal."""
-    rings = -(-len(group) // _LARGEST_RING)
-    index = bisect_left(group, rank) * rings // len(group)
-    return tuple(member for at, member in enumerate(group) if at * rings // len(group) == index)
-
-
-def rings_of(
-    rank: int, classes: Sequence[WantClass], groups: Mapping[bytes, Sequence[int]]
-) -> dict[tuple[int, ...], list[WantClass]]:
-    """The rings in which ``rank`` is, and the classes that go round each, in the same order on all of its ranks."""
-    rings: dict[tuple[int, ...], list[WantClass]] = {}
-    for one in sorted(classes, key=lambda one: one.digest):
-        if one.digest in groups:
-            rings.setdefault(_ring_of(rank, groups[one.digest]), []).append(one)
-    return {ranks: members for ranks, members in rings.items() if len(ranks) > 1}
 
 
 def plan_ring(ranks: Sequence[int], parts: Sequence[SharedPart], *, piece: int = PIECE) -> Ring:

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.geometry import Box
 from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.planners import SharedPart, Want, classify_wants, group_ranks, plan_ring, rings_of
-from bytecheckpoint.tables import TensorTable
+from bytecheckpoint.planners import Offer, SharedPart, Want, classify_wants, group_ranks, plan_ring, rings_of
+from bytecheckpoint.tables import BoxTable, TensorTable
 
 F32 = DTYPES["float32"]
 SHAPES = [(64, 32), (8,), (), (5, 6, 7), (1, 1000)]
 TENSORS = TensorTable.build(
     [("model" if index < 3 else "optimizer", f"t{index}", BasicMeta(F32, shape)) for index, shape in enumerate(SHAPES)]
 )
+STORED = BoxTable.build([(row, Box.whole(shape)) for row, shape in enumerate(SHAPES)])
 
 
 @st.composite
@@ -120,9 +121,9 @@ def wants_of(rows: list[int]) -> list[Want]:
 
 
 def test_classes_do_not_depend_on_the_order_of_wants():
-    one = classify_wants(TENSORS, wants_of([0, 1, 2, 3, 4]), salt="a", least=1)
-    other = classify_wants(TENSORS, wants_of([4, 2, 3, 1, 0]), salt="a", least=1)
-    assert [found.digest for found in one] == [found.digest for found in other]
+    one = classify_wants(TENSORS, STORED, wants_of([0, 1, 2, 3, 4]), salt="a", least=1)
+    other = classify_wants(TENSORS, STORED, wants_of([4, 2, 3, 1, 0]), salt="a", least=1)
+    assert [found.offer.digest for found in one] == [found.offer.digest for found in other]
     assert sorted(sorted(found.wants) for found in one) == [[0, 1, 2], [3, 4]], "one for each section"
     assert sorted(sorted(found.wants) for found in other) == [[0, 2], [1, 3, 4]]
 
@@ -133,7 +134,7 @@ def test_classes_tell_apart_what_matters():
     other_half = [Want(0, Box((32, 0), (32, 32)), "torch.float32"), base[1]]
 
     def digests(wants, salt="a"):
-        return {found.digest for found in classify_wants(TENSORS, wants, salt=salt, least=1)}
+        return {found.offer.digest for found in classify_wants(TENSORS, STORED, wants, salt=salt, least=1)}
 
     assert not digests(base) & digests(base, salt="b")
     assert not digests(base) & digests([Want(0, base[0].box, "torch.bfloat16"), base[1]])
@@ -143,19 +144,20 @@ def test_classes_tell_apart_what_matters():
 
 
 def test_small_classes_are_left_out():
-    (found,) = classify_wants(TENSORS, wants_of([0, 1, 2, 3, 4]), salt="a", least=5000)
+    (found,) = classify_wants(TENSORS, STORED, wants_of([0, 1, 2, 3, 4]), salt="a", least=5000)
     assert found.nbytes == 64 * 32 * 4 + 8 * 4 + 4
 
 
 def test_groups_are_those_with_a_digest_in_common():
-    assert group_ranks([[b"a", b"b"], [b"a"], [b"c"], [b"b", b"a"], []]) == {b"a": [0, 1, 3], b"b": [0, 3]}
+    a, b, c = (Offer(digest, 1, 0) for digest in (b"a", b"b", b"c"))
+    assert group_ranks([[a, b], [a], [c], [b, a], []]) == {b"a": [[0, 1, 3]], b"b": [[0, 3]]}
 
 
 @pytest.mark.parametrize("size", [2, 64, 65, 1000])
 def test_large_groups_make_several_rings(size):
-    classes = classify_wants(TENSORS, wants_of([0, 3]), salt="a", least=1)
+    classes = classify_wants(TENSORS, STORED, wants_of([0, 3]), salt="a", least=1)
     group = list(range(3, 3 + 2 * size, 2))
-    groups = {found.digest: group for found in classes}
+    groups = {found.offer.digest: [group] for found in classes}
     rings = {}
     for rank in group:
         (ranks,) = rings_of(rank, classes, groups)
@@ -168,11 +170,11 @@ def test_large_groups_make_several_rings(size):
 
 
 def test_classes_of_one_group_share_a_ring():
-    classes = classify_wants(TENSORS, wants_of([0, 3]), salt="a", least=1)
-    groups = {found.digest: [0, 1] for found in classes}
+    classes = classify_wants(TENSORS, STORED, wants_of([0, 3]), salt="a", least=1)
+    groups = {found.offer.digest: [[0, 1]] for found in classes}
     ((ranks, members),) = rings_of(1, classes, groups).items()
     assert ranks == (0, 1)
-    assert [member.digest for member in members] == sorted(found.digest for found in classes)
+    assert [member.offer.digest for member in members] == sorted(found.offer.digest for found in classes)
     assert rings_of(1, classes, {}) == {}
 
 

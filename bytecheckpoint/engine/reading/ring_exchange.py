@@ -16,24 +16,21 @@ import mmap
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import xxhash
 
-from ...control.base import Operation
 from ...control.streams import Streams
 from ...errors import ControlError, CorruptionError
 from ...planners import Batch, Piece, Ring, Slab
 from ...trace import Timings
 from ..tensor_bytes import as_bytes, byte_view, copy_elements
 
-__all__ = ["RingJob", "pass_on"]
+__all__ = ["RingJob", "RingMember"]
 
 _SMALL = 64 << 10  # bytes of a slab that is cheaper to pack with its neighbours than to send alone
-_READERS = 2  # batches being read at a time, so that the disk has work while one is hashed
 _HASH = struct.Struct("<Q")
 
 
@@ -52,38 +49,7 @@ class RingJob:
     describe: Callable[[Slab], str]
 
 
-def pass_on(
-    op: Operation, jobs: Sequence[RingJob], alone: Sequence[Callable[[], None]], *, verify: bool, timings: Timings
-) -> int:
-    """Fill everything that the rings carry, and run ``alone``, this rank's other reads, beside that; bytes received.
-
-    To be called inside a phase, on all ranks of the rings. Raises what reading raises, ``CorruptionError`` where a
-    piece was damaged on its way, and the one cause on all ranks where one failed.
-    """
-    members = [_Member(op.streams(), op.rank, job, verify, timings) for job in jobs]
-    with (
-        ThreadPoolExecutor(_READERS, thread_name_prefix="bcp-share-read") as readers,
-        ThreadPoolExecutor(max(2 * len(members), 1), thread_name_prefix="bcp-share") as links,
-    ):
-        futures: list[Future[None]] = []
-        try:
-            futures += [links.submit(work) for member in members for work in (member.receive_all, member.send_all)]
-            futures += [readers.submit(work) for member in members for work in member.reads()]
-            futures += [readers.submit(work) for work in alone]
-            for future in as_completed(futures):
-                future.result()
-        except BaseException as error:
-            # Threads that wait for other ranks, here and there, learn of it from the report.
-            op.fail("read", error)
-            for member in members:
-                member.stop()
-            for future in futures:
-                future.cancel()
-            raise
-    return sum(member.received for member in members)
-
-
-class _Member:
+class RingMember:
     """This rank in one ring."""
 
     def __init__(self, streams: Streams, rank: int, job: RingJob, verify: bool, timings: Timings) -> None:
@@ -96,6 +62,11 @@ class _Member:
         self._changed = threading.Condition()
         self._stopped = False
         self.received = 0
+
+    def work(self) -> Iterator[Callable[[], None]]:
+        """What waits for other ranks, and for what is read here."""
+        yield self.receive_all
+        yield self.send_all
 
     def reads(self) -> Iterator[Callable[[], None]]:
         """Work for the reading threads, in order."""
