@@ -327,8 +327,9 @@ def load(
 
     What several ranks want alike is read by one of them and passed on, over connections of the library's own, where
     ``share_reads`` is "always", and where it is "auto" and that is likely to be faster: not where all those ranks are
-    on one host that has the files in memory, or are fewer than four on one host with the files on its own disk. With
-    "never" each rank reads all that it wants.
+    on one host that has the files in memory, or are fewer than four on one host with the files on its own disk. Ranks
+    that want different columns of the same stored matrices read a share of the rows each, and send each other their
+    parts. With "never" each rank reads all that it wants.
 
     Where reading fails half-way, on whichever rank, tensors may hold loaded values already, while plain values and
     newly made optimizer state are as before: load again, or start afresh, before going on.
