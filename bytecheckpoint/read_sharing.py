@@ -59,7 +59,7 @@ class ReadSharing:
     of 3 GB/s on two cores (busy with other things, too). Each on its own, past the cache: 0.8, 1.1 and 1.7 s for 2, 3
     and 4 ranks, and as many GiB from the disk. Passed on: 1.2, 1.7 and 1.7 s, and 1 GiB. Through a cache that the first
     is to fill, 1.5, 2.0 and 1.7 s, and the most CPU. When the cache has it, 0.8 s for 4 ranks, passed on 1.8 s.
-    Stripes are scattered by two ranks already, where the cache has not got the files: each alone would read whole frames.
+    Stripes are scattered by two ranks already, unless the cache has the files: each alone would read whole frames.
     """
 
     mode: str
