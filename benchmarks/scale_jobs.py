@@ -92,7 +92,7 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
     assert plan is not None
     assert comparison is not None
     with clock.on("share"):
-        _, _, plan_id, share, _, told_checks = msgpack.unpackb(shares[other])
+        _, _, plan_id, _, share, _, told_checks = msgpack.unpackb(shares[other])
         files = local.lay_out(Assignment.from_bytes(share, local.plan))
         checks = ContentChecks.from_bytes(told_checks, other, ranks, len(local.contents))
     everywhere = msgpack.packb([plan_id, sorted(_FACTS.items())])
@@ -198,21 +198,22 @@ def _by_kind(world: World, make: Any) -> list[Any]:
 
 def _told(world: World) -> list[bytes]:
     """What every rank tells rank 0."""
-    digests = _by_kind(world, lambda rank: _digests(world, rank))
+    digests = _by_kind(world, lambda rank: _alike(world, rank))
     words = []
-    for rank, (table, contents) in enumerate(digests):
+    for rank, alike in enumerate(digests):
         plan = world.plan(rank)
         boxes = pack_boxes(plan.own_boxes())
-        words.append(msgpack.packb([_FACTS, table, contents, plan.places().astype("<i4").tobytes(), boxes]))
+        words.append(msgpack.packb([*alike, plan.places().astype("<i4").tobytes(), boxes]))
     return words
 
 
-def _digests(world: World, rank: int) -> tuple[bytes, bytes]:
+def _alike(world: World, rank: int) -> tuple[bytes, bytes, bytes]:
+    """What a rank tells as others of its kind do."""
     local: Any = SimpleNamespace(
         plan=world.plan(rank), table=world.plan(rank).table().to_bytes(), contents=world.contents(rank)
     )
-    told = Told.of(local, {})
-    return told.table, told.contents
+    told = Told.of(local, _FACTS)
+    return told.facts, told.table, told.contents
 
 
 def _reply(world: World, rank: int, wants_table: bool, wants_contents: bool) -> bytes:

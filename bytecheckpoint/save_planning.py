@@ -86,10 +86,10 @@ class Agreed:
 
 
 class Told(NamedTuple):
-    """What a rank brings to rank 0 to plan anew: the arguments of its call, digests of what other ranks may have
-    alike, its places in meshes, and boxes that only it knows of."""
+    """What a rank brings to rank 0 to plan anew: the arguments of its call (packed), digests of what other ranks may
+    have alike, its places in meshes, and boxes that only it knows of."""
 
-    facts: dict[str, str]
+    facts: bytes
     table: bytes
     contents: bytes
     places: bytes
@@ -99,7 +99,7 @@ class Told(NamedTuple):
     def of(cls, local: LocalState, facts: Mapping[str, str]) -> Told:
         plan = local.plan
         return cls(
-            dict(facts),
+            msgpack.packb(dict(sorted(facts.items()))),
             xxhash.xxh3_128_digest(local.table),
             xxhash.xxh3_128_digest(local.contents.tobytes()),
             plan.places().astype("<i4").tobytes(),
@@ -130,7 +130,7 @@ def agree(op: Operation, plans: Plans, local: LocalState, facts: Mapping[str, st
         return Agreed()
     told = [Told(*msgpack.unpackb(one)) for one in heard]
     if any(one.facts != told[0].facts for one in told):
-        raise DisagreementError(describe_disagreement("save", [one.facts for one in told]))
+        raise DisagreementError(describe_disagreement("save", [msgpack.unpackb(one.facts) for one in told]))
     return Agreed(told=told)
 
 
@@ -269,7 +269,7 @@ class PlanningDesk:
         by_rank = plan if gather is None else gather
         plan_id = secrets.token_bytes(_PLAN_ID_BYTES) if comparison.is_cacheable else b""
         attempt_id = new_attempt_id()
-        nbytes = int(self.plan.shards.nbytes(self.plan.tensors).sum())
+        nbytes = sum(file.data_size for file in self.plan.files)
         return [
             msgpack.packb(
                 [
@@ -277,7 +277,7 @@ class PlanningDesk:
                     attempt_id,
                     plan_id,
                     nbytes,
-                    by_rank.assignment(rank).to_bytes(),
+                    by_rank.assignment_bytes(rank),
                     b"" if gather is None else gather.share(rank).to_bytes(),
                     checks,
                 ]

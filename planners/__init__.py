@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from .assignment import Assignment
 from .contents import CONTENT_BYTES, Comparison, ContentChecks, Contents, Held, as_contents, compare_contents
 from .gather_plan import LAYOUTS, GatherPlan, Layout, plan_gather
 from .gather_share import PIECE_SIZE, Cuts, GatherShare
 from .load_plan import LoadPlan, plan_load
-from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, pack_boxes, unpack_boxes
-from .merge import PlannedValue, ValueKey
+from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, ValueKey, pack_boxes, unpack_boxes
+from .merge import PlannedValues
 from .mesh_boxes import mesh_boxes
 from .plan_cache import CachedPlan, PlanCache
 from .plan_groups import PlanGroup
-from .save_plan import Assignment, PlannedFile, SavePlan, layout, plan_columns, plan_groups, plan_save
+from .save_plan import PlannedFile, SavePlan, layout, plan_columns, plan_groups, plan_save
 from .share_classes import (
     Groups,
     Offer,
@@ -53,7 +54,7 @@ __all__ = [
     "PlanGroup",
     "PlanTable",
     "PlannedFile",
-    "PlannedValue",
+    "PlannedValues",
     "Ring",
     "SavePlan",
     "SharedPart",

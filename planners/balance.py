@@ -40,13 +40,13 @@ def choose_writers(nbytes: Int64, member_set: Int64, sets: RankSets) -> Int64:
     ranks hold too different things.
     """
     chosen = sets.lowest(member_set)
-    counts = sets.sizes(member_set)
-    multi = np.flatnonzero(counts > 1)
+    multi = np.flatnonzero(~sets.are_single(member_set))
     if len(multi) == 0:
         return chosen
-    single = np.flatnonzero(counts == 1)
     # Exact: a rank's bytes stay far below 2**53.
-    forced = np.bincount(chosen[single], weights=nbytes[single], minlength=sets.world_size).astype(np.int64)
+    alone = nbytes.astype(np.float64)
+    alone[multi] = 0
+    forced = np.bincount(chosen, weights=alone, minlength=sets.world_size).astype(np.int64)
     used = np.flatnonzero(np.bincount(member_set[multi], minlength=len(sets)))
     which = np.searchsorted(used, member_set[multi])
     ranks, sizes = sets.members(used)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from operator import xor
 
 import numpy as np
@@ -22,7 +23,8 @@ import numpy.typing as npt
 import xxhash
 
 from ..errors import PlanError
-from ..tables import Int64, ragged_positions
+from ..tables import Int64, ragged_positions, ragged_starts
+from .rank_sets import distinct_sets
 from .wire import Bool, Fields, column, pack
 
 __all__ = ["CONTENT_BYTES", "Comparison", "ContentChecks", "Contents", "Held", "as_contents", "compare_contents"]
@@ -187,31 +189,25 @@ def compare_contents(held: Sequence[Held], world_size: int) -> Comparison:
 
     Raises ``PlanError`` for a rank that has an item twice.
     """
-    where: dict[Hashable, list[tuple[int, int]]] = {}
-    alike_in = [_alike(one.contents) for one in held]
-    for group, one in enumerate(held):
+    for one in held:
         if len(set(one.keys)) != len(one.keys) or any(len(c) != len(one.keys) for c in one.contents):
             raise PlanError(
                 f"rank {int(one.ranks[0])} tells of {len(one.contents[0])} contents of {len(one.keys)} items"
             )
-        for item, key in enumerate(one.keys):
-            where.setdefault(key, []).append((group, item))
-    sets: dict[tuple[int, ...], int] = {}
-    in_sets: list[dict[int, list[int]]] = [{} for _ in held]
+    items = _Items.of(held)
+    alike = items.alike(held)
+    in_sets = np.flatnonzero(alike & ~items.alone(held))
+    sets, number = items.sets(in_sets)
+    mine, in_set = items.parts(in_sets, number)
+    by_group = [np.flatnonzero(items.group[mine] == group) for group in range(len(held))]
     apart: list[list[int]] = [[] for _ in held]
     differing: list[tuple[Hashable, list[tuple[int, int]]]] = []
-    for key, places in where.items():
-        if len(places) == 1 and len(held[places[0][0]].ranks) == 1:
-            continue
-        first = held[places[0][0]].contents[0][places[0][1]].tobytes()
-        if all(alike_in[g][i] and held[g].contents[0][i].tobytes() == first for g, i in places):
-            number = sets.setdefault(tuple(g for g, _ in places), len(sets))
-            for group, item in places:
-                in_sets[group].setdefault(number, []).append(item)
-        else:
-            differing.append((key, [(group, len(apart[group])) for group, _ in places]))
-            for group, item in places:
-                apart[group].append(item)
+    for key in np.flatnonzero(~alike).tolist():
+        rows = range(int(items.starts[key]), int(items.starts[key + 1]))
+        places = [(int(items.group[row]), int(items.item[row])) for row in rows]
+        differing.append((items.keys[key], [(group, len(apart[group])) for group, _ in places]))
+        for group, item in places:
+            apart[group].append(item)
     most = max(map(len, apart), default=0)
     bits = min(_MARK_BITS, _MARKS_BYTES * 8 // most) if most else 0
     return Comparison(
@@ -221,15 +217,77 @@ def compare_contents(held: Sequence[Held], world_size: int) -> Comparison:
         bits,
         [np.sort(np.concatenate([held[group].ranks for group in groups])) for groups in sets],
         [
-            (
-                one.ranks,
-                [(number, np.array(items, np.int64)) for number, items in of.items()],
-                np.array(items, np.int64),
-            )
-            for one, of, items in zip(held, in_sets, apart)
+            (one.ranks, _by_set(in_set[rows], items.item[mine[rows]]), np.array(others, np.int64))
+            for one, rows, others in zip(held, by_group, apart)
         ],
         [_apart(held, places) for _, places in differing],
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Items:
+    """Every item of every group, by key: those of ``keys[k]`` are rows ``[starts[k], starts[k + 1])``, by ``group``,
+    which lists it as its ``item``-th. Keys are in the order in which groups list them first."""
+
+    keys: list[Hashable]
+    starts: Int64
+    group: Int64
+    item: Int64
+
+    @classmethod
+    def of(cls, held: Sequence[Held]) -> _Items:
+        counts = np.array([len(one.keys) for one in held], np.int64)
+        number_of: dict[Hashable, int] = dict.fromkeys(chain.from_iterable(one.keys for one in held), 0)
+        keys = list(number_of)
+        number_of = dict(zip(keys, range(len(keys))))
+        listed = chain.from_iterable(one.keys for one in held)
+        number = np.fromiter(map(number_of.__getitem__, listed), np.int64, int(counts.sum()))
+        order = np.argsort(number, kind="stable")
+        group = np.repeat(np.arange(len(held)), counts)[order]
+        starts = ragged_starts(np.bincount(number, minlength=len(keys)))
+        return cls(keys, starts, group, ragged_positions(np.zeros_like(counts), counts)[order])
+
+    def alike(self, held: Sequence[Held]) -> Bool:
+        """By key, whether all ranks that have it hold the same."""
+        if not self.keys:
+            return np.empty(0, np.bool_)
+        listed = ragged_starts(np.array([len(one.keys) for one in held], np.int64))[self.group] + self.item
+        same = np.concatenate([_alike(one.contents) for one in held])[listed]
+        rows = np.concatenate([one.contents[0] for one in held])[listed]
+        same &= (rows == np.repeat(rows[self.starts[:-1]], np.diff(self.starts), axis=0)).all(axis=1)
+        found: Bool = np.logical_and.reduceat(same, self.starts[:-1])
+        return found
+
+    def alone(self, held: Sequence[Held]) -> Bool:
+        """By key, whether only one rank has it."""
+        is_single = np.array([len(one.ranks) == 1 for one in held], np.bool_)
+        found: Bool = (np.diff(self.starts) == 1) & is_single[self.group[self.starts[:-1]]]
+        return found
+
+    def sets(self, keys: Int64) -> tuple[list[list[int]], Int64]:
+        """The distinct sets of groups that have any of ``keys``, in the order of keys, and which of them has each."""
+        counts = self.starts[keys + 1] - self.starts[keys]
+        starts = ragged_starts(counts)
+        groups = self.group[ragged_positions(self.starts[keys], counts)]
+        first, kind = distinct_sets(groups, starts)
+        order = np.argsort(first)
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        return [groups[starts[key] : starts[key + 1]].tolist() for key in first[order].tolist()], number[kind]
+
+    def parts(self, keys: Int64, number: Int64) -> tuple[Int64, Int64]:
+        """The rows of ``keys`` (those of one ``number`` together, each of them in the order of keys) and their
+        numbers."""
+        order = np.argsort(number, kind="stable")
+        keys, number = keys[order], number[order]
+        counts = self.starts[keys + 1] - self.starts[keys]
+        return ragged_positions(self.starts[keys], counts), np.repeat(number, counts)
+
+
+def _by_set(number: Int64, items: Int64) -> list[tuple[int, Int64]]:
+    """Items of each number, which ascends."""
+    begins = np.flatnonzero(np.diff(number, prepend=-1))
+    return list(zip(number[begins].tolist(), np.split(items, begins[1:])))
 
 
 def _alike(contents: Sequence[Contents]) -> Bool:

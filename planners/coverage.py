@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import PlanError
 from ..geometry import Box, find_overlap, inseparable
 from ..tables import BoxTable, Int64, TensorTable, ragged_starts
-from .dedup import ElementNumbers, matrices
+from .dedup import ElementNumbers, differs, matrices
 
 __all__ = ["Describe", "first_uncovered", "tiling_faults"]
 
@@ -19,6 +19,8 @@ Describe = Callable[[int], str]
 
 # Cuts tried before a missing region is only counted, not located.
 _MAX_CUTS = 200_000
+# Boxes looked at together: temporaries stay small beside the tables.
+_CHUNK = 1 << 17
 
 
 def first_uncovered(region: Box, offsets: Int64, lengths: Int64) -> Box | None:
@@ -110,7 +112,18 @@ def _overlap_faults(boxes: BoxTable, numbers: ElementNumbers, describe: Describe
         return
     doubtful = np.zeros(int(boxes.tensor[-1]) + 1, np.bool_)
     doubtful[boxes.tensor[1:][clash]] = True
-    rows = np.flatnonzero(doubtful[boxes.tensor])
+    for rows in _by_whole_tensors(np.flatnonzero(doubtful[boxes.tensor]), boxes.tensor):
+        yield from _overlaps_of(boxes, rows, describe)
+
+
+def _by_whole_tensors(rows: Int64, tensor: Int64) -> list[Int64]:
+    """``rows``, which ascend, a bounded number at a time where no tensor has more."""
+    begins = np.flatnonzero(differs(tensor[rows]))
+    return np.split(rows, begins[1:][np.diff(begins // _CHUNK) > 0])
+
+
+def _overlaps_of(boxes: BoxTable, rows: Int64, describe: Describe) -> Iterator[tuple[int, str]]:
+    """One overlapping pair of each tensor that has any; ``rows`` are all those of their tensors."""
     part = boxes.take(rows)
     for index, offsets, lengths in matrices(part, chunk=len(part)):
         local = np.arange(len(part))[index]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..errors import PlanError
 from ..tables import BoxTable, Int64, TensorTable
 
-__all__ = ["ElementNumbers", "Replicas", "group_replicas", "matrices", "number_elements"]
+__all__ = ["ElementNumbers", "Replicas", "differs", "group_replicas", "matrices", "number_elements"]
 
 Bool = npt.NDArray[np.bool_]
 Rows: TypeAlias = "slice | Int64"
@@ -35,6 +35,10 @@ class ElementNumbers:
     last: Int64
     numel: Int64
     inside: Bool
+
+    def take(self, rows: Int64) -> ElementNumbers:
+        """These rows, in this order."""
+        return ElementNumbers(self.first[rows], self.last[rows], self.numel[rows], self.inside[rows])
 
 
 @dataclass(eq=False)
@@ -94,25 +98,31 @@ def number_elements(tensors: TensorTable, boxes: BoxTable) -> ElementNumbers:
 
 
 def group_replicas(numbers: ElementNumbers, rows: Int64, rank: Int64) -> Replicas:
-    """Group ``rows`` (none of them empty, all inside their tensors) by equal box; ``rank`` is by row of the table."""
-    first, last = numbers.first[rows], numbers.last[rows]
-    owner = rank[rows]
+    """Group ``rows`` (ascending, none of them empty, all inside their tensors) by equal box; ``rank`` is by row of the
+    table."""
+    every = len(rows) == len(numbers.first)
+    first = numbers.first if every else numbers.first[rows]
     order = np.argsort(first, kind="stable")
-    fresh = _differs(first[order])
-    # Boxes that begin together and end apart overlap: a fault, which the coverage proof reports.
-    if (_differs(last[order]) & ~fresh).any():
-        order = np.lexsort((owner, last, first))
-        fresh = _differs(first[order]) | _differs(last[order])
-    elif not fresh.all() and (owner[1:] < owner[:-1]).any():
-        # Most boxes stand alone; only the others need be put in the order of their ranks.
-        many = ~fresh
-        many[:-1] |= many[1:]
-        group = np.cumsum(fresh)[many]
-        order[many] = order[many][np.lexsort((owner[order[many]], group))]
-    return Replicas(rows[order], np.append(np.flatnonzero(fresh), len(rows)).astype(np.int64, copy=False))
+    fresh = differs(first[order])
+    again = np.flatnonzero(~fresh)
+    if len(again):
+        last, owner = (numbers.last, rank) if every else (numbers.last[rows], rank[rows])
+        if (last[order[again]] != last[order[again - 1]]).any():
+            # Boxes that begin together and end apart overlap: a fault, which the coverage proof reports.
+            order = np.lexsort((owner, last, first))
+            fresh = differs(first[order]) | differs(last[order])
+        else:
+            # Most boxes stand alone; only the others need be put in the order of their ranks.
+            many = ~fresh
+            many[:-1] |= many[1:]
+            group = np.cumsum(fresh[many])
+            order[many] = order[many][np.lexsort((owner[order[many]], group))]
+    starts = np.append(np.flatnonzero(fresh), len(rows)).astype(np.int64, copy=False)
+    return Replicas(order if every else rows[order], starts)
 
 
-def _differs(values: Int64) -> Bool:
+def differs(values: Int64) -> Bool:
+    """By row, whether it is the first or another than the one before."""
     fresh = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=fresh[1:])
     return fresh

@@ -16,8 +16,9 @@ import numpy as np
 from ..errors import PlanError
 from ..safetensors_file import shard_name
 from ..tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from .assignment import Assignment
 from .gather_share import LEAST_PIECE, PIECE_SIZE, GatherShare, item_places
-from .save_plan import Assignment, SavePlan, lay_out_files
+from .save_plan import SavePlan, lay_out_files, rows_by_rank
 from .wire import Bool
 
 __all__ = ["LAYOUTS", "GatherPlan", "Layout", "plan_gather"]
@@ -64,9 +65,11 @@ class GatherPlan:
 
     def assignment(self, rank: int) -> Assignment:
         """What ``rank`` writes on its own: values, and files of which nothing is gathered."""
-        mine = self.stored.assignment(rank)
-        alone = {self.stored.files[index].section for index in self._files_of(rank) if not self.gathered[index]}
-        return Assignment([file for file in mine.files if file[0] in alone], mine.values, mine.shared)
+        return self.stored.assignment(rank, self._files_alone(rank))
+
+    def assignment_bytes(self, rank: int) -> bytes:
+        """``assignment`` for ``Assignment.from_bytes``."""
+        return self.stored.assignment_bytes(rank, self._files_alone(rank))
 
     def share(self, rank: int) -> GatherShare:
         """What ``rank`` sends, gathers and writes beside that."""
@@ -75,7 +78,7 @@ class GatherPlan:
         sent = sent[stored.owner[self.target[sent]] != rank]
         to, place = stored.owner[self.target[sent]], self._places[self.target[sent]]
         order = np.lexsort((sent, place, to))
-        targets = [self._targets_of(index) for index in self._files_of(rank) if self.gathered[index]]
+        targets = [self._targets_of(index) for index in self.stored.file_rows(rank) if self.gathered[index]]
         rows = np.concatenate([np.empty(0, np.int64), *targets])
         inward = self._fragments_of(rows)
         item = np.repeat(np.arange(len(rows)), self._fragment_starts[rows + 1] - self._fragment_starts[rows])
@@ -106,9 +109,8 @@ class GatherPlan:
             names, sections, section, tensors.dtype[shards.tensor], tensors.ndim[shards.tensor], shards.lengths
         )
 
-    def _files_of(self, rank: int) -> list[int]:
-        by_rank = self._files_by_rank
-        return by_rank[0][by_rank[1][rank] : by_rank[1][rank + 1]].tolist() if rank + 1 < len(by_rank[1]) else []
+    def _files_alone(self, rank: int) -> list[int]:
+        return [row for row in self.stored.file_rows(rank) if not self.gathered[row]]
 
     def _targets_of(self, file: int) -> Int64:
         return self.stored.order[self.stored.file_starts[file] : self.stored.file_starts[file + 1]]
@@ -128,17 +130,13 @@ class GatherPlan:
 
     @cached_property
     def _by_holder(self) -> tuple[Int64, Int64]:
-        return _grouped(self.holder)
-
-    @cached_property
-    def _files_by_rank(self) -> tuple[Int64, Int64]:
-        return _grouped(np.array([file.rank for file in self.stored.files], np.int64))
+        return rows_by_rank(self.holder)
 
     @cached_property
     def _places(self) -> Int64:
         """By row of ``stored.shards``: where it begins in what its owner gathers, counting files that are gathered."""
         stored, places = self.stored, np.full(len(self.stored.shards), -1, np.int64)
-        files, _ = self._files_by_rank
+        files, _ = rows_by_rank(np.array([file.rank for file in stored.files], np.int64))
         nbytes = stored.shards.nbytes(stored.tensors)
         targets = [self._targets_of(index) for index in files.tolist() if self.gathered[index]]
         if not targets:
@@ -263,9 +261,3 @@ def _whole(plan: SavePlan, kept: Int64, merged: Int64, owner_of: Int64) -> SaveP
     stored.scope, stored.values = plan.scope, plan.values
     stored.aliases, stored.sections = plan.aliases, plan.sections
     return stored
-
-
-def _grouped(rank: Int64) -> tuple[Int64, Int64]:
-    """Rows by rank, and where each rank's begin."""
-    order = np.argsort(rank, kind="stable")
-    return order, np.searchsorted(rank[order], np.arange(int(rank.max(initial=-1)) + 2))

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import compress
 
 import numpy as np
 
 from ..dtypes import DTYPES
 from ..mesh_layout import MeshLayout
-from ..tables import BoxTable, Int64, TensorTable
-from .wire import Bool, Fields, column, flags, pack
+from ..tables import BoxTable, Int64, TensorTable, ragged_starts
+from .wire import Bool, Fields, check_within, column, flags, malformed, pack, pack_words, unpack_words
 
-__all__ = ["OWN_BOXES", "WHOLE", "LocalPlan", "PlanTable", "ValueEntry", "ValueName", "pack_boxes", "unpack_boxes"]
+__all__ = [
+    "OWN_BOXES",
+    "WHOLE",
+    "LocalPlan",
+    "PlanTable",
+    "ValueEntry",
+    "ValueKey",
+    "ValueNames",
+    "pack_boxes",
+    "unpack_boxes",
+]
 
 OWN_BOXES, WHOLE = -1, 0
 """How ranks with one ``PlanTable`` hold a tensor, other than cut by a mesh: each as it says; each all of it."""
@@ -25,15 +35,27 @@ OWN_BOXES, WHOLE = -1, 0
 _TABLE, _BOXES = "plan table", "boxes"
 _MAX_NDIM = 64
 _MAX_LENGTH = 2**62
-_NO_ROWS: Int64 = np.empty(0, np.int64)
 
 
-class ValueName(NamedTuple):
-    """One plain value of a section. ``path`` is an opaque encoded key; ``per_rank`` values are never replicas."""
+ValueKey = tuple[str, bytes]
+"""Section and encoded path of a plain value."""
 
-    section: str
-    path: bytes
-    per_rank: bool
+
+@dataclass(eq=False)
+class ValueNames:
+    """Plain values, in their order: section and path, an opaque encoded key, of each. Those ``per_rank`` are never
+    replicas."""
+
+    sections: list[str]
+    paths: list[bytes]
+    per_rank: Bool
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def keys(self) -> list[ValueKey]:
+        """Section and path of each."""
+        return list(zip(self.sections, self.paths))
 
 
 @dataclass(frozen=True)
@@ -65,7 +87,7 @@ class PlanTable:
     compared: Bool
     held: Int64
     layouts: list[MeshLayout]
-    values: list[ValueName]
+    values: ValueNames
     aliases: list[tuple[str, str]]
     sections: list[tuple[str, str]]
 
@@ -87,19 +109,19 @@ class PlanTable:
                 "compared": flags(self.compared),
                 "held": column(self.held - OWN_BOXES),
                 "layouts": [part for layout in self.layouts for part in _pack_layout(layout)],
-                "value_section": [value.section for value in values],
-                "value_path": [value.path for value in values],
-                "value_per_rank": flags(np.array([value.per_rank for value in values], np.bool_)),
+                "value_section": values.sections,
+                "value_path": values.paths,
+                "value_per_rank": flags(values.per_rank),
                 "aliases": [name for pair in self.aliases for name in pair],
                 "sections": [name for pair in self.sections for name in pair],
             },
         )
 
-    def compared_items(self) -> list[str | tuple[str, bytes]]:
+    def compared_items(self) -> list[str | ValueKey]:
         """What the contents of a rank are of: values by section and path, then tensors by full name."""
         names = self.tensors.names
         tensors = [names[row] for row in np.flatnonzero(self.compared).tolist()]
-        return [*((value.section, value.path) for value in self.values if not value.per_rank), *tensors]
+        return [*compress(self.values.keys(), (~self.values.per_rank).tolist()), *tensors]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PlanTable:
@@ -170,7 +192,11 @@ class LocalPlan:
             np.zeros(len(tensors), np.bool_) if self.compared is None else self.compared,
             np.full(len(tensors), OWN_BOXES, np.int64) if self.held is None else self.held,
             self.layouts,
-            [ValueName(value.section, value.path, value.per_rank) for value in self.values],
+            ValueNames(
+                [value.section for value in self.values],
+                [value.path for value in self.values],
+                np.array([value.per_rank for value in self.values], np.bool_),
+            ),
             self.aliases,
             self.sections,
         )
@@ -191,12 +217,7 @@ class LocalPlan:
 
 def pack_boxes(boxes: BoxTable) -> bytes:
     """For ``unpack_boxes``, on any machine; nothing where there are none."""
-    if len(boxes) == 0:
-        return b""
-    return pack(
-        _BOXES,
-        {"tensor": column(boxes.tensor), "offsets": column(boxes.offsets), "lengths": column(boxes.lengths)},
-    )
+    return pack_words(boxes.tensor, boxes.offsets, boxes.lengths) if len(boxes) else b""
 
 
 def unpack_boxes(told: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTable, Int64]:
@@ -204,27 +225,19 @@ def unpack_boxes(told: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTable,
 
     Raises ``PlanError`` for bytes that ``pack_boxes`` would not have written.
     """
+    telling = [peer for peer, data in enumerate(told) if data]
     counts = np.zeros(len(told), np.int64)
-    columns: tuple[list[Int64], ...] = ([_NO_ROWS], [_NO_ROWS], [_NO_ROWS])
-    fields = None
-    for index, data in enumerate(told):
-        if data:
-            fields = Fields(_BOXES, data)
-            for name, parts in zip(("tensor", "offsets", "lengths"), columns):
-                parts.append(fields.integers(name))
-            counts[index] = len(columns[0][-1])
-            if len(columns[1][-1]) != len(columns[2][-1]):
-                raise fields.malformed("boxes lack lengths")
-    tensor, offsets, lengths = map(np.concatenate, columns)
-    if fields is not None:
-        fields.within("tensor", tensor, 0, len(tensors))
-        fields.within("offsets", offsets, 0, _MAX_LENGTH)
-        fields.within("lengths", lengths, 0, _MAX_LENGTH)
-        ends, numbers = np.cumsum(counts), np.append(0, np.cumsum(tensors.ndim[tensor]))
-        # Each must bring as many numbers as its own boxes have, or they would be taken for those of another's.
-        if (np.cumsum([len(part) for part in columns[1][1:]]) != numbers[ends[counts > 0]]).any():
-            raise fields.malformed("boxes of another number of dimensions than their tensors")
-    return BoxTable.from_columns(tensors, tensor, offsets, lengths), counts
+    (tensor, rows), (offsets, numbers), (lengths, as_many) = unpack_words(_BOXES, [told[peer] for peer in telling], 3)
+    counts[telling] = rows
+    check_within(_BOXES, "tensor", tensor, 0, len(tensors))
+    check_within(_BOXES, "offsets", offsets, 0, _MAX_LENGTH)
+    check_within(_BOXES, "lengths", lengths, 0, _MAX_LENGTH)
+    boxes = BoxTable.from_columns(tensors, tensor, offsets, lengths)
+    # Each must bring as many numbers as its own boxes have, or they would be taken for those of another's.
+    expected = np.diff(boxes.starts[ragged_starts(rows)])
+    if (numbers != expected).any() or (as_many != expected).any():
+        raise malformed(_BOXES, "boxes of another number of dimensions than their tensors")
+    return boxes, counts
 
 
 def _pack_layout(layout: MeshLayout) -> tuple[object, object]:
@@ -265,15 +278,13 @@ def _tensors(fields: Fields) -> TensorTable:
     ndim = fields.within("ndim", fields.integers("ndim", count), 0, _MAX_NDIM + 1)
     shape = fields.within("shape", fields.integers("shape", int(ndim.sum())), 0, _MAX_LENGTH)
     prefixes = [f"{section}." for section in sections]
-    for name, code in zip(names, section.tolist()):
-        if not name.startswith(prefixes[code]):
-            raise fields.malformed(f"tensor {name!r} is not of section {sections[code]!r}")
+    of_name = [prefixes[code] for code in section.tolist()]
+    if not all(map(str.startswith, names, of_name)):
+        name = next(name for name, prefix in zip(names, of_name) if not name.startswith(prefix))
+        raise fields.malformed(f"tensor {name!r} is not of its section")
     return TensorTable(names, sections, section, dtype, ndim, shape)
 
 
-def _values(fields: Fields) -> list[ValueName]:
+def _values(fields: Fields) -> ValueNames:
     paths = fields.blobs("value_path")
-    count = len(paths)
-    return list(
-        map(ValueName, fields.strings("value_section", count), paths, fields.flags("value_per_rank", count).tolist())
-    )
+    return ValueNames(fields.strings("value_section", len(paths)), paths, fields.flags("value_per_rank", len(paths)))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, starmap
+from itertools import chain, pairwise
 
 import numpy as np
 
 from ..errors import PlanError
 from ..tables import Int64, TensorTable, ragged_positions, ragged_starts
+from .local_plan import ValueKey
 from .plan_groups import PlanGroup
 from .wire import Bool
 
 __all__ = [
-    "PlannedValue",
-    "ValueKey",
+    "PlannedValues",
     "merge_aliases",
     "merge_pinned",
     "merge_sections",
@@ -25,20 +25,24 @@ __all__ = [
     "ranks_text",
 ]
 
-ValueKey = tuple[str, bytes]
-"""Section and encoded path of a plain value."""
 
+@dataclass(eq=False)
+class PlannedValues:
+    """The plain values to be written, by section, path and rank: that of ``keys[i]`` by ``rank[i]``, whose
+    ``index[i]``-th value it is. Those ``shared`` are the same on every rank that has them and are written once."""
 
-@dataclass(slots=True)
-class PlannedValue:
-    """One plain value to be written: by ``rank``, whose ``index``-th value it is. ``shared`` values are the same on
-    every rank that has them and are written once."""
+    keys: list[ValueKey]
+    rank: Int64
+    index: Int64
+    shared: Bool
 
-    section: str
-    path: bytes
-    rank: int
-    index: int
-    shared: bool = True
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @classmethod
+    def none(cls) -> PlannedValues:
+        nothing: Int64 = np.empty(0, np.int64)
+        return cls([], nothing, nothing, nothing.astype(np.bool_))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -66,25 +70,29 @@ def merge_tensors(
     shared = [np.flatnonzero(~group.table.own) for group in groups]
     named = [_names(group, rows) for group, rows in zip(groups, shared)]
     ours = [_own_names(group) for group in groups]
-    # In the order in which groups list them, which is half sorted.
-    distinct = dict.fromkeys(chain.from_iterable(named))
+    known, numbers = _numbered(named)
     owned = [name for of_group in ours for names in of_group for name in names]
-    clashes = [name for name in owned if name in distinct] if owned else []
-    names = sorted([*distinct, *owned])
+    clashes = [name for name in owned if name in known]
+    # In the order in which groups list them, which is half sorted.
+    listed = [*known, *owned]
+    order = sorted(range(len(listed)), key=listed.__getitem__)
+    names = list(map(listed.__getitem__, order))
     if len(owned) > len(set(owned)):
         clashes += [a for a, b in pairwise(names) if a == b]
     if clashes:
         raise PlanError(_conflict_text(groups, sorted(set(clashes))))
-    row_of = dict(zip(names, range(len(names))))
-    rows = []
-    for group, places, own_list in zip(groups, shared, named):
-        new = np.full(len(group.table.tensors), -1, np.int64)
-        new[places] = np.fromiter(map(row_of.__getitem__, own_list), np.int64, len(own_list))
-        rows.append(new)
+    row_of: Int64 = np.empty(len(listed), np.int64)
+    row_of[order] = np.arange(len(listed))
+    rows: list[Int64] = []
     own: list[Int64] = []
-    for group, of_group in zip(groups, ours):
-        places_of = [row_of[name] for of_tensor in of_group for name in of_tensor]
-        own.append(np.array(places_of, np.int64).reshape(-1, len(group.ranks)))
+    at = len(known)
+    for group, places, number, of_group in zip(groups, shared, numbers, ours):
+        new = np.full(len(group.table.tensors), -1, np.int64)
+        new[places] = row_of[number]
+        rows.append(new)
+        stop = at + len(of_group) * len(group.ranks)
+        own.append(row_of[at:stop].reshape(-1, len(group.ranks)))
+        at = stop
     table, conflicts = _table(groups, names, sections, rows, own)
     if conflicts:
         raise PlanError(_conflict_text(groups, conflicts))
@@ -92,6 +100,22 @@ def merge_tensors(
     for group, places in zip(groups, own):
         scope[places] = group.ranks
     return table, scope, rows, own
+
+
+def _numbered(named: Sequence[list[str]]) -> tuple[dict[str, int], list[Int64]]:
+    """Number every name in the order in which groups list it first; and by group the numbers of its names."""
+    number_of: dict[str, int] = {}
+    numbers = []
+    for names in named:
+        after = range(len(number_of), len(number_of) + len(names))
+        if number_of.keys().isdisjoint(names):
+            number_of.update(zip(names, after))
+            numbers.append(np.array(after, np.int64))
+            continue
+        for name in names:
+            number_of.setdefault(name, len(number_of))
+        numbers.append(np.fromiter(map(number_of.__getitem__, names), np.int64, len(names)))
+    return number_of, numbers
 
 
 def _names(group: PlanGroup, rows: Int64) -> list[str]:
@@ -206,27 +230,45 @@ def _agreed(
     return sorted((name, next(iter(values))) for name, values in said.items())
 
 
-def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -> list[PlannedValue]:
-    """Who writes which value, by section, path and rank. ``differing`` are those of which holders have different ones.
+def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -> PlannedValues:
+    """Who writes which value. ``differing`` are those of which holders have different ones.
 
     Raises ``PlanError`` for a path that one rank has twice.
     """
-    shared: dict[ValueKey, tuple[int, int]] = {}
-    apart: set[ValueKey] = set(differing)
     lowest_first = sorted(groups, key=lambda group: int(group.ranks[0]))
-    for group in lowest_first:
-        rank, before = int(group.ranks[0]), len(shared)
-        keys = [(section, path) for section, path, _ in group.table.values]
-        apart.update(key for key, value in zip(keys, group.table.values) if value.per_rank)
-        for index, key in enumerate(keys):
-            shared.setdefault(key, (rank, index))
-        if len(shared) - before < len(keys) and len(set(keys)) != len(keys):
-            twice = sorted(key for key, count in Counter(keys).items() if count > 1)
-            where = f"section {twice[0][0]!r}: {ranks_text(group.ranks.tolist())}"
-            raise PlanError(f"{where} holds the value at {twice[0][1]!r} twice")
-    rows = [(*key, *writer, True) for key, writer in shared.items() if key not in apart]
-    for group in lowest_first if apart else ():
-        mine = [(index, value[:2]) for index, value in enumerate(group.table.values) if value[:2] in apart]
-        rows += [(*key, rank, index, False) for rank in group.ranks.tolist() for index, key in mine]
-    rows.sort()
-    return list(starmap(PlannedValue, rows))
+    tables = [group.table.values for group in lowest_first]
+    keys = list(chain.from_iterable(values.keys() for values in tables))
+    distinct = sorted(dict.fromkeys(keys))
+    number_of = dict(zip(distinct, range(len(distinct))))
+    number = np.fromiter(map(number_of.__getitem__, keys), np.int64, len(keys))
+    counts = np.array([len(values) for values in tables], np.int64)
+    group = np.repeat(np.arange(len(tables)), counts)
+    index = ragged_positions(np.zeros_like(counts), counts)
+    _refuse_twice(lowest_first, distinct, group, number)
+    apart = np.zeros(len(distinct), np.bool_)
+    apart[[number_of[key] for key in differing if key in number_of]] = True
+    for_each = np.concatenate([np.empty(0, np.bool_), *(values.per_rank for values in tables)])
+    apart[number[for_each]] = True
+    # The first group that has a value, and in it the lowest rank, writes it for all.
+    _, first = np.unique(number, return_index=True)
+    first = first[~apart[number[first]]]
+    each = np.flatnonzero(apart[number])
+    holders = [lowest_first[which].ranks for which in group[each].tolist()]
+    times = np.array([len(ranks) for ranks in holders], np.int64)
+    lowest = np.array([int(one.ranks[0]) for one in lowest_first], np.int64)
+    row = np.concatenate((first, np.repeat(each, times)))
+    rank = np.concatenate([lowest[group[first]], *holders])
+    order = np.lexsort((rank, number[row]))
+    row, rank = row[order], rank[order]
+    written = number[row]
+    return PlannedValues(list(map(distinct.__getitem__, written.tolist())), rank, index[row], ~apart[written])
+
+
+def _refuse_twice(groups: Sequence[PlanGroup], keys: list[ValueKey], group: Int64, number: Int64) -> None:
+    pairs = np.sort(group * len(keys) + number)
+    twice = pairs[1:][pairs[1:] == pairs[:-1]]
+    if len(twice):
+        which, key = divmod(int(twice[0]), len(keys))
+        section, path = keys[key]
+        where = f"section {section!r}: {ranks_text(groups[which].ranks.tolist())}"
+        raise PlanError(f"{where} holds the value at {path!r} twice")

@@ -6,8 +6,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from .assignment import Assignment
 from .contents import Comparison, ContentChecks
-from .save_plan import Assignment, SavePlan
+from .save_plan import SavePlan
 
 __all__ = ["CachedPlan", "PlanCache"]
 

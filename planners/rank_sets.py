@@ -50,6 +50,11 @@ class RankSets:
         ranks, starts = self.columns()
         return ranks[starts[numbers]]
 
+    def are_single(self, numbers: Int64) -> Bool:
+        """Whether each of these sets is one rank."""
+        single: Bool = numbers < self.world_size
+        return single
+
     def sizes(self, numbers: Int64) -> Int64:
         """How many ranks are in each of these sets."""
         _, starts = self.columns()

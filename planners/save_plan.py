@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import PlanError
 from ..geometry import Box
 from ..tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from .assignment import Assignment, pack_assignment
 from .balance import choose_writers
 from .coverage import tiling_faults
-from .dedup import ElementNumbers, Replicas, group_replicas, number_elements
-from .local_plan import LocalPlan
+from .dedup import ElementNumbers, Replicas, differs, group_replicas, number_elements
+from .local_plan import LocalPlan, ValueKey
 from .merge import (
-    PlannedValue,
-    ValueKey,
+    PlannedValues,
     merge_aliases,
     merge_pinned,
     merge_sections,
@@ -30,10 +32,9 @@ from .merge import (
 )
 from .plan_groups import HeldRows, PlanGroup, group_plans, held_rows
 from .rank_sets import RankSets, distinct_sets
-from .wire import Bool, Fields, column, flags, pack
+from .wire import Bool, columns, flags
 
 __all__ = [
-    "Assignment",
     "PlannedFile",
     "SavePlan",
     "lay_out_files",
@@ -41,10 +42,11 @@ __all__ = [
     "plan_columns",
     "plan_groups",
     "plan_save",
+    "rows_by_rank",
 ]
 
-_KIND = "save assignment"
 _MAX_ITEMSIZE = 16
+_NO_VALUES = (columns(np.empty(0, np.int64), np.zeros(2, np.int64))[0], b"")
 
 
 def layout(nbytes: Int64) -> tuple[Int64, int]:
@@ -52,53 +54,18 @@ def layout(nbytes: Int64) -> tuple[Int64, int]:
 
     Within a file larger element types come first, so every item is aligned to its element size with no padding.
     """
-    ends = np.cumsum(nbytes, dtype=np.int64)
-    return ends - nbytes, int(ends[-1]) if len(ends) else 0
+    places = np.cumsum(nbytes, dtype=np.int64)
+    total = int(places[-1]) if len(places) else 0
+    places -= nbytes
+    return places, total
 
 
-@dataclass(frozen=True)
-class PlannedFile:
+class PlannedFile(NamedTuple):
     """A file of tensors that ``rank`` writes; ``data_size`` is in bytes and excludes the header."""
 
     section: str
     rank: int
     data_size: int
-
-
-@dataclass(eq=False)
-class Assignment:
-    """What one rank is told to write: for each of its tensor files the section and the rows of its
-    ``LocalPlan.shards`` in file order (``layout`` of their sizes gives the offsets), and which of its values."""
-
-    files: list[tuple[str, Int64]]
-    values: Int64
-    shared: Bool
-
-    def to_bytes(self) -> bytes:
-        """For ``from_bytes``, on any machine."""
-        return pack(
-            _KIND,
-            {
-                "sections": [section for section, _ in self.files],
-                "rows": [column(rows) for _, rows in self.files],
-                "values": column(self.values),
-                "shared": flags(self.shared),
-            },
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes, plan: LocalPlan | None = None) -> Assignment:
-        """What the planning rank sent in answer to ``plan``, whose rows it must speak of.
-
-        Raises ``PlanError`` for bytes that ``to_bytes`` would not have written.
-        """
-        fields = Fields(_KIND, data)
-        shards, held = (2**62, 2**62) if plan is None else (len(plan.shards), len(plan.values))
-        sections = fields.strings("sections")
-        rows = fields.columns("rows", len(sections))
-        values = fields.within("values", fields.integers("values"), 0, held)
-        files = [(section, fields.within("rows", part, 0, shards)) for section, part in zip(sections, rows)]
-        return cls(files, values, fields.flags("shared", len(values)))
 
 
 @dataclass(eq=False)
@@ -121,33 +88,46 @@ class SavePlan:
     files: list[PlannedFile]
     order: Int64
     file_starts: Int64
-    values: list[PlannedValue] = field(default_factory=list)
+    values: PlannedValues = field(default_factory=PlannedValues.none)
     aliases: list[tuple[str, str]] = field(default_factory=list)
     sections: list[tuple[str, str]] = field(default_factory=list)
 
-    def assignment(self, rank: int) -> Assignment:
-        """What ``rank`` is to be told."""
-        files = [
-            (self.files[index].section, self.source[self.order[self.file_starts[index] : self.file_starts[index + 1]]])
-            for index in self._files_of.get(rank, ())
-        ]
-        values = self._values_of.get(rank, [])
+    def assignment(self, rank: int, files: Sequence[int] | None = None) -> Assignment:
+        """What ``rank`` is to be told, of all its files or of ``files`` (rows) alone."""
+        rows = self.file_rows(rank) if files is None else files
+        values = self._value_rows(rank)
         return Assignment(
-            files,
-            np.array([value.index for value in values], np.int64),
-            np.array([value.shared for value in values], np.bool_),
+            [(self.files[row].section, self.source[self._shards_of(row)]) for row in rows],
+            self.values.index[values],
+            self.values.shared[values],
         )
+
+    def assignment_bytes(self, rank: int, files: Sequence[int] | None = None) -> bytes:
+        """``assignment`` for ``Assignment.from_bytes``; what many ranks are told is packed at once."""
+        rows = self.file_rows(rank) if files is None else files
+        packed_rows, packed_values = self._packed
+        values, shared = packed_values[rank] if rank < len(packed_values) else _NO_VALUES
+        sections = [self.files[row].section for row in rows]
+        return pack_assignment(sections, [packed_rows[row] for row in rows], values, shared)
+
+    def file_rows(self, rank: int) -> Sequence[int]:
+        """The rows in ``files`` of those that ``rank`` writes, ascending."""
+        return self._files_of.get(rank, ())
 
     def files_of(self, rank: int) -> list[tuple[str, str, int | None]]:
         """The files that ``rank`` writes, in its order: section, kind (as a manifest calls it), and for a file of
         tensors its row in ``files``."""
         found: list[tuple[str, str, int | None]] = []
-        found += [(self.files[row].section, "tensors", row) for row in self._files_of.get(rank, ())]
-        values = self._values_of.get(rank, [])
+        found += [(self.files[row].section, "tensors", row) for row in self.file_rows(rank)]
+        values = self._value_rows(rank)
+        named = list(zip([self.values.keys[row][0] for row in values.tolist()], self.values.shared[values].tolist()))
         for kind, shared in (("values", True), ("rank_values", False)):
-            sections = dict.fromkeys(value.section for value in values if value.shared == shared)
+            sections = dict.fromkeys(section for section, is_shared in named if is_shared == shared)
             found += [(section, kind, None) for section in sections]
         return found
+
+    def _shards_of(self, file: int) -> Int64:
+        return self.order[self.file_starts[file] : self.file_starts[file + 1]]
 
     @cached_property
     def _files_of(self) -> dict[int, list[int]]:
@@ -156,12 +136,29 @@ class SavePlan:
             files.setdefault(file.rank, []).append(index)
         return files
 
+    def _value_rows(self, rank: int) -> Int64:
+        """Rows of ``values`` that ``rank`` writes."""
+        order, starts = self._values_by_rank
+        return order[starts[rank] : starts[rank + 1]] if rank + 1 < len(starts) else order[:0]
+
     @cached_property
-    def _values_of(self) -> dict[int, list[PlannedValue]]:
-        values: dict[int, list[PlannedValue]] = {}
-        for value in self.values:
-            values.setdefault(value.rank, []).append(value)
-        return values
+    def _values_by_rank(self) -> tuple[Int64, Int64]:
+        return rows_by_rank(self.values.rank)
+
+    @cached_property
+    def _packed(self) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+        """By file the column of its rows; by rank those of its values, and which of them are shared."""
+        order, starts = self._values_by_rank
+        shared = flags(self.values.shared[order])
+        bounds = pairwise(starts.tolist())
+        values = zip(columns(self.values.index[order], starts), [shared[begin:end] for begin, end in bounds])
+        return columns(self.source[self.order], self.file_starts), list(values)
+
+
+def rows_by_rank(rank: Int64) -> tuple[Int64, Int64]:
+    """Rows in the order of the rank that each has, and where those of each rank (up to the highest) begin."""
+    order = np.argsort(rank, kind="stable")
+    return order, np.searchsorted(rank[order], np.arange(int(rank.max(initial=-1)) + 2))
 
 
 def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:
@@ -215,15 +212,13 @@ def _plan(tensors: TensorTable, held: HeldRows, sets: RankSets, pinned: Bool | N
     lowest = sets.lowest(held.member_set)
     _refuse_outside(tensors, boxes, numbers, lowest)
     groups = group_replicas(numbers, np.flatnonzero(numbers.numel > 0), lowest)
-    unique = groups.rows[groups.starts[:-1]]
-    shards = boxes.take(unique)
-    found = ElementNumbers(numbers.first[unique], numbers.last[unique], numbers.numel[unique], numbers.inside[unique])
     holders = _Holders(groups, held.member_set, sets)
+    shards, found = boxes.take(holders.unique), numbers.take(holders.unique)
     faults = tiling_faults(tensors, shards, found, holders.text)
     if faults:
         raise PlanError(_tiling_text(tensors, shards, holders, faults))
     nbytes = found.numel * tensors.itemsize()[shards.tensor]
-    del numbers, found, unique
+    del numbers, found
     candidates = holders.member_sets()
     if pinned is not None and pinned.any():
         candidates = np.where(pinned[shards.tensor], sets.lowest(candidates), candidates)
@@ -238,7 +233,10 @@ class _Holders:
 
     def __init__(self, groups: Replicas, member_set: Int64, sets: RankSets) -> None:
         self._groups, self._member_set, self._sets = groups, member_set, sets
-        self._counts = groups.starts[1:] - groups.starts[:-1]
+        self.unique: Int64 = groups.rows[groups.starts[:-1]]
+        counts = groups.starts[1:] - groups.starts[:-1]
+        self._many = np.flatnonzero(counts > 1)
+        self._counts = counts[self._many]
 
     def ranks(self, low: int, high: int) -> list[int]:
         """Who holds any of the boxes ``[low, high)``."""
@@ -251,36 +249,34 @@ class _Holders:
 
     def member_sets(self) -> Int64:
         """The set of all ranks that hold each box."""
-        numbers: Int64 = self._member_set[self._groups.rows[self._groups.starts[:-1]]]
-        many = np.flatnonzero(self._counts > 1)
-        if len(many):
+        numbers: Int64 = self._member_set[self.unique]
+        if len(self._many):
             box, ranks, _ = self._spelled_out
             begins = np.flatnonzero(np.diff(box, prepend=-1))
             starts = np.append(begins, len(box)).astype(np.int64, copy=False)
             first, kind = distinct_sets(ranks, starts)
             counts = (starts[1:] - starts[:-1])[first]
             kinds = self._sets.add(ranks[ragged_positions(starts[first], counts)], ragged_starts(counts))
-            numbers[many] = kinds[kind]
+            numbers[self._many] = kinds[kind]
         return numbers
 
     def rows_of(self, rank: Int64) -> Int64:
         """The row in which ``rank[i]`` holds box ``i``."""
-        rows: Int64 = self._groups.rows[self._groups.starts[:-1]].copy()
-        many = np.flatnonzero(self._counts > 1)
-        if len(many):
-            box, ranks, held = self._spelled_out
-            width = self._sets.world_size
-            rows[many] = held[np.searchsorted(box * width + ranks, many * width + rank[many])]
+        if len(self._many) == 0:
+            return self.unique
+        rows: Int64 = self.unique.copy()
+        many, width = self._many, self._sets.world_size
+        box, ranks, held = self._spelled_out
+        rows[many] = held[np.searchsorted(box * width + ranks, many * width + rank[many])]
         return rows
 
     @cached_property
     def _spelled_out(self) -> tuple[Int64, Int64, Int64]:
         """Box, rank and row, of boxes that stand in several rows; by box, then rank, each pair once."""
-        many = np.flatnonzero(self._counts > 1)
-        rows = self._groups.rows[ragged_positions(self._groups.starts[many], self._counts[many])]
+        rows = self._groups.rows[ragged_positions(self._groups.starts[self._many], self._counts)]
         ranks, counts = self._sets.members(self._member_set[rows])
         rows = np.repeat(rows, counts)
-        box = np.repeat(np.repeat(many, self._counts[many]), counts)
+        box = np.repeat(np.repeat(self._many, self._counts), counts)
         key = box * self._sets.world_size + ranks
         if (key[1:] <= key[:-1]).any():
             key, first = np.unique(key, return_index=True)
@@ -323,9 +319,10 @@ def _with_empty(
     tensors: TensorTable, held: HeldRows, lowest: Int64, shards: BoxTable, nbytes: Int64, owner: Int64, source: Int64
 ) -> tuple[BoxTable, Int64, Int64, Int64]:
     """Add one whole box for each tensor without elements, written by the lowest rank that lists one."""
-    empty = np.flatnonzero((tensors.numel() == 0)[held.boxes.tensor])
-    if len(empty) == 0:
+    is_empty = tensors.numel() == 0
+    if not is_empty.any():
         return shards, nbytes, owner, source
+    empty = np.flatnonzero(is_empty[held.boxes.tensor])
     empty = empty[np.lexsort((empty, lowest[empty], held.boxes.tensor[empty]))]
     tensor, first = np.unique(held.boxes.tensor[empty], return_index=True)
     rows = empty[first]
@@ -348,22 +345,26 @@ def lay_out_files(tensors: TensorTable, shards: BoxTable, nbytes: Int64, owner: 
     names = sorted(tensors.sections)
     by_name = np.array([names.index(name) for name in tensors.sections], np.int64)
     width = int(owner.max(initial=0)) + 1
-    key = by_name[tensors.section][shards.tensor] * width + owner
-    # Rows are in the order of tensor and box already, and a stable sort leaves them so.
-    itemsize = tensors.itemsize()
-    order = np.argsort(key * _MAX_ITEMSIZE + (_MAX_ITEMSIZE - itemsize)[shards.tensor], kind="stable")
+    # One number a row: file, then the largest element types first. Rows are in the order of tensor and box already, and
+    # a stable sort leaves them so.
+    of_tensor = by_name[tensors.section] * (width * _MAX_ITEMSIZE) + (_MAX_ITEMSIZE - tensors.itemsize())
+    key = owner * _MAX_ITEMSIZE
+    key += of_tensor[shards.tensor]
+    order = np.argsort(key, kind="stable")
     in_order = key[order]
-    begins = np.flatnonzero(np.diff(in_order, prepend=-1))
+    in_order //= _MAX_ITEMSIZE
+    begins = np.flatnonzero(differs(in_order))
     file_starts = np.append(begins, len(order)).astype(np.int64, copy=False)
     counts = file_starts[1:] - file_starts[:-1]
     starts, total = layout(nbytes[order])
     ends = np.append(starts, total)[file_starts]
     file, offset = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
     file[order] = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    offset[order] = starts - np.repeat(ends[:-1], counts)
-    files = [
-        PlannedFile(names[code // width], code % width, size)
-        for code, size in zip(in_order[begins].tolist(), (ends[1:] - ends[:-1]).tolist())
-    ]
+    starts -= np.repeat(ends[:-1], counts)
+    offset[order] = starts
+    section, rank = np.divmod(in_order[begins], width)
+    files = list(
+        map(PlannedFile, map(names.__getitem__, section.tolist()), rank.tolist(), (ends[1:] - ends[:-1]).tolist())
+    )
     scope = np.full(len(tensors), -1, np.int64)
     return SavePlan(tensors, scope, shards, owner, source, file, offset, files, order, file_starts)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.planners import CachedPlan, ContentChecks, Held, PlanCache, as_contents, compare_contents
-from bytecheckpoint.planners.save_plan import Assignment
+from bytecheckpoint.planners.assignment import Assignment
 from bytecheckpoint.tables import Int64
 
 World = list[dict[str, int]]

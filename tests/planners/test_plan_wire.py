@@ -28,7 +28,7 @@ from bytecheckpoint.planners import (
     unpack_boxes,
     wire,
 )
-from bytecheckpoint.planners.local_plan import ValueName
+from bytecheckpoint.planners.local_plan import ValueNames
 from bytecheckpoint.tables import BoxTable, TensorTable
 
 
@@ -41,7 +41,7 @@ def sample() -> PlanTable:
         ]
     )
     marks = np.array([[False, False, True], [False, True, False], [True, False, False]])
-    values = [ValueName("extra", b"\x00step", False), ValueName("extra", b"", True)]
+    values = ValueNames(["extra", "extra"], [b"\x00step", b""], np.array([False, True]))
     layouts = [MeshLayout((2, 3), ((1, 0), ()))]
     sections = [("model", "ddp"), ("rng", "tree")]
     held = np.array([1, WHOLE, OWN_BOXES])
@@ -74,7 +74,8 @@ def assert_same(a: PlanTable, b: PlanTable) -> None:
         assert getattr(a.tensors, column).tolist() == getattr(b.tensors, column).tolist()
     for column in ("own", "pinned", "compared", "held"):
         assert getattr(a, column).tolist() == getattr(b, column).tolist()
-    assert (a.values, a.aliases, a.sections, a.layouts) == (b.values, b.aliases, b.sections, b.layouts)
+    assert (a.values.keys(), a.values.per_rank.tolist()) == (b.values.keys(), b.values.per_rank.tolist())
+    assert (a.aliases, a.sections, a.layouts) == (b.aliases, b.sections, b.layouts)
 
 
 def test_a_table_survives_the_wire() -> None:

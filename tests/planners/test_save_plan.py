@@ -265,7 +265,10 @@ def test_values_are_written_once_where_equal_and_everywhere_where_not() -> None:
         [entry(b"late", b"1")],
     ]
     plan = plan_save([local_plan({}, [], values=values) for values in held])
-    found = [(value.path, value.rank, value.shared, value.index) for value in plan.values]
+    values = plan.values
+    found = list(
+        zip([path for _, path in values.keys], values.rank.tolist(), values.shared.tolist(), values.index.tolist())
+    )
     assert found == [
         (b"differs", 0, False, 2),
         (b"differs", 1, False, 0),
@@ -278,6 +281,9 @@ def test_values_are_written_once_where_equal_and_everywhere_where_not() -> None:
     assert told.values.tolist() == [0, 3, 2]
     assert told.shared.tolist() == [False, True, False]
     assert len(plan.assignment(2).values) == 0
+    for rank in range(4):
+        sent = Assignment.from_bytes(plan.assignment_bytes(rank))
+        assert sent.to_bytes() == plan.assignment(rank).to_bytes()
     twice = local_plan({}, [], values=[entry(b"same", b"1"), entry(b"same", b"1")])
     assert "rank 0 holds the value at b'same' twice" in fault_of([twice])
 
