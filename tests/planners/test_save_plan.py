@@ -189,6 +189,26 @@ def test_overlap_of_boxes_with_gaps() -> None:
     assert "[0:8,0:3] of rank 0 overlaps [0:8,2:4] of rank 1" in fault_of(plans_of([left], [right]))
 
 
+@pytest.mark.parametrize("boxes", [1, 4, 100])
+def test_overlaps_in_tensors_that_are_looked_at_apart(monkeypatch: pytest.MonkeyPatch, boxes: int) -> None:
+    """However many boxes are looked at together, a tensor's are, and none is left out."""
+    monkeypatch.setattr("bytecheckpoint.planners.coverage._CHUNK", boxes)
+    names = [f"model.{letter}" for letter in "abcde"]
+    meta = BasicMeta(DTYPES["float32"], (8, 6))
+    tensors = dict.fromkeys(names, meta)
+
+    def columns(name: str, low: int, high: int) -> tuple[str, Box]:
+        return name, Box((0, low), (8, high - low))
+
+    held = [[columns(name, low, low + 2) for name in names] for low in (0, 2, 4)]
+    assert len(plan_save(plans_of(*held, tensors=tensors)).shards) == 15
+    for bad in names:
+        wider = [columns(name, 2, 5 if name == bad else 4) for name in names]
+        text = fault_of(plans_of(held[0], wider, held[2], tensors=tensors))
+        assert f"1 of 5 tensors:\n  {bad} " in text
+        assert "[0:8,2:5] of rank 1 overlaps [0:8,4:6] of rank 2" in text
+
+
 def test_an_overlap_that_hides_a_hole_tells_of_both() -> None:
     text = fault_of(plans_of([rows(0, 4), rows(2, 4)], [rows(6, 8)]))
     assert "overlaps" in text
