@@ -71,10 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         console.print(text, style="dim", highlight=False)
 
+    path = options.out / "performance.json"
+
+    def keep() -> dict[str, Any]:
+        """Write what there is: a run of hours may be cut off."""
+        found: dict[str, Any] = results.publishable(document, [options.folder, options.cache, options.out, _ROOT])
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        return found
+
     if "save_load" in options.parts:
         environments = Environments(options.cache)
-        document["save_load"] = {
-            name: save_load.measure(
+        document["save_load"] = {}
+        for name in options.workloads:
+            document["save_load"][name] = save_load.measure(
                 name,
                 entries,
                 scale=options.scale,
@@ -84,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 environments=environments,
                 say=say,
             )
-            for name in options.workloads
-        }
+            keep()
     if "ranks" in options.parts:
         document["ranks"] = ranks.measure(
             options.layouts,
@@ -96,9 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             names=[entry.name for entry in entries],
         )
     if "save_load" in document or "ranks" in document:
-        path = options.out / "performance.json"
-        document = results.publishable(document, [options.folder, options.cache, options.out, _ROOT])
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        document = keep()
         _show(document, console)
         say(f"all samples: {path}")
         _report(path, document, options.report, say)
