@@ -314,6 +314,9 @@ class _SaveJob:
     def _give_up(self, error: BaseException) -> None:
         """The caller's part of the save has failed, or its wait was interrupted."""
         if self._owner.acquire(blocking=False):
+            if self._queued:
+                # Not in a phase any more, and the other ranks wait for this one. Where a phase has told, that stands.
+                self._op.fail("write", error)
             if not self._merged.done():
                 self._merged.set_exception(error)
             self._abandon(error)

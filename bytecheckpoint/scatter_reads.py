@@ -17,7 +17,9 @@ from .tables import BoxTable
 
 __all__ = ["plan_scatter"]
 
-_PIECE = 2 << 20  # of which four are read at a time, into memory of the reader's own
+# Four are read at a time, two times over, into memory of the reader's own; eight times as much at most, where hardly
+# any row begins with a chunk.
+_PIECE = 1 << 20
 
 
 def plan_scatter(

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import struct
+import sys
 from random import randrange
 
 from .posix import libc_function
@@ -48,6 +49,8 @@ class PageCache:
         return bool(_cached_pages(self._fd, 0, 1))
 
     def _look(self, offset: int, length: int) -> bool:
+        if not hasattr(os, "RWF_NOWAIT"):
+            return True
         # At single pages, because what is not there the kernel begins to read at once, as much as it was asked for. At
         # random, because each look leaves its page behind, and a later look must not take that for the whole.
         page = memoryview(bytearray(mmap.PAGESIZE))
@@ -65,7 +68,8 @@ def _cached_pages(fd: int, offset: int, length: int) -> int | None:
     """How many pages of this range are cached; None where cachestat(2) does not say. Pages that lie alone among those
     that are not cached would keep the kernel from reading them ahead in large folios later, which makes every read
     of them a quarter slower: hence a call that leaves none behind."""
-    syscall = libc_function("syscall")
+    # Elsewhere the number means another call.
+    syscall = libc_function("syscall") if sys.platform == "linux" else None
     if syscall is None:
         return None
     counts = ctypes.create_string_buffer(_COUNTS_BYTES)

@@ -232,8 +232,8 @@ class _Output:
         self._tasks: list[Future[None]] = []
         try:
             head = memoryview(image.head)
-            self._tasks.append(io.submit(self._write.write_piece, 0, head))
             self._write.hash_piece(0, head)
+            self._tasks.append(io.submit(self._write.write_piece, 0, head))
         except BaseException:
             self._write.abandon()
             raise
