@@ -172,7 +172,10 @@ def filled(model: nn.Module, seed: float = 1.0) -> Any:
 
 
 def steps(optimizer: torch.optim.Optimizer, frozen: tuple[torch.Tensor, ...] = ()) -> torch.optim.Optimizer:
-    """Two steps with gradients that every layout computes alike."""
+    """Two steps with gradients that every layout computes alike.
+
+    Rounded afterwards: the last bits of Adam's roots and quotients depend on the processor's vector instructions.
+    """
     for _ in range(2):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -180,6 +183,10 @@ def steps(optimizer: torch.optim.Optimizer, frozen: tuple[torch.Tensor, ...] = (
                     parameter.grad = (parameter.detach() * 0.5 + 0.25).clone()
         optimizer.step()
         optimizer.zero_grad()
+    with torch.no_grad():
+        for parameter, state in optimizer.state.items():
+            for tensor in (parameter, *state.values()):
+                tensor.copy_((tensor * 1024).round() / 1024)
     return optimizer
 
 
