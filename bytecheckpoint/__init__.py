@@ -17,11 +17,13 @@ from .frameworks.registry import register_adapter
 from .frameworks.rng import RNGState
 from .handle import SaveHandle, SaveResult
 from .loading import LoadReport
+from .manager import CheckpointManager
 from .trace import Timings
 from .version import VERSION as __version__
 
 __all__ = [
     "Checkpoint",
+    "CheckpointManager",
     "Checkpointer",
     "LoadReport",
     "PerRank",

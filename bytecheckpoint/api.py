@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import TracebackType
@@ -19,7 +17,7 @@ from .chrome_trace import TraceFiles
 from .control import current_communicator
 from .control.base import Communicator, Operation
 from .engine.resources import MERGE_MEMORY, Engine
-from .errors import CheckpointError
+from .finding import find_newest
 from .handle import SaveHandle
 from .loading import LoadOptions, LoadReport
 from .loading import load as run_load
@@ -27,20 +25,17 @@ from .matching import Cast, Rules, Strictness
 from .planners import Layout
 from .save_options import SaveOptions, WhenBusy
 from .saving import save as run_save
-from .storage_backends import StorageBackend, join, open_backend
+from .storage_backends import StorageBackend, open_backend
 from .warming import warm_up
 
-__all__ = ["Checkpointer", "latest", "load", "open", "save", "warmup"]
+__all__ = ["Checkpointer", "default_checkpointer", "latest", "load", "open", "save", "warmup"]
 
 URL = Union[str, "os.PathLike[str]"]
 
 _DEADLINE_S = 600.0
-_NUMBER_AT_END = re.compile(r"(\d+)$")
 
 TRACE_VARIABLE = "BYTECHECKPOINT_TRACE"
 """Environment variable: the folder into which every rank writes a trace of its saves and loads."""
-
-_log = logging.getLogger(__name__)
 
 _checkpointers: WeakSet[Checkpointer] = WeakSet()  # a load waits for the gated saves of all of them
 
@@ -92,7 +87,21 @@ class Checkpointer:
         options = SaveOptions(
             framework, step, dict(metadata or {}), allow_pickle, deadline_s, chunk_size, when_busy, layout, gate
         )
-        backend, op = self._begin("save", path, storage_options, deadline_s)
+        return self.save_with(path, state, options, async_save=async_save, storage_options=storage_options)
+
+    def save_with(
+        self,
+        path: URL,
+        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        options: SaveOptions,
+        *,
+        async_save: bool,
+        storage_options: Mapping[str, Any] | None,
+    ) -> SaveHandle:
+        """As ``save``, for the manager; ``state`` may be a function that makes it."""
+        backend, op = self._begin("save", path, storage_options, options.deadline_s)
+        if callable(state):
+            state = self._made(op, state)
         return run_save(self._engine, backend, op, state, options, background=async_save)
 
     def warmup(
@@ -107,7 +116,7 @@ class Checkpointer:
     ) -> None:
         """See ``bytecheckpoint.warmup``."""
         options = SaveOptions(framework, allow_pickle=allow_pickle, layout=layout, deadline_s=deadline_s)
-        warm_up(self._engine, self._operation("warmup", deadline_s), state, options, slots)
+        warm_up(self._engine, self.operation("warmup", deadline_s), state, options, slots)
 
     def load(
         self,
@@ -142,6 +151,14 @@ class Checkpointer:
         self._engine.check_usable()
         return Checkpoint.open(open_backend(path, **dict(storage_options or {})), self._engine, verify=verify)
 
+    def latest(
+        self, root: URL, *, allow_fresh: bool = False, storage_options: Mapping[str, Any] | None = None
+    ) -> Checkpoint | None:
+        """See ``bytecheckpoint.latest``."""
+        self._engine.check_usable()
+        found = find_newest(root, allow_fresh=allow_fresh, storage_options=storage_options)
+        return None if found is None else Checkpoint(found.backend, found.manifest, self._engine)
+
     def close(self) -> None:
         """Finish saves in flight and give threads and memory back. Does not raise what a save failed with; its handle
         does."""
@@ -159,7 +176,7 @@ class Checkpointer:
         self, kind: str, path: URL, storage_options: Mapping[str, Any] | None, deadline_s: float
     ) -> tuple[StorageBackend, Operation]:
         """Enter the operation before anything that may fail on one rank alone: ranks meet by counting operations."""
-        op = self._operation(kind, deadline_s)
+        op = self.operation(kind, deadline_s)
         try:
             with op.phase("check"):
                 return open_backend(path, **dict(storage_options or {})), op
@@ -167,7 +184,17 @@ class Checkpointer:
             op.close()
             raise
 
-    def _operation(self, kind: str, deadline_s: float) -> Operation:
+    @staticmethod
+    def _made(op: Operation, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        try:
+            with op.phase("state"):
+                return make()
+        except BaseException:
+            op.close()
+            raise
+
+    def operation(self, kind: str, deadline_s: float) -> Operation:
+        """Begin an operation of all ranks, for the manager; whoever begins it closes it."""
         ranks = self._communicator if self._communicator is not None else current_communicator(deadline_s=deadline_s)
         return ranks.operation(kind, deadline_s=deadline_s)
 
@@ -190,8 +217,8 @@ def _trace_if_asked() -> TraceFiles | None:
 _shared: Checkpointer | None = None
 
 
-def _default() -> Checkpointer:
-    """The process's own checkpointer. Threads do not survive a fork, so a child gets a new one."""
+def default_checkpointer() -> Checkpointer:
+    """The one behind the functions of this module. Threads do not survive a fork, so a child gets a new one."""
     global _shared
     if _shared is None or _shared._pid != os.getpid():
         _shared = Checkpointer()
@@ -254,7 +281,7 @@ def save(
     Raises ``StateError`` for a state that cannot be stored, ``DisagreementError`` where ranks called with different
     arguments, ``StorageError`` for I/O, ``RankFailedError`` with the same cause on every rank where one rank failed.
     """
-    return _default().save(
+    return default_checkpointer().save(
         path,
         state,
         framework=framework,
@@ -290,7 +317,7 @@ def warmup(
 
     Raises like ``save``, for what can be wrong with a state.
     """
-    _default().warmup(
+    default_checkpointer().warmup(
         state, slots=slots, framework=framework, allow_pickle=allow_pickle, layout=layout, deadline_s=deadline_s
     )
 
@@ -337,7 +364,7 @@ def load(
     Raises ``CheckpointNotFoundError``, ``NotACheckpointError``, ``UnsupportedVersionError``, ``FormatError``,
     ``CorruptionError`` (naming file, tensor and range), ``MismatchError``, ``StorageError``, ``ControlError``.
     """
-    return _default().load(
+    return default_checkpointer().load(
         path,
         state,
         framework=framework,
@@ -363,39 +390,18 @@ def open(  # named like the builtin on purpose: bcp.open(path)
 
     Raises a ``CheckpointError`` that tells nothing there, something else there, and something broken apart.
     """
-    return _default().open(path, verify=verify, storage_options=storage_options)
+    return default_checkpointer().open(path, verify=verify, storage_options=storage_options)
 
 
-def latest(root: URL, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | None:
-    """The committed checkpoint of the highest step among the direct children of ``root``; None if there is none.
+def latest(
+    root: URL, *, allow_fresh: bool = False, storage_options: Mapping[str, Any] | None = None
+) -> Checkpoint | None:
+    """The checkpoint of the highest step among the direct children of ``root`` that holds; None where nothing was ever
+    saved.
 
-    Children whose names end in a number are tried from the highest number down, until one opens. A checkpoint's step
-    is the one stored with it, else the number in its name. A child whose manifest does not decode is passed over with
-    a warning; so is what was never committed.
+    Children whose names end in a number are tried from the highest number down. One holds if its manifest decodes and
+    every file is there in full length (``Checkpoint.verify`` reads the bytes too). A checkpoint's step is the one
+    stored with it, else the number in its name. What does not hold, or was never committed, is passed over with a
+    warning; where nothing else is there, that is a ``NoValidCheckpointError``, and with ``allow_fresh`` None.
     """
-    backend = open_backend(root, **dict(storage_options or {}))
-    children = [name.rstrip("/") for name in backend.list_children("") if name.endswith("/")]
-    found: list[tuple[int, str, Checkpoint]] = []
-    number_found = False
-    for name in sorted(children, key=_number_in, reverse=True):
-        number = _number_in(name)
-        if number >= 0 and number_found:
-            continue
-        checkpoint = _opened(backend.url, name, storage_options)
-        if checkpoint is not None:
-            number_found = True
-            found.append((number if checkpoint.step is None else checkpoint.step, name, checkpoint))
-    return max(found, key=lambda entry: entry[:2])[2] if found else None
-
-
-def _opened(root: str, name: str, storage_options: Mapping[str, Any] | None) -> Checkpoint | None:
-    try:
-        return open(join(root, name), storage_options=storage_options)
-    except CheckpointError as error:
-        _log.warning("passed over: %s", error)
-        return None
-
-
-def _number_in(name: str) -> int:
-    number = _NUMBER_AT_END.search(name)
-    return int(number[1]) if number else -1
+    return default_checkpointer().latest(root, allow_fresh=allow_fresh, storage_options=storage_options)

@@ -11,6 +11,7 @@
     ├── CheckpointError             what is on storage is not a checkpoint that can be read
     │   ├── CheckpointNotFoundError   nothing there
     │   ├── NotACheckpointError       something there, but no committed checkpoint
+    │   ├── NoValidCheckpointError    saves were made below this root, and none can be loaded
     │   ├── UnsupportedVersionError   written by a newer (or unknown) format version
     │   ├── FormatError               breaks a rule of docs/format.md; refused before any large allocation
     │   └── CorruptionError           bytes differ from what the manifest promises (flipped, cut, missing, swapped)
@@ -20,6 +21,7 @@
     │   ├── StorageFullError          no space or quota left
     │   ├── AccessDeniedError         permission or read-only
     │   └── UnsupportedURLError       no backend for this scheme
+    ├── RootInUseError              another job saves below this root
     ├── SaveSkippedError            the save would have had to wait, and was asked not to
     ├── CommitUnknownError          the commit may or may not have landed; read before retrying
     └── ControlError                the ranks could not work together
@@ -47,9 +49,11 @@ __all__ = [
     "KeyNotFoundError",
     "MismatchError",
     "NameCollisionError",
+    "NoValidCheckpointError",
     "NotACheckpointError",
     "PlanError",
     "RankFailedError",
+    "RootInUseError",
     "SaveSkippedError",
     "StateError",
     "StorageError",
@@ -117,6 +121,11 @@ class NotACheckpointError(CheckpointError):
     """Something is stored at this path, but no checkpoint was ever committed there."""
 
 
+class NoValidCheckpointError(CheckpointError):
+    """There are traces of saves below a root, and no checkpoint that holds; lists what is wrong with each. Not raised
+    for a root where nothing was ever saved: that is a fresh start, this is a loss."""
+
+
 class UnsupportedVersionError(CheckpointError):
     """The checkpoint's format version is not one this library reads; the message names both."""
 
@@ -151,6 +160,10 @@ class AccessDeniedError(StorageError):
 
 class UnsupportedURLError(StorageError):
     """No storage backend serves this URL scheme."""
+
+
+class RootInUseError(BytecheckpointError):
+    """Another job holds the lease of this root, or took it away from this one; names job, host and process."""
 
 
 class SaveSkippedError(BytecheckpointError):

@@ -79,6 +79,7 @@ class SaveCommit:
         self._previous = replaceable(self._backend)
         self._timings.point("commit.before")
         self._op.check()
+        self._options.guard()
         self._may_stand = True
         try:
             commit(self._backend, manifest)
@@ -99,7 +100,7 @@ class SaveCommit:
             with self._timings.step("clean"):
                 if self._previous is not None and self._previous.attempt != self._attempt:
                     remove_files(self._backend, self._previous.files.name)
-        except Exception:  # noqa: BLE001 - the checkpoint is committed, housekeeping must not fail it
+        except BaseException:  # noqa: BLE001 - the checkpoint is committed, housekeeping must not fail it
             _log.warning("%s: removing the overwritten checkpoint's files failed", self._backend.url, exc_info=True)
 
     def is_ruled_out(self, error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -23,7 +23,10 @@ WhenBusy = Literal["wait", "skip"]
 @dataclass(frozen=True)
 class SaveOptions:
     """What the caller chose. ``deadline_s`` bounds every single wait: for another rank, and for staging memory.
-    ``chunk_size`` None leaves it to the size of the checkpoint."""
+    ``chunk_size`` None leaves it to the size of the checkpoint.
+
+    ``job`` marks the attempt as that of a job with a lease, whose ``guard`` is called on rank 0 when everything is
+    written, right before the manifest is put: what it raises ends the save."""
 
     framework: str | None = None
     step: int | None = None
@@ -34,6 +37,8 @@ class SaveOptions:
     when_busy: WhenBusy = "wait"
     layout: Layout = "shards"
     gate: bool = False
+    job: bytes = b""
+    guard: Callable[[], None] = field(default=lambda: None, compare=False)
 
     def check(self) -> None:
         """Raise ``StateError`` where a choice means nothing."""

@@ -107,16 +107,18 @@ class Told(NamedTuple):
         )
 
 
-def agree(op: Operation, plans: Plans, local: LocalState, facts: Mapping[str, str], *, busy: bool = False) -> Agreed:
+def agree(
+    op: Operation, plans: Plans, local: LocalState, facts: Mapping[str, str], *, busy: bool = False, job: bytes = b""
+) -> Agreed:
     """Find out together whether an earlier plan still holds; where not, tell rank 0 all it needs, and let it compare.
 
     ``facts`` are what every rank must have been called with alike. ``busy``: this rank would have to wait for staging
-    memory and asks all to skip the save. A ``DisagreementError`` is raised by rank 0, and by the others when they wait
-    for its plan.
+    memory and asks all to skip the save. ``job`` marks the attempt. A ``DisagreementError`` is raised by rank 0, and by
+    the others when they wait for its plan.
     """
     known = plans.find(local.fingerprint)
     heard = op.gather("agree", _first_word(local, facts, known, busy))
-    answer = op.broadcast("verdict", None if heard is None else _verdict(heard, known))
+    answer = op.broadcast("verdict", None if heard is None else _verdict(heard, known, job))
     if answer[:1] == _SKIP:
         return Agreed(skip=True)
     if answer[:1] == _GO:
@@ -144,21 +146,21 @@ def _first_word(
     return bytes([flag]) + known.checks.tell(local.contents, everywhere)
 
 
-def _verdict(heard: Sequence[bytes], known: CachedPlan[FileLayout, MergeWork] | None) -> bytes:
+def _verdict(heard: Sequence[bytes], known: CachedPlan[FileLayout, MergeWork] | None, job: bytes) -> bytes:
     if any(one[0] & _BUSY for one in heard):
         return _SKIP
     if known is None or known.comparison is None or any(one[0] != _KNOWN for one in heard):
         return _PLAN
-    return _GO + new_attempt_id() if known.comparison.holds([one[1:] for one in heard]) else _PLAN
+    return _GO + new_attempt_id(job) if known.comparison.holds([one[1:] for one in heard]) else _PLAN
 
 
-def settle(op: Operation, plans: Plans, local: LocalState, agreed: Agreed) -> Settled:
+def settle(op: Operation, plans: Plans, local: LocalState, agreed: Agreed, *, job: bytes = b"") -> Settled:
     """Unless an earlier plan holds, rank 0 plans, and hands each rank its share. It asks one rank of each kind for what
     all of them have alike. Where plain tensors of trees turn out to be no replicas of each other, each rank first makes
     them its own and says so."""
     if agreed.settled is not None:
         return agreed.settled
-    desk = None if agreed.told is None else PlanningDesk(local, agreed.told)
+    desk = None if agreed.told is None else PlanningDesk(local, agreed.told, job)
     separated: list[str] = []
     for _ in range(_MAX_ROUNDS):
         kind, *answer = msgpack.unpackb(op.scatter("plan", None if desk is None else desk.answers()))
@@ -196,8 +198,8 @@ def settle(op: Operation, plans: Plans, local: LocalState, agreed: Agreed) -> Se
 class PlanningDesk:
     """Where rank 0 plans: it ``answers`` all ranks, and ``hear``s what they say to that, until the answer is a plan."""
 
-    def __init__(self, local: LocalState, told: Sequence[Told]) -> None:
-        self._local, self._told = local, list(told)
+    def __init__(self, local: LocalState, told: Sequence[Told], job: bytes = b"") -> None:
+        self._local, self._told, self._job = local, list(told), job
         self._tables = {told[0].table: local.plan.table()}
         self._contents = {told[0].contents: local.contents}
         self._asked: list[tuple[bool, bool]] = []
@@ -268,7 +270,7 @@ class PlanningDesk:
         self.plan = plan if gather is None else gather.stored
         by_rank = plan if gather is None else gather
         plan_id = secrets.token_bytes(_PLAN_ID_BYTES) if comparison.is_cacheable else b""
-        attempt_id = new_attempt_id()
+        attempt_id = new_attempt_id(self._job)
         nbytes = sum(file.data_size for file in self.plan.files)
         return [
             msgpack.packb(

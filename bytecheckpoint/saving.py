@@ -37,6 +37,7 @@ from .engine.merging.merge import MergeWork, Merging, merge
 from .engine.resources import Engine
 from .engine.staging.arena import page_round
 from .engine.writing.commit import remove_attempt, remove_files
+from .engine.writing.free_space import check_space
 from .engine.writing.image_write import WrittenFile, write_whole
 from .engine.writing.writer import write_images
 from .errors import (
@@ -146,15 +147,18 @@ class _SaveJob:
             local = describe_state(self._op, self._state, self._options)
         with self._step("agree"):
             facts = self._options.facts(self._backend.url, local.section_names)
-            agreed = agree(self._op, self._engine.plans, local, facts, busy=self._would_wait(local))
+            busy = self._would_wait(local)
+            agreed = agree(self._op, self._engine.plans, local, facts, busy=busy, job=self._options.job)
             if agreed.settled is not None:
                 # The others go on from here: whatever fails on this rank, it must know what to sweep.
                 self._attempt = agreed.settled.attempt
         if agreed.skip:
             return None
         with self._step("plan"):
-            settled = settle(self._op, self._engine.plans, local, agreed)
+            settled = settle(self._op, self._engine.plans, local, agreed, job=self._options.job)
             self._attempt, self._plan = settled.attempt, settled.plan
+            if self._op.rank == 0:
+                check_space(self._backend, settled.nbytes)
             self._commit = SaveCommit(self._op, self._backend, self._options, settled, self.timings)
         return local, settled
 

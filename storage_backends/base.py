@@ -168,6 +168,10 @@ class StorageBackend(ABC):
         """Remove these objects; those already gone are no error. Leaves no empty directories behind where the store
         has directories."""
 
+    def free_bytes(self) -> int | None:
+        """How many more bytes the store says that it can take; None where it does not say. Never raises."""
+        return None
+
     def close(self) -> None:  # noqa: B027 - optional to override
         """Release connections and descriptors. The backend may be used again afterwards."""
 

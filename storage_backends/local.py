@@ -208,6 +208,9 @@ class LocalBackend(StorageBackend):
         for parent in sorted(parents, key=len, reverse=True):
             self.prune(parent)
 
+    def free_bytes(self) -> int | None:
+        return free_bytes(self._root)
+
     # What the writer, or a reader, of one file shares with its backend.
 
     def open_direct(self, fd: int, flags: int) -> DirectFile | None:

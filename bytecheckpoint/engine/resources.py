@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
+from ..at_exit import before_exit
 from ..errors import StateError
 from ..planners import PlanCache
 from .file_layout import FileLayout
@@ -27,11 +28,6 @@ MERGE_MEMORY = 64 << 20
 _IO_THREADS = 8
 _START_S = 1.0
 _MOST_COPIERS = 4  # threads that together copy as fast as a processor's memory goes
-
-
-# Executors take no more work once the interpreter begins to shut down, which is before atexit functions run; a save in
-# flight must finish before that. Python's own executors register here too, and the last registered runs first.
-_at_exit = getattr(threading, "_register_atexit", atexit.register)
 
 
 def _finish(engine: weakref.ref[Engine]) -> None:
@@ -85,7 +81,7 @@ class Engine:
         self._gates: list[Gate] = []
         self._closed = False
         self._own = threading.local()
-        _at_exit(_finish, weakref.ref(self))
+        before_exit(partial(_finish, weakref.ref(self)))
 
     def check_usable(self, *, waits: bool = False) -> None:
         """Raise ``StateError`` after ``close``; with ``waits``, also where the caller would wait for its own thread."""

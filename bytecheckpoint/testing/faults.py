@@ -147,6 +147,9 @@ class _WrappingBackend(StorageBackend):
         for key in keys:
             self._around(Call("delete", key), lambda cut, key=key: self.inner.delete([key]))  # type: ignore[misc]
 
+    def free_bytes(self) -> int | None:
+        return self.inner.free_bytes()
+
     def close(self) -> None:
         self.inner.close()
 

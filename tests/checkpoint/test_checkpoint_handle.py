@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -23,7 +24,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.copying import copy
-from bytecheckpoint.errors import CheckpointNotFoundError, NotACheckpointError, StateError, StorageError
+from bytecheckpoint.errors import (
+    CheckpointNotFoundError,
+    NotACheckpointError,
+    NoValidCheckpointError,
+    StateError,
+    StorageError,
+)
 from bytecheckpoint.geometry import Box
 from bytecheckpoint.storage_backends.local import LocalBackend
 from bytecheckpoint.testing.ranks import RankPool
@@ -341,7 +348,20 @@ def test_latest_where_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "attempt-x").mkdir()
     (tmp_path / "step-1" / "attempt-x" / "model-00000.safetensors").write_text("half")
-    assert bcp.latest(tmp_path) is None
+    with pytest.raises(NoValidCheckpointError, match=r"step-1: .*none was committed"):
+        bcp.latest(tmp_path)
+    assert bcp.latest(tmp_path, allow_fresh=True) is None
+
+
+def test_latest_passes_over_a_checkpoint_that_lost_a_file(tmp_path: Path) -> None:
+    _steps(tmp_path, 1, 2, 3)
+    lost = next((tmp_path / "step-3").glob("attempt-*/*"))
+    lost.unlink()
+    cut = next((tmp_path / "step-2").glob("attempt-*/*"))
+    os.truncate(cut, cut.stat().st_size - 1)
+    found = bcp.latest(tmp_path)
+    assert found is not None
+    assert found.step == 1
 
 
 def test_memory_urls_work_the_same() -> None:

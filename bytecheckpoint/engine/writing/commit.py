@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -21,9 +22,11 @@ from ...storage_backends.base import StorageBackend
 
 __all__ = [
     "ATTEMPT_MARK",
+    "JOB_BYTES",
     "attempt_name",
     "commit",
     "decode_manifest",
+    "job_of",
     "new_attempt",
     "new_attempt_id",
     "read_manifest",
@@ -36,6 +39,11 @@ __all__ = [
 ATTEMPT_MARK = "attempt-"
 """What the name of every attempt's directory begins with."""
 
+JOB_BYTES = 4
+
+_OF_JOB = 1  # in the first byte of an attempt's id, which no time of this age needs
+_JOB = re.compile(f"[0-9a-f]{{{2 * JOB_BYTES}}}")
+
 _log = logging.getLogger(__name__)
 
 
@@ -44,15 +52,28 @@ def new_attempt() -> str:
     return attempt_name(new_attempt_id())
 
 
-def new_attempt_id() -> bytes:
-    """What ``attempt_name`` makes a new name of, in 16 bytes: one rank makes it, all others name it alike."""
-    return int(time.time()).to_bytes(8, "big") + secrets.token_bytes(8)
+def new_attempt_id(job: bytes = b"") -> bytes:
+    """What ``attempt_name`` makes a new name of, in 16 bytes: one rank makes it, all others name it alike.
+
+    ``job``, of ``JOB_BYTES``, is the mark of a job that saves with a lease (``manager.lease``): the name then tells
+    whose attempt it is.
+    """
+    kind = _OF_JOB if job else 0
+    return bytes([kind]) + int(time.time()).to_bytes(7, "big") + job + secrets.token_bytes(8 - len(job))
 
 
 def attempt_name(attempt_id: bytes) -> str:
     """The directory name of this id."""
-    when = time.gmtime(int.from_bytes(attempt_id[:8], "big"))
-    return f"{ATTEMPT_MARK}{time.strftime('%Y%m%dT%H%M%SZ', when)}-{attempt_id[8:].hex()}"
+    when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(int.from_bytes(attempt_id[1:8], "big")))
+    ids = attempt_id[8:]
+    parts = [ids[:JOB_BYTES], ids[JOB_BYTES:]] if attempt_id[0] == _OF_JOB else [ids]
+    return ATTEMPT_MARK + "-".join([when, *(part.hex() for part in parts)])
+
+
+def job_of(attempt: str) -> bytes:
+    """The mark in the name of an attempt that a job with a lease made; empty for any other."""
+    parts = attempt.removeprefix(ATTEMPT_MARK).split("-")
+    return bytes.fromhex(parts[1]) if len(parts) == 3 and _JOB.fullmatch(parts[1]) else b""
 
 
 def read_manifest_bytes(backend: StorageBackend) -> bytes:

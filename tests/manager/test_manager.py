@@ -1,0 +1,475 @@
+"""``CheckpointManager`` in a job of one process: cadence, retention, resuming, damage, signals, the lease."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bytecheckpoint as bcp
+from bytecheckpoint import trace
+from bytecheckpoint.engine.writing.commit import attempt_name, new_attempt_id
+from bytecheckpoint.errors import (
+    MismatchError,
+    NoValidCheckpointError,
+    RootInUseError,
+    StateError,
+    StorageError,
+    StorageFullError,
+)
+from bytecheckpoint.manager.lease import LEASE_KEY
+from bytecheckpoint.storage_backends.local import LocalBackend
+
+
+def _state(value: float = 0.0) -> dict[str, Any]:
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    nn.init.constant_(model.bias, value)
+    return {"model": model, "extra_state": {"value": value}}
+
+
+def _names(root: Path) -> list[str]:
+    """The committed checkpoints."""
+    names = [path.parent.name for path in root.glob("step-*/manifest.msgpack")]
+    return sorted(names, key=lambda name: int(name[5:]))
+
+
+def _value(root: Path, **options: Any) -> float | None:
+    """What a new job would begin with."""
+    state = _state(-1.0)
+    with bcp.CheckpointManager(root) as manager:
+        if manager.resume(state, **options) is None:
+            assert state["extra_state"]["value"] == -1.0
+            return None
+    values = {*state["model"].weight.flatten().tolist(), *state["model"].bias.tolist(), state["extra_state"]["value"]}
+    assert len(values) == 1
+    return float(values.pop())
+
+
+def _save_all(root: Path, steps: range, **options: Any) -> None:
+    with bcp.CheckpointManager(root, every_steps=1, **options) as manager:
+        for step in steps:
+            manager.save(step, _state(float(step)), metrics={"loss": abs(step - 4)})
+
+
+# -- when, and what stays ------------------------------------------------------------------------------------------
+
+
+def test_saves_every_so_many_steps(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, every_steps=3) as manager:
+        handles = [manager.save(step, _state(float(step))) for step in range(1, 11)]
+    assert [handle is not None for handle in handles] == [step % 3 == 0 for step in range(1, 11)]
+    assert _names(tmp_path) == ["step-3", "step-6", "step-9"]
+    assert _value(tmp_path) == 9.0
+    assert not (tmp_path / LEASE_KEY).exists()
+
+
+def test_saves_what_is_asked_for(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, Any]:
+        made.append(1)
+        return _state()
+
+    with bcp.CheckpointManager(tmp_path) as manager:
+        assert manager.save(1, make) is None
+        assert made == []
+        assert manager.save(2, make, force=True) is not None
+        manager.request_save()
+        for step in range(3, 20):
+            manager.save(step, make)
+    assert len(made) == len(_names(tmp_path)) == 2
+
+
+def test_by_the_clock(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, every_minutes=1e-9) as manager:
+        manager.save(1, _state())
+        manager.save(2, _state())
+    assert _names(tmp_path) == ["step-1", "step-2"]
+
+
+def test_one_step_is_saved_once(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+        assert manager.save(1, _state()) is not None
+        assert manager.save(1, _state(), force=True) is None
+
+
+def test_retention(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(1, 13), keep_last=2, keep_every=5, keep_best=1, best_metric="loss")
+    assert _names(tmp_path) == ["step-4", "step-5", "step-10", "step-11", "step-12"]
+    assert bcp.open(tmp_path / "step-4").metadata == {"metrics": {"loss": 0.0}}
+
+
+def test_retention_knows_what_earlier_jobs_saved(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(1, 7), keep_last=3, keep_best=1, best_metric="loss")
+    assert _names(tmp_path) == ["step-4", "step-5", "step-6"]
+    (tmp_path / "step-6" / "notes.txt").write_text("somebody's own")
+    (tmp_path / "other-1").mkdir()
+    bcp.save(tmp_path / "other-2", _state())
+    _save_all(tmp_path, range(7, 9), keep_last=1, keep_best=1, best_metric="loss")
+    assert _names(tmp_path) == ["step-4", "step-8"]
+    assert [path.name for path in (tmp_path / "step-6").iterdir()] == ["notes.txt"]
+    assert (tmp_path / "other-2" / "manifest.msgpack").exists()
+
+
+def test_a_job_that_went_back_keeps_what_it_saves_now(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(8, 10))
+    with bcp.CheckpointManager(tmp_path, every_steps=1, keep_last=1) as manager:
+        manager.save(3, _state(3.0))
+    assert _names(tmp_path) == ["step-3"]
+
+
+def test_nothing_is_removed_before_the_new_one_stands(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(1, 2), keep_last=1)
+
+    def fail(name: str, event: str) -> None:
+        if name == "save.commit.before":
+            raise OSError("the disk is gone")
+
+    manager = bcp.CheckpointManager(tmp_path, every_steps=1, keep_last=1)
+    stop = trace.observe(fail)
+    try:
+        manager.save(2, _state(2.0))
+        with pytest.raises(OSError, match="the disk is gone"):
+            manager.wait()
+    finally:
+        stop()
+    assert _names(tmp_path) == ["step-1"]
+    assert manager.save(2, _state(2.0)) is not None, "the step that failed may be saved once more"
+    manager.close()
+    assert _names(tmp_path) == ["step-2"]
+
+
+def test_failing_to_remove_does_not_fail_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _save_all(tmp_path, range(1, 2))
+
+    def refuse(self: LocalBackend, keys: Any) -> None:
+        if any(key.startswith("step-") for key in keys):
+            raise StorageError("not today")
+
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(LocalBackend, "delete", refuse)
+        _save_all(tmp_path, range(2, 4), keep_last=1)
+    assert "could not be removed: not today" in caplog.text
+    assert _value(tmp_path) == 3.0
+
+
+# -- failures come to the caller --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Event]:
+    """Saves stop before their commit until this is set."""
+    event = threading.Event()
+    stop = trace.observe(lambda name, _: event.wait(60) if name == "save.commit.before" else None)
+    yield event
+    event.set()
+    stop()
+
+
+def test_at_most_so_many_in_flight(tmp_path: Path, held: threading.Event) -> None:
+    with bcp.CheckpointManager(tmp_path, every_steps=1, max_in_flight=2) as manager:
+        first = manager.save(1, _state())
+        second = manager.save(2, _state())
+        assert first is not None
+        assert second is not None
+        assert not first.done()
+        threading.Timer(0.2, held.set).start()
+        third = manager.save(3, _state())
+        assert first.done()
+        assert third is not None
+    assert _names(tmp_path) == ["step-1", "step-2", "step-3"]
+
+
+def test_skipping_when_busy(tmp_path: Path, held: threading.Event) -> None:
+    with bcp.CheckpointManager(tmp_path, every_steps=1, when_busy="skip") as manager:
+        first = manager.save(1, _state())
+        assert first is not None
+        assert manager.save(2, _state()) is None
+        held.set()
+        first.result()
+        assert manager.save(3, _state()) is not None
+    assert _names(tmp_path) == ["step-1", "step-3"]
+
+
+@pytest.mark.parametrize("how", ["save", "wait", "close", "with"])
+def test_what_failed_in_the_background_is_raised(tmp_path: Path, how: str) -> None:
+    def fail(name: str, event: str) -> None:
+        if name == "save.write" and event == "enter":
+            raise OSError("a broken disk")
+
+    manager = bcp.CheckpointManager(tmp_path, every_steps=1)
+    stop = trace.observe(fail)
+    try:
+        handle = manager.save(1, _state())
+        assert handle is not None
+        handle.exception()
+    finally:
+        stop()
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: manager.save(2, _state()),
+        "wait": manager.wait,
+        "close": manager.close,
+        "with": lambda: manager.__exit__(None, None, None),
+    }
+    with pytest.raises(OSError, match="a broken disk"):
+        calls[how]()
+    if how in ("save", "wait"):
+        assert manager.save(2, _state(2.0)) is not None
+        manager.close()
+        assert _value(tmp_path) == 2.0
+    assert not (tmp_path / LEASE_KEY).exists()
+
+
+def test_an_error_in_the_loop_is_not_hidden(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(name: str, event: str) -> None:
+        if name == "save.write" and event == "enter":
+            raise OSError("a broken disk")
+
+    def loop() -> None:
+        with bcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+            manager.save(1, _state())
+            raise ZeroDivisionError
+
+    stop = trace.observe(fail)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            loop()
+    finally:
+        stop()
+    assert "step-1 was not saved: a broken disk" in caplog.text
+    assert not (tmp_path / LEASE_KEY).exists()
+
+
+def test_a_full_disk_is_seen_before_anything_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalBackend, "free_bytes", lambda self: 10)
+    with (
+        pytest.raises(StorageFullError, match=r"takes 32 bytes, and 10 are free there\. Nothing was written"),
+        bcp.CheckpointManager(tmp_path, every_steps=1) as manager,
+    ):
+        manager.save(1, _state())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_manager_saves_nothing(tmp_path: Path) -> None:
+    manager = bcp.CheckpointManager(tmp_path, every_steps=1)
+    manager.close()
+    manager.close()
+    with pytest.raises(StateError, match="was closed"):
+        manager.save(1, _state())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"every_steps": 0}, {"every_minutes": -1}, {"keep_last": 0}, {"max_in_flight": 0}, {"when_busy": "drop"},
+        {"on_preempt": "die"}, {"keep_best": 2}, {"best_metric": "loss"},
+        {"keep_best": 1, "best_metric": "loss", "best_mode": "less"}, {"meet_every_s": 0},
+        {"metadata": {"metrics": 1}}, {"metadata": {"f": print}}, {"layout": "round"}, {"grace_s": 0}, {"lease_s": 1e9},
+        {"preempt_signals": [signal.SIGKILL]}, {"preempt_signals": ["TERM"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_that_mean_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(StateError):
+        bcp.CheckpointManager(tmp_path, **arguments)
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_metrics_are_numbers(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+        with pytest.raises(StateError, match="the metric 'loss' is no number: 'small'"):
+            manager.save(1, _state(), metrics={"loss": "small"})  # type: ignore[dict-item]
+        manager.save(1, _state(), metrics={"loss": torch.tensor(0.5)})  # type: ignore[dict-item]
+    assert bcp.open(tmp_path / "step-1").metadata["metrics"] == {"loss": 0.5}
+
+
+# -- resuming ------------------------------------------------------------------------------------------------------
+
+
+def _data_file(root: Path, step: int) -> Path:
+    return next((root / f"step-{step}").glob("attempt-*/model-*"))
+
+
+def test_a_fresh_start_is_none(tmp_path: Path) -> None:
+    assert _value(tmp_path / "nowhere") is None
+    with bcp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest() is None
+
+
+@pytest.mark.parametrize("damage", ["manifest", "missing", "cut", "flipped"])
+def test_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
+    _save_all(tmp_path, range(1, 4))
+    if damage == "manifest":
+        (tmp_path / "step-3" / "manifest.msgpack").write_bytes(b"garbage")
+    elif damage == "missing":
+        _data_file(tmp_path, 3).unlink()
+    elif damage == "cut":
+        os.truncate(_data_file(tmp_path, 3), 4100)
+    else:
+        with _data_file(tmp_path, 3).open("r+b") as file:
+            file.seek(4096)
+            file.write(b"\xff")
+    assert _value(tmp_path) == 2.0
+
+
+def test_none_valid_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(1, 3))
+    with _data_file(tmp_path, 2).open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff")
+    _data_file(tmp_path, 1).unlink()
+    with pytest.raises(NoValidCheckpointError, match=r"(?s)step-2: .*step-1: .*is missing.*allow_fresh=True"):
+        _value(tmp_path)
+    with bcp.CheckpointManager(tmp_path) as manager:
+        assert manager.resume(_state(), allow_fresh=True) is None
+
+
+def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(1, 3))
+    with bcp.CheckpointManager(tmp_path) as manager, pytest.raises(MismatchError):
+        manager.resume({"model": nn.Linear(7, 7)})
+
+
+# -- other jobs ----------------------------------------------------------------------------------------------------
+
+
+def _attempt(root: Path, step: int, job: bytes) -> Path:
+    attempt = root / f"step-{step}" / attempt_name(new_attempt_id(job))
+    attempt.mkdir(parents=True)
+    (attempt / "model-00000.safetensors").write_text("half")
+    return attempt
+
+
+def test_dead_jobs_attempts_go_and_others_stay(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(1, 2))
+    dead = [_attempt(tmp_path, step, b"dead") for step in (1, 2, 3)]
+    unknown = _attempt(tmp_path, 3, b"")
+    elsewhere = tmp_path / "somewhere-4" / attempt_name(new_attempt_id(b"dead"))
+    elsewhere.mkdir(parents=True)
+    with bcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+        own = _attempt(tmp_path, 4, manager._lease.job)  # type: ignore[union-attr]
+        assert all(attempt.exists() for attempt in dead), "they are evidence until a new checkpoint stands"
+        manager.save(5, _state(5.0))
+    assert not any(attempt.exists() for attempt in dead)
+    assert not (tmp_path / "step-2").exists()
+    assert unknown.exists()
+    assert elsewhere.exists()
+    assert own.exists()
+    assert _value(tmp_path) == 5.0
+
+
+def test_two_jobs_on_one_root_are_told_so(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, lease_s=0.6):
+        with pytest.raises(RootInUseError, match=f"process {os.getpid()} on "):
+            bcp.CheckpointManager(tmp_path)
+        bcp.CheckpointManager(tmp_path / "another").close()
+
+
+def test_a_job_that_lost_its_root_saves_no_more(tmp_path: Path, held: threading.Event) -> None:
+    manager = bcp.CheckpointManager(tmp_path, every_steps=1)
+    manager.save(1, _state(1.0))
+    (tmp_path / LEASE_KEY).unlink()
+    with bcp.CheckpointManager(tmp_path, every_steps=1) as other:
+        held.set()
+        with pytest.raises(RootInUseError, match="has taken this root over"):
+            manager.wait()
+        with pytest.raises(RootInUseError, match="has taken this root over"):
+            manager.save(2, _state(2.0))
+        manager.close()
+        assert _names(tmp_path) == []
+        other.save(3, _state(3.0))
+    assert _names(tmp_path) == ["step-3"]
+
+
+# -- signals -------------------------------------------------------------------------------------------------------
+
+
+def test_told_to_leave(tmp_path: Path) -> None:
+    managers: list[bcp.CheckpointManager] = []
+
+    def loop() -> None:
+        with bcp.CheckpointManager(tmp_path, every_steps=100) as manager:
+            managers.append(manager)
+            for step in range(1, 100):
+                if step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                manager.save(step, _state(1.0))
+
+    with pytest.raises(SystemExit) as raised:
+        loop()
+    assert raised.value.code == 128 + signal.SIGTERM
+    assert managers[0].preempted
+    assert _names(tmp_path) == ["step-2"]
+    assert _value(tmp_path) == 1.0
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_leaving_by_return(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, preempt_signals=[signal.SIGUSR2], on_preempt="return") as manager:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        step = 0
+        while not manager.preempted:
+            step += 1
+            manager.save(step, _state())
+    assert _names(tmp_path) == [f"step-{step}"]
+
+
+def test_a_signal_that_asks_for_a_save(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save_signals=[signal.SIGUSR2]) as manager:
+        manager.save(1, _state())
+        os.kill(os.getpid(), signal.SIGUSR2)
+        for step in range(2, 40):
+            manager.save(step, _state())
+    assert len(_names(tmp_path)) == 1
+    assert not manager.preempted
+
+
+def test_a_step_saved_already_is_not_saved_again_on_leaving(tmp_path: Path) -> None:
+    manager = bcp.CheckpointManager(tmp_path, every_steps=1)
+    manager.save(1, _state())
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        manager.save(1, _state())
+    assert _names(tmp_path) == ["step-1"]
+
+
+def test_signals_outside_the_main_thread_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> None:
+        bcp.CheckpointManager(tmp_path).close()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "make the manager in the main thread" in caplog.text
+
+
+# -- the end of the interpreter ------------------------------------------------------------------------------------
+
+
+def test_a_manager_that_nobody_closed_finishes_its_saves(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, torch, bytecheckpoint as bcp
+        manager = bcp.CheckpointManager(sys.argv[1], every_steps=1, keep_last=1)
+        for step in (1, 2):
+            manager.save(step, {"extra_state": {"value": step, "tensor": torch.ones(1000)}})
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert _names(tmp_path) == ["step-2"]
+    assert not (tmp_path / LEASE_KEY).exists()

@@ -1,0 +1,313 @@
+"""``CheckpointManager`` on several ranks: they save the same step or none, and know each other's failures."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import bytecheckpoint as bcp
+from bytecheckpoint import trace
+from bytecheckpoint.errors import BytecheckpointError, RankFailedError
+from bytecheckpoint.manager.agenda import Agenda, Verdict
+from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.testing.ranks import RankPool
+
+WORLD = 3
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(WORLD) as ranks:
+        yield ranks
+
+
+def _state(value: float) -> dict[str, Any]:
+    model = nn.Linear(5, 7)
+    nn.init.constant_(model.weight, value)
+    nn.init.constant_(model.bias, value)
+    return {"model": fully_shard(model), "extra_state": {"value": value}}
+
+
+def _manager(root: str, **options: Any) -> bcp.CheckpointManager:
+    return bcp.CheckpointManager(root, deadline_s=DEADLINE_S, meet_every_s=0.05, **options)
+
+
+def _names(root: Path) -> list[str]:
+    """The committed checkpoints."""
+    names = [path.parent.name for path in root.glob("step-*/manifest.msgpack")]
+    return sorted(names, key=lambda name: int(name[5:]))
+
+
+def _train(manager: bcp.CheckpointManager, steps: int, **saving: Any) -> list[int]:
+    """Turns of a training loop in which every rank waits for every other; the steps that were saved."""
+    saved = []
+    for step in range(1, steps + 1):
+        dist.all_reduce(torch.ones(1))
+        if manager.save(step, lambda step=step: _state(float(step)), **saving) is not None:
+            saved.append(step)
+    return saved
+
+
+def _resumed(rank: int, world_size: int, root: str) -> float:
+    state = _state(-1.0)
+    with _manager(root) as manager:
+        assert manager.resume(state) is not None
+    values = {*state["model"].weight.to_local().flatten().tolist(), state["extra_state"]["value"]}
+    assert len(values) == 1, f"a mixture of {values}"
+    return float(values.pop())
+
+
+def _save_some(rank: int, world_size: int, root: str) -> list[int]:
+    with _manager(root, every_steps=4, keep_last=2) as manager:
+        return _train(manager, 13)
+
+
+def test_saves_and_resumes(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_save_some, str(tmp_path)) == [[4, 8, 12]] * WORLD
+    assert _names(tmp_path) == ["step-8", "step-12"]
+    assert pool.run(_resumed, str(tmp_path), world_size=2) == [12.0] * 2
+
+
+def _by_clock(rank: int, world_size: int, root: str) -> list[int]:
+    with _manager(root, every_minutes=0.2 / 60) as manager:
+        saved: list[int] = []
+        step = 0
+        # Clocks differ from rank to rank, so only a common word can end the loop.
+        going = torch.ones(1)
+        while going.item():
+            step += 1
+            if manager.save(step, _state(float(step))) is not None:
+                saved.append(step)
+            going.fill_(float(len(saved) < 3))
+            dist.broadcast(going, 0)
+    return saved
+
+
+def test_by_the_clock_all_save_the_same_steps(pool: RankPool, tmp_path: Path) -> None:
+    saved = pool.run(_by_clock, str(tmp_path))
+    assert saved == [saved[0]] * WORLD
+    assert _names(tmp_path) == [f"step-{step}" for step in saved[0]]
+
+
+def _leave(rank: int, world_size: int, root: str, victim: int, mode: str) -> tuple[object, int, float]:
+    os.environ["RANK"] = str(rank)
+    begin = 0.0
+    manager = _manager(root, every_steps=1000, grace_s=20.0, save_signals=[signal.SIGUSR2], on_preempt=mode)
+    step = 0
+    try:
+        with manager:
+            while not manager.preempted:
+                step += 1
+                dist.all_reduce(torch.ones(1))
+                if rank == victim and step == 7:
+                    begin = time.monotonic()
+                    os.kill(os.getpid(), signal.SIGTERM)
+                manager.save(step, _state(float(step)))
+        left: object = "returned"
+    except SystemExit as error:
+        left = error.code
+    return left, step, time.monotonic() - begin if begin else 0.0
+
+
+@pytest.mark.parametrize("mode", ["exit", "return"])
+@pytest.mark.parametrize("victim", [0, WORLD - 1], ids=["first", "last"])
+def test_a_signal_anywhere_makes_all_save_the_same_step(pool: RankPool, tmp_path: Path, victim: int, mode: str) -> None:
+    left = pool.run(_leave, str(tmp_path), victim, mode)
+    code = 128 + signal.SIGTERM if mode == "exit" else "returned"
+    assert [one[0] for one in left] == [code] * WORLD
+    (step,) = {one[1] for one in left}
+    assert _names(tmp_path) == [f"step-{step}"]
+    assert max(one[2] for one in left) < 20.0, "the grace period"
+    assert pool.run(_resumed, str(tmp_path)) == [float(step)] * WORLD
+
+
+def _ask(rank: int, world_size: int, root: str) -> list[int]:
+    with _manager(root) as manager:
+        if rank == 1:
+            threading.Thread(target=manager.request_save).start()
+        saved: list[int] = []
+        step = 0
+        while not saved:
+            step += 1
+            dist.all_reduce(torch.ones(1))
+            if manager.save(step, _state(float(step))) is not None:
+                saved.append(step)
+    return saved
+
+
+def test_any_rank_may_ask(pool: RankPool, tmp_path: Path) -> None:
+    saved = pool.run(_ask, str(tmp_path))
+    assert saved == [saved[0]] * WORLD
+
+
+def _fail_in_background(rank: int, world_size: int, root: str, victim: int) -> list[str]:
+    def fail(name: str, event: str) -> None:
+        if rank == victim and name == "save.write" and event == "enter":
+            raise OSError("a broken disk")
+
+    causes = []
+    with _manager(root, every_steps=1) as manager:
+        manager.save(1, _state(1.0))
+        manager.wait()
+        stop = trace.observe(fail)
+        handle = manager.save(2, _state(2.0))
+        if rank == victim:
+            # The others may come to their next save before they know.
+            handle.exception()
+        for step in (3, 4):
+            try:
+                manager.save(step, _state(float(step)))
+            except RankFailedError as error:
+                if not causes:
+                    stop()
+                causes.append(str(error).splitlines()[0])
+            else:
+                causes.append("went on")
+    return causes
+
+
+@pytest.mark.parametrize("victim", [0, WORLD - 1], ids=["first", "last"])
+def test_what_failed_in_the_background_is_raised_by_all_and_once(pool: RankPool, tmp_path: Path, victim: int) -> None:
+    causes = pool.run(_fail_in_background, str(tmp_path), victim)
+    assert causes == [causes[0]] * WORLD
+    failed, went_on = causes[0]
+    assert failed.startswith(f"rank {victim} on ")
+    assert failed.endswith("failed in write: OSError: a broken disk")
+    assert went_on == "went on"
+    assert _names(tmp_path) == ["step-1", "step-4"]
+
+
+def _fail_alone(rank: int, world_size: int, root: str, victim: int, how: str) -> str:
+    """One rank leaves the loop with an error of its own; the others are in the middle of theirs."""
+    try:
+        with _manager(root, every_steps=1) as manager:
+            manager.save(1, _state(1.0))
+            if rank == victim:
+                if how == "raise":
+                    raise ArithmeticError("the loss is not a number")
+                if how == "metrics":
+                    manager.save(2, _state(2.0), metrics={"loss": "high"})  # type: ignore[dict-item]
+                if how == "state":
+                    manager.save(2, lambda: {}["no such thing"])
+                if how == "step":
+                    manager.save(3, _state(2.0))
+            manager.save(2, _state(2.0))
+            manager.wait()
+    except (BytecheckpointError, ArithmeticError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+@pytest.mark.parametrize("how", ["raise", "metrics", "state", "step"])
+@pytest.mark.parametrize("victim", [0, WORLD - 1], ids=["first", "last"])
+def test_one_rank_alone_in_trouble(pool: RankPool, tmp_path: Path, victim: int, how: str) -> None:
+    begin = time.monotonic()
+    said = pool.run(_fail_alone, str(tmp_path), victim, how)
+    others = [one for rank, one in enumerate(said) if rank != victim]
+    expected = {
+        "raise": f"rank {victim} on .* failed in training: ArithmeticError: the loss is not a number",
+        "metrics": "StateError: the metric 'loss' is no number: 'high'",
+        "state": f"rank {victim} on .* failed in state: KeyError: 'no such thing'",
+        "step": "(?s)DisagreementError: the ranks do not agree in CheckpointManager.save.* step: ",
+    }[how]
+    for one in others:
+        assert re.search(expected, one), one
+    assert time.monotonic() - begin < DEADLINE_S, "nobody waited for a deadline"
+    assert _names(tmp_path) == ["step-1"]
+
+
+def _disagree_about_what_is_there(rank: int, world_size: int, root: str) -> float:
+    """Ranks on a network file system may see different things: only rank 0's eyes count."""
+    if rank != 0:
+        LocalBackend.list_children = lambda self, prefix="": []  # type: ignore[method-assign]
+    return _resumed(rank, world_size, root)
+
+
+def test_only_rank_0_looks(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        pool.run(_save_some, str(tmp_path))
+        assert pool.run(_disagree_about_what_is_there, str(tmp_path)) == [12.0] * 2
+
+
+def test_damage_that_one_rank_meets_sends_all_back(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_save_some, str(tmp_path))
+    last = sorted((tmp_path / "step-12").glob("attempt-*/model-*"))[-1]
+    with last.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff")
+    assert pool.run(_resumed, str(tmp_path)) == [8.0] * WORLD
+
+
+def _second_job(rank: int, world_size: int, root: str) -> str:
+    try:
+        _manager(root).close()
+    except BytecheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "took it"
+
+
+def test_two_jobs_are_told_so_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, lease_s=0.6):
+        said = pool.run(_second_job, str(tmp_path))
+    assert said == [said[0]] * WORLD
+    assert said[0].startswith("RootInUseError: ")
+    assert pool.run(_second_job, str(tmp_path)) == ["took it"] * WORLD
+
+
+def _die(rank: int, world_size: int, root: str, victim: int) -> str:
+    try:
+        with _manager(root, every_steps=2) as manager:
+            for step in range(1, 100):
+                if step == 6:
+                    manager.wait()
+                    if rank == victim:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                manager.save(step, _state(float(step)))
+    except RankFailedError as error:
+        return str(error)
+    return "went on"
+
+
+@pytest.mark.parametrize("victim", [0, WORLD - 1], ids=["first", "last"])
+def test_the_next_job_goes_on_where_a_killed_one_stopped(pool: RankPool, tmp_path: Path, victim: int) -> None:
+    said = pool.run(_die, str(tmp_path), victim, expect_death={victim: signal.SIGKILL})
+    for rank, one in enumerate(said):
+        assert rank == victim or f"rank {victim} on " in one
+    # The lease of a process of this host that has ended is taken over at once.
+    assert pool.run(_resumed, str(tmp_path)) == [4.0] * WORLD
+
+
+def _meetings(rank: int, world_size: int, root: str) -> int:
+    """How often the ranks ask each other in a loop of quick turns."""
+    meetings = 0
+    meet = Agenda.meet
+
+    def counted(self: Agenda, *arguments: Any) -> Verdict:
+        nonlocal meetings
+        meetings += 1
+        return meet(self, *arguments)
+
+    Agenda.meet = counted  # type: ignore[method-assign]
+    with bcp.CheckpointManager(root) as manager:
+        for step in range(1, 1001):
+            manager.save(step, _state(1.0))
+    return meetings
+
+
+def test_most_turns_ask_nobody(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        asked = pool.run(_meetings, str(tmp_path))
+    assert asked[0] == asked[1]
+    assert 2 <= asked[0] < 100

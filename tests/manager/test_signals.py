@@ -1,0 +1,55 @@
+"""Signals are noted, and handlers put back."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from bytecheckpoint.errors import StateError
+from bytecheckpoint.manager.signals import SignalWatch
+
+NUMBER = signal.SIGUSR2
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> object:
+    before = signal.getsignal(NUMBER)
+    yield
+    assert signal.getsignal(NUMBER) == before
+
+
+def test_a_signal_is_noted_once_with_its_time() -> None:
+    watch = SignalWatch([NUMBER, NUMBER])
+    assert watch.came == {}
+    os.kill(os.getpid(), NUMBER)
+    first = watch.came[NUMBER]
+    os.kill(os.getpid(), NUMBER)
+    assert watch.came == {NUMBER: first}
+    watch.close()
+    watch.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_watches_may_be_closed_in_any_order(order: tuple[int, int]) -> None:
+    watches = [SignalWatch([NUMBER]), SignalWatch([NUMBER])]
+    for index in order:
+        watches[index].close()
+
+
+def test_a_handler_that_somebody_put_in_between_stays() -> None:
+    before = signal.getsignal(NUMBER)
+    watch = SignalWatch([NUMBER])
+
+    def own(number: int, frame: object) -> None: ...
+
+    signal.signal(NUMBER, own)
+    watch.close()
+    assert signal.getsignal(NUMBER) is own
+    signal.signal(NUMBER, before)
+
+
+def test_a_signal_that_cannot_be_watched_changes_nothing() -> None:
+    with pytest.raises(StateError, match="SIGKILL"):
+        SignalWatch([NUMBER, signal.SIGKILL])
