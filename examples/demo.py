@@ -1,10 +1,12 @@
-"""Train on four processes, lose one in the middle of a save, go on with two, then with one: the curve does not notice.
+"""Train on four processes, lose one in the middle of a save, go on with two until they are told to leave, then with
+one: the curve does not notice.
 
     python examples/demo.py
 
 Every stage runs ``train_gpt.py``: FSDP-2 on 4 processes until one of them is killed while a checkpoint is being
-written; tensor parallelism on 2 processes from the newest checkpoint that is whole; then a single process. An
-uninterrupted run of the same job is the reference. Exits nonzero if anything is not as it should be.
+written; tensor parallelism on 2 processes from the newest checkpoint that is whole, until SIGTERM, as a scheduler sends
+it, makes all save and leave; then a single process, from that very step. An uninterrupted run of the same job is the
+reference. Exits nonzero if anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import bytecheckpoint as bcp
 matplotlib.use("Agg")
 
 TRAIN = Path(__file__).with_name("train_gpt.py")
-STEPS, SAVE_EVERY, KILL_AT, TP_STOPS_AT = 120, 8, 48, 80
+STEPS, SAVE_EVERY, KILL_AT, COMPARE_AT, TERMINATE_AT = 120, 8, 48, 72, 75
 TOLERANCE = 1e-4  # of a loss of about 3: sums in another order, through 120 steps of Adam
 STAGE_DEADLINE_S = 300
 
@@ -47,6 +49,7 @@ class Stage:
     processes: int
     arguments: tuple[str, ...]
     dies: bool = False
+    terminate_at: int | None = None
 
     def command(self, out: Path) -> list[str]:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
@@ -89,9 +92,11 @@ FSDP2 = Stage(
 )
 TP = Stage(
     "tp",
-    "Resumed with tensor parallelism on 2 processes",
+    f"Resumed with tensor parallelism on 2 processes; SIGTERM after step {TERMINATE_AT}",
     2,
-    ("--parallel", "tp", "--stop-at", str(TP_STOPS_AT), "--compare-at", str(TP_STOPS_AT)),
+    ("--parallel", "tp", "--compare-at", str(COMPARE_AT)),
+    dies=True,
+    terminate_at=TERMINATE_AT,
 )
 SINGLE = Stage("single", "Resumed on 1 process", 1, ())
 
@@ -112,12 +117,16 @@ def run(stage: Stage, out: Path) -> None:
     begin = time.perf_counter()
     with log.open("w") as file, console.status("starting ...") as status:
         process = subprocess.Popen(stage.command(out), stdout=file, stderr=subprocess.STDOUT)
+        told = False
         try:
             while process.poll() is None:
                 if time.perf_counter() - begin > STAGE_DEADLINE_S:
                     raise Wrong(f"{stage.name} took more than {STAGE_DEADLINE_S} s; see {log}")
                 for event in stage.events(out, "step")[-1:]:
                     status.update(f"step {event['step']}  loss {event['loss']:.4f}")
+                    if not told and stage.terminate_at is not None and event["step"] >= stage.terminate_at:
+                        process.terminate()
+                        told = True
                 time.sleep(0.2)
         finally:
             if process.poll() is None:
@@ -125,7 +134,7 @@ def run(stage: Stage, out: Path) -> None:
                 process.wait()
     if (process.returncode != 0) != stage.dies:
         tail = "\n".join(log.read_text().splitlines()[-40:])
-        ended = "was to be killed but ended well" if stage.dies else f"failed with exit code {process.returncode}"
+        ended = "was to be stopped but ended well" if stage.dies else f"failed with exit code {process.returncode}"
         raise Wrong(f"{stage.name} {ended}; the end of {log}:\n{tail}")
     steps = sorted(stage.losses(out))
     expect(bool(steps), f"{stage.name} made no step; see {log}")
@@ -134,7 +143,7 @@ def run(stage: Stage, out: Path) -> None:
 
 def check_after_the_kill(out: Path) -> None:
     """The save in which a rank died must not exist, and the one before must be whole."""
-    interrupted = out / "checkpoints" / f"step-{KILL_AT:06d}"
+    interrupted = out / "checkpoints" / f"step-{KILL_AT}"
     try:
         bcp.open(interrupted)
     except bcp.errors.CheckpointError as error:
@@ -146,7 +155,19 @@ def check_after_the_kill(out: Path) -> None:
     assert newest is not None
     report = newest.verify()
     expect(report.ok, f"{newest.url} is damaged: {report}")
-    console.print(f"  step-{newest.step:06d}: [green]whole[/green], every checksum right; training goes on from here")
+    console.print(f"  step-{newest.step}: [green]whole[/green], every checksum right; training goes on from here")
+
+
+def check_after_the_signal(out: Path) -> int:
+    """All ranks saved the step they were at, between two saves that were due; that step."""
+    newest = bcp.latest(out / "checkpoints")
+    assert newest is not None
+    steps = TP.losses(out)
+    last = max(steps)
+    expect(newest.step == last, f"the newest checkpoint is of step {newest.step}, but training went on to {last}")
+    expect(newest.verify().ok, f"{newest.url} is damaged")
+    console.print(f"  step-{last}: [green]saved on SIGTERM[/green] by both ranks, and nothing of the work is lost")
+    return last
 
 
 def check_resumed(stage: Stage, step: int, out: Path) -> None:
@@ -216,7 +237,10 @@ def draw(out: Path) -> Path:
         axes.plot(losses.keys(), losses.values(), color=color, linewidth=1.6, label=label)
     axes.axvline(KILL_AT, color="tab:red", linestyle=":", linewidth=1)
     axes.annotate("SIGKILL in the middle of a save", (KILL_AT, max(reference.values())), color="tab:red", va="top")
-    for step in (KILL_AT - SAVE_EVERY, TP_STOPS_AT):
+    left_at = max(TP.losses(out))
+    axes.axvline(left_at, color="tab:purple", linestyle=":", linewidth=1)
+    axes.annotate("SIGTERM", (left_at, 0.9 * max(reference.values())), color="tab:purple", va="top")
+    for step in (KILL_AT - SAVE_EVERY, left_at):
         axes.plot(step + 1, reference[step + 1], "k^", markersize=7, label=f"resumed from step {step}")
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="One loss curve, three layouts")
     axes.legend()
@@ -243,8 +267,9 @@ def demo(out: Path) -> None:
     check_after_the_kill(out)
     run(TP, out)
     check_resumed(TP, KILL_AT - SAVE_EVERY, out)
+    left_at = check_after_the_signal(out)
     run(SINGLE, out)
-    check_resumed(SINGLE, TP_STOPS_AT, out)
+    check_resumed(SINGLE, left_at, out)
     console.print()
     worst = compare_curves(out)
     console.print()

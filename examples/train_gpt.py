@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --parallel tp    --root runs/gpt     # goes on where that stopped
     python examples/train_gpt.py                      --parallel none  --root runs/gpt
 
+Send it SIGTERM (to torchrun, or to any process): all ranks save the step they are at and leave.
+
 The global batch is fixed and a function of the step, so the loss curve is the same on every layout, up to the order in
 which floating-point numbers are added.
 """
@@ -17,8 +19,9 @@ import math
 import os
 import signal
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,14 @@ from bytecheckpoint import trace
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parallel", choices=["none", "ddp", "fsdp2", "tp"], default="none")
-    parser.add_argument("--root", default="runs/gpt", help="where checkpoints go, a folder or a URL (step-000010, ...)")
+    parser.add_argument("--root", default="runs/gpt", help="where checkpoints go, a folder or a URL (step-10, ...)")
     parser.add_argument("--journal", type=Path, help="append one JSON line per step and per save to this file")
     parser.add_argument(
         "--steps", type=int, default=200, help="the whole run's length; the learning rate depends on it"
     )
     parser.add_argument("--stop-at", type=int, help="stop after this step instead")
     parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--keep-last", type=int, help="how many checkpoints stay (default: all)")
     parser.add_argument("--no-save", action="store_true", help="train only: neither save nor resume")
     parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -153,44 +157,11 @@ class Journal:
             self.file.close()
 
 
-class Saver:
-    """Asynchronous saves, one under way at a time: the one before must be durable before the next begins."""
-
-    def __init__(self, job: Job, journal: Journal) -> None:
-        self.job, self.journal = job, journal
-        self.handle: bcp.SaveHandle | None = None
-        self.step = -1
-        self.close = trace.observe(self._kill_here)
-
-    def save(self) -> None:
-        self.wait()
-        self.step = self.job.extra["step"]
-        start = time.perf_counter()
-        self.handle = bcp.save(
-            f"{self.job.args.root}/step-{self.step:06d}", self.job.state, step=self.step, async_save=True
-        )
-        self.journal.write("save", step=self.step, stall_s=time.perf_counter() - start)
-
-    def wait(self) -> None:
-        """Until what was last saved is durable; raises what went wrong with it."""
-        if self.handle is not None:
-            self.handle.result()
-            self.handle = None
-
-    def _kill_here(self, phase: str, event: str) -> None:
-        args = self.job.args
-        here = (self.job.rank, self.step, phase) == (args.kill_rank, args.kill_at_step, f"save.{args.kill_phase}")
-        if here and event in ("enter", "point"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def resume(job: Job, journal: Journal) -> None:
+def resume(job: Job, manager: bcp.CheckpointManager, journal: Journal) -> None:
     """Fill the job from the newest valid checkpoint below the root, if there is one."""
-    found = bcp.latest(job.args.root)
-    if found is None:
-        return
     start = time.perf_counter()
-    bcp.load(found.url, job.state)
+    if manager.resume(job.state) is None:
+        return
     journal.write("resume", step=job.extra["step"], load_s=time.perf_counter() - start)
     if job.extra["corpus"] != job.corpus.fingerprint:
         raise SystemExit(
@@ -203,22 +174,37 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
     job = Job(args, mesh)
     with (
         closing(Journal(args.journal, job.rank == 0, f"{args.parallel} x{job.world}")) as journal,
-        closing(Saver(job, journal)) as saver,
+        nullcontext()
+        if args.no_save
+        else bcp.CheckpointManager(args.root, every_steps=args.save_every, keep_last=args.keep_last) as manager,
     ):
         journal.write("start", parameters=sum(p.numel() for p in job.model.parameters()))
-        if not args.no_save:
-            resume(job, journal)
+        if manager:
+            resume(job, manager, journal)
+            trace.observe(partial(kill_here, job))
         while job.extra["step"] < (args.stop_at or args.steps):
             start = time.perf_counter()
             loss = job.train_step()
-            journal.write("step", step=job.extra["step"], loss=loss, seconds=time.perf_counter() - start)
-            if not args.no_save and job.extra["step"] % args.save_every == 0:
-                saver.save()
-            if job.extra["step"] == args.compare_at:
-                saver.wait()
-                journal.write("times", **compare(job.model, job.optimizer, Path(f"{args.root}-compare")))
-        saver.wait()
+            step = job.extra["step"]
+            journal.write("step", step=step, loss=loss, seconds=time.perf_counter() - start)
+            if manager:
+                start = time.perf_counter()
+                # On SIGTERM, to any process: all save this step, and leave from in here.
+                if manager.save(step, job.state):
+                    journal.write("save", step=step, stall_s=time.perf_counter() - start)
+                if step == args.compare_at:
+                    manager.wait()
+                    journal.write("times", **compare(job.model, job.optimizer, Path(f"{args.root}-compare")))
         journal.write("valid", step=job.extra["step"], loss=job.validate())
+
+
+def kill_here(job: Job, phase: str, event: str) -> None:
+    """Die where the arguments say, in the middle of a save."""
+    args, step = job.args, job.extra["step"]
+    saving = step - step % args.save_every  # training may have gone on
+    here = (job.rank, saving, phase) == (args.kill_rank, args.kill_at_step, f"save.{args.kill_phase}")
+    if here and event in ("enter", "point"):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:

@@ -52,6 +52,27 @@ def test_killed_in_a_save_then_resumed_is_bit_equal(reference: dict[int, float],
     assert {**first, **second} == reference
 
 
+def test_told_to_leave_it_saves_the_step_it_is_at(reference: dict[int, float], tmp_path: Path) -> None:
+    """SIGTERM to the launcher, as a scheduler sends it."""
+    journal = tmp_path / "journal.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TRAIN)]
+    command += ["--parallel", "ddp", "--steps", "100000", "--batch", "4", "--save-every", "100000"]
+    command += ["--journal", str(journal), "--root", str(tmp_path / "checkpoints")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in iter(process.stdout.readline, ""):
+        if "] step " in line:
+            process.terminate()
+            break
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode != 0, output
+    steps = [json.loads(line)["step"] for line in journal.read_text().splitlines() if '"event": "step"' in line]
+    newest = bcp.latest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.step == steps[-1] < 100_000
+    assert newest.verify().ok
+
+
 def test_resumed_with_tensor_parallelism_is_equal_within_rounding(reference: dict[int, float], tmp_path: Path) -> None:
     train(tmp_path, "--stop-at", str(SAVED_AT))
     losses = train(tmp_path, "--parallel", "tp", processes=2)
