@@ -33,7 +33,7 @@ import bytecheckpoint as bcp
 matplotlib.use("Agg")
 
 TRAIN = Path(__file__).with_name("train_gpt.py")
-STEPS, SAVE_EVERY, KILL_AT, COMPARE_AT, TERMINATE_AT = 120, 8, 48, 72, 75
+STEPS, SAVE_EVERY, KILL_AT, COMPARE_AT, TERMINATE_AT = 120, 8, 48, 64, 73
 TOLERANCE = 1e-4  # of a loss of about 3: sums in another order, through 120 steps of Adam
 STAGE_DEADLINE_S = 300
 

@@ -19,7 +19,7 @@ import math
 import os
 import signal
 import time
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -157,6 +157,13 @@ class Journal:
             self.file.close()
 
 
+def managed(args: argparse.Namespace) -> AbstractContextManager[bcp.CheckpointManager | None]:
+    if args.no_save:
+        return nullcontext()
+    # Steps of this model take a tenth of a second: ask often enough to leave within a few of them.
+    return bcp.CheckpointManager(args.root, every_steps=args.save_every, keep_last=args.keep_last, meet_every_s=0.25)
+
+
 def resume(job: Job, manager: bcp.CheckpointManager, journal: Journal) -> None:
     """Fill the job from the newest valid checkpoint below the root, if there is one."""
     start = time.perf_counter()
@@ -174,9 +181,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
     job = Job(args, mesh)
     with (
         closing(Journal(args.journal, job.rank == 0, f"{args.parallel} x{job.world}")) as journal,
-        nullcontext()
-        if args.no_save
-        else bcp.CheckpointManager(args.root, every_steps=args.save_every, keep_last=args.keep_last) as manager,
+        managed(args) as manager,
     ):
         journal.write("start", parameters=sum(p.numel() for p in job.model.parameters()))
         if manager:
