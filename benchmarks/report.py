@@ -123,6 +123,8 @@ def _sections(document: Mapping[str, Any], pictures: Path) -> list[str]:
     for heading, results in (("One process", by_workload), ("Over ranks", layouts)):
         if results:
             parts.append(f"## {heading}\n")
+        if results is layouts and "run" in ranks:
+            parts.append(_where(ranks["run"]))
         for name, result in results.items():
             parts.append(_markdown(contestants(result)))
             if result["contestants"]:
@@ -135,6 +137,20 @@ def _sections(document: Mapping[str, Any], pictures: Path) -> list[str]:
         everything = {**by_workload, **layouts}
         parts += [_markdown(profile(everything, name)) for name in ("bytecheckpoint", "bytecheckpoint async")]
     return parts
+
+
+def _where(run: Mapping[str, Any]) -> str:
+    """When, how and on what a run was made, where that is not the run of the whole page."""
+    machine, settings = run["machine"], run["settings"]
+    lines = [
+        f"Run of {run['created']}: {settings['rounds']} rounds, {settings['threads']} torch thread(s) a process;",
+        f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Linux {machine['kernel']},",
+        f"{machine['file_system']}, huge pages: {machine['huge_pages']}. To reproduce:",
+        "",
+        f"    {run['command']}",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _about(document: Mapping[str, Any]) -> str:
