@@ -9,8 +9,9 @@ bcp.load("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_st
 from __future__ import annotations
 
 from . import errors
-from .api import Checkpointer, latest, load, open, save, warmup
+from .api import latest, load, open, save, warmup
 from .checkpoint import Checkpoint, StoredTensor, VerifyReport
+from .checkpointer import Checkpointer
 from .chrome_trace import TraceFiles
 from .frameworks.per_rank import PerRank
 from .frameworks.registry import register_adapter

@@ -1,228 +1,21 @@
-"""The public surface: ``save``, ``load``, ``open``, ``latest``, and the ``Checkpointer`` behind them."""
+"""The public surface: ``save``, ``load``, ``open``, ``latest`` and ``warmup``."""
 
 from __future__ import annotations
 
-import atexit
-import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from types import TracebackType
-from typing import Any, Union
-from weakref import WeakSet
+from typing import Any
 
 import torch
 
 from .checkpoint import Checkpoint
-from .chrome_trace import TraceFiles
-from .control import current_communicator
-from .control.base import Communicator, Operation
-from .engine.resources import MERGE_MEMORY, Engine
-from .finding import find_newest
+from .checkpointer import DEADLINE_S, URL, default_checkpointer
 from .handle import SaveHandle
-from .loading import LoadOptions, LoadReport
-from .loading import load as run_load
-from .matching import Cast, Rules, Strictness
+from .loading import LoadReport
+from .matching import Cast, Strictness
 from .planners import Layout
-from .save_options import SaveOptions, WhenBusy
-from .saving import save as run_save
-from .storage_backends import StorageBackend, open_backend
-from .warming import warm_up
+from .save_options import WhenBusy
 
-__all__ = ["Checkpointer", "default_checkpointer", "latest", "load", "open", "save", "warmup"]
-
-URL = Union[str, "os.PathLike[str]"]
-
-_DEADLINE_S = 600.0
-
-TRACE_VARIABLE = "BYTECHECKPOINT_TRACE"
-"""Environment variable: the folder into which every rank writes a trace of its saves and loads."""
-
-_checkpointers: WeakSet[Checkpointer] = WeakSet()  # a load waits for the gated saves of all of them
-
-
-class Checkpointer:
-    """Saves and loads with resources of its own: staging memory, threads, and a line to the other ranks.
-
-    The functions of this module share one; make your own to give it a memory budget or ranks of its own. Saves of one
-    checkpointer are committed in the order in which they were begun. Use it from one thread at a time.
-    """
-
-    def __init__(
-        self,
-        *,
-        memory_budget: int | None = None,
-        slots: int = 2,
-        merge_memory: int = MERGE_MEMORY,
-        communicator: Communicator | None = None,
-    ) -> None:
-        """``memory_budget`` bounds the bytes of staging memory of this process. With None there is room for ``slots``
-        asynchronous saves of the largest size so far, each the size of this rank's share of the state; synchronous
-        saves need some 80 MB. A state that is larger than the budget is staged as fast as it is written. Memory is
-        taken as it is needed (see ``warmup``) and kept until ``close``. ``merge_memory`` bounds what the merge stage
-        has under way beside it (``layout`` of ``save``), at least 32 MiB.
-        """
-        _trace_if_asked()
-        self._engine = Engine(memory_budget=memory_budget, slots=slots, merge_memory=merge_memory)
-        _checkpointers.add(self)
-        self._communicator = communicator
-
-    def save(
-        self,
-        path: URL,
-        state: Mapping[str, Any],
-        *,
-        framework: str | None = None,
-        async_save: bool = False,
-        step: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        allow_pickle: bool = False,
-        deadline_s: float = _DEADLINE_S,
-        chunk_size: int | None = None,
-        when_busy: WhenBusy = "wait",
-        layout: Layout = "shards",
-        gate: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> SaveHandle:
-        """See ``bytecheckpoint.save``."""
-        options = SaveOptions(
-            framework, step, dict(metadata or {}), allow_pickle, deadline_s, chunk_size, when_busy, layout, gate
-        )
-        return self.save_with(path, state, options, async_save=async_save, storage_options=storage_options)
-
-    def save_with(
-        self,
-        path: URL,
-        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
-        options: SaveOptions,
-        *,
-        async_save: bool,
-        storage_options: Mapping[str, Any] | None,
-    ) -> SaveHandle:
-        """As ``save``, for the manager; ``state`` may be a function that makes it."""
-        backend, op = self._begin("save", path, storage_options, options.deadline_s)
-        if callable(state):
-            state = self._made(op, state)
-        return run_save(self._engine, backend, op, state, options, background=async_save)
-
-    def warmup(
-        self,
-        state: Mapping[str, Any],
-        *,
-        slots: int = 2,
-        framework: str | None = None,
-        allow_pickle: bool = False,
-        layout: Layout = "shards",
-        deadline_s: float = _DEADLINE_S,
-    ) -> None:
-        """See ``bytecheckpoint.warmup``."""
-        options = SaveOptions(framework, allow_pickle=allow_pickle, layout=layout, deadline_s=deadline_s)
-        warm_up(self._engine, self.operation("warmup", deadline_s), state, options, slots)
-
-    def load(
-        self,
-        path: URL,
-        state: Mapping[str, Any],
-        *,
-        framework: str | None = None,
-        strict: bool | Strictness | Mapping[str, bool | Strictness] = True,
-        include: Sequence[str] = ("*",),
-        exclude: Sequence[str] = (),
-        rename: Mapping[str, str] | Callable[[str], str] | None = None,
-        cast: Cast = "widen",
-        per_rank: str = "error",
-        allow_pickle: bool = False,
-        verify: bool = True,
-        device: torch.device | str | None = None,
-        share_reads: str = "auto",
-        deadline_s: float = _DEADLINE_S,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> LoadReport:
-        """See ``bytecheckpoint.load``."""
-        rules = Rules(include, exclude, rename, strict, cast)
-        place = None if device is None else torch.device(device)
-        options = LoadOptions(framework, rules, per_rank, allow_pickle, verify, place, deadline_s, share_reads)
-        for checkpointer in tuple(_checkpointers):
-            checkpointer._engine.pass_gates()
-        backend, op = self._begin("load", path, storage_options, deadline_s)
-        return run_load(self._engine, backend, op, state, options)
-
-    def open(self, path: URL, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
-        """See ``bytecheckpoint.open``."""
-        self._engine.check_usable()
-        return Checkpoint.open(open_backend(path, **dict(storage_options or {})), self._engine, verify=verify)
-
-    def latest(
-        self, root: URL, *, allow_fresh: bool = False, storage_options: Mapping[str, Any] | None = None
-    ) -> Checkpoint | None:
-        """See ``bytecheckpoint.latest``."""
-        self._engine.check_usable()
-        found = find_newest(root, allow_fresh=allow_fresh, storage_options=storage_options)
-        return None if found is None else Checkpoint(found.backend, found.manifest, self._engine)
-
-    def close(self) -> None:
-        """Finish saves in flight and give threads and memory back. Does not raise what a save failed with; its handle
-        does."""
-        self._engine.close()
-
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _begin(
-        self, kind: str, path: URL, storage_options: Mapping[str, Any] | None, deadline_s: float
-    ) -> tuple[StorageBackend, Operation]:
-        """Enter the operation before anything that may fail on one rank alone: ranks meet by counting operations."""
-        op = self.operation(kind, deadline_s)
-        try:
-            with op.phase("check"):
-                return open_backend(path, **dict(storage_options or {})), op
-        except BaseException:
-            op.close()
-            raise
-
-    @staticmethod
-    def _made(op: Operation, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        try:
-            with op.phase("state"):
-                return make()
-        except BaseException:
-            op.close()
-            raise
-
-    def operation(self, kind: str, deadline_s: float) -> Operation:
-        """Begin an operation of all ranks, for the manager; whoever begins it closes it."""
-        ranks = self._communicator if self._communicator is not None else current_communicator(deadline_s=deadline_s)
-        return ranks.operation(kind, deadline_s=deadline_s)
-
-    @property
-    def _pid(self) -> int:
-        return self._engine.pid
-
-
-@cache
-def _trace_if_asked() -> TraceFiles | None:
-    """Trace this process from its first ``Checkpointer`` on where the environment names a folder for it."""
-    directory = os.environ.get(TRACE_VARIABLE)
-    if not directory:
-        return None
-    files = TraceFiles(directory)
-    atexit.register(files.close)
-    return files
-
-
-_shared: Checkpointer | None = None
-
-
-def default_checkpointer() -> Checkpointer:
-    """The one behind the functions of this module. Threads do not survive a fork, so a child gets a new one."""
-    global _shared
-    if _shared is None or _shared._pid != os.getpid():
-        _shared = Checkpointer()
-    return _shared
+__all__ = ["latest", "load", "open", "save", "warmup"]
 
 
 def save(
@@ -234,7 +27,7 @@ def save(
     step: int | None = None,
     metadata: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
-    deadline_s: float = _DEADLINE_S,
+    deadline_s: float = DEADLINE_S,
     chunk_size: int | None = None,
     when_busy: WhenBusy = "wait",
     layout: Layout = "shards",
@@ -305,7 +98,7 @@ def warmup(
     framework: str | None = None,
     allow_pickle: bool = False,
     layout: Layout = "shards",
-    deadline_s: float = _DEADLINE_S,
+    deadline_s: float = DEADLINE_S,
 ) -> None:
     """Make the first save of ``state`` as quick as the second. Call it on every rank, once, before training begins.
 
@@ -337,7 +130,7 @@ def load(
     verify: bool = True,
     device: torch.device | str | None = None,
     share_reads: str = "auto",
-    deadline_s: float = _DEADLINE_S,
+    deadline_s: float = DEADLINE_S,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Fill ``state`` in place from the checkpoint at ``path``, whatever layout and world size saved it.

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 import msgpack
 
-from ..api import Checkpointer, default_checkpointer
 from ..at_exit import before_exit
 from ..checkpoint import Checkpoint
+from ..checkpointer import Checkpointer, default_checkpointer
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
 from ..errors import CheckpointError, KeyNotFoundError, StateError
