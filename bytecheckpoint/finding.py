@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .engine.writing.commit import ATTEMPT_MARK, read_manifest
-from .errors import CheckpointError, CheckpointNotFoundError, CorruptionError, NoValidCheckpointError
+from .errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    NoValidCheckpointError,
+    UnsupportedVersionError,
+)
 from .manifest import MANIFEST_KEY, Manifest
 from .storage_backends import join, open_backend
 from .storage_backends.base import StorageBackend
@@ -50,8 +56,8 @@ def find_newest(
 
     Children whose names end in a number are tried from the highest number down, until one holds. ``excluding`` are
     names that the caller found to be bad. None where nothing was ever saved. Raises ``NoValidCheckpointError`` where
-    there are traces of saves but no such checkpoint, unless ``allow_fresh``; ``StorageError`` where the store does not
-    answer.
+    there are traces of saves but no such checkpoint, unless ``allow_fresh``; ``UnsupportedVersionError`` where the
+    newest is of a newer library; ``StorageError`` where the store does not answer.
     """
     options = dict(storage_options or {})
     top = open_backend(root, **options)
@@ -67,6 +73,8 @@ def find_newest(
             holding.append(_proved(name, open_backend(join(top.url, name), **options)))
         except CheckpointNotFoundError:
             continue  # removed since it was listed
+        except UnsupportedVersionError:
+            raise  # it may well hold, and what comes before it is older than anybody thinks
         except CheckpointError as error:
             if _has_traces(top, name):
                 problems.append(f"{name}: {error}")

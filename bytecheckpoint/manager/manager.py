@@ -20,7 +20,7 @@ from ..checkpoint import Checkpoint
 from ..checkpointer import Checkpointer, default_checkpointer
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
-from ..errors import CheckpointError, KeyNotFoundError, StateError
+from ..errors import CheckpointError, KeyNotFoundError, StateError, UnsupportedVersionError
 from ..finding import find_newest
 from ..handle import SaveHandle
 from ..loading import LoadReport
@@ -112,6 +112,7 @@ class CheckpointManager:
         """
         self.root = os.fspath(root)
         self.preempted = False
+        self._pid = os.getpid()
         self._checkpointer = checkpointer if checkpointer is not None else default_checkpointer()
         self._storage_options = dict(storage_options or {})
         self._deadline_s, self._async, self._exits = deadline_s, async_save, on_preempt == "exit"
@@ -181,7 +182,8 @@ class CheckpointManager:
         saved.
 
         Where bytes of it turn out to be damaged while it is loaded, that is logged and the one before is loaded. A
-        state that does not fit the checkpoint is a ``MismatchError``, and no reason to take an older one. ``options``
+        state that does not fit the checkpoint is a ``MismatchError``, a checkpoint of a newer library an
+        ``UnsupportedVersionError``, and no reason to take an older one. ``options``
         are those of ``bytecheckpoint.load``. Raises as ``latest`` and ``load``; after a ``NoValidCheckpointError``,
         tensors may hold values of a damaged checkpoint.
         """
@@ -198,6 +200,8 @@ class CheckpointManager:
                     storage_options=self._storage_options,
                     **options,
                 )
+            except UnsupportedVersionError:
+                raise
             except (CheckpointError, KeyNotFoundError) as error:
                 _log.error("%s cannot be loaded, the one before is tried: %s", name, error)
                 damaged.append(name)
@@ -339,13 +343,14 @@ class CheckpointManager:
         name = STEP_NAME.format(step)
         if self._housekeeping is not None:
             self._housekeeping.expect(name)
-        handle = self._checkpointer.save_with(
-            join(self.root, name),
-            state,
-            options,
-            async_save=self._async,
-            storage_options=self._storage_options,
-        )
+        url = join(self.root, name)
+        try:
+            handle = self._checkpointer.save_with(
+                url, state, options, async_save=self._async, storage_options=self._storage_options
+            )
+        except BaseException:
+            self._agenda.failed()
+            raise
         self._in_flight.add(handle)
         if self._housekeeping is not None:
             self._housekeeping.follow(handle, name, step, metrics)
@@ -384,5 +389,6 @@ class CheckpointManager:
 
 def _finish(manager: weakref.ref[CheckpointManager]) -> None:
     alive = manager()
-    if alive is not None:
+    # A forked child runs this too where multiprocessing ends it; saves, lease and threads are its parent's.
+    if alive is not None and alive._pid == os.getpid():
         alive._let_go()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -29,6 +30,7 @@ class SignalWatch:
         self.came: dict[int, float] = {}
         self._former: dict[int, Any] = {}
         self._closed = False
+        self._pid = os.getpid()
         wanted = list(dict.fromkeys(signals))
         if wanted and threading.current_thread() is not threading.main_thread():
             _log.warning(
@@ -61,4 +63,10 @@ class SignalWatch:
         return handler
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked child, such as a data loader's worker: it ends as it would have without us.
+            handler = self._former[number]
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            os.kill(os.getpid(), number)
+            return
         self.came.setdefault(number, time.monotonic())

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import with_version
 from torch import nn
 
 import bytecheckpoint as bcp
@@ -27,6 +28,7 @@ from bytecheckpoint.errors import (
     StateError,
     StorageError,
     StorageFullError,
+    UnsupportedVersionError,
 )
 from bytecheckpoint.manager.lease import LEASE_KEY
 from bytecheckpoint.storage_backends.local import LocalBackend
@@ -262,6 +264,14 @@ def test_a_full_disk_is_seen_before_anything_is_copied(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_refused_save_may_be_tried_again(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(StateError):
+            manager.save(1, {"model": object()}, force=True)
+        assert manager.save(1, _state(1.0), force=True) is not None
+    assert _names(tmp_path) == ["step-1"]
+
+
 def test_a_closed_manager_saves_nothing(tmp_path: Path) -> None:
     manager = bcp.CheckpointManager(tmp_path, every_steps=1)
     manager.close()
@@ -335,6 +345,16 @@ def test_none_valid_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
         _value(tmp_path)
     with bcp.CheckpointManager(tmp_path) as manager:
         assert manager.resume(_state(), allow_fresh=True) is None
+
+
+def test_a_checkpoint_of_a_newer_library_is_no_reason_to_go_back(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(1, 3))
+    manifest = tmp_path / "step-2" / "manifest.msgpack"
+    manifest.write_bytes(with_version(manifest.read_bytes(), 2))
+    with pytest.raises(UnsupportedVersionError):
+        bcp.latest(tmp_path)
+    with bcp.CheckpointManager(tmp_path) as manager, pytest.raises(UnsupportedVersionError):
+        manager.resume(_state())
 
 
 def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> None:
@@ -457,6 +477,42 @@ def test_signals_outside_the_main_thread_are_warned_of(tmp_path: Path, caplog: p
 
 
 # -- the end of the interpreter ------------------------------------------------------------------------------------
+
+
+def test_a_workers_end_takes_nothing_from_its_parent(tmp_path: Path) -> None:
+    """A data loader's worker is forked while a save is in flight, and ends while that still is."""
+    script = textwrap.dedent(
+        """
+        import multiprocessing, sys, threading
+        import bytecheckpoint as bcp
+        from bytecheckpoint import trace
+
+        held = threading.Event()
+        trace.observe(lambda name, event: held.wait(60) if name == "save.commit.before" else None)
+        with bcp.CheckpointManager(sys.argv[1], every_steps=1) as manager:
+            handle = manager.save(1, {"extra_state": {"value": 1}})
+            worker = multiprocessing.get_context("fork").Process(target=int)
+            worker.start()
+            worker.join(30)
+            assert worker.exitcode == 0, worker.exitcode
+            awake, tell = multiprocessing.Pipe()
+            sleeper = multiprocessing.get_context("fork").Process(
+                target=lambda: (tell.send("awake"), threading.Event().wait())
+            )
+            sleeper.start()
+            awake.recv()
+            sleeper.terminate()
+            sleeper.join(30)
+            assert sleeper.exitcode == -15, sleeper.exitcode
+            assert not handle.done()
+            held.set()
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert _names(tmp_path) == ["step-1"]
 
 
 def test_a_manager_that_nobody_closed_finishes_its_saves(tmp_path: Path) -> None:

@@ -38,6 +38,24 @@ def test_watches_may_be_closed_in_any_order(order: tuple[int, int]) -> None:
         watches[index].close()
 
 
+def test_a_forked_child_ends_as_it_would_without_us() -> None:
+    watch = SignalWatch([signal.SIGTERM])
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(told, b"x")
+        while True:
+            signal.pause()
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    watch.close()
+    os.close(ready)
+    os.close(told)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    assert watch.came == {}
+
+
 def test_a_handler_that_somebody_put_in_between_stays() -> None:
     before = signal.getsignal(NUMBER)
     watch = SignalWatch([NUMBER])

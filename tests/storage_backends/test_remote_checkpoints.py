@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import CheckpointNotFoundError, StorageError
+from bytecheckpoint.errors import CheckpointNotFoundError, RootInUseError, StorageError
+from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -52,6 +53,27 @@ def test_ranks_save_to_s3_and_one_process_loads(rank_pool: RankPool, bucket: str
     assert _load_whole(again.url, s3) == 5.0
     stored = {stat.key for stat in again.backend.list()}
     assert stored == {"manifest.msgpack", *again.manifest.files.name}
+
+
+@pytest.mark.s3
+def test_a_manager_on_s3(bucket: str, s3: dict[str, Any]) -> None:
+    root = f"s3://{bucket}/managed"
+    state = {"model": _model(0.0), "extra_state": {"value": 0.0}}
+    with bcp.CheckpointManager(root, every_steps=1, keep_last=2, lease_s=3.0, storage_options=s3) as manager:
+        assert manager.resume(state) is None
+        for step in range(1, 5):
+            manager.save(step, {"model": _model(float(step)), "extra_state": {"value": float(step)}})
+        with pytest.raises(RootInUseError):
+            bcp.CheckpointManager(root, storage_options=s3)
+    with bcp.CheckpointManager(root, storage_options=s3) as manager:
+        damaged = bcp.open(f"{root}/step-4", storage_options=s3)
+        damaged.backend.delete(damaged.manifest.files.name[:1])
+        report = manager.resume(state)
+    assert report is not None
+    assert report.step == 3
+    assert state["extra_state"]["value"] == 3.0
+    kept = open_backend(root, **s3).list_children("")
+    assert [name for name in kept if name.startswith("step-")] == ["step-3/", "step-4/"]
 
 
 @pytest.mark.s3

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
+
 MANIFEST = "manifest.msgpack"
+
+
+def with_version(raw: bytes, version: int) -> bytes:
+    """The manifest as a later library would begin it: the version is the byte behind the magic string."""
+    changed = raw[:16] + bytes([version]) + raw[17:-16]
+    return changed + xxhash.xxh3_128_digest(changed)
 
 
 def keys_of(root: Path) -> list[str]:
