@@ -1,0 +1,83 @@
+"""``--load-format bcp``: vLLM starts from a checkpoint of any training layout, each rank reading only what it holds.
+
+``register`` is an entry point of ``vllm.general_plugins``, which vLLM calls in each of its processes. Nothing here is
+imported without vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+from vllm.config import LoadConfig, ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from ..checkpoint import Checkpoint
+from ..checkpointer import default_checkpointer
+from ..engine.writing.commit import ATTEMPT_MARK
+from ..errors import MismatchError, StateError
+from .delivery import Delivered, StoredWeights
+
+__all__ = ["BcpModelLoader", "register"]
+
+_LOAD_FORMAT = "bcp"
+_OPTIONS = frozenset({"path", "section", "verify", "storage_options"})
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make the load format known to vLLM. May be called again."""
+    register_model_loader(_LOAD_FORMAT)(BcpModelLoader)
+
+
+class BcpModelLoader(BaseModelLoader):
+    """Of ``--model-loader-extra-config``: ``path``, of the checkpoint, where ``--model`` names only a configuration;
+    ``section`` (default "model"), ``verify`` (default true), ``storage_options``."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        options = dict(load_config.model_loader_extra_config or {})
+        unknown = sorted(set(options) - _OPTIONS)
+        if unknown:
+            raise StateError(
+                f"load format {_LOAD_FORMAT} takes {', '.join(sorted(_OPTIONS))} as extra configuration, not "
+                f"{', '.join(map(str, unknown))}"
+            )
+        self._options = options
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """There is nothing to fetch beforehand."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Fill ``model``. Raises ``MismatchError`` naming every parameter that the checkpoint has nothing for."""
+        weights = StoredWeights(self._open(model_config), self._options.get("section", "model"))
+        loaded = model.load_weights(weights.tensors())  # type: ignore[operator]
+        if loaded is not None:
+            _check_complete(model, set(loaded))
+        delivered = weights.deliver()
+        _log.info("%s", _summary(delivered))
+
+    def _open(self, model_config: ModelConfig) -> Checkpoint:
+        path = str(self._options.get("path") or model_config.model)
+        head, _, name = path.rstrip("/").rpartition("/")
+        if name.startswith(ATTEMPT_MARK):
+            path = head  # Checkpoint.model_directory, which holds the configuration of a model that was stored whole
+        return default_checkpointer().open(
+            path, verify=self._options.get("verify", True), storage_options=self._options.get("storage_options")
+        )
+
+
+def _check_complete(model: nn.Module, loaded: set[str]) -> None:
+    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+    if missing:
+        listed = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        faults = [("missing", name, "not in the checkpoint") for name in missing]
+        raise MismatchError(f"the checkpoint has nothing for {len(missing)} parameter(s): {listed}", faults)
+
+
+def _summary(delivered: Delivered) -> str:
+    share = 100 * delivered.straight / max(delivered.wanted, 1)
+    text = f"{delivered.wanted:,} bytes into place, {share:.1f} % of them straight; {delivered.read:,} bytes read"
+    return text + (f"; values of {', '.join(delivered.seen)} were computed with" if delivered.seen else "")
