@@ -22,7 +22,12 @@ import bytecheckpoint
 modules = [bytecheckpoint.__name__]
 modules += [found.name for found in pkgutil.walk_packages(bytecheckpoint.__path__, "bytecheckpoint.")]
 for name in modules:
-    file = importlib.import_module(name).__file__
+    # By a module that this environment lacks, a host of plug-ins, not by one of ours.
+    try:
+        file = importlib.import_module(name).__file__
+    except ModuleNotFoundError as error:
+        assert error.name == "vllm" and name.endswith(".vllm_loader"), (name, error)
+        continue
     assert file.startswith({folder!r}), (name, file)
 print(len(modules))
 """
