@@ -87,11 +87,13 @@ class StreamWriter(ObjectWriter):
         self._early: dict[int, bytes] = {}
         self._next = 0
         self._state = "open"
+        self._failure: StorageError | None = None
         self._lock = Lock()
 
     def write(self, offset: int, data: Buffer) -> None:
         view = byte_view(data)
         with self._lock:
+            self._raise_failure()
             self._check_open()
             self._pieces.add(offset, len(view))
             if not len(view):
@@ -104,8 +106,8 @@ class StreamWriter(ObjectWriter):
                 while self._next in self._early:
                     self._pass_on(memoryview(self._early.pop(self._next)))
             except Exception as error:
-                self._state = "failed"
-                raise map_error(error, self._action, reading=False) from error
+                self._state, self._failure = "failed", map_error(error, self._action, reading=False)
+                raise self._failure from error
 
     def complete(self) -> None:
         with self._lock:
@@ -122,7 +124,7 @@ class StreamWriter(ObjectWriter):
         with self._lock:
             if self._state in ("complete", "aborted"):
                 return
-            self._state = "aborted"
+            self._state, self._failure = "aborted", None
             self._early.clear()
             try:
                 self._discard()
@@ -167,6 +169,11 @@ class StreamWriter(ObjectWriter):
             return
         self._file.close()
         self._drop()
+
+    def _raise_failure(self) -> None:
+        """Of several threads that write, whichever is heard first tells the cause."""
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args) from self._failure
 
     def _check_open(self) -> None:
         if self._state != "open":

@@ -44,6 +44,7 @@ class LocalWriter(ObjectWriter):
         self._fd = fd
         self._direct: DirectFile | None = None
         self._state = "open"
+        self._failure: BaseException | None = None
         self._writing = 0
         self._idle = Condition()
 
@@ -61,14 +62,15 @@ class LocalWriter(ObjectWriter):
     def write(self, offset: int, data: Buffer) -> None:
         view = byte_view(data)
         with self._idle:
+            self._raise_failure()
             self._check_open()
             self._pieces.add(offset, len(view))
             self._writing += 1
         try:
             self._call(lambda: self._write(view, offset))
-        except BaseException:
+        except BaseException as error:
             with self._idle:
-                self._state = "failed"
+                self._state, self._failure = "failed", self._failure or error
             raise
         finally:
             with self._idle:
@@ -97,7 +99,7 @@ class LocalWriter(ObjectWriter):
         with self._idle:
             if self._state in ("complete", "aborted"):
                 return
-            self._state = "aborted"
+            self._state, self._failure = "aborted", None
             self._idle.wait_for(lambda: not self._writing)
             fd, self._fd = self._fd, -1
         try:
@@ -120,6 +122,11 @@ class LocalWriter(ObjectWriter):
         if self._direct is not None:
             self._direct.close()
         os.close(fd)
+
+    def _raise_failure(self) -> None:
+        """Of several threads that write, whichever is heard first tells the cause."""
+        if isinstance(self._failure, StorageError):
+            raise type(self._failure)(*self._failure.args) from self._failure
 
     def _check_open(self) -> None:
         if self._state != "open":

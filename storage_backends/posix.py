@@ -137,6 +137,8 @@ def map_os_error(error: OSError, action: str, *, absent_is_missing_key: bool) ->
         return KeyNotFoundError(f"{action}: no such object")
     if error.errno == errno.ENOTDIR:
         return StorageError(f"{said}; a component of the key is itself an object")
+    if error.errno == errno.EIO:
+        return StorageError(f"{said}; the device or the mount has failed: see the system's log, and use another")
     return StorageError(said)
 
 

@@ -1,0 +1,481 @@
+"""Real file systems that fail in the middle of a save: full, read-only, out of quota, a device that breaks.
+
+Every rank raises the right error, which says where, how much and what to do; the checkpoint before is bit-equal; what
+the failed save left is swept where the file system still lets it be and is never taken for a checkpoint; and once the
+fault is over, the same processes save again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fuse_disk import FuseDisk, FuseRule, fuse_disk
+from small_mounts import Ext4Disk, ext4_disk
+from small_training import differing, memory, stepped
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import bytecheckpoint as bcp
+from bytecheckpoint import trace
+from bytecheckpoint.errors import BytecheckpointError, StorageError, StorageFullError
+from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.storage_backends.fsspec_writers import StreamWriter
+from bytecheckpoint.testing.ranks import RankPool
+
+pytestmark = pytest.mark.slow
+
+WORLD = 2
+DISK = 48 << 20
+DEADLINE_S = 30.0
+ROWS, COLUMNS = 512, 700  # 1.4 MB, and twice as much of the optimizer: several files, long enough for direct transfers
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to the disk at the ``nth`` time that rank 0 comes to ``point``, and what must come of it."""
+
+    point: str
+    arm: Callable[[Any], None]
+    lift: Callable[[Any], None]
+    error: str  # patterns: the class, and the message
+    says: str
+    nth: int = 1
+    sweeps: bool = True  # the file system still lets files be removed
+    reads: bool = True  # and be read
+
+
+def _ulimit(size: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+
+
+def _break(disk: Ext4Disk) -> None:
+    disk.fail_from(4096)
+
+
+ATTEMPT = r"'attempt-\S+/(model|optimizer|extra_state)-0000\d\.\w+' in \S+/disk/root/step-2: "
+FULL = r"; free space or quota, or raise the file size limit \(ulimit -f\) \(needed: \d+ bytes, free on .*: \d+ bytes\)"
+DENIED = r"; check the owner, the mode and whether the mount is read-only"
+BROKEN = r"; the device or the mount has failed: see the system's log, and use another"
+# An ext4 that has failed is read-only from then on: who has a file open meets the one, who opens one the other.
+DEVICE_ERRORS = "StorageError|AccessDeniedError"
+MANIFEST = r"'manifest.msgpack' in \S+/disk/root/step-2: "
+
+ON_EXT4 = {
+    "full": Fault(
+        "save.check",
+        lambda disk: disk.fill(leave=1 << 20),
+        Ext4Disk.free,
+        "StorageFullError",
+        r"/disk/root/step-2: this checkpoint takes [\d,]+ bytes, and [\d,]+ are free there. Nothing was written; free",
+    ),
+    "fills-after-the-check": Fault(
+        "save.stage",
+        lambda disk: disk.fill(leave=512 << 10),
+        Ext4Disk.free,
+        "StorageFullError",
+        f"writing {ATTEMPT}.*ENOSPC.*{FULL}",
+    ),
+    "fills-between-files": Fault(
+        "save.write.file", Ext4Disk.fill, Ext4Disk.free, "StorageFullError", f"{ATTEMPT}.*ENOSPC.*{FULL}", nth=3
+    ),
+    "full-for-the-manifest": Fault(
+        "save.commit.before", Ext4Disk.fill, Ext4Disk.free, "StorageFullError", f"{MANIFEST}.*ENOSPC.*{FULL}"
+    ),
+    "read-only": Fault(
+        "save.stage",
+        lambda disk: disk.remount("ro"),
+        lambda disk: disk.remount("rw"),
+        "AccessDeniedError",
+        f"{ATTEMPT}.*EROFS.*{DENIED}",
+        sweeps=False,
+    ),
+    "read-only-for-the-manifest": Fault(
+        "save.commit.before",
+        lambda disk: disk.remount("ro"),
+        lambda disk: disk.remount("rw"),
+        "AccessDeniedError",
+        f"{MANIFEST}.*EROFS.*{DENIED}",
+        sweeps=False,
+    ),
+    "aborted-by-the-kernel": Fault(
+        "save.write.file",
+        Ext4Disk.abort,
+        Ext4Disk.mend,
+        DEVICE_ERRORS,
+        f"{ATTEMPT}.*(EIO.*{BROKEN}|EROFS.*{DENIED})",
+        nth=2,
+        sweeps=False,
+    ),
+    "device-fails-in-a-write": Fault(
+        "save.write.file",
+        _break,
+        Ext4Disk.mend,
+        DEVICE_ERRORS,
+        f"{ATTEMPT}.*(EIO.*{BROKEN}|EROFS.*{DENIED})",
+        nth=2,
+        sweeps=False,
+        reads=False,
+    ),
+    "device-fails-in-the-sync": Fault(
+        "save.write.complete",
+        _break,
+        Ext4Disk.mend,
+        DEVICE_ERRORS,
+        f"{ATTEMPT}.*(EIO.*{BROKEN}|EROFS.*{DENIED})",
+        sweeps=False,
+        reads=False,
+    ),
+    "ulimit": Fault(
+        "save.write.file",
+        lambda disk: _ulimit(100 << 10),
+        lambda disk: _ulimit(resource.RLIM_INFINITY),
+        "StorageFullError",
+        f"{ATTEMPT}.*EFBIG.*{FULL}",
+        nth=2,
+    ),
+}
+
+
+def _rules(*rules: FuseRule) -> Callable[[FuseDisk], None]:
+    return lambda disk: disk.fail(*rules)
+
+
+NO_RESERVING = FuseRule("fallocate", errno.EOPNOTSUPP)
+
+ON_FUSE = {
+    "quota": Fault(
+        "save.stage",
+        _rules(FuseRule("fallocate", errno.EDQUOT, "*/model-*")),
+        FuseDisk.mend,
+        "StorageFullError",
+        f"{ATTEMPT}.*EDQUOT.*{FULL}",
+    ),
+    "quota-in-a-write": Fault(
+        "save.stage",
+        _rules(NO_RESERVING, FuseRule("write", errno.EDQUOT, "*/optimizer-*", 256 << 10)),
+        FuseDisk.mend,
+        "StorageFullError",
+        f"{ATTEMPT}.*EDQUOT.*{FULL}",
+    ),
+    "write-error": Fault(
+        "save.stage",
+        _rules(FuseRule("write", errno.EIO, "*/optimizer-00000*", 256 << 10)),
+        FuseDisk.mend,
+        "StorageError",
+        f"{ATTEMPT}.*EIO.*{BROKEN}",
+    ),
+    "sync-error": Fault(
+        "save.stage",
+        _rules(FuseRule("fsync", errno.EIO, "*/model-00000*")),
+        FuseDisk.mend,
+        "StorageError",
+        f"{ATTEMPT}.*EIO.*{BROKEN}",
+    ),
+    "rename-error": Fault(
+        "save.stage",
+        _rules(FuseRule("rename", errno.EIO, "*/manifest.msgpack")),
+        FuseDisk.mend,
+        "StorageError",
+        f"{MANIFEST}.*EIO.*{BROKEN}",
+    ),
+}
+
+FAULTS = {**ON_EXT4, **ON_FUSE}
+MODES = ("sync", "async", "manager")
+
+
+@dataclass
+class Met:
+    """What one rank saw."""
+
+    error: str
+    message: str
+    wrong: list[str]  # names of tensors that are not what was saved, at any time
+    left: list[str]  # below the failed checkpoint's folder, while the fault lasts
+    latest: int  # the step that is found as the newest, when it is over
+    left_at_last: list[str]  # as ``left``, once the manager of a next job has saved
+
+
+class Job:
+    """Saves below one root, in one of the ways."""
+
+    def __init__(self, root: str, mode: str) -> None:
+        self.root, self._mode = root, mode
+        self._manager = None
+        if mode == "manager":
+            self._manager = bcp.CheckpointManager(root, deadline_s=DEADLINE_S, meet_every_s=0.05)
+
+    def path(self, step: int) -> str:
+        return f"{self.root}/step-{step}"
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        if self._manager is None:
+            handle = bcp.save(
+                self.path(step), state, step=step, async_save=self._mode == "async", deadline_s=DEADLINE_S
+            )
+            handle.result(DEADLINE_S)
+            return
+        # What fails before staging is raised by save, what fails later by wait: every rank makes both calls.
+        try:
+            assert self._manager.save(step, state, force=True) is not None
+        finally:
+            self._manager.wait()
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+
+def _state(value: float) -> dict[str, Any]:
+    model = nn.Linear(COLUMNS, ROWS)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + value)
+    if dist.is_initialized():
+        fully_shard(model)
+    return {"model": model, "optimizer": stepped(model), "extra_state": {"value": value}}
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _wrong(path: str, expected: dict[str, Any]) -> list[str]:
+    loaded = _state(-1.0)
+    bcp.load(path, loaded, deadline_s=DEADLINE_S)
+    return differing(memory(loaded), expected)
+
+
+def _files(folder: str) -> list[str]:
+    return [str(file) for file in Path(folder).rglob("*")]
+
+
+def _meet(rank: int, world_size: int, disk: Any, kind: str, mode: str) -> Met:
+    fault = FAULTS[kind]
+    job = Job(f"{disk.path}/root", mode)
+    first = _state(1.0)
+    job.save(1, first)
+    expected = memory(first)
+    _together()
+    seen = 0
+
+    def strike(name: str, event: str) -> None:
+        nonlocal seen
+        if name == fault.point and event in ("enter", "point"):
+            seen += 1
+            if seen == fault.nth:
+                fault.arm(disk)
+
+    stop = trace.observe(strike) if rank == 0 else lambda: None
+    try:
+        job.save(2, _state(2.0))
+        error, message = "", "nothing was raised"
+    except BytecheckpointError as raised:
+        error, message = type(raised).__name__, str(raised)
+    finally:
+        stop()
+    _together()
+    wrong = _wrong(job.path(1), expected) if fault.reads else []
+    left = _files(job.path(2)) if fault.reads else []
+    _together()
+    if rank == 0:
+        fault.lift(disk)
+    _together()
+    wrong += _wrong(job.path(1), expected)
+    latest = bcp.latest(job.root)
+    assert latest is not None
+    with pytest.raises(bcp.errors.CheckpointError):
+        bcp.open(job.path(2))
+    _together()
+    third = _state(3.0)
+    job.save(3, third)
+    wrong += _wrong(job.path(3), memory(third))
+    wrong += _wrong(job.path(1), expected)
+    job.close()
+    left_at_last = []
+    if mode == "manager":
+        _together()
+        next_job = Job(job.root, mode)
+        next_job.save(4, third)
+        next_job.close()
+        # Files: the directory of an attempt that never got one may stay, and is nothing to any reader.
+        left_at_last = [file for file in _files(job.path(2)) if os.path.isfile(file)]
+    return Met(error, message, wrong, left, latest.step or 0, left_at_last)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(WORLD) as ranks:
+        yield ranks
+
+
+def _check(pool: RankPool, disk: Any, kind: str, mode: str, world_size: int) -> None:
+    fault = FAULTS[kind]
+    met = pool.run(_meet, disk, kind, mode, world_size=world_size, backend="gloo" if world_size > 1 else None)
+    for rank, one in enumerate(met):
+        assert re.fullmatch(fault.error, one.error), f"rank {rank}: {one.error}: {one.message}"
+        assert re.search(fault.says, one.message), f"rank {rank}: {one.message}"
+        assert one.wrong == []
+        assert one.latest == 1
+        if fault.sweeps:
+            assert one.left == []
+        if rank == 0:  # the others may be here before it has swept
+            assert one.left_at_last == []
+
+
+WORLDS = pytest.mark.parametrize("world_size", [1, WORLD], ids=["alone", "ranks"])
+
+
+@WORLDS
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ON_EXT4)
+def test_a_save_on_an_ext4_that_fails(pool: RankPool, tmp_path: Path, kind: str, mode: str, world_size: int) -> None:
+    with ext4_disk(tmp_path / "disk", DISK) as disk:
+        _check(pool, disk, kind, mode, world_size)
+
+
+@pytest.mark.parametrize(("mode", "world_size"), [("sync", 1), ("async", WORLD), ("manager", WORLD)])
+@pytest.mark.parametrize("kind", ON_FUSE)
+def test_a_save_on_a_fuse_that_fails(pool: RankPool, tmp_path: Path, kind: str, mode: str, world_size: int) -> None:
+    with fuse_disk(tmp_path / "disk") as disk:
+        _check(pool, disk, kind, mode, world_size)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+LONG = 16 << 20  # elements: 64 MiB, many times what is read at once
+
+
+def _long_state(value: float) -> dict[str, Any]:
+    return {"extra_state": {"long": torch.arange(LONG, dtype=torch.float32) + value}}
+
+
+def _data_file(path: str) -> str:
+    return max((str(file) for file in Path(path).rglob("*.safetensors")), key=os.path.getsize)
+
+
+def _load_and_fail(
+    rank: int, world_size: int, path: str, happens: Callable[[Any], None], given: Any
+) -> tuple[str, str]:
+    """Rank 0 lets something happen when the first piece of the file was read, and most of it was not."""
+    once = threading.Lock()
+
+    def see(span: trace.Span) -> None:
+        if span.operation == "load" and span.name == "read" and not span.is_step and once.acquire(blocking=False):
+            happens(given)
+
+    stop = trace.record(see) if rank == 0 else lambda: None
+    try:
+        bcp.load(path, _long_state(0.0), deadline_s=DEADLINE_S)
+    except BytecheckpointError as error:
+        return type(error).__name__, str(error)
+    finally:
+        stop()
+    return "", "nothing was raised"
+
+
+def _load_whole(rank: int, world_size: int, path: str) -> bool:
+    state = _long_state(0.0)
+    bcp.load(path, state, deadline_s=DEADLINE_S)
+    return torch.equal(state["extra_state"]["long"], _long_state(1.0)["extra_state"]["long"])
+
+
+def _break_from(given: tuple[Ext4Disk, int]) -> None:
+    given[0].fail_from(given[1])
+
+
+@WORLDS
+def test_a_device_that_fails_while_it_is_read(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+    with ext4_disk(tmp_path / "disk", 128 << 20) as disk:
+        path = f"{disk.path}/checkpoint"
+        bcp.save(path, _long_state(1.0))
+        begin = disk.first_byte_of(_data_file(path))
+        said = pool.run(_load_and_fail, path, _break_from, (disk, begin), world_size=world_size)
+        for kind, message in said:
+            assert kind == "StorageError", message
+            assert re.search(r"extra_state-00000.safetensors: cannot read bytes \[\d+, \d+\) of tensor", message)
+            assert re.search(f"EIO.*{BROKEN}", message)
+        with pytest.raises(StorageError, match="EIO"):
+            bcp.open(path)["extra_state.long"].load()
+        disk.mend()
+        assert pool.run(_load_whole, path, world_size=world_size) == [True] * world_size
+        assert bcp.open(path).verify().ok
+
+
+def _fail_reads(disk: FuseDisk) -> None:
+    disk.fail(FuseRule("read", errno.EIO, "*/extra_state-*", LONG))
+
+
+@WORLDS
+def test_a_mount_that_fails_while_it_is_read(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+    with fuse_disk(tmp_path / "disk") as disk:
+        path = f"{disk.path}/checkpoint"
+        bcp.save(path, _long_state(1.0))
+        said = pool.run(_load_and_fail, path, _fail_reads, disk, world_size=world_size)
+        for kind, message in said:
+            assert kind == "StorageError", message
+            assert re.search(f"cannot read bytes .* of tensor extra_state.long .*EIO.*{BROKEN}", message)
+        disk.mend()
+        assert pool.run(_load_whole, path, world_size=world_size) == [True] * world_size
+
+
+def _cut(file: str) -> None:
+    os.truncate(file, 8192)
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+@WORLDS
+def test_a_file_that_is_cut_while_it_is_read(pool: RankPool, tmp_path: Path, world_size: int, cached: bool) -> None:
+    """No SIGBUS: nothing is mapped. An error that names the file, and the process goes on."""
+    path = str(tmp_path / "checkpoint")
+    bcp.save(path, _long_state(1.0))
+    file = _data_file(path)
+    whole = Path(file).read_bytes()  # which brings it into the page cache
+    if not cached:
+        with open(file, "rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    pids = pool.pids
+    said = pool.run(_load_and_fail, path, _cut, file, world_size=world_size)
+    for kind, message in said:
+        assert kind in ("CorruptionError", "StorageError"), message
+        assert re.search(rf"{re.escape(file)}: .*extra_state.long", message)
+        assert re.search(r"8192|cut", message)
+    Path(file).write_bytes(whole)
+    assert pool.run(_load_whole, path, world_size=world_size) == [True] * world_size
+    assert pool.pids[:world_size] == pids[:world_size] or not pids
+
+
+# -- one file, several threads -----------------------------------------------------------------------------------------
+
+
+def test_every_thread_that_writes_a_file_tells_the_cause(tmp_path: Path) -> None:
+    """Not that the writer has failed already, which is all that the second one saw once."""
+    with fuse_disk(tmp_path / "disk") as disk:
+        writer = open_backend(f"{disk.path}/checkpoint").create("object", 3 << 20)
+        disk.fail(FuseRule("write", errno.EIO))
+        for piece in range(3):
+            with pytest.raises(StorageError, match=r"writing 'object' in .*EIO"):
+                writer.write(piece << 20, bytes(1 << 20))
+        writer.abort()
+
+
+def test_every_thread_that_writes_a_stream_tells_the_cause() -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        writer = StreamWriter("writing 'object'", 300, full, drop=lambda: None)
+        for piece in range(3):
+            with pytest.raises(StorageFullError, match=r"writing 'object': .*ENOSPC"):
+                writer.write(piece * 100, bytes(100))
+        writer.abort()

@@ -1,0 +1,297 @@
+"""Whatever ends an interpreter while a save is under way: the save is finished, or it is said that it was lost. The end
+never hangs, its exit code is the script's own, and what is committed is whole.
+
+Real interpreters, each of which keeps its save from writing until its main thread has ended. (The plain cases, without
+a manager, are in ``saving/test_async_save.py``.)
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 100  # the promise under test: no end takes longer
+
+_BEGIN = """
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+import bytecheckpoint as bcp
+from bytecheckpoint import trace
+from bytecheckpoint.at_exit import before_exit
+
+root, how, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+go, closed = threading.Event(), threading.Event()
+before_exit(closed.set)  # what is registered first is called last
+
+def state(value):
+    return {"extra_state": {"weight": torch.full((1000,), float(value)), "value": value}}
+
+def until(condition):
+    give_up = time.monotonic() + 30
+    while not condition():
+        if time.monotonic() > give_up:
+            os._exit(77)
+        time.sleep(0.005)
+
+def arm(observer):
+    # From here on; and the end of the main thread sets go before it waits for any save.
+    trace.observe(observer)
+    before_exit(go.set)
+
+def hold(name, event):
+    if name == "save.write.file" and not go.is_set():
+        until(go.is_set)
+
+def save(value, **options):
+    return bcp.save(f"{root}/step-{value}", state(value), step=value, deadline_s=60, **options)
+"""
+
+_ALONE = (
+    _BEGIN
+    + """
+if how.startswith("manager"):
+    manager = bcp.CheckpointManager(root, every_steps=1, keep_last=1)
+    manager.save(1, state(1))
+    manager.wait()
+    arm(hold)
+    if how == "manager-raises":
+        with manager:
+            manager.save(2, state(2))
+            go.set()
+            raise RuntimeError("the script fails")
+    manager.save(2, state(2))
+    if how == "manager-exit":
+        sys.exit(5)
+    if how == "manager-os-exit":
+        os._exit(6)
+else:
+    save(1)
+    if how == "fails":
+        def fail(name, event):
+            if name == "save.write.file":
+                until(go.is_set)
+                raise OSError("injected")
+        arm(fail)
+        save(2, async_save=True)
+    elif how == "queue":
+        arm(hold)
+        for value in range(2, 4):  # as many as there is staging memory for
+            save(value, async_save=True)
+    elif how == "os-exit":
+        arm(hold)
+        save(2, async_save=True)
+        os._exit(6)
+    elif how == "daemon":
+        begun = threading.Event()
+        trace.observe(lambda name, event: begun.set() if name == "save.write" else None)
+        arm(hold)
+        threading.Thread(target=save, args=(2,), daemon=True).start()
+        begun.wait(60)
+    elif how == "daemon-loop":
+        begun = threading.Event()
+        def train():
+            for value in range(2, 10_000):
+                save(value, async_save=value % 2 == 0)
+                begun.set()
+        threading.Thread(target=train, daemon=True).start()
+        begun.wait(60)
+    elif how == "thread":
+        def late():
+            closed.wait(60)
+            try:
+                save(2)
+            except bcp.errors.StateError as error:
+                print("refused:", error, flush=True)
+        threading.Thread(target=late).start()
+"""
+)
+
+_RANKS = (
+    _BEGIN
+    + """
+dist.init_process_group("gloo", init_method=f"file://{root}/../store", rank=rank, world_size=2)
+mark = f"{root}/../rank-{1 - rank}-leaves"
+save(1)
+dist.barrier()
+leaver = {"rank-0-first": 0, "rank-1-first": 1}.get(how)
+
+def hold_for_the_other(name, event):
+    if name == "save.write.file":
+        until(lambda: os.path.exists(mark))
+
+def leave():
+    open(f"{root}/../rank-{rank}-leaves", "w").close()
+
+if leaver is not None and rank != leaver:
+    trace.observe(hold_for_the_other)
+elif leaver is None:
+    arm(hold)
+handle = save(2, async_save=True)
+if how == "destroyed":
+    dist.destroy_process_group()
+    go.set()
+    handle.result(60)
+    save(3)
+elif how == "destroyed-and-left":
+    dist.destroy_process_group()
+elif how == "raises" and rank == 1:
+    raise RuntimeError("the script fails")
+elif how == "dies" and rank == 1:
+    os._exit(9)
+elif rank == leaver:
+    leave()
+elif leaver is not None:
+    handle.result(60)
+"""
+)
+
+
+@dataclass
+class Ended:
+    """How one interpreter ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def _run(script: str, root: Path, how: str, ranks: Sequence[int] = (0,)) -> list[Ended]:
+    root.mkdir(exist_ok=True)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", script, str(root), how, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    ]
+    try:
+        ended = []
+        for process in running:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+            ended.append(Ended(process.returncode, out, err))
+            assert process.returncode not in (77, -signal.SIGKILL), err
+        return ended
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def _newest(root: Path) -> int:
+    """The step of the newest checkpoint, which is whole."""
+    found = bcp.latest(root)
+    assert found is not None
+    assert found.verify().ok
+    assert found.section_values("extra_state")[("value",)] == found.step
+    assert found["extra_state.weight"].load().eq(float(found.step or 0)).all()
+    return found.step or 0
+
+
+@pytest.mark.parametrize(("how", "code"), [("manager-end", 0), ("manager-exit", 5), ("manager-raises", 1)])
+def test_a_manager_that_nobody_closed_finishes_its_save(tmp_path: Path, how: str, code: int) -> None:
+    """And tidies up after it, and gives its lease back."""
+    root = tmp_path / "root"
+    (ended,) = _run(_ALONE, root, how)
+    assert ended.code == code, ended.err
+    assert ("the script fails" in ended.err) == (how == "manager-raises")
+    assert ended.err.count("Traceback") == (how == "manager-raises"), ended.err
+    assert _newest(root) == 2
+    assert sorted(path.name for path in root.iterdir()) == ["step-2"]
+
+
+def test_several_saves_in_flight_are_all_finished(tmp_path: Path) -> None:
+    (ended,) = _run(_ALONE, tmp_path / "root", "queue")
+    assert (ended.code, ended.err) == (0, "")
+    for step in range(1, 4):
+        assert bcp.open(tmp_path / "root" / f"step-{step}").verify().ok
+
+
+def test_a_save_that_fails_while_the_interpreter_ends_is_told(tmp_path: Path) -> None:
+    (ended,) = _run(_ALONE, tmp_path / "root", "fails")
+    assert ended.code == 0
+    assert f"save to {tmp_path}/root/step-2 failed" in ended.err
+    assert "injected" in ended.err
+    assert _newest(tmp_path / "root") == 1
+    assert not (tmp_path / "root" / "step-2").exists()
+
+
+@pytest.mark.parametrize("how", ["os-exit", "manager-os-exit"])
+def test_an_exit_that_ends_nothing_leaves_an_attempt(tmp_path: Path, how: str) -> None:
+    """The next job has the root at once, and with a manager it removes the attempt."""
+    root = tmp_path / "root"
+    (ended,) = _run(_ALONE, root, how)
+    assert ended.code == 6
+    assert _newest(root) == 1
+    assert not (root / "step-2" / "manifest.msgpack").exists()
+    with bcp.CheckpointManager(root, keep_last=1) as manager:
+        manager.save(3, {"extra_state": {"value": 3, "weight": torch.full((10,), 3.0)}}, force=True)
+    assert _newest(root) == 3
+    left = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    if how == "manager-os-exit":
+        assert all(name.startswith("step-3/") for name in left), left
+
+
+def test_a_daemon_thread_is_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    (ended,) = _run(_ALONE, tmp_path / "root", "daemon")
+    assert ended.code == 0, ended.err
+    assert _newest(tmp_path / "root") == 2
+
+
+def test_a_daemon_thread_that_goes_on_saving(tmp_path: Path) -> None:
+    """It may be told that no more saves are taken, or be stopped where it is."""
+    (ended,) = _run(_ALONE, tmp_path / "root", "daemon-loop")
+    assert ended.code == 0, ended.err
+    assert _newest(tmp_path / "root") >= 2
+
+
+def test_a_thread_that_saves_when_the_main_thread_has_ended_is_refused(tmp_path: Path) -> None:
+    (ended,) = _run(_ALONE, tmp_path / "root", "thread")
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("refused: ")
+    assert _newest(tmp_path / "root") == 1
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "codes", "newest"),
+    [
+        ("end", [0, 0], 2),
+        ("destroyed", [0, 0], 3),
+        ("destroyed-and-left", [0, 0], 2),
+        ("raises", [0, 1], 2),
+        ("rank-0-first", [0, 0], 2),
+        ("rank-1-first", [0, 0], 2),
+    ],
+)
+def test_ranks_that_leave_finish_their_save(tmp_path: Path, how: str, codes: list[int], newest: int) -> None:
+    """The process group gone, the main thread ended, or that of the other rank long before."""
+    ended = _run(_RANKS, tmp_path / "root", how, ranks=(0, 1))
+    assert [one.code for one in ended] == codes, [one.err for one in ended]
+    assert _newest(tmp_path / "root") == newest
+    assert not any("save to" in one.err for one in ended), [one.err for one in ended]
+
+
+def test_a_rank_that_vanishes_while_the_other_ends_is_told(tmp_path: Path) -> None:
+    ended = _run(_RANKS, tmp_path / "root", "dies", ranks=(0, 1))
+    assert [one.code for one in ended] == [0, 9], [one.err for one in ended]
+    assert f"save to {tmp_path}/root/step-2 failed: rank 1" in ended[0].err
+    assert _newest(tmp_path / "root") == 1
+    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
