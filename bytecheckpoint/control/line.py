@@ -1,4 +1,4 @@
-"""One connection to the ranks' own store: whole messages of any size under string keys, never a blocking wait.
+"""One connection to a store of the ranks' own: whole messages of any size under string keys, never a blocking wait.
 
 The store is a ``torch.distributed.TCPStore`` that belongs to this library. Its own ``wait`` and ``get`` are never used
 on a key that may be missing: they block under the client's lock, and each time-out prints to stderr.
@@ -6,61 +6,63 @@ on a key that may be missing: they block under the client's lock, and each time-
 
 from __future__ import annotations
 
-import socket
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
+from .connecting import Connection, connect
 
-__all__ = ["Line", "LineLost", "listen", "serve_store"]
+__all__ = ["Line", "LineLost"]
 
 # TCPStore refuses values above 8 MiB, by closing the connection.
 _PART_BYTES = 4 << 20
-_STORE_TIMEOUT = timedelta(seconds=30)
-_CONNECT_S = 3.0
-_BACKLOG = 4096
 _WHOLE, _PARTS = b"\0", b"\1"
 
 
 class LineLost(Exception):
-    """The store does not answer; its host process is gone or out of reach. Internal to ``control``."""
+    """The store of rank ``server`` does not answer; its process is gone, stopped, or out of reach. Internal to
+    ``control``. ``is_silent``: the connection stands, but there was no answer for as long as the line's patience."""
 
-
-def serve_store(address: str) -> tuple[Any, int]:
-    """Start a store in this process, bound to ``address`` (empty for every interface); it and its port.
-
-    It lives for as long as the returned object does.
-    """
-    listener = listen(address)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        address or "127.0.0.1",
-        port,
-        is_master=True,
-        timeout=_STORE_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
+    def __init__(self, text: str, server: int, *, is_silent: bool = False) -> None:
+        super().__init__(text)
+        self.server, self.is_silent = server, is_silent
 
 
 class Line:
-    """For any thread; the client makes one request at a time. Methods raise ``LineLost`` when the store is gone."""
+    """To the store of rank ``server``. For any thread, one request at a time. Methods raise ``LineLost`` when the store
+    is gone, and from then on always: an answer that comes too late would be taken for that to a later request."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, server: int = 0, connection: Connection | None = None) -> None:
+        self.server = server
+        self._client, self._connection = client, connection
+        self._lock = threading.Lock()
+        self._lost: LineLost | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
 
     @classmethod
-    def connect(cls, addresses: Sequence[str], port: int) -> Line:
+    def connect(cls, addresses: Sequence[str], port: int, server: int, *, patience_s: float) -> Line:
         """Connect to the first address that answers. Dear: torch looks up names of both ends, over the network."""
-        return cls(_connect(addresses, port))
+        try:
+            connection = connect(addresses, port, patience_s)
+        except TimeoutError as error:
+            raise LineLost(str(error), server, is_silent=True) from error
+        except OSError as error:
+            raise LineLost(str(error), server) from error
+        return cls(connection.client, server, connection)
+
+    def be_patient(self, patience_s: float) -> None:
+        """How long each later request may wait for an answer. No bound for a store in this process."""
+        if self._connection is not None:
+            self._connection.be_patient(patience_s)
 
     def put(self, key: str, payload: bytes) -> list[str]:
         """Store a message; the keys that it takes."""
-        with _lost(key):
+        with self._asking(key):
             if len(payload) <= _PART_BYTES:
                 self._client.set(key, _WHOLE + payload)
                 return [key]
@@ -74,7 +76,7 @@ class Line:
 
     def read(self, key: str) -> tuple[bytes, list[str]]:
         """A message that is known to be there, and the keys that it takes."""
-        with _lost(key):
+        with self._asking(key):
             head = bytes(self._client.get(key))
             if head[:1] == _WHOLE:
                 return head[1:], [key]
@@ -88,58 +90,38 @@ class Line:
         return payload
 
     def has(self, key: str) -> bool:
-        with _lost(key):
+        with self._asking(key):
             return bool(self._client.check([key]))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; its new value."""
-        with _lost(key):
+        with self._asking(key):
             return int(self._client.add(key, amount))
 
     def put_first(self, key: str, payload: bytes) -> bytes:
         """Store a message (at most 4 MiB) unless there is one already; the one that stands."""
-        with _lost(key):
+        with self._asking(key):
             return bytes(self._client.compare_set(key, b"", _WHOLE + payload))[1:]
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            with _lost(key):
+            with self._asking(key):
                 self._client.delete_key(key)
 
     def key_count(self) -> int:
-        with _lost("num_keys"):
+        with self._asking("num_keys"):
             return int(self._client.num_keys())
 
-
-def listen(address: str) -> socket.socket:
-    """A listening socket bound to ``address`` (empty for every interface) and a free port."""
-    if not address and socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-        except OSError:
-            # Compiled in, but switched off on this host.
-            return socket.create_server(("", 0), backlog=_BACKLOG)
-    return socket.create_server((address, 0), backlog=_BACKLOG)
-
-
-def _connect(addresses: Sequence[str], port: int) -> Any:
-    refused = []
-    for address in addresses:
-        try:
-            # The store's own constructor retries a refused connection until its time-out.
-            socket.create_connection((address, port), timeout=_CONNECT_S).close()
-        except OSError as error:
-            refused.append(f"{address}: {error}")
-            continue
-        with _lost(f"{address}:{port}"):
-            return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
-    raise LineLost(f"cannot connect to port {port} of " + "; ".join(refused))
-
-
-@contextmanager
-def _lost(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        # torch.distributed's DistError, in all its kinds, is a RuntimeError.
-        raise LineLost(f"{what}: {str(error).splitlines()[0] if str(error) else error!r}") from error
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        with self._lock:
+            if self._lost is not None:
+                raise LineLost(str(self._lost), self.server, is_silent=self._lost.is_silent)
+            try:
+                yield
+            except RuntimeError as error:
+                # torch.distributed's DistError, in all its kinds, is a RuntimeError.
+                text = str(error).splitlines()[0] if str(error) else repr(error)
+                is_silent = self._connection is not None and self._connection.ran_out_of_patience(text)
+                self._lost = LineLost(f"{what}: {text}", self.server, is_silent=is_silent)
+                raise self._lost from error

@@ -1,22 +1,23 @@
-"""How the ranks find the library's own store: once per communicator, through a store they already share.
+"""How the ranks find the library's own stores: once per communicator, through a store they already share.
 
-Every rank says hello under its rank with a word of its own; rank 0 serves a store and answers to that word. A value
-that an earlier group left in a shared store is thus never taken for an answer, and no rank counts anything.
+Every rank says hello under its rank with a word of its own; its parent (``tree.py``) serves a store and answers to that
+word. A value that an earlier group left in a shared store is thus never taken for an answer, and no rank counts
+anything. In a flat job every parent is rank 0, and there are no leaders.
 
-1. rank r: ``hello/<r>`` = its word and identity, into the shared store
-2. rank 0: when all are there, serve a store (on 127.0.0.1 alone when all share the host), ``reply/<word>`` = address
-3. rank r: connect, ``joined/<r>`` = identity, into the library's store
-4. rank 0: when all have joined, one list of identities per host; ``ready``
+1. rank r: ``hello/<r>`` = its word and identity, into the shared store; a leader when all of its group have
+2. rank 0: when all its children have, serve a store (on 127.0.0.1 alone when all share the host), ``reply/<word>`` =
+   address; a leader that has got this, serve one for its group, and reply to it likewise
+3. rank r: connect to its parent, ``joined/<r>`` = identity, into the parent's store; a leader when all of its group
+   have, with their identities and its store's address
+4. rank 0: when all have joined, one list of identities per host; ``ready`` = where all stores are; leaders pass it on
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,51 +26,37 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import ControlError, DeadlineError
 from .agreement import format_ranks
-from .line import Line, LineLost, serve_store
+from .connecting import serve_store
+from .line import Line, LineLost
+from .lines import Lines, StoreAddress
+from .meeting import ADDRESS_VARIABLE, LOOPBACK, Meeting, addresses_facing, root_addresses
 from .peers import PeerIdentity
+from .tree import Tree
 
-__all__ = ["LOOPBACK", "Meeting", "addresses_facing", "meet", "root_addresses"]
+__all__ = ["meet"]
 
 _PREFIX = "bytecheckpoint/control"
 _PAUSE_S = 0.005
-LOOPBACK = "127.0.0.1"
-_ADDRESS_VARIABLE = "BYTECHECKPOINT_CONTROL_ADDRESS"
-_ELSEWHERE = "192.0.2.1"  # some address that is not ours
+_PAUSE_PER_RANK_S = 25e-6  # in large jobs the longest pause grows with the ranks that look
+_NOTE_EVERY_S = 1.0
+_NOTES_PER_DEADLINE = 8
 
 
-@dataclass
-class Meeting:
-    """What a rank knows when all have met: who, where, and a first line. ``server`` is the store itself, on rank 0.
-
-    ``local``: all ranks reach each other over the loopback interface.
-    """
-
-    here: PeerIdentity
-    root: PeerIdentity
-    neighbours: list[PeerIdentity]
-    addresses: list[str]
-    port: int
-    line: Line
-    local: bool
-    server: Any = field(default=None, repr=False)
-
-
-def meet(store: Any, here: PeerIdentity, world_size: int, deadline_s: float) -> Meeting:
+def meet(store: Any, here: PeerIdentity, world_size: int, deadline_s: float, tree: Tree | None = None) -> Meeting:
     """Find the others. Called by every rank at about the same time; raises ``DeadlineError`` naming who is missing."""
     with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
         # A connection of its own: the shared one may be blocked by a wait of the main thread. Older torch has none.
         store = store.clone()
-    shared = PrefixStore(_PREFIX, store)
-    deadline = time.monotonic() + deadline_s
-    word = secrets.token_hex(8)
+    tree = tree if tree is not None else Tree.of(world_size)
+    one = _Arrival(PrefixStore(_PREFIX, store), here, tree, deadline_s)
     try:
-        shared.set(f"hello/{here.rank}", msgpack.packb([word, here.pack()]))
         if here.rank == 0:
-            return _host(shared, here, world_size, deadline, deadline_s)
-        return _join(shared, here, word, deadline, deadline_s)
+            return _host(one, _Reception(one))
+        return _join(one, _Reception(one) if tree.children(here.rank) else None)
     except LineLost as error:
+        hint = f" {_hint()}" if error.server == 0 else ""
         raise ControlError(
-            f"rank {here.rank} on {here.host} cannot reach rank 0's store: {error}. {_hint()}"
+            f"rank {here.rank} on {here.host} cannot reach rank {error.server}'s store: {error}.{hint}"
         ) from error
     except RuntimeError as error:
         raise ControlError(
@@ -78,109 +65,182 @@ def meet(store: Any, here: PeerIdentity, world_size: int, deadline_s: float) -> 
         ) from error
 
 
-def _host(shared: Any, here: PeerIdentity, world_size: int, deadline: float, deadline_s: float) -> Meeting:
-    others = range(1, world_size)
-    words: dict[int, str] = {}
-    identities: dict[int, PeerIdentity] = {}
+class _Arrival:
+    """One rank on its way to the others, and its clock."""
 
-    def hear(ranks: Sequence[int]) -> list[int]:
+    def __init__(self, shared: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> None:
+        self.shared, self.here, self.tree = shared, here, tree
+        self.word = secrets.token_hex(8)
+        self._deadline_s = deadline_s
+        self._deadline = time.monotonic() + deadline_s
+        self._longest_pause_s = max(_PAUSE_S, tree.world_size * _PAUSE_PER_RANK_S)
+
+    def say_hello(self, is_local: bool) -> None:
+        """``is_local``: all of its branch share the host's network."""
+        self.shared.set(f"hello/{self.here.rank}", msgpack.packb([self.word, self.here.pack(), is_local]))
+
+    def left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.01)
+
+    def until_none(self, missing: Callable[[], list[int]], what: str, hint: str = "") -> None:
+        """Look for who is missing until nobody is. Who waits for its children leaves word for whom, for its parent."""
+        note_every_s = min(_NOTE_EVERY_S, self._deadline_s / _NOTES_PER_DEADLINE)
+        next_note, pause = time.monotonic() + note_every_s, _PAUSE_S
+        while True:
+            ranks = missing()
+            if not ranks:
+                return
+            now = time.monotonic()
+            if now > self._deadline:
+                raise DeadlineError(
+                    f"the ranks did not meet within {self._deadline_s:g} s: waited for rank(s) "
+                    f"{format_ranks(self._culprits(ranks))} to {what}. Every rank of the default process group has to "
+                    "take part in a save or load." + hint
+                )
+            if now > next_note and min(ranks) > self.here.rank > 0:
+                next_note = now + note_every_s
+                self.shared.set(f"missing/{self.here.rank}", msgpack.packb(ranks))
+            time.sleep(pause)
+            pause = min(pause * 1.5, self._longest_pause_s)
+
+    def forget(self, key: str) -> None:
+        # Not every store can delete; what stays is small and never mistaken for an answer.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            self.shared.delete_key(key)
+
+    def _culprits(self, ranks: Iterable[int]) -> list[int]:
+        """Those for whom a leader that is late waits itself."""
+        found: list[int] = []
+        for rank in ranks:
+            key = f"missing/{rank}"
+            is_known = rank > self.here.rank and self.shared.check([key])
+            found += msgpack.unpackb(bytes(self.shared.get(key))) if is_known else [rank]
+        return found
+
+
+@dataclass
+class _Reception:
+    """A rank that serves a store, and those of its children that have come."""
+
+    arrival: _Arrival
+    words: dict[int, str] = field(default_factory=dict)
+    identities: dict[int, PeerIdentity] = field(default_factory=dict)
+    is_local: bool = True
+    server: Any = None
+    line: Line | None = None
+
+    def await_hellos(self) -> None:
+        children = self.arrival.tree.children(self.arrival.here.rank)
+
+        def missing() -> list[int]:
+            self._hear([rank for rank in children if rank not in self.words])
+            return [rank for rank in children if rank not in self.words]
+
+        self.arrival.until_none(missing, f"say hello to rank {self.arrival.here.rank}")
+
+    def serve(self, addresses: list[str], local: bool) -> tuple[StoreAddress, Line]:
+        """Open the store, and tell all who said hello; where it is for others."""
+        here = self.arrival.here
+        self.server, port = serve_store(LOOPBACK if local else "")
+        self.line = Line(self.server, here.rank)
+        place = StoreAddress(here, [LOOPBACK] if local else addresses, port)
+        self._answer = msgpack.packb([place.pack(), local])
+        for word in self.words.values():
+            self.arrival.shared.set(f"reply/{word}", self._answer)
+        return place, self.line
+
+    def await_joins(self, hint: str) -> list[tuple[list[bytes], list[bytes]]]:
+        """What each child brings: where the stores in its branch are, and who is in it."""
+        arrival, line = self.arrival, self.line
+        assert line is not None
+        children = arrival.tree.children(arrival.here.rank)
+
+        def missing() -> list[int]:
+            ranks = [rank for rank in children if not line.has(f"joined/{rank}")]
+            for rank in self._hear(ranks):
+                arrival.shared.set(f"reply/{self.words[rank]}", self._answer)
+            return ranks
+
+        arrival.until_none(missing, f"connect to rank {arrival.here.rank}'s store", hint)
+        for rank in children:
+            # Only their parent may: who asks for a key that is gone waits for it.
+            arrival.forget(f"hello/{rank}")
+        return [msgpack.unpackb(line.take(f"joined/{rank}")) for rank in children]
+
+    def _hear(self, ranks: Sequence[int]) -> list[int]:
         """Take new hellos; the ranks whose word changed."""
-        changed = []
+        changed, shared = [], self.arrival.shared
         for rank in ranks:
             if shared.check([f"hello/{rank}"]):
-                word, packed = msgpack.unpackb(bytes(shared.get(f"hello/{rank}")))
-                if words.get(rank) != word:
-                    words[rank], identities[rank] = word, PeerIdentity.unpack(packed)
+                word, packed, is_local = msgpack.unpackb(bytes(shared.get(f"hello/{rank}")))
+                if self.words.get(rank) != word:
+                    self.words[rank], self.identities[rank] = word, PeerIdentity.unpack(packed)
+                    self.is_local &= is_local and self.arrival.here.shares_network(self.identities[rank])
                     changed.append(rank)
         return changed
 
-    def missing_hellos() -> list[int]:
-        hear([rank for rank in others if rank not in words])
-        return [rank for rank in others if rank not in words]
 
-    _until_none(missing_hellos, deadline, deadline_s, "say hello to rank 0")
-    local = all(here.shares_network(identity) for identity in identities.values())
-    server, port = serve_store(LOOPBACK if local else "")
-    addresses = [LOOPBACK] if local else root_addresses()
-    line = Line(server)
-    answer = msgpack.packb([addresses, port, local, here.pack()])
-    for rank in others:
-        shared.set(f"reply/{words[rank]}", answer)
-
-    def missing_joins() -> list[int]:
-        missing = [rank for rank in others if not line.has(f"joined/{rank}")]
-        for rank in hear(missing):
-            shared.set(f"reply/{words[rank]}", answer)
-        return missing
-
-    _until_none(missing_joins, deadline, deadline_s, "connect to rank 0's store", " " + _hint())
-    everyone = [here, *(PeerIdentity.unpack(line.take(f"joined/{rank}")) for rank in others)]
-    groups: dict[str, list[PeerIdentity]] = {}
+def _host(one: _Arrival, reception: _Reception) -> Meeting:
+    reception.await_hellos()
+    local = reception.is_local
+    place, line = reception.serve(root_addresses() if not local else [], local)
+    brought = reception.await_joins(f" {_hint()}")
+    everyone = [one.here, *(PeerIdentity.unpack(peer) for _, branch in brought for peer in branch)]
+    hosts: dict[str, list[PeerIdentity]] = {}
     for peer in everyone:
-        groups.setdefault(peer.neighbourhood, []).append(peer)
-    for neighbourhood, peers in groups.items():
+        hosts.setdefault(peer.neighbourhood, []).append(peer)
+    for neighbourhood, peers in hosts.items():
         line.put(f"peers/{neighbourhood}", msgpack.packb([peer.pack() for peer in peers]))
-    line.put("ready", b"")
-    for rank in range(world_size):
-        _forget(shared, f"hello/{rank}")
-    return Meeting(here, here, groups[here.neighbourhood], [LOOPBACK], port, line, local, server)
+    places = [place.pack(), *(served for stores, _ in brought for served in stores)]
+    line.put("ready", msgpack.packb(places))
+    lines = Lines(_directory(places, one.here), [line])
+    return Meeting(one.here, one.tree, hosts[one.here.neighbourhood], lines, local, reception.server)
 
 
-def _join(shared: Any, here: PeerIdentity, word: str, deadline: float, deadline_s: float) -> Meeting:
-    reply = f"reply/{word}"
-    _until_none(lambda: [] if shared.check([reply]) else [0], deadline, deadline_s, "serve the ranks' own store")
-    addresses, port, local, packed = msgpack.unpackb(bytes(shared.get(reply)))
-    _forget(shared, reply)
-    line = Line.connect(addresses, port)
-    line.put(f"joined/{here.rank}", here.pack())
-    _until_none(lambda: [] if line.has("ready") else [0], deadline, deadline_s, "hear from all ranks")
-    peers, _keys = line.read(f"peers/{here.neighbourhood}")
-    neighbours = [PeerIdentity.unpack(peer) for peer in msgpack.unpackb(peers)]
-    return Meeting(here, PeerIdentity.unpack(packed), neighbours, addresses, port, line, local)
+def _join(one: _Arrival, reception: _Reception | None) -> Meeting:
+    """``reception`` is a leader's: it meets its group on the way."""
+    here, parent = one.here, one.tree.parent(one.here.rank)
+    if reception is not None:
+        reception.await_hellos()
+    one.say_hello(reception is None or reception.is_local)
+    reply = f"reply/{one.word}"
+    one.until_none(lambda: [] if one.shared.check([reply]) else [parent], "serve the ranks' own store")
+    packed, local = msgpack.unpackb(bytes(one.shared.get(reply)))
+    one.forget(reply)
+    place = StoreAddress.unpack(packed)
+    stores: list[bytes] = []
+    branch = [here.pack()]
+    lines: list[Line] = []
+    if reception is not None:
+        own, below = reception.serve([] if local else addresses_facing(place.addresses), local)
+        stores.append(own.pack())
+        branch += [peer for _, peers in reception.await_joins("") for peer in peers]
+        lines.append(below)
+    line = Line.connect(place.addresses, place.port, parent, patience_s=one.left_s())
+    lines.append(line)
+    line.put(f"joined/{here.rank}", msgpack.packb([stores, branch]))
+    one.until_none(lambda: [] if line.has("ready") else [parent], "hear from all ranks")
+    ready, _keys = line.read("ready")
+    neighbours = _neighbours(line, here.neighbourhood)
+    if reception is not None:
+        one.forget(f"missing/{here.rank}")
+        for neighbourhood in {PeerIdentity.unpack(peer).neighbourhood for peer in branch}:
+            below.put(f"peers/{neighbourhood}", line.read(f"peers/{neighbourhood}")[0])
+        below.put("ready", ready)
+    server = None if reception is None else reception.server
+    return Meeting(here, one.tree, neighbours, Lines(_directory(msgpack.unpackb(ready), here), lines), local, server)
 
 
-def _until_none(
-    missing: Callable[[], list[int]], deadline: float, deadline_s: float, what: str, hint: str = ""
-) -> None:
-    while True:
-        ranks = missing()
-        if not ranks:
-            return
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"the ranks did not meet within {deadline_s:g} s: waited for rank(s) {format_ranks(ranks)} to {what}. "
-                "Every rank of the default process group has to take part in a save or load." + hint
-            )
-        time.sleep(_PAUSE_S)
+def _neighbours(line: Line, neighbourhood: str) -> list[PeerIdentity]:
+    return [PeerIdentity.unpack(peer) for peer in msgpack.unpackb(line.read(f"peers/{neighbourhood}")[0])]
 
 
-def root_addresses() -> list[str]:
-    """Where other hosts may reach rank 0, when asked there; most likely first."""
-    told = os.environ.get(_ADDRESS_VARIABLE)
-    return [told] if told else addresses_facing([os.environ.get("MASTER_ADDR", _ELSEWHERE)])
-
-
-def addresses_facing(hosts: Sequence[str]) -> list[str]:
-    """Where ``hosts``, and others like them, may reach this one; most likely first."""
-    found: list[str] = []
-    for host in hosts:
-        with contextlib.suppress(OSError):
-            # Nothing is sent: this asks the routing table which of our addresses faces that host.
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, 9))
-                found.append(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
-    found.append(socket.getfqdn())
-    local = ("127.", "::1", "fe80:")
-    return [address for address in dict.fromkeys(found) if not address.startswith(local)] or [LOOPBACK]
+def _directory(places: Iterable[bytes], here: PeerIdentity) -> dict[int, StoreAddress]:
+    found = {place.server.rank: place for place in map(StoreAddress.unpack, places)}
+    if here.rank in found:
+        found[here.rank] = StoreAddress(here, [LOOPBACK], found[here.rank].port)
+    return found
 
 
 def _hint() -> str:
-    return f"Set {_ADDRESS_VARIABLE} on rank 0 to an address that every host can reach."
-
-
-def _forget(shared: Any, key: str) -> None:
-    # Not every store can delete; what stays is small and never mistaken for an answer.
-    with contextlib.suppress(NotImplementedError, RuntimeError):
-        shared.delete_key(key)
+    return f"Set {ADDRESS_VARIABLE} on rank 0 to an address that every host can reach."

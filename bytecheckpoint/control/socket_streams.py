@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgpack
 
@@ -23,13 +23,12 @@ from ..errors import ControlError
 from .agreement import format_ranks
 from .failure import FailureRecord
 from .introduction import PartialIntroduction, introduce
+from .keys import address_key
 from .line import Line, LineLost
-from .outcome import LONGEST_PAUSE_S, Outcome, Reports
+from .outcome import LONGEST_PAUSE_S, OperationContext
 from .peers import PeerIdentity
+from .reports import Reports
 from .streams import Buffer, Streams
-
-if TYPE_CHECKING:
-    from .store import StoreCommunicator
 
 __all__ = ["SocketStreams"]
 
@@ -43,20 +42,14 @@ _MOST_STRANGERS = 1024  # connections that have not introduced themselves yet; t
 
 
 class SocketStreams(Streams):
-    """The streams of one operation on one rank. ``outcome`` and ``line`` are the operation's own: to connect to the
-    store once more would be a long wait where rank 0 is about to end."""
+    """The streams of one operation on one rank. They use the operation's own lines: to connect to the store once more
+    would be a long wait where its rank is about to end."""
 
-    def __init__(
-        self,
-        communicator: StoreCommunicator,
-        kind: str,
-        prefix: str,
-        deadline_s: float,
-        outcome: Outcome,
-        line: Line,
-    ) -> None:
-        self._communicator, self._kind, self._prefix, self._deadline_s = communicator, kind, prefix, deadline_s
-        self._lookout = _Lookout(communicator, kind, prefix, outcome, line)
+    def __init__(self, context: OperationContext) -> None:
+        communicator, prefix = context.communicator, context.prefix
+        self._communicator, self._kind, self._prefix = communicator, context.kind, prefix
+        self._deadline_s = context.deadline_s
+        self._lookout = _Lookout(context)
         self._lock = threading.Lock()
         self._outgoing: dict[tuple[int, str], socket.socket] = {}
         self._sent = self._received = 0
@@ -65,7 +58,7 @@ class SocketStreams(Streams):
         self._door = _Door(communicator.listen(), key, prefix, communicator.world_size)
         try:
             where = [communicator.own_addresses(), self._door.port, key, communicator.here.pack()]
-            self._lookout.put(_address_key(prefix, communicator.rank), msgpack.packb(where))
+            self._lookout.publish(msgpack.packb(where))
         except BaseException:
             self._door.close()
             raise
@@ -153,7 +146,7 @@ class SocketStreams(Streams):
 
     def _address_of(self, to: int, wait: _Wait) -> bytes:
         pause = 0.0005
-        while (found := self._lookout.read(_address_key(self._prefix, to), wait.what)) is None:
+        while (found := self._lookout.address(to, wait.what)) is None:
             wait.look()
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE_S)
@@ -162,43 +155,49 @@ class SocketStreams(Streams):
 
 
 class _Lookout:
-    """What all threads that use the streams ask of the store."""
+    """What all threads that use the streams ask of the stores. An address is in the store of the rank's parent."""
 
-    def __init__(self, communicator: StoreCommunicator, kind: str, prefix: str, outcome: Outcome, line: Line) -> None:
-        self._communicator, self._kind, self._prefix = communicator, kind, prefix
-        self._reports = Reports(communicator, kind, prefix, outcome, lambda: line)
-        self._outcome = outcome
+    def __init__(self, context: OperationContext) -> None:
+        self._context, self._communicator = context, context.communicator
+        self._kind, self._prefix = context.kind, context.prefix
+        self._reports = Reports(context)
         self._lock = threading.Lock()
-        self._line = line
         self._next_look = 0.0
         self._keys: list[str] = []
 
-    def put(self, key: str, payload: bytes) -> None:
+    def publish(self, address: bytes) -> None:
         with self._asking("streams"):
-            self._keys += self._line.put(key, payload)
+            self._keys += self._context.above().put(address_key(self._prefix, self._communicator.rank), address)
 
-    def read(self, key: str, what: str) -> bytes | None:
+    def address(self, peer: int, what: str) -> bytes | None:
         with self._asking(what):
-            return self._line.read(key)[0] if self._line.has(key) else None
+            line, key = self._context.line_to(self._communicator.tree.parent(peer)), address_key(self._prefix, peer)
+            return line.read(key)[0] if line.has(key) else None
 
-    def look(self, peer: int, what: str) -> None:
-        """Raise what has been reported, or that ``peer``, which is waited for, has ended."""
-        if self._outcome.error is not None:
-            raise self._outcome.error
+    def look(self, peer: int, what: str, left_s: float) -> None:
+        """Raise what has been reported, or that ``peer``, which is waited for, has ended. ``left_s``: until the wait's
+        deadline."""
+        if self._context.outcome.error is not None:
+            raise self._context.outcome.error
         with self._asking(what):
             now = time.monotonic()
             if now >= self._next_look:
                 self._next_look = now + _LOOK_EVERY_S
+                self._context.above().be_patient(left_s + self._context.grace_s)
                 self._reports.raise_failure()
             self._reports.raise_death(what, lambda: [peer])
 
     def raise_lost(self, peer: int, what: str, error: OSError) -> NoReturn:
+        here = self._communicator.rank
+        known = PeerIdentity(peer, "its host", 0, 0, "", "", "")
+        with contextlib.suppress(LineLost):
+            # Whoever served its address may be gone as well.
+            line, key = self._line_of(peer), address_key(self._prefix, peer)
+            if line.has(key):
+                known = PeerIdentity.unpack(msgpack.unpackb(line.read(key)[0])[3])
+        how = f"its connection to rank {here} was lost in the middle of this {self._kind} ({error})"
         with self._asking(what):
-            line, key = self._line, _address_key(self._prefix, peer)
-            host = PeerIdentity.unpack(msgpack.unpackb(line.read(key)[0])[3]).host if line.has(key) else "its host"
-            here = self._communicator.rank
-            how = f"its connection to rank {here} was lost in the middle of this {self._kind} ({error})"
-            self._reports.raise_peer_lost(what, peer, host, how)
+            self._reports.raise_peer_lost(what, known, how)
 
     def raise_late(self, peer: int, what: str, deadline_s: float) -> NoReturn:
         here = self._communicator.here
@@ -208,7 +207,11 @@ class _Lookout:
             "longer deadline."
         )
         with self._asking(what):
-            self._reports.raise_reported(FailureRecord.of_deadline(message, what, here))
+            self._reports.raise_reported(FailureRecord.of_deadline(message, what, here), is_late=True)
+
+    def _line_of(self, peer: int) -> Line:
+        with self._lock:
+            return self._context.line_to(self._communicator.tree.parent(peer))
 
     def close(self) -> list[str]:
         with self._lock:
@@ -220,7 +223,7 @@ class _Lookout:
             try:
                 yield
             except LineLost as error:
-                self._reports.raise_root_lost(what, error)
+                self._reports.raise_store_lost(what, error)
 
 
 class _Wait:
@@ -235,8 +238,9 @@ class _Wait:
         self._deadline = time.monotonic() + self._deadline_s
 
     def look(self) -> None:
-        self._lookout.look(self._peer, self.what)
-        if time.monotonic() > self._deadline:
+        now = time.monotonic()
+        self._lookout.look(self._peer, self.what, self._deadline - now)
+        if now > self._deadline:
             self._lookout.raise_late(self._peer, self.what, self._deadline_s)
 
     def until_ready(self, connection: socket.socket, event: int, timeout_s: float = float("inf")) -> bool:
@@ -362,10 +366,6 @@ class _Door:
     def _turn_away(self, number: int, why: str) -> None:
         _log.debug("%s: a connection was refused: %s", self._operation, why)
         self._strangers.pop(number)[0].close()
-
-
-def _address_key(prefix: str, rank: int) -> str:
-    return f"{prefix}/streams/{rank}"
 
 
 def _connect(addresses: list[str], port: int, wait: _Wait) -> socket.socket:

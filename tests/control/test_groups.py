@@ -1,0 +1,386 @@
+"""Six ranks in groups: 0 leads 1, 2 leads 3, 4 leads 5; or 0 leads 1 and 2, 3 leads 4 and 5."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from bytecheckpoint.control import StoreCommunicator, current_communicator
+from bytecheckpoint.control.connecting import _facing
+from bytecheckpoint.errors import DeadlineError, RankFailedError
+from bytecheckpoint.testing.ranks import RankPool
+
+WORLD = 6
+LARGE = 9 << 20
+DEADLINE_S = 1.0
+MARGIN_S = 2.0  # by when, after a deadline, all survivors raise the same cause
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(WORLD) as made:
+        yield made
+
+
+def connect(rank, world_size, group_size, deadline_s=30.0):
+    store = dist.distributed_c10d._get_default_store()
+    return StoreCommunicator.connect(store, rank, world_size, group_size=group_size, deadline_s=deadline_s)
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def exchange(communicator, size=0):
+    """One of each; whether everyone's came, in order."""
+    rank, world_size = communicator.rank, communicator.world_size
+    pad = bytes(size)
+    with communicator.operation("save", deadline_s=30) as operation:
+        gathered = operation.gather("plan", b"from %d" % rank + pad)
+        assert gathered == ([b"from %d" % r + pad for r in range(world_size)] if rank == 0 else None)
+        scattered = operation.scatter("plan", [b"for %d" % r + pad for r in range(world_size)] if rank == 0 else None)
+        assert scattered == b"for %d" % rank + pad
+        assert operation.broadcast("plan", b"to all" + pad if rank == 0 else None) == b"to all" + pad
+        operation.agree("arguments", {"path": "p"})
+        operation.barrier("done")
+        assert operation.gather("empty", b"") == ([b""] * world_size if rank == 0 else None)
+    return True
+
+
+def has_no_more_keys(communicator, count):
+    """Once all ranks are through; a leader's relay tells rank 0 a moment later that its group has left."""
+    dist.barrier()
+    give_up = time.monotonic() + 20
+    while communicator.key_count() != count and time.monotonic() < give_up:
+        time.sleep(0.005)
+    flat = communicator.key_count() == count
+    dist.barrier()
+    return flat
+
+
+def messages(rank, world_size, group_size, size):
+    communicator = connect(rank, world_size, group_size)
+    done = exchange(communicator, size)
+    communicator.close()
+    return done
+
+
+def lines(rank, world_size, group_size):
+    """How many connections this process has to each store, by the rank that serves it."""
+    communicator = connect(rank, world_size, group_size)
+    exchange(communicator)
+    ports = {server: place.port for server, place in communicator.lines.directory.items()}
+    counts = {server: len(_facing(port)) for server, port in ports.items() if server != rank}
+    dist.barrier()
+    communicator.close()
+    return counts
+
+
+def raise_in_write(operation, failing):
+    with operation.phase("write"):
+        if operation.rank == failing:
+            raise ValueError("the disk said no")
+        operation.barrier("written")
+
+
+def one_raises(rank, world_size, group_size, failing):
+    communicator = connect(rank, world_size, group_size)
+    operation = communicator.operation("save", deadline_s=30)
+    seen = raised_by(lambda: raise_in_write(operation, failing))
+    again = raised_by(lambda: operation.barrier("later"))
+    operation.close()
+    works = exchange(communicator)
+    communicator.close()
+    return seen, again, works
+
+
+def all_raise(rank, world_size, group_size):
+    communicator = connect(rank, world_size, group_size)
+
+    def fail(operation):
+        with operation.phase("write"):
+            operation.barrier("together")
+            raise ValueError(f"of rank {rank}")
+
+    with communicator.operation("save", deadline_s=30) as operation:
+        seen = raised_by(lambda: fail(operation))
+    works = exchange(communicator)
+    communicator.close()
+    return seen, works
+
+
+def busy_leader(rank, world_size, failing):
+    """Leader 2 is busy with something else until all others have raised."""
+    communicator, store = connect(rank, world_size, 2), dist.distributed_c10d._get_default_store()
+    operation = communicator.operation("save", deadline_s=30)
+    operation.barrier("begun")
+    if rank == 2:
+        store.wait([f"raised/{other}" for other in range(world_size) if other != 2])
+    seen = raised_by(lambda: raise_in_write(operation, failing))
+    store.set(f"raised/{rank}", "")
+    operation.close()
+    works = exchange(communicator)
+    communicator.close()
+    return seen, works
+
+
+def many_operations(rank, world_size, group_size):
+    communicator = connect(rank, world_size, group_size)
+    count = communicator.key_count()
+    dist.barrier()
+    for number in range(20):
+        exchange(communicator)
+        with communicator.operation("save", deadline_s=30) as operation:
+            raised_by(lambda: raise_in_write(operation, number % world_size))  # noqa: B023 - called at once
+    flat = has_no_more_keys(communicator, count)
+    communicator.close()
+    return flat
+
+
+def die(rank, world_size, group_size, dying, when):
+    communicator = connect(rank, world_size, group_size)
+    exchange(communicator)
+    operation = communicator.operation("save", deadline_s=40)
+    if rank == dying:
+        if when == "inside":
+            operation.barrier("alive")
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    first = raised_by(lambda: [operation.barrier("alive"), operation.barrier("written")])
+    operation.close()
+    with communicator.operation("save", deadline_s=40) as following:
+        second = raised_by(lambda: following.barrier("written"))
+    elapsed = time.monotonic() - start
+    communicator.close()
+    return first, second, elapsed
+
+
+def stop(rank, world_size, group_size, stopped, when):
+    """One rank is stopped until all others have raised; then all go on."""
+    communicator, store = connect(rank, world_size, group_size), dist.distributed_c10d._get_default_store()
+    count = communicator.key_count()
+    dist.barrier()
+    operation = communicator.operation("save", deadline_s=DEADLINE_S)
+    operation.barrier("begun")
+    store.set(f"begun/{rank}", "")
+    waker = (stopped + 1) % world_size
+    if rank == stopped:
+        store.wait([f"begun/{other}" for other in range(world_size)])
+        store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        stopped_pid = int(store.get("pid"))
+        while when == "before" and not is_stopped(stopped_pid):
+            time.sleep(0.001)
+    start = time.monotonic()
+    seen = raised_by(lambda: operation.barrier("written"))
+    elapsed = time.monotonic() - start
+    if rank != stopped:
+        store.set(f"raised/{rank}", "")
+    if rank == waker:
+        store.wait([f"raised/{other}" for other in range(world_size) if other != stopped])
+        os.kill(stopped_pid, signal.SIGCONT)
+    operation.close()
+    works = exchange(communicator)
+    flat = has_no_more_keys(communicator, count)
+    communicator.close()
+    return seen, elapsed, works, flat
+
+
+def is_stopped(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+def leader_ends_first(rank, world_size):
+    """Leader 2 ends its process while its member has not read the last word yet."""
+    communicator, store = connect(rank, world_size, 2), dist.distributed_c10d._get_default_store()
+    operation = communicator.operation("save", deadline_s=30)
+    operation.gather("plan", b"")
+    if rank == 3:
+        store.wait(["leader has left"])
+    got = operation.broadcast("done", b"x" if rank == 0 else None)
+    operation.close()
+    if rank == 2:
+        store.set("leader has left", "")
+    communicator.close()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return got
+
+
+def meet_without(rank, world_size, absent):
+    if rank == absent:
+        dist.barrier()
+        return None
+    seen = raised_by(lambda: connect(rank, world_size, 2, deadline_s=1.5))
+    dist.barrier()
+    return seen
+
+
+def wait_alone(rank, world_size):
+    """Rank 0 returns only when the members of other groups have left, too."""
+    communicator, store = connect(rank, world_size, 2), dist.distributed_c10d._get_default_store()
+    operation = communicator.operation("save", deadline_s=30)
+    operation.barrier("x")
+    if rank == 0:
+        store.set("waiting", "")
+        operation.wait_alone(30)
+        seen = store.check(["member leaves"])
+        operation.close()
+    else:
+        if rank == 5:
+            store.wait(["waiting"])
+            store.set("member leaves", "")
+        operation.close()
+        seen = None
+    communicator.close()
+    return seen
+
+
+def environment(rank, world_size):
+    communicator = current_communicator()
+    return communicator.tree.group_size, exchange(communicator)
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("size", [0, LARGE])
+def test_messages_arrive_in_order(pool, group_size, size):
+    assert pool.run(messages, group_size, size, world_size=WORLD) == [True] * WORLD
+
+
+def test_members_connect_to_their_leader_only(pool):
+    counts = pool.run(lines, 2, world_size=WORLD)
+    assert counts[5] == {0: 0, 2: 0, 4: 1}
+    assert counts[3] == {0: 0, 2: 1, 4: 0}
+    assert counts[1] == {0: 1, 2: 0, 4: 0}
+    assert counts[2][0] >= 1
+    assert counts[2][4] == 0
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+@pytest.mark.parametrize("failing", range(WORLD))
+def test_one_cause_on_every_rank(pool, group_size, failing):
+    results = pool.run(one_raises, group_size, failing, world_size=WORLD)
+    assert len({seen for seen, _, _ in results}) == 1
+    name, text = results[0][0]
+    assert name == RankFailedError.__name__
+    assert text.startswith(f"rank {failing} on {os.uname().nodename} failed in write: ValueError: the disk said no\n")
+    assert 'raise ValueError("the disk said no")' in text
+    assert all(again == seen for seen, again, _ in results), "the operation stays failed"
+    assert all(works for _, _, works in results)
+
+
+def test_the_first_of_six_failures_stands(pool):
+    results = pool.run(all_raise, 2, world_size=WORLD)
+    assert len({seen for seen, _ in results}) == 1
+    assert "of rank " in results[0][0][1]
+    assert all(works for _, works in results)
+
+
+@pytest.mark.parametrize("failing", [0, 3, 5])
+def test_failures_pass_a_leader_that_is_busy(pool, failing):
+    results = pool.run(busy_leader, failing, world_size=WORLD)
+    assert len({seen for seen, _ in results}) == 1
+    assert f"rank {failing} on " in results[0][0][1]
+    assert all(works for _, works in results)
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_operations_leave_no_keys(pool, group_size):
+    assert pool.run(many_operations, group_size, world_size=WORLD) == [True] * WORLD
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+@pytest.mark.parametrize("dying", [1, 2, 3, 4])
+def test_a_killed_rank_is_named_by_all_others(pool, dying, when):
+    results = pool.run(die, 2, dying, when, world_size=WORLD, expect_death={dying: signal.SIGKILL})
+    for first, second, elapsed in (result for result in results if result is not None):
+        for name, text in (first, second):
+            assert name == RankFailedError.__name__
+            assert f"rank {dying} on {os.uname().nodename} failed in " in text
+            assert "ProcessDied: its process" in text
+        assert elapsed < 20, "much sooner than the deadline"
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_the_death_of_rank_0_is_told_to_all_groups(pool, when):
+    results = pool.run(die, 2, 0, when, world_size=WORLD, expect_death={0: signal.SIGKILL})
+    for first, second, elapsed in results[1:]:
+        for name, text in (first, second):
+            assert name == RankFailedError.__name__
+            assert "rank 0 on " in text
+            assert "ProcessDied: its process" in text
+        assert elapsed < 20, "much sooner than the deadline"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group_size", "stopped", "when"),
+    [
+        *((2, stopped, "before") for stopped in range(5)),
+        *((2, stopped, "meanwhile") for stopped in (0, 2, 3)),
+        (3, 4, "before"),
+        (6, 0, "meanwhile"),
+        (6, 3, "before"),
+    ],
+)
+def test_a_stopped_rank_is_named_by_all_others_in_time(pool, group_size, stopped, when):
+    results = pool.run(stop, group_size, stopped, when, world_size=WORLD)
+    survivors = [result for rank, result in enumerate(results) if rank != stopped]
+    for (name, text), elapsed, _, _ in survivors:
+        assert name == DeadlineError.__name__
+        assert f"for rank(s) {stopped} of {WORLD}" in text or f"rank {stopped} on " in text
+        assert elapsed < DEADLINE_S + MARGIN_S
+    if stopped:
+        assert len({seen for seen, _, _, _ in results}) == 1, "all the same, also the one that was stopped"
+    assert all(works for _, _, works, _ in results), "the next operation works"
+    assert all(flat for _, _, _, flat in results), "no keys are left"
+
+
+def test_a_leader_may_end_once_its_group_has_left(pool):
+    results = pool.run(leader_ends_first, world_size=WORLD, expect_death={2: signal.SIGKILL})
+    assert results == [b"x", b"x", None, b"x", b"x", b"x"]
+
+
+@pytest.mark.parametrize("absent", [1, 2, 3])
+def test_a_rank_missing_at_the_first_meeting_is_named(pool, absent):
+    results = pool.run(meet_without, absent, world_size=WORLD)
+    assert {result[0] for rank, result in enumerate(results) if rank != absent} == {DeadlineError.__name__}
+    assert f"waited for rank(s) {absent} to say hello" in results[0][1]
+
+
+def test_rank_0_waits_for_the_members_of_other_groups(pool):
+    assert pool.run(wait_alone, world_size=WORLD) == [True] + [None] * 5
+
+
+def test_groups_can_be_set_by_the_environment(pool):
+    env = {"BYTECHECKPOINT_CONTROL_GROUP_SIZE": "3"}
+    assert pool.run(environment, world_size=WORLD, env=env) == [(3, True)] * WORLD
+    assert pool.run(environment, world_size=WORLD) == [(6, True)] * WORLD
+
+
+def test_a_tree_of_groups_for_two_operations_at_once(pool):
+    assert pool.run(two_at_once, world_size=WORLD) == [True] * WORLD
+
+
+def two_at_once(rank, world_size):
+    communicator = connect(rank, world_size, 2)
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(communicator.operation(kind, deadline_s=30)) for kind in ("save", "load"))
+        first.gather("plan", b"")
+        # Some have failed before others come here.
+        raised = raised_by(lambda: [second.gather("plan", b""), raise_in_write(second, 3)])
+        assert "rank 3 on " in raised[1]
+        first.barrier("goes on")
+    communicator.close()
+    return True
