@@ -179,7 +179,9 @@ class Checkpointer:
         op = self.operation(kind, deadline_s)
         try:
             with op.phase("check"):
-                return open_backend(path, **dict(storage_options or {})), op
+                backend = open_backend(path, **dict(storage_options or {}))
+                op.is_about(f"{kind} of {backend.url}")
+                return backend, op
         except BaseException:
             op.close()
             raise

@@ -36,6 +36,10 @@ class Operation(ABC):
     def world_size(self) -> int: ...
 
     @abstractmethod
+    def is_about(self, what: str) -> None:
+        """What failures reported from here on say that they are of, such as ``save of s3://runs/7b/step-1000``."""
+
+    @abstractmethod
     def gather(self, phase: str, payload: bytes) -> Sequence[bytes] | None:
         """Rank 0 gets everyone's payload, by rank; the others get None and do not wait for rank 0."""
 

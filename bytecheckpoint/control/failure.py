@@ -24,7 +24,8 @@ class FailureRecord:
     """Which rank failed where and how. The first record of an operation is raised by every rank.
 
     ``raised_as`` names the class of ``bytecheckpoint.errors`` that the other ranks raise: the error's own or its
-    nearest one there, so that ``except MismatchError`` works on every rank; ``RankFailedError`` for all else.
+    nearest one there, so that ``except MismatchError`` works on every rank; ``RankFailedError`` for all else. ``about``
+    is what the operation was to do, and where: the kind and the path.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class FailureRecord:
     raised_as: str = "RankFailedError"
     faults: list[list[str]] = field(default_factory=list)
     text: str = ""
+    about: str = ""
 
     @classmethod
     def of_error(cls, error: BaseException, phase: str, here: PeerIdentity) -> FailureRecord:
@@ -81,6 +83,7 @@ class FailureRecord:
         message = self.text
         if not message:
             message = f"rank {self.rank} on {self.host} failed in {self.phase}: {self.error_type}: {self.message}"
+            message += self._where()
         if self.traceback_text and not self.text:
             message += "\n\n" + textwrap.indent(self.traceback_text.rstrip(), "    ")
         return RankFailedError(
@@ -92,10 +95,13 @@ class FailureRecord:
             traceback_text=self.traceback_text,
         )
 
+    def _where(self) -> str:
+        return f"\n  in: {self.about}" if self.about else ""
+
     def error(self) -> BytecheckpointError:
         """What a rank raises that did not fail itself."""
         if self.raised_as == DeadlineError.__name__ and not self.traceback_text:
-            return DeadlineError(self.message)
+            return DeadlineError(self.message + self._where())
         cause = self.rank_failed()
         if self.raised_as == RankFailedError.__name__:
             return cause

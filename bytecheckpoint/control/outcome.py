@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..errors import BytecheckpointError
@@ -33,10 +33,10 @@ class Outcome:
         self._own: tuple[FailureRecord, BytecheckpointError] | None = None
         self.error: BytecheckpointError | None = None
 
-    def own(self, error: BaseException, phase: str, here: PeerIdentity) -> FailureRecord:
+    def own(self, error: BaseException, phase: str, here: PeerIdentity, about: str = "") -> FailureRecord:
         """The record of a failure of this rank, to be reported. Should it stand, this rank raises the error itself:
         as it is when it is of this library, else a ``RankFailedError`` from it."""
-        record = FailureRecord.of_error(error, phase, here)
+        record = replace(FailureRecord.of_error(error, phase, here), about=about)
         raised = error
         if not isinstance(raised, BytecheckpointError):
             raised = record.rank_failed()
@@ -73,6 +73,7 @@ class OperationContext:
     deadline_s: float
     outcome: Outcome = field(default_factory=Outcome)
     phase: str = "the beginning"
+    about: str = ""
     _lines: dict[int, Line] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

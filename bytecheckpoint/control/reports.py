@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 from .failure import FailureRecord
@@ -118,6 +119,7 @@ class Reports:
     def report(self, record: FailureRecord, *, is_late: bool = False) -> FailureRecord:
         """Publish a failure; the one that stands, which is the first. Never raises. ``is_late``: a deadline has passed,
         and there is little time."""
+        record = record if record.about else replace(record, about=self._context.about)
         try:
             if self._tree.parent(self._communicator.rank) == 0:
                 standing, keys = let_stand(self._context.above(), self._context.prefix, record, self._name())

@@ -56,6 +56,9 @@ class StoreOperation(Operation):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def is_about(self, what: str) -> None:
+        self._context.about = what
+
     @property
     def rank(self) -> int:
         return self._communicator.rank
@@ -109,7 +112,7 @@ class StoreOperation(Operation):
             raise
 
     def fail(self, phase: str, error: BaseException) -> None:
-        first = self._report(self._outcome.own(error, phase, self._communicator.here))
+        first = self._report(self._own(error, phase))
         self._outcome.settle(first)
 
     @contextmanager
@@ -121,7 +124,7 @@ class StoreOperation(Operation):
                 raise
             standing = self._outcome.error
             if standing is None:
-                standing = self._outcome.settle(self._report(self._outcome.own(error, name, self._communicator.here)))
+                standing = self._outcome.settle(self._report(self._own(error, name)))
             if standing is error or not isinstance(error, Exception):
                 # An interrupt or exit has been reported, and goes its way.
                 raise
@@ -192,6 +195,9 @@ class StoreOperation(Operation):
             yield f"{self._prefix}/{phase}{repeat}"
         except LineLost as error:
             self._reports.raise_store_lost(phase, error)
+
+    def _own(self, error: BaseException, phase: str) -> FailureRecord:
+        return self._outcome.own(error, phase, self._communicator.here, self._context.about)
 
     def _report(self, record: FailureRecord) -> FailureRecord:
         return record if self._closed else self._reports.report(record)
