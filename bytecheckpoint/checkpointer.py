@@ -87,21 +87,20 @@ class Checkpointer:
         options = SaveOptions(
             framework, step, dict(metadata or {}), allow_pickle, deadline_s, chunk_size, when_busy, layout, gate
         )
-        return self.save_with(path, state, options, async_save=async_save, storage_options=storage_options)
+        return self.save_with(path, lambda: state, options, async_save=async_save, storage_options=storage_options)
 
     def save_with(
         self,
         path: URL,
-        state: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
+        make_state: Callable[[], Mapping[str, Any]],
         options: SaveOptions,
         *,
         async_save: bool,
         storage_options: Mapping[str, Any] | None,
     ) -> SaveHandle:
-        """As ``save``, for the manager; ``state`` may be a function that makes it."""
+        """As ``save``, for the manager, with a function that makes the state."""
         backend, op = self._begin("save", path, storage_options, options.deadline_s)
-        if callable(state):
-            state = self._made(op, state)
+        state = self._made(op, make_state)
         return run_save(self._engine, backend, op, state, options, background=async_save)
 
     def warmup(

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 import msgpack
+import torch
 
 from ..at_exit import before_exit
 from ..checkpoint import Checkpoint
@@ -346,7 +347,7 @@ class CheckpointManager:
         url = join(self.root, name)
         try:
             handle = self._checkpointer.save_with(
-                url, state, options, async_save=self._async, storage_options=self._storage_options
+                url, _maker(state), options, async_save=self._async, storage_options=self._storage_options
             )
         except BaseException:
             self._agenda.failed()
@@ -385,6 +386,13 @@ class CheckpointManager:
         if self._lease is not None:
             self._lease.close()
         self._signals.close()
+
+
+def _maker(state: Any) -> Callable[[], Any]:
+    # Modules can be called too, and make no state.
+    if isinstance(state, (Mapping, torch.nn.Module)) or not callable(state):
+        return lambda: state
+    return state
 
 
 def _finish(manager: weakref.ref[CheckpointManager]) -> None:

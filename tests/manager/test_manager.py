@@ -266,8 +266,9 @@ def test_a_full_disk_is_seen_before_anything_is_copied(tmp_path: Path, monkeypat
 
 def test_a_refused_save_may_be_tried_again(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path) as manager:
-        with pytest.raises(StateError):
-            manager.save(1, {"model": object()}, force=True)
+        for state in ({"model": object()}, nn.Linear(1, 1), lambda: nn.Linear(1, 1)):
+            with pytest.raises(StateError):
+                manager.save(1, state, force=True)  # type: ignore[arg-type]
         assert manager.save(1, _state(1.0), force=True) is not None
     assert _names(tmp_path) == ["step-1"]
 
