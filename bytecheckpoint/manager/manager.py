@@ -392,7 +392,8 @@ def _maker(state: Any) -> Callable[[], Any]:
     # Modules can be called too, and make no state.
     if isinstance(state, (Mapping, torch.nn.Module)) or not callable(state):
         return lambda: state
-    return state
+    make: Callable[[], Any] = state
+    return make
 
 
 def _finish(manager: weakref.ref[CheckpointManager]) -> None:
