@@ -170,6 +170,8 @@ class _LoadJob:
                 target.apply(catalog.stored(section.name).values)
         with self._step("report"):
             report.notes += [note for section, _ in targets[:1] for note in section.context.notes]
+            # No rank goes on with what it loaded while another fails to apply it.
+            self._op.barrier("report")
             _log.info("%s (%s)", report, self.timings)
         return report
 

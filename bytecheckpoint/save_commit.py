@@ -44,6 +44,7 @@ class SaveCommit:
         self._attempt, self._plan = settled.attempt, settled.plan
         self.chunk_size = options.chunk_size_for(settled.nbytes)
         self._may_stand = False
+        self._is_put = False  # by this rank
         self._previous: Manifest | None = None
 
     def confirm(
@@ -88,6 +89,7 @@ class SaveCommit:
         except Exception:
             self._may_stand = False
             raise
+        self._is_put = True
         self._timings.point("commit.after")
         try:
             self._op.broadcast("committed", b"")
@@ -108,8 +110,10 @@ class SaveCommit:
         return not self._may_stand or _never_committed(error)
 
     def stands(self, error: BaseException) -> bool:
-        """Whether the checkpoint is seen to exist, although rank 0 was lost before this rank had heard of it."""
-        if not self._may_stand or self._op.rank == 0:
+        """Whether the checkpoint exists for all that: this rank put it, or sees it although rank 0 was lost."""
+        if self._op.rank == 0:
+            return self._is_put
+        if not self._may_stand:
             return False
         if not isinstance(error, ControlError) or _never_committed(error):
             return False

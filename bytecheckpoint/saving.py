@@ -40,10 +40,7 @@ from .engine.writing.commit import remove_attempt, remove_files
 from .engine.writing.free_space import check_space
 from .engine.writing.image_write import WrittenFile, write_whole
 from .engine.writing.writer import write_images
-from .errors import (
-    KeyNotFoundError,
-    StateError,
-)
+from .errors import DeadlineError, KeyNotFoundError, StateError
 from .handle import SaveHandle, SaveResult
 from .hf_index import StoredModel, companions, stored_models
 from .local_state import LocalState
@@ -59,7 +56,9 @@ from .storage_backends.base import StorageBackend
 
 __all__ = ["save"]
 
-_SWEEP_AFTER_S = 10.0  # how long a failed save waits for the other ranks to stop writing, before it sweeps
+# How long a failed save waits for the others to stop writing, before it sweeps; the second, for who was late already.
+_SWEEP_AFTER_S = 10.0
+_SWEEP_AFTER_LATE_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +201,7 @@ class _SaveJob:
                 if raised is error:
                     raise
                 raise raised from error
-            _log.warning("%s is committed, but this rank did not hear so: %s", self._backend.url, error)
+            _log.warning("%s is committed, although this rank met an error: %s", self._backend.url, error)
         last.clean()
         self._op.close()
         images = [*self._images, *self._gathered]
@@ -346,8 +345,9 @@ class _SaveJob:
             self._copy.staging.release(error)
         if self._attempt and (self._commit is None or self._commit.is_ruled_out(error)):
             if self._op.rank == 0:
-                # The others may still be writing; what they write after the sweep would stay for ever.
-                self._op.wait_alone(_SWEEP_AFTER_S)
+                # The others may still be writing. Who writes after the sweep removes that himself, if he lives.
+                is_late = isinstance(error, DeadlineError)
+                self._op.wait_alone(_SWEEP_AFTER_LATE_S if is_late else min(_SWEEP_AFTER_S, self._options.deadline_s))
                 remove_attempt(self._backend, self._attempt)
             else:
                 remove_files(self._backend, [image.key for image in (*self._images, *self._gathered)])

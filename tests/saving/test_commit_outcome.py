@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint as bcp
-from bytecheckpoint import api, trace
+from bytecheckpoint import checkpointer, trace
 from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, StateError
 from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 from bytecheckpoint.testing.ranks import RankPool
@@ -68,16 +68,16 @@ def test_a_rank_that_dies_after_confirming_cannot_undo_the_save(pool: RankPool, 
 def _commit_late(rank: int, world_size: int, path: str) -> str:
     """Rank 0's store takes the manifest only when the others have given up."""
     rule = FaultRule("put", "manifest.msgpack", hook=lambda call: dist.barrier())
-    real = api.open_backend
+    real = checkpointer.open_backend
     if rank == 0:
-        api.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
+        checkpointer.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
     try:
         bcp.save(path, _state(rank, 1.0), step=1, deadline_s=30 if rank == 0 else 1)
         return "saved"
     except CommitUnknownError as error:
         return f"unknown: {error}"
     finally:
-        api.open_backend = real
+        checkpointer.open_backend = real
         if rank:
             dist.barrier()
 
