@@ -88,6 +88,11 @@ class Operation(ABC):
         """The ranks' streams of bytes, made by the first call and closed with the operation."""
 
     @abstractmethod
+    def follow(self, kind: str, *, deadline_s: float) -> Operation:
+        """Begin an operation that follows from this one, which may be over. Ranks meet in it because they met in this
+        one, and not by counting: a rank for which this one failed may tell so to those that went on into the next."""
+
+    @abstractmethod
     def wait_alone(self, timeout_s: float) -> None:
         """Rank 0 waits until every other rank has left this operation or ended, at most ``timeout_s``. Never raises."""
 

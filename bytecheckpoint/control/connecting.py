@@ -26,7 +26,7 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 _CONNECT_S = 3.0
 _BACKLOG = 4096
 _TOLERANCE_S = 0.1
-_LEAST_S, _MOST_S = 1.0, 86400.0  # to connect; to wait at all
+_LEAST_S, _MOST_S = 0.25, 86400.0  # to connect; to wait at all
 _SILENT = ("Socket Timeout", "wait timeout")  # what torch says when the system's bound was reached, or its own
 _FOLDER = "/proc/self/fd"
 

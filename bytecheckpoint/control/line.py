@@ -19,6 +19,7 @@ __all__ = ["Line", "LineLost"]
 # TCPStore refuses values above 8 MiB, by closing the connection.
 _PART_BYTES = 4 << 20
 _WHOLE, _PARTS = b"\0", b"\1"
+_NOTHING = bytes.fromhex("5c1f0ad3b0f94e0c8a6be1f44d27a913")  # no value is this one
 
 
 class LineLost(Exception):
@@ -77,11 +78,18 @@ class Line:
     def read(self, key: str) -> tuple[bytes, list[str]]:
         """A message that is known to be there, and the keys that it takes."""
         with self._asking(key):
-            head = bytes(self._client.get(key))
+            head = self._get(key)
             if head[:1] == _WHOLE:
                 return head[1:], [key]
             names = [f"{key}#{number}" for number in range(struct.unpack("<I", head[1:])[0])]
-            return b"".join(bytes(self._client.get(name)) for name in names), [key, *names]
+            return b"".join(map(self._get, names)), [key, *names]
+
+    def _get(self, key: str) -> bytes:
+        # One request, where ``get`` waits for the key and then asks for it, each with the whole of its patience.
+        found = bytes(self._client.compare_set(key, _NOTHING, _NOTHING))
+        if found == _NOTHING:
+            raise RuntimeError("it is not there any more")
+        return found
 
     def take(self, key: str) -> bytes:
         """``read``, then delete."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..errors import BytecheckpointError
 from .failure import FailureRecord
-from .line import Line
+from .line import Line, LineLost
 from .peers import PeerIdentity
 
 if TYPE_CHECKING:
     from .store import StoreCommunicator
 
-__all__ = ["LONGEST_PAUSE_S", "ROOT_GRACE_S", "OperationContext", "Outcome"]
+__all__ = ["LATE_S", "LONGEST_PAUSE_S", "ROOT_GRACE_S", "OperationContext", "Outcome"]
 
 LONGEST_PAUSE_S = 0.01
 """Between two looks at the store, in small jobs."""
+
+LATE_S = 0.5
+"""For how long a store is asked once a deadline has passed, since all are to hear of it within two seconds, or once an
+operation is over."""
 
 ROOT_GRACE_S = 1.0
 """For how long the other ranks leave the verdict on who is late to rank 0."""
@@ -75,6 +80,8 @@ class OperationContext:
     phase: str = "the beginning"
     about: str = ""
     _lines: dict[int, Line] = field(default_factory=dict)
+    _lost: dict[int, LineLost] = field(default_factory=dict)
+    _patience_s: float = math.inf
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -84,11 +91,26 @@ class OperationContext:
         return ROOT_GRACE_S + (depth - 1) * _STEP_GRACE_S if depth else 0.0
 
     def line_to(self, server: int) -> Line:
-        """This operation's line to that rank's store. Raises ``LineLost``."""
+        """This operation's line to that rank's store. Raises ``LineLost``, and once it could not connect, always."""
         with self._lock:
+            if server in self._lost:
+                raise LineLost(str(self._lost[server]), server, is_silent=self._lost[server].is_silent)
             if server not in self._lines:
-                self._lines[server] = self.communicator.lines.borrow(server, self.deadline_s + self.grace_s)
+                try:
+                    patience_s = min(self.deadline_s, self._patience_s)
+                    self._lines[server] = self.communicator.lines.borrow(server, patience_s)
+                except LineLost as error:
+                    self._lost[server] = error
+                    raise
             return self._lines[server]
+
+    def hurry(self, patience_s: float) -> None:
+        """Ask no store for longer than that any more."""
+        with self._lock:
+            self._patience_s = min(self._patience_s, patience_s)
+            lines = list(self._lines.values())
+        for line in lines:
+            line.be_patient(self._patience_s)
 
     def above(self) -> Line:
         """To the parent's store; on rank 0, to its own. Failures of others are seen here."""

@@ -17,7 +17,7 @@ from typing import NoReturn
 from .failure import FailureRecord
 from .keys import failure_key, left_mark, report_key
 from .line import Line, LineLost
-from .outcome import LONGEST_PAUSE_S, OperationContext
+from .outcome import LATE_S, LONGEST_PAUSE_S, OperationContext
 from .peers import PeerIdentity
 
 __all__ = ["Reports", "death_of", "let_stand", "read_standing"]
@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 _END_GRACE_S = 5.0
 _RELAY_S = 2.0  # how long a rank waits for its leader's relay
 _DIRECT_S = 5.0  # how long for rank 0's store, which it has not spoken to yet
-# The same when a deadline has passed already: all are to hear of it within two seconds.
-_LATE_RELAY_S, _LATE_DIRECT_S = 0.25, 0.5
+# The first when a deadline has passed already; the second is ``LATE_S`` then.
+_LATE_RELAY_S = 0.25
 _GLANCE_S = 1.0  # for a look at another group's store
 
 
@@ -120,6 +120,8 @@ class Reports:
         """Publish a failure; the one that stands, which is the first. Never raises. ``is_late``: a deadline has passed,
         and there is little time."""
         record = record if record.about else replace(record, about=self._context.about)
+        if is_late:
+            self._context.hurry(LATE_S)
         try:
             if self._tree.parent(self._communicator.rank) == 0:
                 standing, keys = let_stand(self._context.above(), self._context.prefix, record, self._name())
@@ -130,7 +132,7 @@ class Reports:
             _log.debug("could not report a failure in %s to a store that has ended", record.phase, exc_info=True)
             found = None
         if found is None and self._tree.parent(self._communicator.rank) != 0:
-            found = self._to_root(record, _LATE_DIRECT_S if is_late else _DIRECT_S)
+            found = self._to_root(record, LATE_S if is_late else _DIRECT_S)
         return found or self._among_us(record)
 
     def raise_reported(self, record: FailureRecord, *, is_late: bool = False) -> NoReturn:

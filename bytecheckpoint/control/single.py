@@ -51,6 +51,9 @@ class SingleOperation(Operation):
     def streams(self) -> Streams:
         return NoStreams()
 
+    def follow(self, kind: str, *, deadline_s: float) -> SingleOperation:
+        return SingleOperation()
+
     def wait_alone(self, timeout_s: float) -> None:
         """There is no other rank."""
 

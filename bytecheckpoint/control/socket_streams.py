@@ -25,7 +25,7 @@ from .failure import FailureRecord
 from .introduction import PartialIntroduction, introduce
 from .keys import address_key
 from .line import Line, LineLost
-from .outcome import LONGEST_PAUSE_S, OperationContext
+from .outcome import LATE_S, LONGEST_PAUSE_S, OperationContext
 from .peers import PeerIdentity
 from .reports import Reports
 from .streams import Buffer, Streams
@@ -183,7 +183,7 @@ class _Lookout:
             now = time.monotonic()
             if now >= self._next_look:
                 self._next_look = now + _LOOK_EVERY_S
-                self._context.above().be_patient(left_s + self._context.grace_s)
+                self._context.above().be_patient(max(left_s, LATE_S))
                 self._reports.raise_failure()
             self._reports.raise_death(what, lambda: [peer])
 

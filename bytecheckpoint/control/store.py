@@ -90,8 +90,13 @@ class StoreCommunicator(Communicator):
         with self._lock:
             number = self._numbers[kind]
             self._numbers[kind] += 1
+        return self.begin(kind, f"{kind}/{number}", deadline_s)
+
+    def begin(self, kind: str, prefix: str, deadline_s: float) -> StoreOperation:
+        """Begin the operation whose keys begin with ``prefix``; no other ever had them."""
+        with self._lock:
             self._open += 1
-        context = OperationContext(self, kind, f"{kind}/{number}", deadline_s)
+        context = OperationContext(self, kind, prefix, deadline_s)
         if self._relay is not None:
             self._relay.begin(context)
         return StoreOperation(self, context)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from ..errors import ControlError, DisagreementError
+from ..errors import ControlError, DeadlineError, DisagreementError
 from .base import Operation
 from .departure import await_leavers, leave
 from .failure import FailureRecord
 from .line import LineLost
-from .outcome import OperationContext
+from .outcome import LATE_S, OperationContext
 from .reports import Reports
 from .socket_streams import SocketStreams
 from .streams import Streams
@@ -112,7 +112,7 @@ class StoreOperation(Operation):
             raise
 
     def fail(self, phase: str, error: BaseException) -> None:
-        first = self._report(self._own(error, phase))
+        first = self._report(self._own(error, phase), error)
         self._outcome.settle(first)
 
     @contextmanager
@@ -124,7 +124,7 @@ class StoreOperation(Operation):
                 raise
             standing = self._outcome.error
             if standing is None:
-                standing = self._outcome.settle(self._report(self._own(error, name)))
+                standing = self._outcome.settle(self._report(self._own(error, name), error))
             if standing is error or not isinstance(error, Exception):
                 # An interrupt or exit has been reported, and goes its way.
                 raise
@@ -139,6 +139,10 @@ class StoreOperation(Operation):
             with self._step("streams"):
                 self._streams = SocketStreams(self._context)
         return self._streams
+
+    def follow(self, kind: str, *, deadline_s: float) -> StoreOperation:
+        self._phases[">"] += 1
+        return self._communicator.begin(kind, f"{self._prefix}>{self._phases['>']}", deadline_s)
 
     def wait_alone(self, timeout_s: float) -> None:
         try:
@@ -156,6 +160,8 @@ class StoreOperation(Operation):
         try:
             if self._streams is not None:
                 above += self._streams.close()
+            # The operation is done with, and whoever called it waits.
+            self._context.hurry(LATE_S)
             others_may_be_in = leave(self._context, above, below)
         except LineLost:
             _log.debug("left %s after the store had ended", self._prefix, exc_info=True)
@@ -190,7 +196,7 @@ class StoreOperation(Operation):
         repeat = f"~{self._phases[phase]}" if self._phases[phase] > 1 else ""
         self._context.phase = phase
         try:
-            self._context.above().be_patient(self._context.deadline_s + self._context.grace_s)
+            self._context.above().be_patient(self._context.deadline_s)
             self._reports.raise_failure()
             yield f"{self._prefix}/{phase}{repeat}"
         except LineLost as error:
@@ -199,8 +205,10 @@ class StoreOperation(Operation):
     def _own(self, error: BaseException, phase: str) -> FailureRecord:
         return self._outcome.own(error, phase, self._communicator.here, self._context.about)
 
-    def _report(self, record: FailureRecord) -> FailureRecord:
-        return record if self._closed else self._reports.report(record)
+    def _report(self, record: FailureRecord, error: BaseException) -> FailureRecord:
+        # Who is late in one operation does not answer in the next one either, and the time to tell is over.
+        is_late = isinstance(error, DeadlineError) or isinstance(error.__cause__, DeadlineError)
+        return record if self._closed else self._reports.report(record, is_late=is_late)
 
 
 def _as_one(branch: Sequence[bytes]) -> bytes:

@@ -16,7 +16,7 @@ from .agreement import format_ranks
 from .failure import FailureRecord
 from .keys import note_key
 from .line import Line
-from .outcome import LONGEST_PAUSE_S, OperationContext
+from .outcome import LATE_S, LONGEST_PAUSE_S, OperationContext
 from .reports import Reports
 
 __all__ = ["Waiting"]
@@ -72,7 +72,8 @@ class Waiting:
             if self._is_parent and now > next_note:
                 next_note = now + self._note_every_s
                 self._note(phase, missing(), is_for_children)
-            self._context.above().be_patient(deadline - now)
+            # Where the store itself is silent, nobody above gives a verdict that could be waited for.
+            self._context.above().be_patient(max(start + self._context.deadline_s - now, LATE_S))
             time.sleep(pause)
             pause = min(pause * 1.5, self._longest_pause_s)
         self._clear_notes()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 
 class Housekeeping:
-    """On rank 0, in one thread of its own. Only folders that are named as the manager names them
-    are touched, and never what a manifest that stays names."""
+    """On rank 0, in one thread of its own. Only folders that are named as the manager names them are touched, and never
+    what a manifest that stays names. ``expect``, ``forget`` and ``follow`` are for the thread that trains."""
 
     def __init__(
         self,
@@ -41,14 +43,21 @@ class Housekeeping:
         self._root, self._options = root, dict(options)
         self._backend = open_backend(root, **self._options)
         self._retention, self._metric, self._job = retention, metric, job
-        self._committed: list[Kept] | None = None  # in the order of their commits
-        self._own: set[str] = set()
+        self._committed: list[Kept] | None = None  # in the order of their commits; None: not known
+        self._lock = threading.Lock()
+        self._expected: Counter[str] = Counter()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bcp-housekeeping")
 
     def expect(self, name: str) -> None:
-        """A save of this job to ``name`` is about to begin: from here on only ``follow`` tells when it was committed,
-        not what happens to be seen below the root."""
-        self._own.add(name)
+        """A save of this job to ``name`` is about to begin: until it has ended nothing there is looked at or removed,
+        whether it is the old checkpoint or the new one. Followed by ``follow``, or ``forget`` where none came of it."""
+        with self._lock:
+            self._expected[name] += 1
+
+    def forget(self, name: str) -> None:
+        """The save to ``name`` has ended."""
+        with self._lock:
+            self._expected[name] -= 1
 
     def follow(self, save: SaveHandle, name: str, step: int, metrics: Mapping[str, float]) -> None:
         """Once this save has ended, and well, put it on the books and remove what may go then. Returns at once."""
@@ -59,7 +68,10 @@ class Housekeeping:
         self._thread.shutdown(wait=True)
 
     def _tidy(self, save: SaveHandle, name: str, step: int, metrics: Mapping[str, float]) -> None:
-        if save.exception() is not None:
+        failed = save.exception() is not None
+        self.forget(name)
+        if failed:
+            self._committed = None  # what was there before may be there still
             return
         try:
             if self._committed is None:
@@ -67,8 +79,8 @@ class Housekeeping:
             self._committed = [kept for kept in self._committed if kept.name != name]
             self._committed.append(Kept(name, step, metrics.get(self._metric or "")))
             for kept in self._retention.expendable(self._committed):
-                self._remove(kept.name)
                 self._committed.remove(kept)
+                self._remove(kept.name)
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed, housekeeping must not fail it
             _log.warning("%s: old checkpoints could not be removed: %s", self._root, error, exc_info=True)
             self._committed = None
@@ -77,8 +89,9 @@ class Housekeeping:
         """What earlier jobs committed, in the order of the commits; what dead jobs left half-made there is removed."""
         found: list[tuple[str, Kept]] = []
         for name in self._folders():
-            if name in self._own:
-                continue
+            with self._lock:
+                if self._expected[name]:
+                    continue
             children = self._backend.list_children(f"{name}/")
             attempts = [child[:-1] for child in children if child.startswith(ATTEMPT_MARK) and child.endswith("/")]
             manifest = None
@@ -106,13 +119,17 @@ class Housekeeping:
 
     def _remove(self, name: str) -> None:
         """Manifest first: at no moment is there half a checkpoint."""
-        _log.info("%s: removing %s", self._root, name)
-        try:
-            manifest = read_manifest(open_backend(join(self._root, name), **self._options))
-        except (CheckpointError, KeyNotFoundError) as error:
-            _log.warning("not removed: %s", error)
-            return
-        self._backend.delete([f"{name}/{MANIFEST_KEY}"])
+        with self._lock:
+            # A save to this name that begins after this has files of its own, and puts a manifest of its own.
+            if self._expected[name]:
+                return
+            try:
+                manifest = read_manifest(open_backend(join(self._root, name), **self._options))
+            except (CheckpointError, KeyNotFoundError) as error:
+                _log.warning("not removed: %s", error)
+                return
+            _log.info("%s: removing %s", self._root, name)
+            self._backend.delete([f"{name}/{MANIFEST_KEY}"])
         self._backend.delete([f"{name}/{key}" for key in manifest.files.name])
 
     def _metric_of(self, manifest: Manifest) -> float | None:

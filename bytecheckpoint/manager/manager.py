@@ -7,7 +7,8 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -173,7 +174,8 @@ class CheckpointManager:
         As ``bytecheckpoint.latest``, but that rank 0 alone looks. Raises ``NoValidCheckpointError`` where there are
         traces of saves and no checkpoint that holds, unless ``allow_fresh``.
         """
-        name = self._find((), allow_fresh)
+        with self._meeting() as op:
+            name = self._find(op, (), allow_fresh)
         if name is None:
             return None
         return self._checkpointer.open(join(self.root, name), storage_options=self._storage_options)
@@ -190,17 +192,19 @@ class CheckpointManager:
         """
         damaged: list[str] = []
         while True:
-            name = self._find(damaged, allow_fresh)
+            with self._meeting("load") as op:
+                name = self._find(op, damaged, allow_fresh)
             if name is None:
                 return None
             try:
-                report = self._checkpointer.load(
-                    join(self.root, name),
-                    state,
-                    deadline_s=self._deadline_s,
-                    storage_options=self._storage_options,
-                    **options,
-                )
+                with self._checkpointer.following(op, "load", self._deadline_s):
+                    report = self._checkpointer.load(
+                        join(self.root, name),
+                        state,
+                        deadline_s=self._deadline_s,
+                        storage_options=self._storage_options,
+                        **options,
+                    )
             except UnsupportedVersionError:
                 raise
             except (CheckpointError, KeyNotFoundError) as error:
@@ -237,11 +241,13 @@ class CheckpointManager:
         is_due = force or self._agenda.is_due(step)
         if not self._agenda.must_meet(is_due):
             return None
-        verdict, plain_metrics = self._meet(step, is_due, metrics)
+        with self._meeting("save") as op:
+            verdict, plain_metrics = self._meet(op, step, is_due, metrics)
         handle = None
         if verdict.save:
             deadline_s = max(_LEAST_GRACE_S, verdict.grace_s) if verdict.leaving else self._deadline_s
-            handle = self._begin(step, state, plain_metrics, deadline_s)
+            with self._checkpointer.following(op, "save", deadline_s):
+                handle = self._begin(step, state, plain_metrics, deadline_s)
         if verdict.leaving:
             self._leave(step, verdict.leaving)
         return handle
@@ -252,15 +258,8 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Until all saves are committed. Raises, on every rank, what any of them failed with."""
-        op = self._operation()
-        try:
+        with self._meeting() as op, self._settling():
             self._in_flight.finish(op)
-        except BaseException:
-            self._agenda.failed()
-            self._in_flight.drain()
-            raise
-        finally:
-            op.close()
 
     def close(self) -> None:
         """Wait for all saves, then give lease, signals and threads back. Raises what a save failed with, once all is
@@ -290,6 +289,23 @@ class CheckpointManager:
     def _operation(self) -> Operation:
         return self._checkpointer.operation("manager", self._deadline_s)
 
+    @contextmanager
+    def _meeting(self, leads_to: str = "") -> Iterator[Operation]:
+        """One operation of all ranks. Where it fails on this rank, others may have gone on already to what it
+        ``leads_to``: they hear of it there."""
+        op = self._operation()
+        try:
+            yield op
+        except BaseException as error:
+            op.close()
+            if leads_to:
+                next_op = op.follow(leads_to, deadline_s=self._deadline_s)
+                next_op.fail("meet", error)
+                next_op.close()
+            raise
+        finally:
+            op.close()
+
     def _tell(self, error: BaseException) -> None:
         """Let the other ranks raise, where they meet next, what ended the training on this one."""
         if not self._closed:
@@ -297,25 +313,22 @@ class CheckpointManager:
             op.fail("training", error)
             op.close()
 
-    def _find(self, excluding: Sequence[str], allow_fresh: bool) -> str | None:
+    def _find(self, op: Operation, excluding: Sequence[str], allow_fresh: bool) -> str | None:
         """Rank 0 looks: ranks on a network file system may see different things."""
-        op = self._operation()
-        try:
-            answer = None
-            with op.phase("find"):
-                if op.rank == 0:
-                    found = find_newest(
-                        self.root, excluding=excluding, allow_fresh=allow_fresh, storage_options=self._storage_options
-                    )
-                    answer = msgpack.packb(None if found is None else found.name)
-            name: str | None = msgpack.unpackb(op.broadcast("found", answer))
-            return name
-        finally:
-            op.close()
+        answer = None
+        with op.phase("find"):
+            if op.rank == 0:
+                found = find_newest(
+                    self.root, excluding=excluding, allow_fresh=allow_fresh, storage_options=self._storage_options
+                )
+                answer = msgpack.packb(None if found is None else found.name)
+        name: str | None = msgpack.unpackb(op.broadcast("found", answer))
+        return name
 
-    def _meet(self, step: int, is_due: bool, metrics: Mapping[str, float] | None) -> tuple[Verdict, dict[str, float]]:
-        op = self._operation()
-        try:
+    def _meet(
+        self, op: Operation, step: int, is_due: bool, metrics: Mapping[str, float] | None
+    ) -> tuple[Verdict, dict[str, float]]:
+        with self._settling():
             with op.phase("check"):
                 plain_metrics = check_metrics(metrics)
                 if self._lease is not None:
@@ -326,12 +339,16 @@ class CheckpointManager:
             if verdict.save:
                 self._in_flight.make_room(op)
             return verdict, plain_metrics
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        """What the ranks settle of earlier saves. Where that fails, the step may be saved once more."""
+        try:
+            yield
         except BaseException:
             self._agenda.failed()
             self._in_flight.drain()
             raise
-        finally:
-            op.close()
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -351,6 +368,8 @@ class CheckpointManager:
             )
         except BaseException:
             self._agenda.failed()
+            if self._housekeeping is not None:
+                self._housekeeping.forget(name)
             raise
         self._in_flight.add(handle)
         if self._housekeeping is not None:

@@ -47,14 +47,6 @@ def _chosen() -> tuple[list[Cell], str]:
 CELLS, SEED = _chosen()
 
 
-def _parameter(cell: Cell) -> object:
-    marks = []
-    if (cell.fault, cell.victim) == ("stop", "first") and (cell.mode == "manager" or cell.step == "save.merge"):
-        reason = "several waits for a stopped rank 0, each within its deadline, add up to more than deadline + 2 s"
-        marks.append(pytest.mark.xfail(run=False, reason=reason))
-    return pytest.param(cell, id=f"{SEED}:{cell}", marks=marks)
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(WORLD) as ranks:
@@ -80,7 +72,7 @@ def test_every_sample_has_something_of_everything() -> None:
     assert sample(cells, 0, SAMPLE) != sample(cells, 1, SAMPLE)
 
 
-@pytest.mark.parametrize("cell", [_parameter(cell) for cell in CELLS])
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{SEED}:{cell}")
 def test_cell(pool: RankPool, report: Report, tmp_path: Path, cell: Cell) -> None:
     figures = CellFigures(cell)
     with report.of(figures):

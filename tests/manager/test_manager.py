@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from bytecheckpoint.errors import (
     StorageFullError,
     UnsupportedVersionError,
 )
+from bytecheckpoint.manager.housekeeping import Housekeeping
 from bytecheckpoint.manager.lease import LEASE_KEY
 from bytecheckpoint.storage_backends.local import LocalBackend
 
@@ -59,7 +60,7 @@ def _value(root: Path, **options: Any) -> float | None:
     return float(values.pop())
 
 
-def _save_all(root: Path, steps: range, **options: Any) -> None:
+def _save_all(root: Path, steps: Iterable[int], **options: Any) -> None:
     with bcp.CheckpointManager(root, every_steps=1, **options) as manager:
         for step in steps:
             manager.save(step, _state(float(step)), metrics={"loss": abs(step - 4)})
@@ -129,6 +130,39 @@ def test_a_job_that_went_back_keeps_what_it_saves_now(tmp_path: Path) -> None:
     _save_all(tmp_path, range(8, 10))
     with bcp.CheckpointManager(tmp_path, every_steps=1, keep_last=1) as manager:
         manager.save(3, _state(3.0))
+    assert _names(tmp_path) == ["step-3"]
+
+
+def test_what_is_overwritten_meanwhile_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Housekeeping that looked around when the checkpoint was still the old one, and comes to remove it when a save has
+    begun there, or has put the new one."""
+    _save_all(tmp_path, [1, 2])
+    has_looked, may_remove = threading.Event(), threading.Event()
+    look_around = Housekeeping._look_around
+
+    def slowly(self: Housekeeping) -> Any:
+        found = look_around(self)
+        has_looked.set()
+        assert may_remove.wait(60)
+        return found
+
+    monkeypatch.setattr(Housekeeping, "_look_around", slowly)
+    with bcp.CheckpointManager(tmp_path, keep_last=1) as manager:
+        manager.save(3, _state(3.0), force=True)
+        assert has_looked.wait(60)
+        manager.save(2, _state(4.0), force=True)
+        manager.wait()
+        may_remove.set()
+    assert _names(tmp_path) == ["step-2"]
+    assert _value(tmp_path) == 4.0
+
+
+def test_what_a_failed_save_left_in_place_is_still_on_the_books(tmp_path: Path) -> None:
+    _save_all(tmp_path, [1, 2])
+    with bcp.CheckpointManager(tmp_path, keep_last=1) as manager:
+        with pytest.raises(StateError):
+            manager.save(2, {"bad": lambda: None}, force=True)
+        manager.save(3, _state(3.0), force=True)
     assert _names(tmp_path) == ["step-3"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +18,8 @@ class Job:
 
     def __init__(self, root: str, *, deadline_s: float, layout: Any = "shards", is_async: bool = False) -> None:
         self._root, self._deadline_s, self._layout, self._is_async = root, deadline_s, layout, is_async
+        self.raised: float | None = None
+        """When the first of several calls raised, which all are to be made."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         handle = bcp.save(
@@ -52,7 +56,11 @@ class ManagedJob(Job):
         try:
             assert self._manager.save(step, state, force=True) is not None, f"step {step} was not saved"
         except BytecheckpointError:
-            self._manager.wait()
+            self.raised = time.monotonic()
+            with suppress(BytecheckpointError):
+                self._manager.wait()
+            took = time.monotonic() - self.raised
+            assert took <= self._deadline_s + 2.0, f"wait() took {took:.2f} s after save() had failed"
             raise
         self._manager.wait()
 

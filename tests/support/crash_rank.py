@@ -41,7 +41,7 @@ class Outcome:
     ended: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of_error(cls, error: BytecheckpointError) -> Outcome:
+    def of_error(cls, error: BytecheckpointError, ended: float) -> Outcome:
         in_doubt = isinstance(error, CommitUnknownError)
         if in_doubt and isinstance(error.__cause__, DeadlineError):
             error = error.__cause__
@@ -49,7 +49,7 @@ class Outcome:
         while told is not None and not (isinstance(told, RankFailedError) and told.rank >= 0):
             told = told.__cause__
         where = (told.rank, told.host, told.phase) if isinstance(told, RankFailedError) else (-1, "", "")
-        return cls(type(error).__name__, str(error).splitlines()[0], *where, in_doubt=in_doubt)
+        return cls(type(error).__name__, str(error).splitlines()[0], *where, in_doubt=in_doubt, ended=ended)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _call(
             job.load(PREVIOUS_STEP, state)
         outcome = Outcome("done")
     except BytecheckpointError as error:
-        outcome, raised = Outcome.of_error(error), error
+        outcome, raised = Outcome.of_error(error, job.raised or time.monotonic()), error
     finally:
         fault.remove()
     if cell.fault == "rank-0-only" and rank == 0:
