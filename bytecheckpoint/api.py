@@ -181,7 +181,9 @@ def open(  # named like the builtin on purpose: bcp.open(path)
 ) -> Checkpoint:
     """A read-only handle on the checkpoint at ``path``; needs no process group and no model.
 
-    Raises a ``CheckpointError`` that tells nothing there, something else there, and something broken apart.
+    A folder of safetensors files that others wrote (a ``model.safetensors``, an index, or one file), or one such file,
+    is opened too: its tensors are the section ``model``, and are not checked. Raises a ``CheckpointError`` that tells
+    nothing there, something else there, and something broken apart.
     """
     return default_checkpointer().open(path, verify=verify, storage_options=storage_options)
 

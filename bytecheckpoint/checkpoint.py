@@ -112,6 +112,11 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return cls(backend, read_manifest(backend), engine, verify=verify)
 
     @property
+    def reader(self) -> Reader:
+        """Through which ``read`` goes."""
+        return self._reader
+
+    @property
     def stats(self) -> ReadStats:
         """Bytes read through this handle and bytes asked for, without values and ``verify``."""
         return self._reader.stats

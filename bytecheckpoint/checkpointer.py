@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -17,7 +18,9 @@ from .chrome_trace import TraceFiles
 from .control import current_communicator
 from .control.base import Communicator, Operation
 from .engine.resources import MERGE_MEMORY, Engine
+from .errors import CheckpointNotFoundError, NotACheckpointError
 from .finding import find_newest
+from .foreign import open_safetensors
 from .handle import SaveHandle
 from .loading import LoadOptions, LoadReport
 from .loading import load as run_load
@@ -65,6 +68,7 @@ class Checkpointer:
         self._engine = Engine(memory_budget=memory_budget, slots=slots, merge_memory=merge_memory)
         _checkpointers.add(self)
         self._communicator = communicator
+        self._following: Operation | None = None
 
     def save(
         self,
@@ -148,7 +152,17 @@ class Checkpointer:
     def open(self, path: URL, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
         """See ``bytecheckpoint.open``."""
         self._engine.check_usable()
-        return Checkpoint.open(open_backend(path, **dict(storage_options or {})), self._engine, verify=verify)
+        if os.fspath(path).endswith(".safetensors"):
+            file = open_safetensors(os.fspath(path), self._engine, storage_options=storage_options)
+            if file is not None:
+                return file
+        try:
+            return Checkpoint.open(open_backend(path, **dict(storage_options or {})), self._engine, verify=verify)
+        except (CheckpointNotFoundError, NotACheckpointError):
+            foreign = open_safetensors(os.fspath(path), self._engine, storage_options=storage_options)
+            if foreign is None:
+                raise
+            return foreign
 
     def latest(
         self, root: URL, *, allow_fresh: bool = False, storage_options: Mapping[str, Any] | None = None
@@ -194,8 +208,22 @@ class Checkpointer:
             op.close()
             raise
 
+    @contextmanager
+    def following(self, op: Operation, kind: str, deadline_s: float) -> Iterator[None]:
+        """The first operation that is begun in this block, a save or a load, follows from ``op``."""
+        self._following = op.follow(kind, deadline_s=deadline_s)
+        try:
+            yield
+        finally:
+            if self._following is not None:
+                self._following.close()
+                self._following = None
+
     def operation(self, kind: str, deadline_s: float) -> Operation:
         """Begin an operation of all ranks, for the manager; whoever begins it closes it."""
+        if self._following is not None:
+            following, self._following = self._following, None
+            return following
         ranks = self._communicator if self._communicator is not None else current_communicator(deadline_s=deadline_s)
         return ranks.operation(kind, deadline_s=deadline_s)
 

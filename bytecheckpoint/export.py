@@ -20,16 +20,15 @@ from .dtypes import DTYPES, DType, casts_at_all
 from .engine.writing.commit import remove_files
 from .errors import KeyExistsError, MismatchError, NameCollisionError, StateError, UnsupportedTensorError
 from .geometry import Box
-from .hf_index import INDEX_KEY, index_document
+from .hf_index import INDEX_KEY, SINGLE_KEY, index_document
 from .matching import Rename, fault_lines, renaming
 from .rewriting import Item, Progress, Rewriter, StreamedFile
 from .safetensors_file import DATA_ALIGNMENT
 from .storage_backends import open_backend
 from .storage_backends.base import StorageBackend
 
-__all__ = ["INDEX_KEY", "SINGLE_KEY", "Expected", "ExportReport", "export_safetensors"]
+__all__ = ["Expected", "ExportReport", "export_safetensors"]
 
-SINGLE_KEY = "model.safetensors"
 
 Expected = Iterable[str] | Mapping[str, Sequence[int] | None]
 """The names that an export must have, no more and no less; with shapes, where they are known."""

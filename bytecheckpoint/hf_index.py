@@ -21,9 +21,11 @@ from .engine.files import FileImage
 from .manifest import COMPANION, Manifest
 from .planners import SavePlan
 
-__all__ = ["CONFIG_KEY", "INDEX_KEY", "StoredModel", "companions", "index_document", "model_directory", "stored_models"]
+__all__ = ["CONFIG_KEY", "INDEX_KEY", "SINGLE_KEY", "StoredModel", "companions", "index_document", "model_directory"]
+__all__ += ["stored_models"]
 
 INDEX_KEY = "model.safetensors.index.json"
+SINGLE_KEY = "model.safetensors"
 CONFIG_KEY = "config.json"
 
 _log = logging.getLogger(__name__)

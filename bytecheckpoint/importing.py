@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,39 +9,23 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from .dtypes import DTYPES, DType
 from .engine.checksums import ChunkHasher, chunk_size_for
 from .engine.writing.commit import commit, new_attempt, remove_attempt
-from .errors import (
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    CorruptionError,
-    FormatError,
-    KeyNotFoundError,
-    NameCollisionError,
-    NotACheckpointError,
-    StateError,
-    UnsupportedTensorError,
-)
-from .export import INDEX_KEY, SINGLE_KEY
+from .errors import CommitUnknownError, NameCollisionError, StateError
 from .geometry import Box
 from .manifest import FileTable, Manifest, SectionInfo, timestamp
 from .matching import Rename, renaming
 from .metadata import BasicMeta
 from .rewriting import PIECE, Progress, refuse_checkpoint
-from .safetensors_file import HeaderEntry, HeaderRecord, SafetensorsHeader, build_header, parse_header
+from .safetensors_file import HeaderEntry, build_header
+from .safetensors_folder import SafetensorsFolder, meta_of
 from .sections import check_state, split_rank_name
 from .storage_backends import open_backend
 from .storage_backends.base import StorageBackend
 from .tables import BoxTable, TensorTable
 from .version import HEADER_METADATA, VERSION
 
-__all__ = ["ImportReport", "SafetensorsFolder", "import_safetensors"]
-
-_MAX_INDEX = 256 << 20
-_BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
-# Not written by this library under its own code, because the stock reader cannot map it; its bytes are plain.
-_BY_CODE["F8_E8M0"] = DTYPES["float8_e8m0fnu"]
+__all__ = ["ImportReport", "import_safetensors"]
 
 
 @dataclass(frozen=True)
@@ -54,106 +37,6 @@ class ImportReport:
     files: tuple[str, ...]
     tensors: int
     total_size: int
-
-
-class SafetensorsFolder:
-    """The headers of one safetensors file, or of all files of a folder, proved and held against the index.
-
-    ``url`` names a ``.safetensors`` file, or a folder with a ``model.safetensors``, an index, or one safetensors file
-    alone. Raises ``CheckpointNotFoundError`` and ``NotACheckpointError`` for what is none, ``FormatError`` for what
-    breaks the format or disagrees with the index, ``CorruptionError`` for a file that is missing.
-    """
-
-    def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
-        folder, name = _split_url(url)
-        self.url = url
-        self.backend = open_backend(folder, **dict(storage_options or {}))
-        self._index = None if name else self._read_index()
-        keys = [name] if name else self._keys()
-        self.headers: dict[str, SafetensorsHeader] = {key: self._read_header(key) for key in keys}
-        self._check_names()
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape."""
-        return {record.name: record.shape for header in self.headers.values() for record in header.entries}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(record.end - record.begin for header in self.headers.values() for record in header.entries)
-
-    def _read_index(self) -> dict[str, str] | None:
-        """Names and the file that each is in; None without an index."""
-        try:
-            raw = self.backend.get(INDEX_KEY, max_size=_MAX_INDEX)
-        except KeyNotFoundError:
-            return None
-        where = f"{self.backend.url}/{INDEX_KEY}"
-        try:
-            document = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where} is not JSON: {error}") from None
-        found = document.get("weight_map") if isinstance(document, dict) else None
-        if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-            raise FormatError(f"{where} has no weight_map of names to files")
-        odd = sorted({file for file in found.values() if "/" in file or not file.endswith(".safetensors")})
-        if odd:
-            raise FormatError(f"{where} names {odd[0]!r:.200}, which is no safetensors file beside it")
-        return found
-
-    def _keys(self) -> list[str]:
-        names = self.backend.list_children("")
-        there = [name for name in names if name.endswith(".safetensors")]
-        if self._index is not None:
-            keys = sorted(set(self._index.values()))
-            if SINGLE_KEY in there and SINGLE_KEY not in keys:
-                raise NotACheckpointError(
-                    f"{self.url} holds both {SINGLE_KEY} and {INDEX_KEY}, and they are not the same model; "
-                    f"name the file that is meant, or remove the other"
-                )
-            return keys
-        if SINGLE_KEY in there:
-            return [SINGLE_KEY]
-        if len(there) == 1:
-            return there
-        if not names:
-            raise CheckpointNotFoundError(f"nothing is stored at {self.url}; check the path")
-        raise NotACheckpointError(
-            f"{self.url} holds no {SINGLE_KEY} and no {INDEX_KEY}"
-            + (f", but {len(there)} safetensors files; name the one that is meant" if there else "")
-        )
-
-    def _read_header(self, key: str) -> SafetensorsHeader:
-        def read(offset: int, length: int) -> bytes:
-            buffer = bytearray(length)
-            self.backend.read_into(key, offset, buffer)
-            return bytes(buffer)
-
-        try:
-            return parse_header(read, self.backend.stat(key).size)
-        except KeyNotFoundError as error:
-            if self._index is None:
-                raise CheckpointNotFoundError(f"no file {key} at {self.backend.url}; check the path") from error
-            raise CorruptionError(
-                f"{self.backend.url}/{key}: file is missing, but {INDEX_KEY} names it; fetch it, or export again"
-            ) from error
-        except FormatError as error:
-            raise FormatError(f"{self.backend.url}/{key}: {error}") from error
-
-    def _check_names(self) -> None:
-        found: dict[str, str] = {}
-        for key, header in self.headers.items():
-            for record in header.entries:
-                if record.name in found:
-                    raise FormatError(f"{self.url}: {record.name!r:.200} is in {found[record.name]} and in {key}")
-                found[record.name] = key
-        if self._index is None or found == self._index:
-            return
-        faults = [f"{name!r:.200} is not in {file}" for name, file in self._index.items() if found.get(name) != file]
-        faults += [f"{name!r:.200} of {file} is not listed" for name, file in found.items() if name not in self._index]
-        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise FormatError(f"{self.url}: {INDEX_KEY} does not fit the files: {'; '.join(faults[:5])}{more}")
 
 
 def import_safetensors(
@@ -223,13 +106,6 @@ def _names(source: SafetensorsFolder, rename: Callable[[str], str]) -> dict[str,
     return names
 
 
-def _meta(record: HeaderRecord, where: str) -> BasicMeta:
-    dtype: DType | None = _BY_CODE.get(record.dtype)
-    if dtype is None:
-        raise UnsupportedTensorError(f"{where}: {record.name!r:.200} has dtype {record.dtype}, which torch has not")
-    return BasicMeta(dtype, record.shape)
-
-
 def _copy_file(
     source: SafetensorsFolder,
     key: str,
@@ -239,7 +115,7 @@ def _copy_file(
     progress: Progress,
 ) -> _Written:
     header = source.headers[key]
-    tensors = [(names[record.name], _meta(record, f"{source.backend.url}/{key}")) for record in header.entries]
+    tensors = [(names[record.name], meta_of(record, f"{source.backend.url}/{key}")) for record in header.entries]
     head = build_header(
         [HeaderEntry(name, meta.dtype, meta.shape, meta.nbytes) for name, meta in tensors],
         HEADER_METADATA,
@@ -295,11 +171,3 @@ def _manifest(section: str, step: int | None, attempt: str, written: Sequence[_W
 def _no_tensors(section: str) -> TensorTable:
     empty = np.empty(0, np.int64)
     return TensorTable([], [section], empty, empty, empty, empty)
-
-
-def _split_url(url: str) -> tuple[str, str]:
-    """The folder and, where ``url`` names a safetensors file, the file in it."""
-    if not url.endswith(".safetensors") or "::" in url:
-        return url, ""
-    folder, _, name = url.rpartition("/")
-    return folder or ("/" if url.startswith("/") else "."), name

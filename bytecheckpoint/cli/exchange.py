@@ -9,7 +9,8 @@ import click
 
 from .. import api
 from ..export import export_safetensors
-from ..importing import SafetensorsFolder, import_safetensors
+from ..importing import import_safetensors
+from ..safetensors_folder import SafetensorsFolder
 from .expected import read_expected
 from .options import command, options_for, parse_size, prefix_renaming
 from .output import Output, size_text

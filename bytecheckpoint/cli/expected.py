@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..export import Expected
-from ..importing import SafetensorsFolder
+from ..safetensors_folder import SafetensorsFolder
 
 __all__ = ["read_expected"]
 

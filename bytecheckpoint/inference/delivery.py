@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoint import Checkpoint
+from ..control.base import Operation
 from ..errors import CheckpointError
 from ..geometry import Box
+from ..reading_together import read_together
 from ..shards import torch_dtype
 from .recording import Copy, Recorder
 from .strided import StridedView, box_of
@@ -24,12 +26,13 @@ _Part = tuple[int, Box, torch.Tensor]
 
 @dataclass(frozen=True)
 class Delivered:
-    """``wanted`` bytes went into parameters, ``straight`` of them with no copy on the way; ``read`` bytes came from
-    storage for it. ``seen``: tensors whose values the loader computed with, read while it ran."""
+    """``wanted`` bytes went into parameters, ``straight`` of them with no copy on the way. For that, ``read`` bytes
+    came from storage and ``received`` from other ranks. ``seen``: tensors whose values the loader computed with."""
 
     wanted: int
     straight: int
     read: int
+    received: int
     seen: tuple[str, ...]
 
 
@@ -52,9 +55,9 @@ class StoredWeights:
             (name.removeprefix(self._prefix), stored.shape, stored.dtype) for name, stored in metas
         )
 
-    def deliver(self) -> Delivered:
-        """Read what was recorded into the parameters. Raises as ``Checkpoint.read``."""
-        before, wanted = self._checkpoint.stats.read, 0
+    def deliver(self, op: Operation, share_reads: str = "auto") -> Delivered:
+        """Read what was recorded into the parameters, on all ranks of ``op`` at once. Raises as ``read_together``."""
+        wanted = 0
         straight: list[_Part] = []
         others: list[Copy] = []
         for copy in self.recorder.copies:
@@ -64,21 +67,23 @@ class StoredWeights:
                 others.append(copy)
             else:
                 straight.append(part)
-        self._checkpoint.read(straight)
-        for batch in self._batches(others):
-            self._carry_out(batch)
+        received = read_together(op, self._checkpoint, straight, share_reads=share_reads)
+        with op.phase("read"):
+            for batch in self._batches(others):
+                self._carry_out(batch)
         return Delivered(
             wanted,
             sum(out.nbytes for _, _, out in straight),
-            self._checkpoint.stats.read - before,
+            self._checkpoint.stats.read,
+            received,
             tuple(sorted({name for name, _ in self.recorder.seen})),
         )
 
     def _straight(self, copy: Copy) -> _Part | None:
-        """The read that puts a copy in place; None where its type or its order of elements is another."""
-        row, shape, dtype = self._stored(copy.name)
+        """The read that puts a copy in place, cast on its way; None where its order of elements is another."""
+        row, shape, _ = self._stored(copy.name)
         found = box_of(shape, copy.view)
-        if found is None or copy.target.dtype != dtype:
+        if found is None:
             return None
         try:
             return row, found.box, copy.target.permute(found.order).view(found.box.lengths)

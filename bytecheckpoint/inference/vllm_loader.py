@@ -6,15 +6,14 @@ imported without vLLM.
 
 from __future__ import annotations
 
-import logging
-
 from torch import nn
 from vllm.config import LoadConfig, ModelConfig
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ..checkpoint import Checkpoint
-from ..checkpointer import default_checkpointer
+from ..checkpointer import DEADLINE_S, default_checkpointer
 from ..engine.writing.commit import ATTEMPT_MARK
 from ..errors import MismatchError, StateError
 from .delivery import Delivered, StoredWeights
@@ -22,9 +21,10 @@ from .delivery import Delivered, StoredWeights
 __all__ = ["BcpModelLoader", "register"]
 
 _LOAD_FORMAT = "bcp"
-_OPTIONS = frozenset({"path", "section", "verify", "storage_options"})
+_OPTIONS = frozenset({"path", "section", "verify", "share_reads", "deadline_s", "storage_options"})
 
-_log = logging.getLogger(__name__)
+# vLLM shows what its own loggers say.
+_log = init_logger(f"vllm.{__name__}")
 
 
 def register() -> None:
@@ -33,8 +33,9 @@ def register() -> None:
 
 
 class BcpModelLoader(BaseModelLoader):
-    """Of ``--model-loader-extra-config``: ``path``, of the checkpoint, where ``--model`` names only a configuration;
-    ``section`` (default "model"), ``verify`` (default true), ``storage_options``."""
+    """Of ``--model-loader-extra-config``: ``path``, of the checkpoint or a folder of safetensors files, where
+    ``--model`` names only a configuration; ``section`` (default "model"), and as of ``bytecheckpoint.load`` ``verify``,
+    ``share_reads``, ``deadline_s``, ``storage_options``."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
@@ -52,12 +53,23 @@ class BcpModelLoader(BaseModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill ``model``. Raises ``MismatchError`` naming every parameter that the checkpoint has nothing for."""
-        weights = StoredWeights(self._open(model_config), self._options.get("section", "model"))
-        loaded = model.load_weights(weights.tensors())  # type: ignore[operator]
-        if loaded is not None:
-            _check_complete(model, set(loaded))
-        delivered = weights.deliver()
-        _log.info("%s", _summary(delivered))
+        op = default_checkpointer().operation("load", float(self._options.get("deadline_s", DEADLINE_S)))
+        try:
+            with op.phase("open"):
+                checkpoint = self._open(model_config)
+                op.is_about(f"load of {checkpoint.url}")
+                weights = StoredWeights(checkpoint, self._options.get("section", "model"))
+            op.agree("agree", {"path": checkpoint.url, "checkpoint": checkpoint.manifest.attempt})
+            with op.phase("describe"):
+                loaded = model.load_weights(weights.tensors())  # type: ignore[operator]
+                if loaded is not None:
+                    _check_complete(model, set(loaded))
+            delivered = weights.deliver(op, self._options.get("share_reads", "auto"))
+            # No rank serves while another could not load.
+            op.barrier("loaded")
+        finally:
+            op.close()
+        _log.info("%s: %s", checkpoint.url, _summary(delivered))
 
     def _open(self, model_config: ModelConfig) -> Checkpoint:
         path = str(self._options.get("path") or model_config.model)
@@ -80,4 +92,5 @@ def _check_complete(model: nn.Module, loaded: set[str]) -> None:
 def _summary(delivered: Delivered) -> str:
     share = 100 * delivered.straight / max(delivered.wanted, 1)
     text = f"{delivered.wanted:,} bytes into place, {share:.1f} % of them straight; {delivered.read:,} bytes read"
+    text += f", {delivered.received:,} from other ranks" if delivered.received else ""
     return text + (f"; values of {', '.join(delivered.seen)} were computed with" if delivered.seen else "")

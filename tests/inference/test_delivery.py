@@ -11,8 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
+from bytecheckpoint.control import current_communicator
+from bytecheckpoint.control.base import Operation
+from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.errors import CheckpointError, CorruptionError
-from bytecheckpoint.inference.delivery import StoredWeights
+from bytecheckpoint.inference.delivery import Delivered, StoredWeights
 from bytecheckpoint.testing.ranks import RankPool
 
 HIDDEN, VOCABULARY = 256, 50
@@ -86,6 +89,10 @@ class Engine(nn.Module):
         self.norm.data.copy_(weights["block.norm"])
 
 
+def _alone() -> Operation:
+    return SingleProcess().operation("load", deadline_s=60.0)
+
+
 def _expected(engine: Engine) -> Engine:
     twin = Engine(engine.tp, engine.rank, engine.norm.dtype)
     twin.load_weights({name: tensor.detach() for name, tensor in _model().state_dict().items()})
@@ -102,7 +109,7 @@ def test_every_rank_gets_its_part_and_reads_little_more(path: Path, tp: int, ran
     weights = StoredWeights(bcp.open(path))
     engine = Engine(tp, rank)
     engine.load_weights(dict(weights.tensors()))
-    delivered = weights.deliver()
+    delivered = weights.deliver(_alone())
     _assert_equal(engine, _expected(engine))
     assert delivered.straight == delivered.wanted
     assert delivered.seen == ()
@@ -116,9 +123,32 @@ def test_a_type_of_its_own(path: Path) -> None:
     weights = StoredWeights(bcp.open(path))
     engine = Engine(2, 1, torch.bfloat16)
     engine.load_weights(dict(weights.tensors()))
-    delivered = weights.deliver()
+    delivered = weights.deliver(_alone())
     _assert_equal(engine, _expected(engine))
-    assert delivered.straight == 0
+    # Cast on its way.
+    assert delivered.straight == delivered.wanted
+
+
+def _start_together(rank: int, world_size: int, path: str, share_reads: str) -> Delivered:
+    weights = StoredWeights(bcp.open(path))
+    engine = Engine(world_size, rank)
+    with current_communicator(deadline_s=60.0).operation("load", deadline_s=60.0) as op:
+        engine.load_weights(dict(weights.tensors()))
+        delivered = weights.deliver(op, share_reads)
+    _assert_equal(engine, _expected(engine))
+    return delivered
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_of_one_engine_read_each_byte_once(path: Path, tp: int) -> None:
+    """Columns cost a rank that is alone whole rows; together, the rows are read once and handed out."""
+    with RankPool(tp) as pool:
+        together = pool.run(_start_together, str(path), "always")
+        alone = pool.run(_start_together, str(path), "never")
+    saved = sum(one.read for one in alone) - sum(one.read for one in together)
+    assert saved > 0.9 * (tp - 1) * HIDDEN * HIDDEN * 4
+    assert all(one.received > 0.9 * HIDDEN * HIDDEN * 4 * (tp - 1) / tp**2 for one in together)
+    assert all(one.received == 0 for one in alone)
 
 
 def test_values_that_a_loader_wants_are_read(path: Path) -> None:
@@ -128,7 +158,7 @@ def test_values_that_a_loader_wants_are_read(path: Path) -> None:
     parameter.copy_(tensors["block.norm"] * 2)
     assert torch.equal(parameter, _model().block.norm.detach() * 2)
     assert tensors["block.q.weight"].narrow(0, 3, 1).flatten()[5].item() == _model().block.q.weight.detach()[3, 5]
-    assert weights.deliver().seen == ("block.norm", "block.q.weight")
+    assert weights.deliver(_alone()).seen == ("block.norm", "block.q.weight")
 
 
 def test_tied_names_are_there(path: Path) -> None:
@@ -137,7 +167,7 @@ def test_tied_names_are_there(path: Path) -> None:
     assert {"head.weight", "embedding.weight"} <= set(tensors)
     target = torch.zeros(VOCABULARY, HIDDEN)
     target.copy_(tensors["head.weight"])
-    weights.deliver()
+    weights.deliver(_alone())
     assert torch.equal(target, _model().embedding.weight.detach())
 
 
@@ -147,7 +177,7 @@ def test_elements_in_another_order(path: Path) -> None:
     target.copy_(dict(weights.tensors())["block.q.weight"][::64].t())
     strided = torch.zeros(2 * HIDDEN)[::2]
     strided.copy_(dict(weights.tensors())["block.norm"])
-    delivered = weights.deliver()
+    delivered = weights.deliver(_alone())
     assert torch.equal(target, _model().block.q.weight.detach()[::64].t())
     assert torch.equal(strided, _model().block.norm.detach())
     assert delivered.straight < delivered.wanted
@@ -163,7 +193,7 @@ def test_damaged_bytes_are_found(path: Path, tmp_path: Path) -> None:
     weights = StoredWeights(bcp.open(copy))
     Engine(1, 0).load_weights(dict(weights.tensors()))
     with pytest.raises(CorruptionError, match="model-00001"):
-        weights.deliver()
+        weights.deliver(_alone())
 
 
 def test_a_section_that_is_not_there(path: Path) -> None:
