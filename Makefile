@@ -17,19 +17,26 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
+# The CPU build of vLLM exists for these.
+WITH_VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := $(VENV)-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 SOURCES := bytecheckpoint planners storage_backends tests examples benchmarks
 
 # Small tensors on few cores: more threads only fight each other.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test test-vllm lint format bench clean
 
 help:
 	@echo "make demo   train, kill a rank in the middle of a save, resume on other layouts (about two minutes)"
 	@echo "make test   linters, type checker, layers and every test"
+	@echo "make test-vllm  only the tests with a real vLLM, in an environment of its own (a part of make test on Linux"
+	@echo "            x86-64; WITH_VLLM=no leaves it out)"
 	@echo "make lint   linters, type checker and layers only"
 	@echo "make format rewrite the code as the formatter wants it"
 	@echo "make bench  every benchmark against the floors and the peers, and docs/performance.md (about half an hour;"
@@ -59,6 +66,19 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+ifeq ($(WITH_VLLM),yes)
+	$(MAKE) --no-print-directory test-vllm
+endif
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm $(PYTEST_ARGS)
+
+$(VLLM_STAMP): pyproject.toml setup.cfg requirements-vllm.txt
+	@echo "make: installing vLLM into $(VLLM_VENV) (once; some 3.5 GB and a few minutes; WITH_VLLM=no goes without) ..."
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r requirements-vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -68,5 +88,5 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --report $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

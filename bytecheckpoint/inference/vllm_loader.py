@@ -17,6 +17,7 @@ from ..checkpointer import DEADLINE_S, default_checkpointer
 from ..engine.writing.commit import ATTEMPT_MARK
 from ..errors import MismatchError, StateError
 from .delivery import Delivered, StoredWeights
+from .hub_names import hub_tensors
 
 __all__ = ["BcpModelLoader", "register"]
 
@@ -61,7 +62,8 @@ class BcpModelLoader(BaseModelLoader):
                 weights = StoredWeights(checkpoint, self._options.get("section", "model"))
             op.agree("agree", {"path": checkpoint.url, "checkpoint": checkpoint.manifest.attempt})
             with op.phase("describe"):
-                loaded = model.load_weights(weights.tensors())  # type: ignore[operator]
+                tensors = hub_tensors(model_config.hf_config, dict(weights.tensors()))
+                loaded = model.load_weights(tensors.items())  # type: ignore[operator]
                 if loaded is not None:
                     _check_complete(model, set(loaded))
             delivered = weights.deliver(op, self._options.get("share_reads", "auto"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -25,6 +26,8 @@ PREVIOUS_STEP, NEW_STEP = 1, 2
 DEADLINE_S = 20.0
 SHORT_DEADLINE_S = 1.5
 """Where a rank is to be found missing."""
+
+_VANISHED = os.strerror(errno.ENOENT)
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,7 @@ def live_through(rank: int, world_size: int, cell: Cell, root: str, scratch: str
     del error
     dist.barrier()
     if rank == 0:
-        # The manager's lease is rewritten all the time.
-        shutil.copytree(root, Path(scratch) / "after", ignore=shutil.ignore_patterns(f"{TEMPORARY}*", LEASE_KEY))
+        _copy_all(Path(root), Path(scratch) / "after")
     dist.barrier()
     if deadline_of(cell) != DEADLINE_S or cell.fault == "divergent-path":
         # Not to be hurried any more: new connections may take a second.
@@ -123,6 +125,20 @@ def live_on(rank: int, world_size: int, cell: Cell, root: str) -> tuple[float, f
     made = _go_on(job, step_of(cell))
     job.close()
     return found, made
+
+
+def _copy_all(root: Path, target: Path) -> None:
+    """A manager's housekeeping may be removing what a dead job left."""
+    while True:
+        try:
+            # The manager's lease is rewritten all the time.
+            shutil.copytree(root, target, ignore=shutil.ignore_patterns(f"{TEMPORARY}*", LEASE_KEY))
+        except shutil.Error as error:
+            if not all(_VANISHED in why for _, _, why in error.args[0]):
+                raise
+            shutil.rmtree(target)
+        else:
+            return
 
 
 def _prepare(cell: Cell, root: str) -> None:
