@@ -227,7 +227,7 @@ class _SaveJob:
             self.finish()
         except BaseException as error:  # noqa: BLE001 - handed on through the handle
             if not self._waits:
-                _log.error("save to %s failed: %s", self._backend.url, error)
+                _log.error("save to %s failed: %s: %s", self._backend.url, type(error).__name__, error)
             self._ended.set_exception(error)
         else:
             self._ended.set_result(None)

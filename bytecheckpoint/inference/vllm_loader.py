@@ -6,6 +6,7 @@ imported without vLLM.
 
 from __future__ import annotations
 
+import xxhash
 from torch import nn
 from vllm.config import LoadConfig, ModelConfig
 from vllm.logger import init_logger
@@ -60,7 +61,7 @@ class BcpModelLoader(BaseModelLoader):
                 checkpoint = self._open(model_config)
                 op.is_about(f"load of {checkpoint.url}")
                 weights = StoredWeights(checkpoint, self._options.get("section", "model"))
-            op.agree("agree", {"path": checkpoint.url, "checkpoint": checkpoint.manifest.attempt})
+            op.agree("agree", _facts(checkpoint))
             with op.phase("describe"):
                 tensors = hub_tensors(model_config.hf_config, dict(weights.tensors()))
                 loaded = model.load_weights(tensors.items())  # type: ignore[operator]
@@ -81,6 +82,14 @@ class BcpModelLoader(BaseModelLoader):
         return default_checkpointer().open(
             path, verify=self._options.get("verify", True), storage_options=self._options.get("storage_options")
         )
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, str]:
+    """What tells whether all ranks see the same. Folders of others have no name for one state of theirs."""
+    table = xxhash.xxh3_128()
+    for name, stored in checkpoint.items():
+        table.update(f"{name} {stored.meta}\n".encode())
+    return {"path": checkpoint.url, "checkpoint": checkpoint.manifest.attempt, "tensors": table.hexdigest()}
 
 
 def _check_complete(model: nn.Module, loaded: set[str]) -> None:

@@ -293,7 +293,7 @@ def test_a_rank_that_vanishes_while_the_other_ends_is_told(tmp_path: Path) -> No
     before = set(psutil.Process().children())  # of other tests
     ended = _run(_RANKS, tmp_path / "root", "dies", ranks=(0, 1))
     assert [one.code for one in ended] == [0, 9], [one.err for one in ended]
-    assert f"save to {tmp_path}/root/step-2 failed: rank 1" in ended[0].err
+    assert f"save to {tmp_path}/root/step-2 failed: RankFailedError: rank 1" in ended[0].err
     assert _newest(tmp_path / "root") == 1
     left = set(psutil.Process().children()) - before
     assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]

@@ -294,7 +294,7 @@ def test_a_failure_in_the_background(tmp_path: Path, caplog: pytest.LogCaptureFi
     with pytest.raises(OSError, match=f"injected at {point}"):
         handle.result()
     assert "failed" in repr(handle)
-    assert f"save to {tmp_path} failed: injected at {point}" in caplog.text
+    assert f"save to {tmp_path} failed: OSError: injected at {point}" in caplog.text
     found = sorted(path.name for path in tmp_path.rglob("*") if "next" not in path.parts)
     assert found == before
     assert bcp.open(tmp_path).step == 1
