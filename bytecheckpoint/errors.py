@@ -27,6 +27,7 @@
     └── ControlError                the ranks could not work together
         ├── RankFailedError           one rank failed; the same cause is raised on every rank
         ├── DisagreementError         the ranks were called with different arguments
+        ├── EngineError               an inference engine failed, or does not answer as it should
         └── DeadlineError             a wait ran out of time; names who was waited for
 
 All are ``Exception``s. A message says what happened, where (rank, file, tensor, range), and what to do.
@@ -44,6 +45,7 @@ __all__ = [
     "CorruptionError",
     "DeadlineError",
     "DisagreementError",
+    "EngineError",
     "FormatError",
     "KeyExistsError",
     "KeyNotFoundError",
@@ -205,6 +207,10 @@ class RankFailedError(ControlError):
 
 class DisagreementError(ControlError):
     """The ranks entered one call with different arguments (path, step, names); lists who said what."""
+
+
+class EngineError(ControlError):
+    """An inference engine failed, or cannot be reached; says which version of the weights it serves, where known."""
 
 
 class DeadlineError(ControlError):

@@ -10,6 +10,7 @@ from .exchange import export_command, import_command
 from .looking import inspect_command, ls_command
 from .moving import copy_command, rm_command
 from .options import EXIT_CODES
+from .push import push_command
 from .reshard import reshard_command
 from .tracing import trace_command
 from .verify import verify_command
@@ -38,6 +39,7 @@ for _command in (
     copy_command,
     rm_command,
     trace_command,
+    push_command,
 ):
     cli.add_command(_command)
 

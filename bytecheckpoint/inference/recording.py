@@ -78,6 +78,10 @@ class Recorder:
         for name, shape, dtype in metas:
             yield name, _Recorded(self, name, torch.empty(shape, dtype=dtype, device="meta"), dtype)
 
+    def note(self, copy: Copy) -> None:
+        """Called for each copy as the loader makes it."""
+        self.copies.append(copy)
+
     def values(self, recorded: _Recorded) -> torch.Tensor:
         view = recorded.strided
         self.seen.append((recorded.fqn, view))
@@ -144,7 +148,7 @@ class _Recorded(torch.Tensor):
 def _note(target: torch.Tensor, source: _Recorded) -> torch.Tensor:
     # copy_ broadcasts; a view with strides of 0 says so to whoever reads it.
     twin = source.twin.expand(target.shape)
-    source.recorder.copies.append(Copy(source.fqn, _strided(twin), target.detach()))
+    source.recorder.note(Copy(source.fqn, _strided(twin), target.detach()))
     return target
 
 

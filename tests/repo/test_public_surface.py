@@ -28,7 +28,10 @@ SERIALISERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 
 # What a module needs that is not installed with the package: its own host.
-NEEDS = {"bytecheckpoint.inference.vllm_loader": "vllm"}
+NEEDS = {
+    "bytecheckpoint.inference.vllm_layout": "vllm",
+    "bytecheckpoint.inference.vllm_loader": "vllm",
+}
 
 
 def module_files() -> dict[str, Path]:

@@ -1,0 +1,75 @@
+"""``bcp push``: a checkpoint's weights into inference engines that run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from .. import api
+from ..inference.push import Engine, HttpEngine, NativeEngine, Pusher, PushReport
+from ..inference.push.engines import PauseMode
+from .options import command, options_for, prefix_renaming
+from .output import Output, size_text
+
+__all__ = ["push_command"]
+
+
+@command("push")
+@click.argument("checkpoint")
+@click.option("--to", "urls", multiple=True, required=True, metavar="URL", help="An engine's address. Repeatable.")
+@click.option("--version", "version", help="What the engines call it; by default the checkpoint's step.")
+@click.option("--section", default="model", show_default=True, help="Which section of the checkpoint.")
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Prefixes of names, for the engine. Repeatable.")
+@click.option(
+    "--pause",
+    type=click.Choice(["wait", "abort", "keep"]),
+    default="wait",
+    show_default=True,
+    help="Requests under way: answer them with the old weights, abort them, or go on with the new.",
+)
+@click.option("--native", is_flag=True, help="By vLLM's own weight transfer with the backend bcp.")
+@click.option("--deadline", type=float, default=600.0, show_default=True, help="Seconds, for each wait.")
+@click.option("--partial", is_flag=True, help="Also where the engine's model and the checkpoint do not fit wholly.")
+def push_command(
+    out: Output,
+    options: Mapping[str, Any],
+    checkpoint: str,
+    urls: tuple[str, ...],
+    version: str | None,
+    section: str,
+    rename: tuple[str, ...],
+    pause: PauseMode,
+    native: bool,
+    deadline: float,
+    partial: bool,
+) -> None:
+    """Make running engines serve the weights of CHECKPOINT, each worker getting its own part of them.
+
+    Every byte is proved before weights change; if anything goes wrong, the engines go on with what they served. vLLM
+    must have been started with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
+    bytecheckpoint.inference.vllm_worker.WorkerExtension, or for --native with --weight-transfer-config
+    '{"backend": "bcp"}'.
+    """
+    found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
+    engines: list[Engine] = []
+    for url in urls:
+        engine = HttpEngine(url, pause=pause)
+        engines.append(NativeEngine(engine) if native else engine)
+    with Pusher(engines, deadline_s=deadline) as pusher:
+        report = pusher.push(
+            found, version=version, section=section, rename=prefix_renaming(rename), strict=not partial
+        )
+    out.document({"source": found.url, **report.plain()})
+    _show(out, report)
+
+
+def _show(out: Output, report: PushReport) -> None:
+    rows = [
+        (one.engine, one.worker, one.host, *map(size_text, (one.wanted, one.sent, one.unchanged + one.kept)))
+        for one in report.workers
+    ]
+    out.table(("ENGINE", ">WORKER", "HOST", ">WANTED", ">SENT", ">THERE ALREADY"), rows)
+    out.table(("STAGE", ">SECONDS"), [(stage, f"{seconds:.3f}") for stage, seconds in report.seconds.items()])
+    out.line(f"version {report.version} is served, after {report.total_s:.2f} s")

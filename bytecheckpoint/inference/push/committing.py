@@ -1,0 +1,85 @@
+"""The second phase on one engine: pause, put in, resume; or take back, so that it serves one whole version."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import BytecheckpointError, ControlError, EngineError
+from .engines import Budget, Engine, ask_all, failure_of
+
+__all__ = ["apply_on", "take_back"]
+
+_LAST_WORDS_S = 5.0  # for what has to be said to an engine when the time for the stage is up
+
+_log = logging.getLogger(__name__)
+
+
+def apply_on(
+    engine: Engine, message: Mapping[str, Any], version: int | str, budget: Budget
+) -> BytecheckpointError | None:
+    """What went wrong, if anything. An engine of which it is not known that it serves one whole version is left
+    paused."""
+    try:
+        engine.pause(budget.left)
+    except ControlError as error:
+        _resume_quietly(engine, None, changed=False)
+        return error
+    try:
+        answers = ask_all(engine, "apply", message, budget.left)
+    except ControlError as error:
+        return type(error)(
+            f"{error}\n  whether {engine.name} serves version {version!r} now is not known; it is left paused, and the "
+            "next push resumes it"
+        )
+    errors = [failure_of(engine, number, answer) for number, answer in enumerate(answers)]
+    first = next((error for error in errors if error is not None), None)
+    if first is None:
+        return _resume(engine, version, budget)
+    before, after = _revert(engine, message, budget)
+    if after is None:
+        _resume_quietly(engine, before, changed=True)
+        return first
+    return EngineError(f"{first}\n  and {after}\n  {engine.name} is left paused; push again, or restart it")
+
+
+def take_back(engine: Engine, message: Mapping[str, Any], budget: Budget) -> BytecheckpointError | None:
+    """For an engine that has put in what another could not. What went wrong, if anything."""
+    try:
+        engine.pause(max(budget.left, _LAST_WORDS_S))
+        before, after = _revert(engine, message, budget)
+        if after is None:
+            engine.resume(before, max(budget.left, _LAST_WORDS_S), changed=True)
+        return after
+    except ControlError as error:
+        return error
+
+
+def _revert(
+    engine: Engine, message: Mapping[str, Any], budget: Budget
+) -> tuple[int | str | None, BytecheckpointError | None]:
+    """The version that all of its workers then serve, or the error."""
+    try:
+        answers = ask_all(engine, "revert", message, max(budget.left, _LAST_WORDS_S))
+    except ControlError as error:
+        return None, error
+    torn = [answer["torn"] for answer in answers if answer["torn"]]
+    if torn:
+        return None, EngineError(f"{engine.name} serves no whole version: {torn[0]}")
+    return answers[0]["version"], None
+
+
+def _resume(engine: Engine, version: int | str, budget: Budget) -> BytecheckpointError | None:
+    try:
+        engine.resume(version, max(budget.left, _LAST_WORDS_S), changed=True)
+    except ControlError as error:
+        return EngineError(f"{engine.name} has version {version!r}, but does not go on: {error}")
+    return None
+
+
+def _resume_quietly(engine: Engine, version: int | str | None, *, changed: bool) -> None:
+    try:
+        engine.resume(version, _LAST_WORDS_S, changed=changed)
+    except ControlError as error:
+        _log.warning("push: %s does not go on: %s", engine.name, error)

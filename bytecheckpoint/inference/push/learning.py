@@ -1,0 +1,118 @@
+"""What a worker wants of the senders' tensors, learned by running its engine's own loader on a model made for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ...dtypes import DType, casts_losslessly
+from ...errors import MismatchError
+from ...geometry import Box
+from ...metadata import BasicMeta
+from ...shards import basic_meta
+from ..parts import Part
+from ..recording import Recorder
+from ..strided import StridedView, box_of
+from .coverage import OwnWrites, uncovered
+from .messages import Table
+
+__all__ = ["EngineModel", "learn_parts", "wire_dtype"]
+
+
+class EngineModel(Protocol):
+    """What the receiver needs of an engine's worker. Called from the thread that runs the model, and none else."""
+
+    quantized: bool
+    """Whether it has parameters that no tensor of the senders goes to."""
+
+    def make(self) -> nn.Module:
+        """Another model like the one that serves; its parameters need no memory."""
+
+    def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """The engine's own way from tensors to the parameters of ``model``, which is one that ``make`` made."""
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Put weights into the model that serves. Where it raises, ``load`` can be called again with others; until
+        then the model must not be used."""
+
+    def restore(self) -> bool:
+        """Put in what the engine itself started with; False where it has no way to."""
+
+
+def learn_parts(model: EngineModel, table: Table, *, strict: bool = True) -> list[Part]:
+    """Parts in the order in which the loader asks for them, nothing twice.
+
+    Each in the type that costs least: the stored one where the parameter's holds all of its values, else the
+    parameter's. Whole tensors where the loader computes with values, or wants what is no box. Raises ``MismatchError``
+    for what does not fit, before anything was sent; with ``strict``, also for parameters of which elements get nothing.
+    """
+    recorder = Recorder(_no_values)
+    made = model.make()
+    try:
+        with torch.no_grad(), OwnWrites() as own:
+            model.run_loader(made, recorder.tensors(table.metas()))
+    except Exception as error:
+        raise MismatchError(
+            f"the engine's model does not take these tensors: {type(error).__name__}: {error}\n  nothing was sent; "
+            "compare names and shapes with the engine's configuration"
+        ) from error
+    if not recorder.copies and not recorder.seen:
+        raise MismatchError("the engine's loader took nothing of the tensors; nothing was sent")
+    if strict and not model.quantized:
+        _check_complete(made, recorder, own)
+    return _parts_of(recorder, dict(table.rows))
+
+
+def _no_values(name: str, view: StridedView) -> torch.Tensor:
+    # The recorder notes that they were wanted, and the tensor is sent whole.
+    return torch.zeros(view.shape)
+
+
+def _parts_of(recorder: Recorder, metas: dict[str, BasicMeta]) -> list[Part]:
+    seen = {name for name, _ in recorder.seen}
+    parts: dict[Part, None] = {}
+    for copy in recorder.copies:
+        meta = metas[copy.name]
+        found = box_of(meta.shape, copy.view)
+        if copy.name not in seen and copy.view.numel:
+            box = Box.whole(meta.shape) if found is None else found.box
+            parts.setdefault(Part(copy.name, meta.shape, box, wire_dtype(meta.dtype, copy.target)))
+    for name, meta in metas.items():
+        if name in seen and meta.numel:
+            parts.setdefault(Part(name, meta.shape, Box.whole(meta.shape), meta.dtype))
+    return _without_contained(parts)
+
+
+def _without_contained(parts: Iterable[Part]) -> list[Part]:
+    """What is a part of another part is there already."""
+    by_name: dict[tuple[str, DType], list[Part]] = {}
+    for part in parts:
+        by_name.setdefault((part.name, part.dtype), []).append(part)
+    largest = {
+        one
+        for same in by_name.values()
+        for one in same
+        if len(same) == 1 or not any(other != one and other.box.contains(one.box) for other in same)
+    }
+    return [part for part in parts if part in largest]
+
+
+def wire_dtype(stored: DType, target: torch.Tensor) -> DType:
+    """The type in which elements for ``target`` are sent: casting at the source gives what its loader would give."""
+    held = basic_meta(target.dtype, target.shape).dtype
+    return stored if casts_losslessly(stored, held) else held
+
+
+def _check_complete(made: nn.Module, recorder: Recorder, own: OwnWrites) -> None:
+    holes = uncovered(made.named_parameters(), recorder.copies, own.targets)
+    if holes:
+        listed = "\n  ".join(f"{name}: {range_text}" for name, range_text in holes[:10])
+        more = f"\n  and {len(holes) - 10} more" if len(holes) > 10 else ""
+        raise MismatchError(
+            f"the senders have nothing for all or a part of {len(holes)} parameter(s) of the engine's model:\n  "
+            f"{listed}{more}\n  nothing was sent; with strict=False, these keep no value that anybody gave them",
+            [("missing", name, range_text) for name, range_text in holes],
+        )

@@ -1,0 +1,148 @@
+"""What is pushed: the weights of a training job where they lie, or those of a checkpoint."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import torch
+import xxhash
+from torch import nn
+
+from ...checkpoint import Checkpoint
+from ...errors import PlanError, StateError
+from ...geometry import Box
+from ...metadata import BasicMeta
+from ...sections import resolve_sections
+from ...shards import SectionSource, Shard, torch_dtype
+from .messages import Table
+
+__all__ = ["CheckpointSource", "Source", "StateSource", "source_of"]
+
+Rename = Callable[[str], str]
+
+
+class Source(ABC):
+    """One sender's tensors. ``table`` names all of which it knows; ``held`` are the boxes that it can ``fetch``, under
+    the names of the table; ``pinned`` are names whose replicas may differ, all of which must come from one sender."""
+
+    table: Table
+    held: list[tuple[str, Box]]
+    pinned: frozenset[str] = frozenset()
+    replicated = False
+    """Whether every sender has all of it."""
+
+    @abstractmethod
+    def fetch(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """The boxes, each inside one that is held, in their own types. May be views of live memory."""
+
+    def describe(self) -> bytes:
+        """For the sender that plans. Equal descriptions, equal plans."""
+        held = [[name, list(box.offsets), list(box.lengths)] for name, box in self.held]
+        packed: bytes = msgpack.packb([self.table.packed, held, sorted(self.pinned), self.replicated])
+        return packed
+
+    def fingerprint(self) -> bytes:
+        return xxhash.xxh3_128_digest(self.describe())
+
+
+class StateSource(Source):
+    """A section of a live state, on every rank its own shards; nothing is gathered."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        section: str,
+        *,
+        framework: str | None,
+        rank: int,
+        world_size: int,
+        rename: Rename | None = None,
+    ) -> None:
+        if section not in state:
+            raise StateError(f"the state has no section {section!r}; it has {', '.join(map(str, state))}")
+        (found,) = resolve_sections(
+            {section: state[section]}, framework=framework, rank=rank, world_size=world_size, allow_pickle=False
+        )
+        captured = found.capture()
+        name = rename or (lambda fqn: fqn)
+        rows = [(name(fqn), meta) for fqn, meta in captured.metas.items() if fqn not in captured.per_rank]
+        rows += [(name(alias), captured.metas[fqn]) for alias, fqn in captured.aliases.items()]
+        self.table = _table(rows)
+        self._shards = self._by_name(captured, name)
+        self.held = [(fqn, shard.box) for fqn, shards in self._shards.items() for shard in shards]
+        self.pinned = frozenset(map(name, captured.pinned))
+
+    @staticmethod
+    def _by_name(captured: SectionSource, name: Rename) -> dict[str, list[Shard]]:
+        names: dict[str, list[str]] = {}
+        for alias, fqn in captured.aliases.items():
+            names.setdefault(fqn, []).append(alias)
+        found: dict[str, list[Shard]] = {}
+        for shard in captured.shards:
+            if shard.fqn not in captured.per_rank:
+                for fqn in (shard.fqn, *names.get(shard.fqn, ())):
+                    found.setdefault(name(fqn), []).append(shard)
+        return found
+
+    def fetch(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        return [self._view(name, box) for name, box in wanted]
+
+    def _view(self, name: str, box: Box) -> torch.Tensor:
+        for shard in self._shards.get(name, ()):
+            if shard.box.contains(box):
+                return shard.tensor.detach()[box.relative_to(shard.box).slices()]
+        raise PlanError(f"{name} {box} is not held here; the plan is of another state")
+
+
+class CheckpointSource(Source):
+    """A section of an opened checkpoint; senders that have opened the same one read a share each."""
+
+    replicated = True
+
+    def __init__(self, checkpoint: Checkpoint, section: str, *, rename: Rename | None = None) -> None:
+        if section not in checkpoint.sections:
+            raise StateError(f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}")
+        self._checkpoint, self._full = checkpoint, dict[str, str]()
+        rows: list[tuple[str, BasicMeta]] = []
+        for full in checkpoint:
+            fqn = full.removeprefix(f"{section}.")
+            if fqn != full:
+                name = fqn if rename is None else rename(fqn)
+                self._full[name] = full
+                rows.append((name, checkpoint[full].meta))
+        self.table = _table(rows)
+        self.held = [(name, Box.whole(meta.shape)) for name, meta in self.table.rows]
+
+    def fetch(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        manifest, aliases = self._checkpoint.manifest, self._checkpoint.aliases
+        parts = []
+        for name, box in wanted:
+            full = self._full[name]
+            row = manifest.tensor_row(aliases.get(full, full))
+            assert row is not None
+            parts.append((row, box, torch.empty(box.lengths, dtype=torch_dtype(manifest.tensors.meta_of(row)))))
+        self._checkpoint.read(parts)
+        return [out for _, _, out in parts]
+
+
+def source_of(
+    what: Any, section: str, *, framework: str | None, rank: int, world_size: int, rename: Rename | None
+) -> Source:
+    """``what`` is a module, a state (sections by name), or a checkpoint."""
+    if isinstance(what, Checkpoint):
+        return CheckpointSource(what, section, rename=rename)
+    state = {section: what} if isinstance(what, nn.Module) else what
+    if not isinstance(state, Mapping):
+        raise StateError(f"a push takes a module, a state or a checkpoint, not {type(what).__name__}")
+    return StateSource(state, section, framework=framework, rank=rank, world_size=world_size, rename=rename)
+
+
+def _table(rows: list[tuple[str, BasicMeta]]) -> Table:
+    names = [name for name, _ in rows]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise StateError(f"two tensors of one name after renaming: {', '.join(twice[:5])}")
+    return Table(tuple(rows))

@@ -1,0 +1,117 @@
+"""The door of the weight push into vLLM's workers: ``--worker-extension-cls
+bytecheckpoint.inference.vllm_worker.WorkerExtension``. Needs vLLM.
+
+Weights are put in by vLLM's own layerwise reload, so that whatever a layer makes of its weights (packing,
+quantisation) is made again, into the memory that captured graphs know.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from .push.receiver import Receiver
+
+__all__ = ["VllmModel", "WorkerExtension", "receiver_of"]
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+_log = logging.getLogger(__name__)
+
+
+class VllmModel:
+    """An ``EngineModel``: the model of one worker, and vLLM's ways of making and loading it."""
+
+    def __init__(self, vllm_config: Any, model: nn.Module, runner: Any = None) -> None:
+        self._config, self._model, self._runner = vllm_config, model, runner
+        self.quantized = vllm_config.model_config.quantization is not None
+
+    def make(self) -> nn.Module:
+        # Layers enter themselves into lists of the configuration, and those of the model that serves must stay.
+        config = copy.copy(self._config)
+        config.compilation_config = copy.copy(self._config.compilation_config)
+        config.compilation_config.static_forward_context = {}
+        config.compilation_config.static_all_moe_layers = []
+        for device in ("meta", "cpu"):
+            try:
+                with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
+                    made: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
+                    return made
+            except (NotImplementedError, RuntimeError):
+                if device == "cpu":
+                    raise
+                # Some models compute with what they make (expert maps): that takes memory, of the size of the weights.
+                _log.info("push: the model cannot be made without memory; made with", exc_info=True)
+                config.compilation_config.static_forward_context = {}
+                config.compilation_config.static_all_moe_layers = []
+        raise AssertionError
+
+    def run_loader(self, model: nn.Module, weights: Weights) -> None:
+        with set_current_vllm_config(self._config):
+            model.load_weights(weights)  # type: ignore[operator]
+
+    def load(self, weights: Weights) -> None:
+        with set_current_vllm_config(self._config), torch.no_grad():
+            initialize_layerwise_reload(self._model)
+            try:
+                self._model.load_weights(weights)  # type: ignore[operator]
+                finalize_layerwise_reload(self._model, self._config.model_config)
+            except BaseException:
+                self._give_up()
+                raise
+        for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            if hasattr(self._runner, reset):
+                getattr(self._runner, reset)()
+
+    def _give_up(self) -> None:
+        """End a reload in the middle: layers that are not complete get back the tensors that they had."""
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+        LOADING_LAYERS.clear()
+        self._model._do_torchao_reload = getattr(self._model, "_original_do_torchao_reload", False)  # type: ignore[assignment]
+
+    def restore(self) -> bool:
+        loader = get_model_loader(self._config.load_config)
+        if not hasattr(loader, "get_all_weights"):
+            return False
+        self.load(loader.get_all_weights(self._config.model_config, self._model))
+        return True
+
+
+_receivers: WeakKeyDictionary[nn.Module, Receiver] = WeakKeyDictionary()
+
+
+def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Receiver:
+    """The one receiver of a worker's model, by whichever door it is reached."""
+    if model not in _receivers:
+        _receivers[model] = Receiver(VllmModel(vllm_config, model, runner))
+    return _receivers[model]
+
+
+class WorkerExtension:
+    """Becomes a base of vLLM's worker class, so its names must be none that vLLM uses."""
+
+    def bcp_push(self, request: str) -> str:
+        """Answer a sender. Never raises: vLLM would take the other workers' answers for those of its next request."""
+        worker: Any = self
+        return receiver_of(worker.vllm_config, worker.model_runner.get_model(), worker.model_runner).answer(request)

@@ -1,0 +1,109 @@
+"""The simulation of deliveries: its arithmetic by hand, and that the committed figures are what it gives."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scale_delivery
+from benchmarks.delivery_links import AGREEING_S, BUCKET, PER_BUCKET_S, Composition, Machine, broadcast, slices
+from benchmarks.scale_delivery import bytes_per_gpu, grids, simulate, with_tables
+from bytecheckpoint.dtypes import DTYPES
+from bytecheckpoint.geometry import Box
+from bytecheckpoint.inference.parts import Part
+
+RESULTS = Path(scale_delivery.__file__).parent / "results" / "scale_delivery.json"
+PAGE = Path(scale_delivery.__file__).parents[1] / "docs" / "inference-layouts.md"
+BYTE = DTYPES["uint8"]
+
+# Of round numbers, all of which can be had.
+_GB = 10**9
+_MACHINE = Machine("round", 50 * _GB, 400 * _GB, 40 * _GB, 1000 * _GB, 500 * _GB, 1.0, 1.0, 1.0, 1.0)
+
+
+def _part(name: str, shape: tuple[int, ...], box: Box) -> Part:
+    return Part(name, shape, box, BYTE)
+
+
+def test_parts_are_told_apart() -> None:
+    parts = [
+        _part("rows", (16, 10), Box((4, 0), (4, 10))),
+        _part("columns", (16, 40), Box((0, 10), (16, 10))),
+        _part("norm", (12,), Box((0,), (12,))),
+        _part("one head of two", (8, 5), Box((4, 0), (4, 5))),
+    ]
+    found = Composition.of(parts, ranks=4)
+    assert found == Composition(4, plain=40, columns=160, shared=12 + 20, share=12 / 4 + 20 / 2)
+    assert found.wanted == sum(part.nbytes for part in parts)
+
+
+def test_one_engine_on_one_host() -> None:
+    """Eight ranks: everything lies on their own host."""
+    of_rank = Composition(8, plain=60.0 * _GB, columns=32.0 * _GB, shared=8.0 * _GB, share=1.0 * _GB)
+    found = slices(of_rank, 8, _MACHINE)
+    taken = 60 + 32 + 1
+    assert found.stages == pytest.approx(
+        {
+            "host link": taken / 50,
+            "host memory": 8 * taken / 500,
+            "network": 0,
+            "GPU link": taken / 50,
+            "NVLink": (32 * 7 / 8 + 8 - 1) / 400,
+            "device memory": 4 * 100 / 1000,
+            "after": 2 * 100 / 1000,
+        }
+    )
+    assert found.floor == pytest.approx(100 / 50)
+    # The slowest stage in full, the others for one bucket, what comes after, and what starting costs.
+    buckets = 100 * _GB / BUCKET
+    slowest = taken / 50
+    others = taken / 50 + 8 * taken / 500 + (32 * 7 / 8 + 7) / 400 + 0.4
+    assert found.seconds == pytest.approx(AGREEING_S + slowest + others / buckets + buckets * PER_BUCKET_S + 0.2)
+
+
+def test_engines_over_several_hosts() -> None:
+    """Two hosts an engine, four engines: one eighth of the model lies on a rank's own host."""
+    of_rank = Composition(16, plain=60.0 * _GB, columns=32.0 * _GB, shared=16.0 * _GB, share=1.0 * _GB)
+    found = slices(of_rank, 64, _MACHINE)
+    taken, between = 93, 32 * 8 / 16 + 1  # columns for the other host's ranks; one share from the other host
+    assert found.stages["network"] == pytest.approx((taken * 7 / 8 + between) / 40)
+    assert found.stages["GPU link"] == pytest.approx((taken + between) / 50)
+    assert found.stages["host link"] == pytest.approx(taken / 50)
+    assert found.stages["NVLink"] == pytest.approx((32 * 7 / 16 + 16 - 1 - 1) / 400)
+    assert found.floor == pytest.approx(108 * 7 / 8 / 40)
+
+
+def test_a_broadcast_brings_the_model_to_everyone() -> None:
+    of_rank = Composition(16, plain=60.0 * _GB, columns=0, shared=0, share=0)
+    alone, many = (broadcast(960.0 * _GB, of_rank, gpus, _MACHINE) for gpus in (8, 64))
+    assert alone.stages["host link"] == pytest.approx(960 / 8 / 50)
+    assert many.stages["host link"] == pytest.approx(960 / 64 / 50)
+    assert alone.stages["NVLink"] == many.stages["NVLink"] == pytest.approx(960 / 400)
+    assert (alone.stages["network"], many.stages["network"]) == (0, pytest.approx(960 / 8 / 40))
+    assert many.seconds > many.stages["host link"] + many.stages["network"]
+
+
+def test_figures_are_those_of_the_layouts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    committed = json.loads(RESULTS.read_text())
+    assert committed["bytes"] == bytes_per_gpu()
+    times = simulate()
+    assert json.loads(json.dumps(times)) == committed["times"]
+    for row in times:
+        # No faster than the link allows, and no model is delivered faster than it is broadcast by more than the ranks.
+        assert row["slices"]["floor"] < row["slices"]["seconds"] < row["broadcast"]["seconds"]
+        assert row["composition"]["wanted"] < 1.1 * row["bytes"] / row["composition"]["ranks"]
+        assert row["published"] is None or row["published"] > row["broadcast"]["seconds"]
+    for machine in committed["machines"].values():
+        assert set(machine) - {"name"} <= set(committed["sources"])
+    assert len(grids(committed)) == 2
+    page = PAGE.read_text()
+    assert with_tables(page, committed) == page
+    monkeypatch.setattr(scale_delivery, "simulate", lambda: times)
+    monkeypatch.setattr(sys, "argv", ["scale_delivery"])
+    scale_delivery.main()
+    printed = capsys.readouterr().out
+    assert "Seconds, simulated" in printed
+    assert "missed as much" in " ".join(printed.split())

@@ -1,0 +1,367 @@
+"""A layout noted from a loader does what the loader does, is small, and is refused where it is wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout_replay import replay, replay_from_parts
+from torch import nn
+
+from bytecheckpoint.dtypes import DTYPES
+from bytecheckpoint.errors import FormatError, StateError, UnsupportedVersionError
+from bytecheckpoint.inference.layout_columns import name_columns, number_column, read_name_columns, read_number_column
+from bytecheckpoint.inference.recording import Recorder
+from bytecheckpoint.inference.strided import StridedView
+from bytecheckpoint.inference.target_layout import LayoutTensor, Placement, TargetLayout
+
+HIDDEN, VOCABULARY, EXPERTS = 8, 10, 3
+
+
+class Engine(nn.Module):
+    """One tensor-parallel rank, with the ways of an inference engine's loaders."""
+
+    def __init__(self, tp: int, rank: int, device: str = "cpu") -> None:
+        super().__init__()
+        self.rank, self.part, self.rows = rank, HIDDEN // tp, 12 // tp
+        sizes = {
+            "embedding": (self.rows, HIDDEN),
+            "qkv": (self.part + 2 * 4, HIDDEN),
+            "out": (HIDDEN, self.part),
+            "experts": (EXPERTS, 2 * self.part, HIDDEN),
+            "norm": (HIDDEN,),
+        }
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.full(size, -1.0, device=device)))
+        self.register_buffer("bias", torch.full((HIDDEN,), -1.0, device=device))
+        self.register_buffer("cache", torch.full((HIDDEN,), -1.0, device=device))
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        begin, part, first = self.rank * self.part, self.part, self.rank * self.rows
+        here = weights["embedding"][first : min(first + self.rows, VOCABULARY)]
+        self.embedding.data[: here.shape[0]].copy_(here)
+        self.qkv.data[:part].copy_(weights["q"].narrow(0, begin, part))
+        for index, name in enumerate(("k", "v")):  # replicated
+            self.qkv.data.narrow(0, part + 4 * index, 4).copy_(weights[name])
+        self.out.data.copy_(weights["out"].narrow(1, begin, part))
+        for expert in range(EXPERTS):
+            self.experts.data[expert, :part].copy_(weights[f"expert.{expert}.gate"][begin : begin + part])
+            self.experts.data[expert, part:].copy_(weights[f"expert.{expert}.up"].t()[begin : begin + part])
+        self.norm.data.copy_(weights["norm"])
+        self.bias.copy_(weights["bias"])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in [*self.named_parameters(), *self.named_buffers()]}
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    shapes = {"embedding": (VOCABULARY, HIDDEN), "q": (HIDDEN, HIDDEN), "k": (4, HIDDEN), "v": (4, HIDDEN)}
+    shapes |= {"out": (HIDDEN, HIDDEN), "norm": (HIDDEN,), "bias": (HIDDEN,), "of another stage": (5,)}
+    for expert in range(EXPERTS):
+        shapes |= {f"expert.{expert}.gate": (HIDDEN, HIDDEN), f"expert.{expert}.up": (HIDDEN, HIDDEN)}
+    return {name: _real(shape) + 1000 * number for number, (name, shape) in enumerate(shapes.items())}
+
+
+def _real(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+
+
+def _metas(weights: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()]
+
+
+def _learned(model: Any, weights: dict[str, torch.Tensor], load: Any = None) -> TargetLayout:
+    recorder = Recorder(lambda name, view: torch.zeros(view.shape))
+    (load or model.load_weights)(dict(recorder.tensors(_metas(weights))))
+    return TargetLayout.from_recording(recorder, _metas(weights), model)
+
+
+def _module(**tensors: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return module
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("tp", "rank"), [(1, 0), (2, 0), (2, 1), (4, 0), (4, 3)])
+def test_a_replayed_layout_does_what_the_loader_does(tp: int, rank: int, device: str) -> None:
+    weights = _weights()
+    layout = TargetLayout.unpack(_learned(Engine(tp, rank, device), weights).pack())
+    expected = Engine(tp, rank)
+    expected.load_weights(weights)
+    for carry_out in (replay, replay_from_parts):
+        found = Engine(tp, rank)
+        carry_out(layout, weights, found.tensors())
+        for name, tensor in expected.tensors().items():
+            assert torch.equal(found.tensors()[name], tensor), name
+
+
+def test_each_rank_wants_its_share() -> None:
+    weights = _weights()
+    layouts = [_learned(Engine(2, rank, "meta"), weights) for rank in range(2)]
+    replicated = sum(weights[name].nbytes for name in ("k", "v", "norm", "bias"))
+    sharded = sum(tensor.nbytes for tensor in weights.values()) - replicated - weights["of another stage"].nbytes
+    figures = [layout.figures() for layout in layouts]
+    assert sum(one.wanted for one in figures) == sharded + 2 * replicated
+    assert all(one.share == 1 and one.stored == sum(t.nbytes for t in weights.values()) for one in figures)
+    assert {part.name for part in layouts[0].parts()} == set(weights) - {"of another stage"}
+    (out,) = [part for part in layouts[1].parts() if part.name == "out"]
+    assert str(out.box) == "[0:8,4:8]"
+    # A buffer counts where it is copied to.
+    assert [tensor.name for tensor in layouts[0].parameters][-1] == "bias"
+
+
+def test_what_is_wanted_twice_is_wanted_once() -> None:
+    weights = {"w": _real((4, 6)), "n": _real((4,))}
+    model = _module(a=torch.zeros(2, 6), b=torch.zeros(2, 6), c=torch.zeros(4), d=torch.zeros(2))
+
+    def load(given: dict[str, torch.Tensor]) -> None:
+        model.a.data.copy_(given["w"][:2])
+        model.b.data.copy_(given["w"][:2])
+        model.c.data.copy_(given["n"])
+        model.d.data.copy_(given["n"][1:3])
+
+    layout = _learned(model, weights, load)
+    assert [(part.name, str(part.box)) for part in layout.parts()] == [("w", "[0:2,0:6]"), ("n", "[0:4]")]
+    assert layout.figures().share == 1
+
+
+def test_a_view_that_is_no_box_and_values_that_are_seen_want_the_whole() -> None:
+    weights = {"w": _real((4, 6)), "n": _real((4,)).to(torch.bfloat16), "m": _real((4,))}
+    model = _module(a=torch.zeros(2, 6), c=torch.zeros(4), d=torch.zeros(4), e=torch.zeros(4, dtype=torch.bfloat16))
+
+    def load(given: dict[str, torch.Tensor]) -> None:
+        model.a.data.copy_(given["w"][::2])
+        model.c.data.copy_(given["n"] * 2)
+        model.e.data.copy_(given["n"])
+        model.d.data.copy_(given["m"])
+
+    layout = TargetLayout.unpack(_learned(model, weights, load).pack())
+    parts = [(part.name, str(part.box), part.dtype.name) for part in layout.parts()]
+    assert parts == [("w", "[0:4,0:6]", "float32"), ("n", "[0:4]", "bfloat16"), ("m", "[0:4]", "float32")]
+    assert [layout.stored[number].name for number in layout.seen] == ["n"]
+    figures = layout.figures()
+    assert (figures.wanted, figures.fast) == (96 + 8 + 16, 16)
+    found = {parameter.name: torch.zeros(parameter.shape) for parameter in layout.parameters}
+    replay_from_parts(layout, weights, found)
+    assert torch.equal(found["a"], weights["w"][::2])
+    assert torch.equal(found["d"], weights["m"])
+    assert torch.equal(found["e"], weights["n"].float())
+    assert not found["c"].any()  # what is computed only the loader knows
+
+
+def test_parts_come_in_the_type_of_the_parameter() -> None:
+    weights = {"w": _real((4, 6))}
+    model = _module(a=torch.zeros(2, 6, dtype=torch.bfloat16))
+    (part,) = _learned(model, weights, lambda given: model.a.data.copy_(given["w"][:2])).parts()
+    assert (part.dtype, part.nbytes, part.shape) == (DTYPES["bfloat16"], 24, (4, 6))
+
+
+def test_parameters_that_share_memory_are_told_apart() -> None:
+    arena = torch.zeros(20, device="meta")
+    model = _module(a=arena[:8].view(2, 4), b=arena[8:].view(3, 4))
+    layout = _learned(model, {"w": _real((2, 4))}, lambda given: model.b.data[1:].copy_(given["w"]))
+    (placement,) = layout.placements
+    assert layout.parameters[placement.parameter].name == "b"
+    assert placement.target == StridedView(4, (2, 4), (4, 1))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (lambda model: torch.zeros(2, 4), "w into a tensor of shape .* no part"),
+        (lambda model: model.a.data.view(torch.int32), "int32 that is no part"),
+        (lambda model: model.turned.data, "parameter turned is not contiguous"),
+    ],
+)
+def test_a_copy_to_elsewhere_is_refused(target: Any, message: str) -> None:
+    model = _module(a=torch.zeros(2, 4), turned=torch.zeros(4, 2).t())
+    with pytest.raises(StateError, match=message):
+        _learned(model, {"w": _real((2, 4))}, lambda given: target(model).copy_(given["w"]))
+
+
+@st.composite
+def _loaders(draw: Any) -> list[tuple[tuple[int, ...], list[tuple[str, Any]], list[int], bool]]:
+    """For each parameter: the shape of a stored tensor, cuts and turns of it, a margin around the target in each
+    dimension, and whether the target is turned."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+        at, steps = torch.empty(shape, device="meta"), []
+        for _ in range(draw(st.integers(0, 4))):
+            dim = draw(st.integers(0, at.dim() - 1)) if at.dim() else 0
+            kind = draw(st.sampled_from(["narrow", "select", "transpose", "unsqueeze", "every other"]))
+            if not at.dim() and kind != "unsqueeze":
+                continue
+            arguments: tuple[int, ...] = (dim,)
+            if kind == "narrow":
+                start = draw(st.integers(0, at.shape[dim] - 1))
+                arguments = (dim, start, draw(st.integers(1, at.shape[dim] - start)))
+            elif kind == "select":
+                arguments = (dim, draw(st.integers(0, at.shape[dim] - 1)))
+            elif kind == "transpose":
+                arguments = (dim, draw(st.integers(0, at.dim() - 1)))
+            steps.append((kind, arguments))
+            at = _take(at, kind, arguments)
+        margins = draw(st.lists(st.integers(0, 2), min_size=at.dim(), max_size=at.dim()))
+        found.append((shape, steps, margins, draw(st.booleans())))
+    return found
+
+
+def _take(tensor: torch.Tensor, kind: str, arguments: tuple[int, ...]) -> torch.Tensor:
+    return tensor[::2] if kind == "every other" else getattr(tensor, kind)(*arguments)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_loaders())
+def test_any_loader_is_learned(loaders: list[Any]) -> None:
+    weights = {f"stored.{number}": _real(shape) + 1000 * number for number, (shape, *_) in enumerate(loaders)}
+
+    def load(given: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> None:
+        for number, (_, steps, margins, turned) in enumerate(loaders):
+            value = given[f"stored.{number}"]
+            for kind, arguments in steps:
+                value = _take(value, kind, arguments)
+            target = into[f"p{number}"]
+            target = target.permute(tuple(reversed(range(target.dim())))) if turned else target
+            for dim, (margin, size) in enumerate(zip(margins, value.shape, strict=True)):
+                target = target.narrow(dim, margin, size)
+            target.copy_(value)
+
+    def parameters(device: str) -> dict[str, torch.Tensor]:
+        found = {}
+        for number, (shape, steps, margins, turned) in enumerate(loaders):
+            at = torch.empty(shape, device="meta")
+            for kind, arguments in steps:
+                at = _take(at, kind, arguments)
+            sizes = [size + 2 * margin for size, margin in zip(at.shape, margins, strict=True)]
+            found[f"p{number}"] = torch.full(sizes[::-1] if turned else sizes, -1.0, device=device)
+        return found
+
+    model = _module(**parameters("meta"))
+    layout = _learned(model, weights, lambda given: load(given, {n: p.data for n, p in model.named_parameters()}))
+    unpacked = TargetLayout.unpack(layout.pack())
+    assert unpacked == layout
+    assert unpacked.digest() == layout.digest()
+    expected = parameters("cpu")
+    load(weights, expected)
+    for carry_out in (replay, replay_from_parts):
+        found = parameters("cpu")
+        carry_out(unpacked, weights, found)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.text(st.sampled_from("0123456789.ab-é"), max_size=30), unique=True),
+    st.lists(st.integers(0, (1 << 62) - 1)),
+)
+def test_columns_come_back(names: list[str], numbers: list[int]) -> None:
+    assert read_name_columns("names", name_columns(names)) == names
+    assert read_number_column("numbers", number_column(numbers), len(numbers)) == numbers
+
+
+def test_the_digest_is_of_everything() -> None:
+    layout = _learned(Engine(2, 1, "meta"), _weights())
+    first = layout.placements[0]
+    others = [
+        TargetLayout(layout.stored[:-1], layout.parameters, layout.placements),
+        TargetLayout(layout.stored, layout.parameters, layout.placements[::-1]),
+        TargetLayout(layout.stored, layout.parameters, (first._replace(parameter=1), *layout.placements[1:])),
+        TargetLayout(layout.stored, layout.parameters, layout.placements, (0,)),
+        _learned(Engine(2, 0, "meta"), _weights()),
+    ]
+    assert len({one.digest() for one in [layout, *others]}) == 6
+    assert _learned(Engine(2, 1), _weights()).digest() == layout.digest()
+
+
+def _document(**changes: Any) -> dict[str, Any]:
+    payload = zstandard.ZstdDecompressor().decompress(_learned(Engine(2, 1, "meta"), _weights()).pack())
+    return msgpack.unpackb(payload) | changes
+
+
+def _packed(document: Any) -> bytes:
+    return zstandard.ZstdCompressor().compress(msgpack.packb(document))
+
+
+def _one(stored: Any, view: StridedView, target: StridedView) -> bytes:
+    tensors = (LayoutTensor("w", stored, DTYPES["float32"]),)
+    return TargetLayout(tensors, tensors, (Placement(0, view, 0, target),)).pack()
+
+
+def _announcing(size: int) -> bytes:
+    """The beginning of a frame that says it holds so much."""
+    frame = zstandard.ZstdCompressor(write_content_size=True).compressobj(size=size)
+    return frame.compress(b"x") + frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+
+
+_FIT = StridedView(0, (2, 2), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "zstd"),
+        (b"nothing of the kind", "zstd"),
+        (_announcing(1 << 40), "are allowed"),
+        (_packed([1]), "no packed target layout"),
+        (_packed({"what": "something else"}), "no packed target layout"),
+        (_packed(_document(more=1)), "has the fields"),
+        (_packed(_document(forms=[[[2], [1, 1]]])), "no view"),
+        (_packed(_document(forms=[[[1 << 40, 1 << 40], [1, 1]]])), "not possible"),
+        (_packed(_document(seen=number_column([3, 1]))), "not in order"),
+        (_packed(_document(seen=number_column([99]))), "0 to 13 are allowed"),
+        (_packed(_document(seen=b"123")), "no column"),
+        (_one((2, 2), _FIT, StridedView(0, (4,), (1,))), "is placed into"),
+        (_one((2, 2), StridedView(1, (2, 2), (2, 1)), _FIT), "outside"),
+        (_one((2, 2), _FIT, StridedView(0, (2, 2), (3, 1))), "outside"),
+        (_one((1 << 60, 2), _FIT, StridedView(0, (2, 2), (1 << 61, 1))), "outside"),
+    ],
+)  # fmt: skip
+def test_what_is_no_layout_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        TargetLayout.unpack(data)
+
+
+def test_a_later_version_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedVersionError, match="version 2; this library reads 1"):
+        TargetLayout.unpack(_packed(_document(version=2)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": number_column([0, 0])}, "twice"),
+        ({"pattern": number_column([0, 1])}, "0 to 0 are allowed"),
+        ({"patterns": []}, "no pattern"),
+        ({"patterns": [["a", 1]]}, "lists of text"),
+        ({"patterns": [["a", "b"]]}, "more numbers than there are columns"),
+        ({"patterns": [["a" * (1 << 20)]], "pattern": number_column([0] * 300)}, "bytes of names"),
+        ({"numbers": [number_column([1])]}, "no column of 0 numbers"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+    columns = name_columns(["a"])
+    with pytest.raises(FormatError, match=message):
+        read_name_columns("names", columns | changes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_flipped_bytes_give_a_layout_or_an_error(data: st.DataObject) -> None:
+    payload = bytearray(msgpack.packb(_document()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        found = TargetLayout.unpack(zstandard.ZstdCompressor().compress(bytes(payload)))
+    except (FormatError, UnsupportedVersionError):
+        return
+    found.parts()
+    assert TargetLayout.unpack(found.pack()) == found

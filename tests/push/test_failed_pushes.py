@@ -1,0 +1,277 @@
+"""Pushes that go wrong, with real processes: one whole version is served, all senders say why, the next push works."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from leak_watch import shared_memory_names
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
+
+from bytecheckpoint.errors import (
+    BytecheckpointError,
+    CorruptionError,
+    DeadlineError,
+    EngineError,
+    MismatchError,
+    PlanError,
+    RankFailedError,
+    StateError,
+)
+from bytecheckpoint.inference.push import HttpEngine, Pusher, roads, sources
+from bytecheckpoint.inference.push.sources import StateSource
+from bytecheckpoint.testing.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ToyEngine]:
+    with toy_engine(2) as started:
+        yield started
+
+
+@pytest.fixture
+def engine(shared: ToyEngine) -> Iterator[ToyEngine]:
+    """Serves version 1."""
+    before = shared_memory_names()
+    _push(shared, 1)
+    yield shared
+    assert shared_memory_names() == before
+
+
+def _push(engine: ToyEngine, version: int) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        pusher.push(ToyTrainee(version), version=version)
+
+
+def _assert_serves(engine: ToyEngine, version: int) -> None:
+    assert engine.look()["digests"] == expected_digests(version, 2)
+    assert not engine.paused
+
+
+def _fail(rank: int, world_size: int, url: str, fault: str = "", deadline_s: float = 30.0) -> tuple[str, str]:
+    """Class and message of what this rank's push raised."""
+    model: Any = ToyTrainee(2)
+    if fault == "missing":
+        del model.q
+    elif fault == "unknown":
+        model.extra = nn.Parameter(torch.zeros(3))
+    elif fault == "shape":
+        model.k = nn.Linear(64, 96)
+    model = fully_shard(model) if world_size > 1 else model
+    if fault == "kill" and rank == 1:
+        _kill_in_third_write()
+    try:
+        with Pusher(HttpEngine(url), deadline_s=deadline_s) as pusher:
+            pusher.push(model, version=2)
+    except BytecheckpointError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("the push did not fail")
+
+
+def _kill_in_third_write() -> None:
+    writes = 0
+    write = roads.SharedMemory.write
+
+    def dying(*args: Any) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*args)
+
+    roads.SharedMemory.write = dying  # type: ignore[method-assign]
+
+
+def _same(raised: list[Any], kind: type[Exception]) -> str:
+    """All ranks raised the same; its message."""
+    assert {name for name, _ in raised} == {kind.__name__}, raised
+    assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
+    return str(raised[0][1])
+
+
+def test_a_missing_tensor(engine: ToyEngine, pool: RankPool) -> None:
+    message = _same(pool.run(_fail, engine.url, "missing"), MismatchError)
+    assert "qkv: 2,048 of 6,144 elements, from [0, 0] on" in message
+    assert "worker 0 of" in message
+    assert "serves version 1" in message
+    _assert_serves(engine, 1)
+    _push(engine, 3)
+    _assert_serves(engine, 3)
+
+
+def test_a_tensor_that_the_engine_does_not_know(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        model = ToyTrainee(2)
+        model.extra = nn.Parameter(torch.zeros(3))
+        with pytest.raises(MismatchError, match="no module or parameter named 'extra'"):
+            pusher.push(model, version=2)
+        _assert_serves(engine, 1)
+        del model.extra
+        pusher.push(model, version=2)
+    _assert_serves(engine, 2)
+
+
+def test_a_wrong_shape(engine: ToyEngine, pool: RankPool) -> None:
+    """Larger, so that the loader alone would not notice."""
+    message = _same(pool.run(_fail, engine.url, "shape"), MismatchError)
+    assert "k.weight: float32[96, 64] is sent, of which the engine takes 4,096 of 6,144 elements" in message
+    _assert_serves(engine, 1)
+
+
+def test_what_no_sender_has(engine: ToyEngine) -> None:
+    class Holey(StateSource):
+        def describe(self) -> bytes:
+            self.held = [(name, box) for name, box in self.held if name != "out.weight"]
+            return super().describe()
+
+    with pytest.MonkeyPatch.context() as patched, Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        patched.setattr(sources, "StateSource", Holey)
+        with pytest.raises(PlanError, match=r"out\.weight: no sender has it"):
+            pusher.push(ToyTrainee(2), version=2)
+    _assert_serves(engine, 1)
+
+
+def test_a_damaged_chunk(engine: ToyEngine, pool: RankPool) -> None:
+    engine.fault(1, "flip")
+    message = _same(pool.run(_fail, engine.url), CorruptionError)
+    assert "worker 1 of" in message
+    assert "1 of " in message
+    assert "[" in message
+    _assert_serves(engine, 1)
+    _push(engine, 3)
+    _assert_serves(engine, 3)
+
+
+def test_a_sender_killed_while_it_writes(engine: ToyEngine) -> None:
+    with RankPool(2) as pool:
+        (survivor, _) = pool.run(_fail, engine.url, "kill", expect_death={1: signal.SIGKILL})
+    assert survivor[0] == RankFailedError.__name__
+    assert "rank 1" in survivor[1]
+    _assert_serves(engine, 1)
+    _push(engine, 3)
+    _assert_serves(engine, 3)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_worker_that_fails_half_way_goes_back_and_so_do_the_others(engine: ToyEngine, worker: int) -> None:
+    engine.fault(worker, "fail", 1)
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        with pytest.raises(EngineError, match="the layer does not fit") as raised:
+            pusher.push(ToyTrainee(2), version=2)
+        assert f"worker {worker} of" in str(raised.value)
+        assert "serves version 1" in str(raised.value)
+        assert [one["version"] for one in pusher.state()[0]] == [1, 1]
+        _assert_serves(engine, 1)
+        pusher.push(ToyTrainee(3), version=3)
+        _assert_serves(engine, 3)
+
+
+def test_engines_go_back_with_the_one_that_failed(engine: ToyEngine) -> None:
+    with toy_engine(2) as other:
+        _push(other, 1)
+        other.fault(0, "fail", 1)
+        with Pusher([HttpEngine(engine.url), HttpEngine(other.url)], deadline_s=30) as pusher:
+            with pytest.raises(EngineError, match="the layer does not fit"):
+                pusher.push(ToyTrainee(2), version=2)
+            _assert_serves(engine, 1)
+            _assert_serves(other, 1)
+            pusher.push(ToyTrainee(3), version=3)
+        _assert_serves(engine, 3)
+        _assert_serves(other, 3)
+
+
+def test_no_way_back_leaves_the_engine_paused_until_the_next_push(engine: ToyEngine) -> None:
+    engine.fault(0, "fail", 2)
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        with pytest.raises(EngineError, match="is left paused; push again, or restart it"):
+            pusher.push(ToyTrainee(2), version=2)
+        assert engine.paused
+        assert pusher.state()[0][0]["torn"]
+        pusher.push(ToyTrainee(3), version=3)
+        assert not pusher.state()[0][0]["torn"]
+    _assert_serves(engine, 3)
+
+
+@pytest.mark.parametrize("can_restore", [False, True])
+def test_the_first_push_fails_half_way(can_restore: bool) -> None:
+    with toy_engine(1) as engine, Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        engine.fault(0, "fail", 1)
+        if can_restore:
+            engine.fault(0, "can_restore")
+        with pytest.raises(EngineError, match="the layer does not fit") as raised:
+            pusher.push(ToyTrainee(2), version=2)
+        assert ("serves what it started with" if can_restore else "serves no whole version") in str(raised.value)
+        assert engine.paused is not can_restore
+        if can_restore:
+            assert engine.look()["digests"] == expected_digests(0, 1)
+        pusher.push(ToyTrainee(3), version=3)
+        assert engine.look()["digests"] == expected_digests(3, 1)
+        assert not engine.paused
+
+
+def test_a_killed_worker(pool: RankPool) -> None:
+    before = shared_memory_names()
+    with toy_engine(2) as engine:
+        _push(engine, 1)
+        os.kill(engine.look()["pids"][1], signal.SIGKILL)
+        message = _same(pool.run(_fail, engine.url), EngineError)
+        assert "answered 500" in message
+        assert "are all workers alive" in message
+    assert shared_memory_names() == before
+
+
+def test_a_sender_that_is_late_writes_into_nothing(engine: ToyEngine) -> None:
+    """One that was stopped while it wrote, say, and goes on when its push has failed long since."""
+    late: list[torch.Tensor] = []
+
+    def fail(road: roads.SharedMemory, *args: Any) -> None:
+        late.append(road._memory)
+        raise OSError("broken")
+
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(roads.SharedMemory, "write", fail)
+            with pytest.raises(OSError, match="broken"):
+                pusher.push(ToyTrainee(2), version=2)
+        pusher.push(ToyTrainee(3), version=3)
+        for memory in late:
+            memory.fill_(7)
+        assert pusher.state()[0][0]["intact"]
+        pusher.push(ToyTrainee(4), version=4)
+        _assert_serves(engine, 4)
+
+
+def test_a_stopped_worker(engine: ToyEngine, pool: RankPool) -> None:
+    stopped = engine.look()["pids"][1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        message = _same(pool.run(_fail, engine.url, "", 3.0), DeadlineError)
+        assert "did not answer within" in message
+        assert "is one of its workers stopped?" in message
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    _assert_serves(engine, 1)
+    _push(engine, 3)
+    _assert_serves(engine, 3)
+
+
+def test_no_engine_there(pool: RankPool) -> None:
+    message = _same(pool.run(_fail, "http://127.0.0.1:9", "", 10.0), EngineError)
+    assert "is the engine up?" in message
+
+
+def test_no_engine_given() -> None:
+    with Pusher() as pusher, pytest.raises(StateError, match="rank 0 has no engine to push to"):
+        pusher.push(ToyTrainee(1))

@@ -1,0 +1,160 @@
+"""Pushes into real worker processes: what arrives, how much of it, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from leak_watch import held_now
+from torch.distributed.fsdp import fully_shard
+from toy_engine import ToyEngine, ToyTrainee, digest_of, expected_digests, toy_engine
+
+import bytecheckpoint as bcp
+from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
+from bytecheckpoint.testing.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ToyEngine]:
+    with toy_engine(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
+        yield started
+
+
+def _sharded(version: int) -> Any:
+    model = ToyTrainee(version)
+    return fully_shard(model) if torch.distributed.is_initialized() else model
+
+
+def _push_and_look(rank: int, world_size: int, url: str, versions: list[int], tcp: bool) -> list[Any]:
+    """Reports, and what the engine's workers hold after each, on the first rank."""
+    found = []
+    with Pusher(HttpEngine(url), deadline_s=30, tcp_only=tcp) as pusher:
+        for version in versions:
+            report = pusher.push(_sharded(version), version=version)
+            found.append((report, ToyEngine(url).look()["digests"] if rank == 0 else []))
+    return found
+
+
+def _push_all(rank: int, world_size: int, url: str, versions: list[int], tcp: bool = False) -> list[PushReport]:
+    with Pusher(HttpEngine(url), deadline_s=30, tcp_only=tcp) as pusher:
+        return [pusher.push(_sharded(version), version=version) for version in versions]
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, tcp: bool) -> None:
+    before, versions = engine.look(), range(1, 11)
+    first, *others = pool.run(_push_and_look, engine.url, list(versions), tcp)
+    assert [digests for _, digests in first] == [expected_digests(version, 2) for version in versions]
+    for other in others:
+        assert [report for report, _ in other] == [report for report, _ in first]
+    after = engine.look()
+    assert after["rehearsals"][0] - before["rehearsals"][0] <= 1
+    assert not engine.paused
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_nothing_grows(engine: ToyEngine, tcp: bool) -> None:
+    held = []
+    for versions in ((11, 12), (13, 14, 15)):
+        _push_all(0, 1, engine.url, list(versions), tcp)
+        seen, mine = engine.look(), held_now()
+        held.append((seen["descriptors"], seen["threads"], mine.descriptors, mine.threads, mine.shared_memory))
+    assert held[0] == held[1]
+    assert not held[1][-1]
+
+
+def test_each_worker_is_sent_its_part_once(pool: RankPool) -> None:
+    with toy_engine(2) as engine:
+        (report,) = pool.run(_push_all, engine.url, [1])[0]
+        model = ToyTrainee(1)
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        assert report.engine_bytes > whole  # the head is the embedding, under both names
+        for worker in report.workers:
+            assert worker.sent == worker.wanted
+            assert worker.wanted < 0.6 * report.engine_bytes
+        assert sum(report.written) == sum(worker.sent for worker in report.workers)
+        assert min(report.written) > 0
+        assert "worker" in str(report)
+
+
+def test_what_has_not_changed_is_not_sent(engine: ToyEngine) -> None:
+    model = ToyTrainee(30)
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        pusher.push(model, version=30)
+        with torch.no_grad():
+            model.norm += 1
+        second = pusher.push(model, version=31)
+        assert [worker.sent for worker in second.workers] == [model.norm.nbytes] * 2
+        assert all(worker.unchanged for worker in second.workers)
+        third = pusher.push(model, version=32)
+        assert [worker.sent for worker in third.workers] == [0, 0]
+        assert sum(worker.unchanged for worker in third.workers) == 2 * model.norm.nbytes
+        assert engine.look()["digests"] == [digest_of(model, 2, rank) for rank in range(2)]
+        assert [one["version"] for one in pusher.state()[0]] == [32, 32]
+        assert all(one["intact"] for one in pusher.state()[0])
+
+
+def test_from_a_checkpoint(engine: ToyEngine, pool: RankPool, tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(40)}, step=400)
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        assert pusher.push(bcp.open(tmp_path / "c")).version == 400
+    assert engine.look()["digests"] == expected_digests(40, 2)
+    bcp.save(tmp_path / "d", {"model": ToyTrainee(41)}, step=410)
+    reports = pool.run(_push_checkpoint, engine.url, str(tmp_path / "d"))
+    assert engine.look()["digests"] == expected_digests(41, 2)
+    assert min(reports[0].written) > 0
+
+
+def _push_checkpoint(rank: int, world_size: int, url: str, path: str) -> PushReport:
+    with Pusher(HttpEngine(url), deadline_s=30) as pusher:
+        return pusher.push(bcp.open(path))
+
+
+def test_cast_at_the_source(pool: RankPool) -> None:
+    with toy_engine(2, "bfloat16") as engine:
+        (report,) = pool.run(_push_all, engine.url, [5])[0]
+        assert engine.look()["digests"] == expected_digests(5, 2, torch.bfloat16)
+        # All but the one tensor of which the loader wants to see the value.
+        assert all(worker.wanted < 0.32 * report.engine_bytes for worker in report.workers)
+
+
+def test_several_engines(engine: ToyEngine, pool: RankPool) -> None:
+    with toy_engine(1) as other:
+        pool.run(_push_to_two, engine.url, other.url)
+        assert engine.look()["digests"] == expected_digests(50, 2)
+        assert other.look()["digests"] == expected_digests(50, 1)
+
+
+def _push_to_two(rank: int, world_size: int, *urls: str) -> None:
+    engines = [HttpEngine(url) for url in urls] if rank == 0 else None
+    with Pusher(engines, deadline_s=30) as pusher:
+        pusher.push({"model": _sharded(50)}, version=50)
+
+
+def test_a_worker_that_was_restarted_is_asked_anew(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        pusher.push(ToyTrainee(60), version=60)
+        engine.fault(1, "forget")
+        report = pusher.push(ToyTrainee(61))
+        assert report.version == 61
+        assert engine.look()["digests"] == expected_digests(61, 2)
+
+
+def test_memory_is_given_back(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        pusher.push(ToyTrainee(70), version=70)
+        pusher.push(ToyTrainee(71), version=71)
+        assert pusher.state()[0][0]["bytes"] > 0
+        pusher.release()
+        assert pusher.state()[0][0]["bytes"] == 0
+        pusher.push(ToyTrainee(72), version=72)
+    assert engine.look()["digests"] == expected_digests(72, 2)

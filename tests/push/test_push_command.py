@@ -1,0 +1,53 @@
+"""``bcp push``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ToyEngine]:
+    with toy_engine(2) as started:
+        yield started
+
+
+def test_a_checkpoint_into_an_engine(engine: ToyEngine, tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(7)}, step=70)
+    done = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", engine.url])
+    assert done.exit_code == 0, done.output
+    assert "version 70 is served" in done.output
+    assert engine.look()["digests"] == expected_digests(7, 2)
+    assert engine.look()["log"].count("/update_weight_version") == 1
+    again = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", engine.url, "--json", "--version", "again"])
+    document = json.loads(again.stdout)
+    assert document["version"] == "again"
+    assert [worker["sent"] for worker in document["workers"]] == [0, 0]
+
+
+def test_what_does_not_fit(engine: ToyEngine, tmp_path: Path) -> None:
+    before = engine.look()["digests"]
+    model = ToyTrainee(8)
+    del model.norm
+    bcp.save(tmp_path / "c", {"model": model})
+    done = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", engine.url])
+    assert done.exit_code == 1
+    assert "norm: 64 of 64 elements" in done.stderr
+    assert engine.look()["digests"] == before
+    partial = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", engine.url, "--partial"])
+    assert partial.exit_code == 0, partial.output
+
+
+def test_no_engine(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(8)})
+    done = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", "http://127.0.0.1:9"])
+    assert done.exit_code == 6
+    assert "is the engine up?" in done.stderr

@@ -1,0 +1,93 @@
+"""Pushes into vLLM itself: after each, the tokens of the model that was pushed. Needs vLLM (see CONTRIBUTING)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+import vllm_pushes
+from leak_watch import shared_memory_names
+from vllm_pushes import ENVIRONMENT, made, reference_tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+_SUPPORT = str(Path(vllm_pushes.__file__).parent)
+_EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}
+
+
+def _run(folder: Path, kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
+    """An engine that starts with the model of seed 0."""
+    made(kind, 0).save_pretrained(folder)
+    if engine.get("tensor_parallel_size", 1) > 1:
+        engine["distributed_executor_backend"] = "mp"
+    job = {"engine": {"model": str(folder), **engine}, "door": door, "model": kind, "steps": steps}
+    done = subprocess.run(
+        [sys.executable, vllm_pushes.__file__, json.dumps(job)],
+        capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": _SUPPORT},
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("qwen2", 1), ("mixtral", 2)])
+def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int) -> None:
+    before = shared_memory_names()
+    steps: list[Any] = [["generate"]]
+    for seed in range(1, 11):
+        steps += [["push", seed], ["generate"]]
+    found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION)
+    assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(11)]
+    for seed, push in enumerate(found[1::2], 1):
+        assert [served[:3] for served in push["served"]] == [[seed, "", True]] * tp
+        for wanted, _ in push["workers"]:
+            assert wanted <= push["bytes"] * (1.1 / tp)
+    left = [name for name in shared_memory_names() if name not in before and "vllm" not in name]
+    assert not left
+
+
+def test_failures_leave_the_old_version(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    steps: list[Any] = [
+        ["push without", 1, name], ["generate"],
+        ["fail next load", 1], ["push", 1], ["generate"],
+        ["push", 2], ["generate"],
+        ["push without", 3, name], ["generate"],
+        ["fail next load", 1], ["push", 3], ["generate"],
+        ["push", 3], ["generate"],
+    ]  # fmt: skip
+    found = _run(tmp_path / "hf", "llama", steps, tensor_parallel_size=2, **_EXTENSION)
+    tokens = [reference_tokens(made("llama", seed)) for seed in range(4)]
+    assert [found[at] for at in (1, 4, 6, 8, 11, 13)] == [tokens[seed] for seed in (0, 0, 2, 2, 2, 3)]
+    for missing in (found[0], found[7]):
+        assert missing["error"] == "MismatchError"
+        assert "model.layers.1.self_attn.qkv_proj.weight" in missing["message"]
+    for broken in (found[3], found[10]):
+        assert broken["error"] == "EngineError"
+        assert "the layer does not fit" in broken["message"]
+        assert "worker 1 of" in broken["message"]
+    assert "serves what it started with" in found[3]["message"]
+    assert "serves version 2" in found[10]["message"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_by_its_own_weight_transfer(tmp_path: Path, tp: int) -> None:
+    steps: list[Any] = []
+    for seed in (1, 2, 3):
+        steps += [["push", seed], ["generate"], ["vllm's version"]]
+    # The extension is there for what its module registers.
+    config = {"weight_transfer_config": {"backend": "bcp"}, **_EXTENSION}
+    found = _run(tmp_path / "hf", "llama", steps, door="native", tensor_parallel_size=tp, **config)
+    assert found[1::3] == [reference_tokens(made("llama", seed)) for seed in (1, 2, 3)]
+    assert found[2::3] == ["1", "2", "3"]

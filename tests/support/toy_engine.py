@@ -1,0 +1,291 @@
+"""A stand-in for an inference engine: processes of its own, the real receiver in each worker, a toy of a model, HTTP.
+
+It fuses, cuts and pads as engines do, and can be told to go wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytecheckpoint.inference.push.messages import decode
+from bytecheckpoint.inference.push.receiver import Receiver
+
+HIDDEN, VOCABULARY, EXPERTS = 64, 50, 2
+
+
+class ToyTrainee(nn.Module):
+    """What is trained. Its head is its embedding."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        torch.manual_seed(version)
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        for name in ("q", "k", "v", "out"):
+            self.add_module(name, nn.Linear(HIDDEN, HIDDEN, bias=name != "out"))
+        self.experts = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN))
+        self.norm = nn.Parameter(torch.randn(HIDDEN))
+        self.scale = nn.Parameter(torch.randn(1))
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class ToyModel(nn.Module):
+    """One worker's part of it, with a loader such as engines have."""
+
+    def __init__(self, tp: int, rank: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp, self.rank, self.part = tp, rank, HIDDEN // tp
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+
+        self.embedding, self.head = parameter(64 // tp, HIDDEN), parameter(64 // tp, HIDDEN)
+        self.qkv, self.qkv_bias = parameter(3 * self.part, HIDDEN), parameter(3 * self.part)
+        self.out = parameter(HIDDEN, self.part)
+        self.gate_up = parameter(EXPERTS, 2 * self.part, HIDDEN)
+        self.norm, self.scale, self.turned = parameter(HIDDEN), parameter(1), parameter(HIDDEN, HIDDEN)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = set()
+        begin, part = self.rank * self.part, self.part
+        for name, tensor in weights:
+            if name in ("embedding.weight", "head.weight"):
+                rows = 64 // self.tp
+                here = tensor[self.rank * rows : min((self.rank + 1) * rows, VOCABULARY)]
+                target = getattr(self, name.split(".")[0])
+                target.data[: here.shape[0]].copy_(here)
+                target.data[here.shape[0] :].fill_(0)
+                loaded.add(name.split(".")[0])
+            elif name[:2] in ("q.", "k.", "v."):
+                target = self.qkv if name.endswith("weight") else self.qkv_bias
+                target.data.narrow(0, "qkv".index(name[0]) * part, part).copy_(tensor.narrow(0, begin, part))
+                loaded.add("qkv" if name.endswith("weight") else "qkv_bias")
+                if name == "v.weight":
+                    self.turned.data.copy_(tensor.t())
+                    loaded.add("turned")
+            elif name == "out.weight":
+                self.out.data.copy_(tensor.narrow(1, begin, part))
+                loaded.add("out")
+            elif name == "experts":
+                for expert in range(EXPERTS):
+                    gate, up = tensor[expert].chunk(2)
+                    self.gate_up.data[expert, :part].copy_(gate[begin : begin + part])
+                    self.gate_up.data[expert, part:].copy_(up[begin : begin + part])
+                loaded.add("gate_up")
+            elif name == "norm":
+                self.norm.data.copy_(tensor)
+                loaded.add("norm")
+            elif name == "scale":
+                self.scale.data.fill_(tensor.item())  # a loader that wants to see a value
+                loaded.add("scale")
+            else:
+                raise ValueError(f"There is no module or parameter named {name!r}")
+        return loaded
+
+    def digest(self) -> str:
+        found = hashlib.sha256()
+        for parameter in self.parameters():
+            found.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+
+def expected_digests(version: int, tp: int, dtype: torch.dtype = torch.float32) -> list[str]:
+    """What the workers hold that serve the weights of this version."""
+    return [digest_of(ToyTrainee(version), tp, rank, dtype) for rank in range(tp)]
+
+
+def digest_of(trainee: nn.Module, tp: int, rank: int, dtype: torch.dtype = torch.float32) -> str:
+    model = ToyModel(tp, rank, dtype)
+    model.load_weights(iter([(name, tensor.detach()) for name, tensor in trainee.state_dict().items()]))
+    return model.digest()
+
+
+class ToyWorker:
+    """An ``EngineModel``, of which so many loads as there are ``failures`` break off, having changed the model."""
+
+    quantized = False
+
+    def __init__(self, tp: int, rank: int, dtype: torch.dtype) -> None:
+        self.tp, self.rank, self.dtype = tp, rank, dtype
+        self.model = ToyModel(tp, rank, dtype)
+        self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
+        self.rehearsals, self.failures, self.can_restore = 0, 0, False
+
+    def make(self) -> ToyModel:
+        self.rehearsals += 1
+        with torch.device("meta"):
+            return ToyModel(self.tp, self.rank, self.dtype)
+
+    def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        model.load_weights(weights)  # type: ignore[operator]
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if not self.failures:
+            self.model.load_weights(weights)
+            return
+        self.failures -= 1
+        self.model.load_weights((name, tensor) for name, tensor in weights if name < "n")
+        raise RuntimeError("the layer does not fit")
+
+    def restore(self) -> bool:
+        if self.can_restore:
+            self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
+        return self.can_restore
+
+
+def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
+    worker = ToyWorker(tp, rank, getattr(torch, dtype))
+    receiver = Receiver(worker)
+    flips = 0
+    while True:
+        try:
+            kind, argument = pipe.recv()
+        except EOFError:
+            return
+        if kind == "bcp_push":
+            asked = decode(argument)["kind"]
+            if asked == "verify" and flips:
+                flips -= 1
+                receiver._next.arena.memory[1000] ^= 1  # type: ignore[union-attr]
+            pipe.send(receiver.answer(argument))
+        elif kind == "flip":
+            flips += 1
+            pipe.send(None)
+        elif kind == "fail":
+            worker.failures += argument
+            pipe.send(None)
+        elif kind == "can_restore":
+            worker.can_restore = True
+            pipe.send(None)
+        elif kind == "forget":
+            receiver.close()
+            receiver = Receiver(worker)
+            pipe.send(None)
+        else:
+            descriptors = len(os.listdir("/proc/self/fd"))
+            threads = len(os.listdir("/proc/self/task"))
+            pipe.send([worker.model.digest(), worker.rehearsals, descriptors, threads])
+
+
+class _Front(BaseHTTPRequestHandler):
+    pipes: list[Connection]
+    pids: list[int]
+    log: list[str]
+    lock = threading.Lock()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.log.append(self.path.partition("?")[0])
+        try:
+            answer = self._answer(json.loads(body) if body else {})
+        except (EOFError, OSError) as error:
+            self._send(500, {"error": f"Worker died: {error!r}"})
+            return
+        self._send(200, answer)
+
+    def _answer(self, document: dict[str, Any]) -> Any:
+        if self.path == "/collective_rpc":
+            return {"results": self._all(document["method"], document["args"][0])}
+        if self.path == "/look":
+            seen = self._all("look", None)
+            names = ("digests", "rehearsals", "descriptors", "threads")
+            return {**dict(zip(names, zip(*seen, strict=True), strict=True)), "pids": self.pids, "log": self.log}
+        if self.path == "/fault":
+            pipe = self.pipes[document["worker"]]
+            pipe.send((document["what"], document.get("argument")))
+            return pipe.recv()
+        return {}
+
+    def _all(self, kind: str, argument: Any) -> list[Any]:
+        with self.lock:  # one request at a time, as engines have it
+            for pipe in self.pipes:
+                pipe.send((kind, argument))
+            return [pipe.recv() for pipe in self.pipes]
+
+    def _send(self, code: int, document: Any) -> None:
+        data = json.dumps(document).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tp", type=int)
+    parser.add_argument("--dtype")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    pipes, pids = [], []
+    for rank in range(arguments.tp):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_worker, args=(theirs, arguments.tp, rank, arguments.dtype), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        pids.append(process.pid)
+    _Front.pipes, _Front.pids, _Front.log = pipes, pids, []  # type: ignore[assignment]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Front)
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+class ToyEngine:
+    """The stand-in as tests see it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def look(self) -> dict[str, Any]:
+        return self._post("/look", {})
+
+    def fault(self, worker: int, what: str, argument: Any = None) -> None:
+        self._post("/fault", {"worker": worker, "what": what, "argument": argument})
+
+    @property
+    def paused(self) -> bool:
+        told = [path for path in self.look()["log"] if path in ("/pause", "/resume")]
+        return told[-1:] == ["/pause"]
+
+    def _post(self, path: str, document: Any) -> Any:
+        request = urllib.request.Request(self.url + path, json.dumps(document).encode(), method="POST")
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+            return json.loads(response.read())
+
+
+@contextmanager
+def toy_engine(tp: int, dtype: str = "float32") -> Iterator[ToyEngine]:
+    command = [sys.executable, __file__, "--tp", str(tp), "--dtype", dtype]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        yield ToyEngine(f"http://127.0.0.1:{int(process.stdout.readline())}")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+if __name__ == "__main__":
+    _main()

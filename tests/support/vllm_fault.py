@@ -1,0 +1,33 @@
+"""vLLM workers that can be told to fail in the middle of putting weights in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+
+from bytecheckpoint.inference import vllm_transfer
+from bytecheckpoint.inference.vllm_worker import VllmModel, WorkerExtension
+
+vllm_transfer.register()
+
+
+class FaultyWorkers(WorkerExtension):
+    """``bcp_test_fail(rank)``: the next load of that worker ends after a few tensors."""
+
+    def bcp_test_fail(self, rank: int) -> int:
+        if self.rank == rank:  # type: ignore[attr-defined]
+            load = VllmModel.load
+
+            def broken(model: VllmModel, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+                VllmModel.load = load  # type: ignore[method-assign]
+                load(model, _ending(weights))
+
+            VllmModel.load = broken  # type: ignore[method-assign]
+        return rank
+
+
+def _ending(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from islice(weights, 9)
+    raise RuntimeError("the layer does not fit")

@@ -1,0 +1,104 @@
+"""Runs pushes into one vLLM engine, in a process of its own, as a JSON document on its command line says.
+
+    {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
+
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["fail next load", worker]`` or ``["generate"]``. What
+came of each is printed as JSON, after ``RESULTS``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import transformers
+
+from bytecheckpoint.errors import BytecheckpointError
+from bytecheckpoint.inference.push import LocalEngine, NativeEngine, Pusher
+
+PROMPTS = ([1, 2, 3], [9, 8])
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def made(kind: str, seed: int) -> Any:
+    """A tiny model. Its weights are so wide that tokens differ from seed to seed."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 260, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "intermediate_size": 128}
+    if kind == "llama":
+        config = transformers.LlamaConfig(initializer_range=0.15, tie_word_embeddings=False, **sizes)
+        return transformers.LlamaForCausalLM(config).eval()
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(
+            initializer_range=0.15, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **sizes
+        )
+        return transformers.MixtralForCausalLM(config).eval()
+    # Biases on query, key and value; the head is the embedding.
+    config = transformers.Qwen2Config(initializer_range=0.15, tie_word_embeddings=True, **sizes)
+    return transformers.Qwen2ForCausalLM(config).eval()
+
+
+def reference_tokens(model: Any) -> list[list[int]]:
+    """Greedy tokens without an engine."""
+    found = []
+    for prompt in PROMPTS:
+        given = model.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        found.append(given[0][len(prompt) :].tolist())
+    return found
+
+
+def _generate(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    given = llm.generate(asked, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    return [list(one.outputs[0].token_ids) for one in given]
+
+
+def _main(job: dict[str, Any]) -> None:
+    from vllm import LLM
+
+    llm = LLM(dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, **job["engine"])
+    local = LocalEngine(llm)
+    results: list[Any] = []
+    with Pusher(NativeEngine(local) if job["door"] == "native" else local, deadline_s=120) as pusher:
+        for what, *arguments in job["steps"]:
+            if what == "generate":
+                results.append(_generate(llm))
+            elif what == "fail next load":
+                results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
+            elif what == "vllm's version":
+                results.append(llm.get_weight_version())
+            else:
+                results.append(_push(pusher, job["model"], *arguments))
+    print("RESULTS", json.dumps(results), flush=True)
+
+
+def _push(pusher: Pusher, kind: str, seed: int, without: str = "") -> Any:
+    state = made(kind, seed).state_dict()
+    state.pop(without, None)
+    try:
+        report = pusher.push({"model": state}, version=seed)
+    except BytecheckpointError as error:
+        return {"error": type(error).__name__, "message": str(error), "served": _served(pusher)}
+    workers = [[worker.wanted, worker.sent] for worker in report.workers]
+    return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher)}
+
+
+def _served(pusher: Pusher) -> list[Any]:
+    return [[one["version"], one["torn"], one["intact"], one["digest"].hex()] for one in pusher.state()[0]]
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))
