@@ -19,8 +19,9 @@ from bytecheckpoint.storage_backends.local import LocalBackend
 GRACE_S = 2.0
 """After the deadline, everyone has raised."""
 
-DEATH_NOTICED_S = 8.0
-"""Long before the deadline, also on a busy machine."""
+DEATH_NOTICED_S = 15.0
+"""Before the deadline, also on a busy machine: a process that is killed in the middle of an ``fsync`` ends when the disk
+is done with that, which was seen to take eight seconds."""
 
 _CLASSES = {
     "raise": "RankFailedError",
