@@ -81,7 +81,10 @@ class Fault:
             raise OSError(MESSAGE)
         if fault == "unpicklable":
             raise Unspeakable
-        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        # To this thread: while another one of the process takes the signal, this one would go on for a moment.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def time_of(file: Path) -> float | None:

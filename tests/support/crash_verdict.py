@@ -20,8 +20,8 @@ GRACE_S = 2.0
 """After the deadline, everyone has raised."""
 
 DEATH_NOTICED_S = 15.0
-"""Before the deadline, also on a busy machine: a process that is killed in the middle of an ``fsync`` ends when the disk
-is done with that, which was seen to take eight seconds."""
+"""Before the deadline, also on a busy machine: a process that is killed in an ``fsync`` ends when the disk is done with
+that, which was seen to take eight seconds."""
 
 _CLASSES = {
     "raise": "RankFailedError",
