@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from vllm import envs
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import utils as models_utils
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -66,30 +67,27 @@ def layout_of(
     """The layout of rank ``at`` for the model whose configuration lies in the directory ``model``.
 
     ``stored``: name, shape and type of each stored tensor, where they are not those that the model's files have on the
-    hub. ``cache``: a directory; what was worked out is kept there under a digest of all that it depends on.
+    hub; those that transformers has in memory are as good. ``cache``: a directory; what was worked out is kept there
+    under a digest of all that it depends on. Raises ``StateError`` where the configuration cannot be read or no table
+    of tensors is known; what vLLM raises of a model or engine that it does not support, it raises here.
     """
     tensors = hub_shapes(_configuration(model)) if stored is None else list(stored)
+    config = _engine_config(model, at)  # first: vLLM settles some of its environment variables here
     path = None if cache is None else Path(cache) / f"{_key(model, at, tensors)}.layout"
     if path is not None:
         found = _cached(path)
         if found is not None:
             return found
-    layout = _learn(model, at, tensors)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        attempt = path.with_suffix(f".{os.getpid()}")
-        attempt.write_bytes(layout.pack())
-        attempt.replace(path)
-    return layout
-
-
-def _learn(model: str | os.PathLike[str], at: EngineRank, tensors: Sequence[StoredTensor]) -> TargetLayout:
-    config = _engine_config(model, at)
     with _built(config, at, real=False) as built:
         recorder = Recorder(_no_values)
-        recorded = hub_tensors(config.model_config.hf_config, dict(recorder.tensors(tensors)))
+        recorded: Mapping[str, torch.Tensor] = dict(recorder.tensors(tensors))
+        if stored is not None:
+            recorded = hub_tensors(config.model_config.hf_config, recorded)
         built.load_weights(recorded.items())  # type: ignore[operator]
-        return TargetLayout.from_recording(recorder, tensors, built)
+        layout = TargetLayout.from_recording(recorder, tensors, built)
+    if path is not None:
+        _keep(path, layout)
+    return layout
 
 
 @contextmanager
@@ -104,6 +102,7 @@ def engine_model(model: str | os.PathLike[str], at: EngineRank, *, real: bool = 
 def _built(config: Any, at: EngineRank, *, real: bool) -> Iterator[nn.Module]:
     with ExitStack() as stack:
         stack.enter_context(_stand_ins(at, config.model_config.is_moe))
+        stack.enter_context(_no_memory_of_others())
         stack.enter_context(set_current_vllm_config(config))
         with set_default_torch_dtype(config.model_config.dtype), ExitStack() as building:
             if not real:
@@ -146,6 +145,19 @@ class _NoMemory(TorchFunctionMode):
         elif func in self._all:
             kwargs.setdefault("device", "cpu")
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _no_memory_of_others() -> Iterator[None]:
+    """vLLM keeps which layers a model leaves to other stages under the model's id, and an id is soon given again."""
+    known: dict[int, Any] = getattr(models_utils, "_model_to_pp_missing_layer_names", {})
+    before = dict(known)
+    known.clear()
+    try:
+        yield
+    finally:
+        known.clear()
+        known.update(before)
 
 
 class _Members:
@@ -214,13 +226,22 @@ def _configuration(model: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _key(model: str | os.PathLike[str], at: EngineRank, tensors: Sequence[StoredTensor]) -> str:
     said = hashlib.sha256()
-    for path in sorted(Path(model).glob("*.json")):
-        if not path.name.endswith(".index.json"):
-            said.update(repr((path.name, path.read_bytes())).encode())
+    for path in sorted({*Path(model).glob("*config*.json"), *Path(model).glob("*.py")}):
+        said.update(repr((path.name, path.read_bytes())).encode())
     said.update(repr([(name, tuple(shape), str(dtype)) for name, shape, dtype in tensors]).encode())
     facts = [LAYOUT_VERSION, vllm.__version__, torch.__version__, str(current_platform.device_type), asdict(at)]
     said.update(json.dumps([*facts, envs.compile_factors()], sort_keys=True, default=str).encode())
     return said.hexdigest()
+
+
+def _keep(path: Path, layout: TargetLayout) -> None:
+    attempt = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        attempt.write_bytes(layout.pack())
+        attempt.replace(path)
+    except OSError as error:
+        _log.warning("a layout could not be kept for the next time: %s", error)
 
 
 def _cached(path: Path) -> TargetLayout | None:

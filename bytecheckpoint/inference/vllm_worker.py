@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,9 +25,12 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from ..errors import StateError
+from .hub_names import hub_tensors
 from .push.receiver import Receiver
 
 __all__ = ["VllmModel", "WorkerExtension", "receiver_of"]
@@ -42,8 +46,16 @@ class VllmModel:
     def __init__(self, vllm_config: Any, model: nn.Module, runner: Any = None) -> None:
         self._config, self._model, self._runner = vllm_config, model, runner
         self.quantized = vllm_config.model_config.quantization is not None
+        self._ties = _ties(model)
+        self._on_hub: set[frozenset[str]] = set()
 
     def make(self) -> nn.Module:
+        parallel = self._config.parallel_config
+        if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+            raise StateError(
+                f"this engine has {parallel.data_parallel_size} data-parallel replicas behind one address, and vLLM "
+                "passes on the answers of the first alone; start it with --data-parallel-external-lb, and push to each"
+            )
         # Layers enter themselves into lists of the configuration, and those of the model that serves must stay.
         config = copy.copy(self._config)
         config.compilation_config = copy.copy(self._config.compilation_config)
@@ -53,6 +65,7 @@ class VllmModel:
             try:
                 with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
                     made: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
+                    self._untie(made)
                     return made
             except (NotImplementedError, RuntimeError):
                 if device == "cpu":
@@ -63,12 +76,46 @@ class VllmModel:
                 config.compilation_config.static_all_moe_layers = []
         raise AssertionError
 
+    def _untie(self, made: nn.Module) -> None:
+        """Make of it what a reload's loader finds: tied parameters are apart, and none has memory."""
+        # vLLM keeps layers of which one will do for all models (rotary embeddings): those are in use.
+        serving = set(self._model.modules())
+        for layer in made.modules():
+            if layer not in serving:
+                restore_layer_on_meta(layer, get_layerwise_info(layer))
+
     def run_loader(self, model: nn.Module, weights: Weights) -> None:
         with set_current_vllm_config(self._config):
-            model.load_weights(weights)  # type: ignore[operator]
+            model.load_weights(self._as_loaded(weights))  # type: ignore[operator]
+
+    def _as_loaded(self, weights: Weights) -> Weights:
+        """As the loader knows them: under the hub's names, and tied ones too."""
+        tensors: Mapping[str, torch.Tensor] = dict(weights)
+        names = frozenset(tensors)
+        if names not in self._on_hub:
+            converted = hub_tensors(self._config.model_config.hf_config, tensors)
+            if converted is tensors:
+                self._on_hub.add(names)  # asking takes a model of transformers' own
+            tensors = converted
+        return self._with_tied(iter(tensors.items()))
+
+    def _with_tied(self, weights: Weights) -> Weights:
+        """A reload makes each tied layer anew from tensors of its own; where one is not among the weights, it is that
+        which it is tied to."""
+        seen: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:
+            if name in self._ties or name in self._ties.values():
+                seen[name] = tensor
+            yield name, tensor
+        for name, first in self._ties.items():
+            if name not in seen and first in seen:
+                yield name, seen[first]
 
     def load(self, weights: Weights) -> None:
-        with set_current_vllm_config(self._config), torch.no_grad():
+        self._reload(self._as_loaded(weights))
+
+    def _reload(self, weights: Weights) -> None:
+        with set_current_vllm_config(self._config), torch.no_grad(), _kernels_made_anew(self._model):
             initialize_layerwise_reload(self._model)
             try:
                 self._model.load_weights(weights)  # type: ignore[operator]
@@ -94,8 +141,33 @@ class VllmModel:
         loader = get_model_loader(self._config.load_config)
         if not hasattr(loader, "get_all_weights"):
             return False
-        self.load(loader.get_all_weights(self._config.model_config, self._model))
+        self._reload(self._with_tied(iter(loader.get_all_weights(self._config.model_config, self._model))))
         return True
+
+
+@contextmanager
+def _kernels_made_anew(model: nn.Module) -> Iterator[None]:
+    """On CPUs, experts are packed where their kernel is made, which a reload leaves out: it would leave them unpacked,
+    and the kernel would compute nonsense. Graphs are not captured there, so another kernel does no harm."""
+    methods = {id(method): method for layer in model.modules() if (method := getattr(layer, "quant_method", None))}
+    kept = [(method, method.moe_kernel) for method in methods.values() if getattr(method, "moe_kernel", None)]
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        kept = []
+    for method, _ in kept:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kept:
+            if method.moe_kernel is None:  # nothing was loaded there
+                method.moe_kernel = kernel
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters, and their first."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: known for name, one in named if (known := first.setdefault(id(one), name)) != name}
 
 
 _receivers: WeakKeyDictionary[nn.Module, Receiver] = WeakKeyDictionary()

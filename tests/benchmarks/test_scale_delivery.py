@@ -92,7 +92,7 @@ def test_figures_are_those_of_the_layouts(capsys: pytest.CaptureFixture[str], mo
     times = simulate()
     assert json.loads(json.dumps(times)) == committed["times"]
     for row in times:
-        # No faster than the link allows, and no model is delivered faster than it is broadcast by more than the ranks.
+        # No faster than the links allow, and what others publish takes longer than the simulation of it.
         assert row["slices"]["floor"] < row["slices"]["seconds"] < row["broadcast"]["seconds"]
         assert row["composition"]["wanted"] < 1.1 * row["bytes"] / row["composition"]["ranks"]
         assert row["published"] is None or row["published"] > row["broadcast"]["seconds"]
@@ -105,5 +105,5 @@ def test_figures_are_those_of_the_layouts(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(sys, "argv", ["scale_delivery"])
     scale_delivery.main()
     printed = capsys.readouterr().out
+    assert "Bytes to each GPU" in printed
     assert "Seconds, simulated" in printed
-    assert "missed as much" in " ".join(printed.split())

@@ -15,6 +15,7 @@ import torch
 import vllm
 from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 from layout_replay import replay, replay_from_parts
+from vllm.model_executor.models import utils as models_utils
 
 from bytecheckpoint.errors import StateError
 from bytecheckpoint.inference.hub_shapes import hub_shapes
@@ -30,7 +31,8 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 _EXPERTS = {
     "num_hidden_layers": 3, "moe_intermediate_size": 128, "num_experts_per_tok": 2, "norm_topk_prob": True,
-    "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.0,
 }  # fmt: skip
 _DEEPSEEK = MODELS["deepseek-v3"] | _SIZES | _EXPERTS | {
     "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
@@ -102,6 +104,18 @@ def test_a_layout_does_what_the_loader_does(folders: Path, model: str, at: Engin
             assert torch.equal(_bits(found[name]), _bits(tensor)), name
 
 
+def test_models_do_not_remember_each_other(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps what a model leaves to other pipeline stages under the model's id, and ids are given again."""
+    known = models_utils._model_to_pp_missing_layer_names
+    monkeypatch.setitem(known, 1, ["of a model that is gone"])
+    before = dict(known)
+    with engine_model(folders / "deepseek_v3", EngineRank(pp=2), real=True) as built:
+        assert known == {}
+        built.load_weights(iter(_weights(_MODELS["deepseek_v3"]).items()))
+        assert known
+    assert known == before
+
+
 def test_what_training_holds_in_memory_is_as_good(folders: Path) -> None:
     """Transformers holds the experts of a layer as one tensor."""
     experts = 4
@@ -160,6 +174,9 @@ def test_a_layout_is_worked_out_once(
     layout_of(folders / "llama", EngineRank(tp=2, rank=1, dtype="float32"), cache=cache)
     layout_of(folders / "llama", at, stored=hub_shapes(_MODELS["llama"])[:-1], cache=cache)
     assert len(list(cache.iterdir())) == 4
+    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        assert layout_of(folders / "llama", at, cache=folders / "llama" / "config.json") == first
+    assert "could not be kept" in caplog.text
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2")
     layout_of(folders / "llama", at, cache=cache)
     assert len(list(cache.iterdir())) == 5

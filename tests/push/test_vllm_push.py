@@ -41,14 +41,17 @@ def _run(folder: Path, kind: str, steps: list[Any], *, door: str = "extension", 
     return found
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("qwen2", 1), ("mixtral", 2)])
-def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tp", "pushes"), [("llama", 1, 10), ("llama", 2, 3), ("qwen2", 1, 3), ("mixtral", 2, 3)]
+)
+def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int) -> None:
     before = shared_memory_names()
     steps: list[Any] = [["generate"]]
-    for seed in range(1, 11):
+    for seed in range(1, pushes + 1):
         steps += [["push", seed], ["generate"]]
     found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION)
-    assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(11)]
+    assert not [push["message"] for push in found[1::2] if "error" in push]
+    assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(pushes + 1)]
     for seed, push in enumerate(found[1::2], 1):
         assert [served[:3] for served in push["served"]] == [[seed, "", True]] * tp
         for wanted, _ in push["workers"]:
@@ -81,13 +84,13 @@ def test_failures_leave_the_old_version(tmp_path: Path) -> None:
     assert "serves version 2" in found[10]["message"]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_by_its_own_weight_transfer(tmp_path: Path, tp: int) -> None:
+def test_by_its_own_weight_transfer(tmp_path: Path) -> None:
+    """At two workers, see test_vllm_server."""
     steps: list[Any] = []
     for seed in (1, 2, 3):
         steps += [["push", seed], ["generate"], ["vllm's version"]]
     # The extension is there for what its module registers.
     config = {"weight_transfer_config": {"backend": "bcp"}, **_EXTENSION}
-    found = _run(tmp_path / "hf", "llama", steps, door="native", tensor_parallel_size=tp, **config)
+    found = _run(tmp_path / "hf", "llama", steps, door="native", **config)
     assert found[1::3] == [reference_tokens(made("llama", seed)) for seed in (1, 2, 3)]
     assert found[2::3] == ["1", "2", "3"]

@@ -1,0 +1,120 @@
+"""Pushes into vLLM's server over HTTP, by both doors, from a checkpoint and from FSDP-2. Needs vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+import vllm_pushes
+from click.testing import CliRunner
+from torch.distributed.fsdp import fully_shard
+from vllm_pushes import ENVIRONMENT, PROMPTS, made, reference_tokens
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
+from bytecheckpoint.inference.push import HttpEngine, NativeEngine, Pusher, PushReport
+from bytecheckpoint.testing.ranks import RankPool
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+_TP = 2
+
+
+def _ask(url: str, path: str, document: Any = None) -> Any:
+    data = None if document is None else json.dumps(document).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as answer:
+        body = answer.read()
+    return json.loads(body) if body else None
+
+
+def _tokens(url: str) -> list[list[int]]:
+    options = {"model": "policy", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answers = [_ask(url, "/v1/completions", {**options, "detokenize": False, "prompt": list(p)}) for p in PROMPTS]
+    return [answer["choices"][0]["token_ids"] for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The model of seed 0 at two workers, with the worker extension and the transfer backend."""
+    folder = tmp_path_factory.mktemp("server")
+    made("llama", 0).save_pretrained(folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--max-model-len", "64", "--enforce-eager", "--skip-tokenizer-init"]
+    command += ["--tensor-parallel-size", str(_TP), "--distributed-executor-backend", "mp"]
+    command += ["--worker-extension-cls", "vllm_fault.FaultyWorkers"]
+    command += ["--weight-transfer-config", json.dumps({"backend": "bcp"})]
+    support = str(Path(vllm_pushes.__file__).parent)
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": support, "VLLM_SERVER_DEV_MODE": "1"}
+    log = folder / "server.log"
+    with log.open("w") as opened:
+        process = subprocess.Popen(command, env=environment, stdout=opened, stderr=opened, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 200
+        while True:
+            with contextlib.suppress(OSError):
+                _ask(url, "/health")
+                break
+            assert process.poll() is None, log.read_text()[-5000:]
+            assert time.monotonic() < end, log.read_text()[-5000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def _push_sharded(rank: int, world_size: int, url: str, seeds: list[int]) -> list[tuple[PushReport, Any]]:
+    found = []
+    with Pusher(HttpEngine(url), deadline_s=120) as pusher:
+        for seed in seeds:
+            report = pusher.push(fully_shard(made("llama", seed)), version=seed)
+            found.append((report, _tokens(url) if rank == 0 else None))
+    return found
+
+
+def test_from_two_ranks_that_hold_shards(server: str) -> None:
+    assert _tokens(server) == reference_tokens(made("llama", 0))
+    with RankPool(2) as pool:
+        found = pool.run(_push_sharded, server, [1, 2, 3], timeout_s=200)[0]
+    assert [tokens for _, tokens in found] == [reference_tokens(made("llama", seed)) for seed in (1, 2, 3)]
+    for report, _ in found:
+        assert all(worker.wanted <= 0.55 * report.engine_bytes for worker in report.workers)
+        assert all(nbytes > 0 for nbytes in report.written)
+
+
+def test_the_command_and_the_version(server: str, tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": made("llama", 4)}, step=4)
+    done = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", server])
+    assert done.exit_code == 0, done.output
+    assert _tokens(server) == reference_tokens(made("llama", 4))
+    assert _ask(server, "/weight_info")["weight_version"] == "4"
+
+
+@pytest.mark.parametrize("pause", ["keep", "abort"])
+def test_by_its_own_weight_transfer(server: str, pause: Any) -> None:
+    seed = {"keep": 5, "abort": 6}[pause]
+    with Pusher(NativeEngine(HttpEngine(server, pause=pause)), deadline_s=120) as pusher:
+        pusher.push(made("llama", seed), version=seed)
+        assert _tokens(server) == reference_tokens(made("llama", seed))
+        assert _ask(server, "/weight_info")["weight_version"] == str(seed)
+        assert _ask(server, "/is_paused") == {"is_paused": False}
