@@ -7,8 +7,10 @@ on recorded tensors, for which it is a matter of views. Nothing here imports tra
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,18 +27,23 @@ def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str
     know the model, or holds it as the hub does. No values are computed.
     """
     try:
-        from transformers import AutoModelForCausalLM
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError as error:
-        _log.debug("names are taken as they are: %s", error)
-        return tensors
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # noqa: BLE001 - of remote code, or of a model that transformers does not know
+
+        model, names = _in_memory(type(config), config.to_json_string())
+    except Exception as error:  # noqa: BLE001 - no such transformers, remote code, a model that it does not know
         _log.debug("names are taken as they are, transformers cannot make the model: %s", error)
         return tensors
-    if not set(tensors) <= set(model.state_dict()):
+    if not names.issuperset(tensors):
         return tensors
     reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return reverted
+
+
+@lru_cache(maxsize=2)  # for a large model it takes seconds
+def _in_memory(kind: type, config: str) -> tuple[Any, frozenset[str]]:
+    """The model without memory, and its state's names."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind.from_dict(json.loads(config)))  # type: ignore[attr-defined]
+    return model, frozenset(model.state_dict())
