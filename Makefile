@@ -71,7 +71,7 @@ ifeq ($(WITH_VLLM),yes)
 endif
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 $(VLLM_STAMP): pyproject.toml setup.cfg requirements-vllm.txt
 	@echo "make: installing vLLM into $(VLLM_VENV) (once; some 3.5 GB and a few minutes; WITH_VLLM=no goes without) ..."

@@ -40,10 +40,10 @@ def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str
 
 
 @lru_cache(maxsize=2)  # for a large model it takes seconds
-def _in_memory(kind: type, config: str) -> tuple[Any, frozenset[str]]:
+def _in_memory(kind: Any, config: str) -> tuple[Any, frozenset[str]]:
     """The model without memory, and its state's names."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(kind.from_dict(json.loads(config)))  # type: ignore[attr-defined]
+        model = AutoModelForCausalLM.from_config(kind.from_dict(json.loads(config)))
     return model, frozenset(model.state_dict())

@@ -6,6 +6,9 @@ imported without vLLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import xxhash
 from torch import nn
 from vllm.config import LoadConfig, ModelConfig
@@ -17,8 +20,11 @@ from ..checkpoint import Checkpoint
 from ..checkpointer import DEADLINE_S, default_checkpointer
 from ..engine.writing.commit import ATTEMPT_MARK
 from ..errors import MismatchError, StateError
+from . import vllm_transfer
+from .coverage import OwnWrites, uncovered
 from .delivery import Delivered, StoredWeights
 from .hub_names import hub_tensors
+from .recording import Copy
 
 __all__ = ["BcpModelLoader", "register"]
 
@@ -30,8 +36,9 @@ _log = init_logger(f"vllm.{__name__}")
 
 
 def register() -> None:
-    """Make the load format known to vLLM. May be called again."""
+    """Make the load format, and the backend of weight transfers, known to vLLM. May be called again."""
     register_model_loader(_LOAD_FORMAT)(BcpModelLoader)
+    vllm_transfer.register()
 
 
 class BcpModelLoader(BaseModelLoader):
@@ -54,7 +61,7 @@ class BcpModelLoader(BaseModelLoader):
         """There is nothing to fetch beforehand."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Fill ``model``. Raises ``MismatchError`` naming every parameter that the checkpoint has nothing for."""
+        """Fill ``model``. Raises ``MismatchError`` naming parameters of which elements would get nothing."""
         op = default_checkpointer().operation("load", float(self._options.get("deadline_s", DEADLINE_S)))
         try:
             with op.phase("open"):
@@ -64,9 +71,10 @@ class BcpModelLoader(BaseModelLoader):
             op.agree("agree", _facts(checkpoint))
             with op.phase("describe"):
                 tensors = hub_tensors(model_config.hf_config, dict(weights.tensors()))
-                loaded = model.load_weights(tensors.items())  # type: ignore[operator]
-                if loaded is not None:
-                    _check_complete(model, set(loaded))
+                with OwnWrites() as own:
+                    model.load_weights(tensors.items())  # type: ignore[operator]
+                if model_config.quantization is None:  # else, some are only computed later
+                    _check_complete(model, weights.recorder.copies, own.targets)
             delivered = weights.deliver(op, self._options.get("share_reads", "auto"))
             # No rank serves while another could not load.
             op.barrier("loaded")
@@ -92,12 +100,15 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
     return {"path": checkpoint.url, "checkpoint": checkpoint.manifest.attempt, "tensors": table.hexdigest()}
 
 
-def _check_complete(model: nn.Module, loaded: set[str]) -> None:
-    missing = sorted({name for name, _ in model.named_parameters()} - loaded)
-    if missing:
-        listed = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-        faults = [("missing", name, "not in the checkpoint") for name in missing]
-        raise MismatchError(f"the checkpoint has nothing for {len(missing)} parameter(s): {listed}", faults)
+def _check_complete(model: nn.Module, copies: Sequence[Copy], own: Sequence[torch.Tensor]) -> None:
+    holes = uncovered(model.named_parameters(), copies, own)
+    if holes:
+        listed = "".join(f"\n  {name}: {elements}" for name, elements in holes[:10])
+        more = f"\n  and {len(holes) - 10} more" if len(holes) > 10 else ""
+        faults = [("missing", name, elements) for name, elements in holes]
+        raise MismatchError(
+            f"the checkpoint has nothing for all or a part of {len(holes)} parameter(s):{listed}{more}", faults
+        )
 
 
 def _summary(delivered: Delivered) -> str:

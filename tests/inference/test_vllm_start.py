@@ -67,18 +67,16 @@ def _start(*, with_tokens: bool = True, **arguments: Any) -> Started:
     script += [] if with_tokens else ["--no-tokens"]
     path = os.pathsep.join(filter(None, [str(_SUPPORT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path}
-    before = set(os.listdir("/dev/shm"))
     done = subprocess.run(script, capture_output=True, text=True, timeout=280, env=environment, check=False)
-    for name in set(os.listdir("/dev/shm")) - before:
-        if name.startswith("vllm_dist_"):  # which vLLM leaves behind
-            Path("/dev/shm", name).unlink(missing_ok=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     said = {line.split()[0]: line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(_SAID)}
+    for left in Path("/dev/shm").glob(f"{json.loads(said['LEAVES']) or 'none'}*"):
+        left.unlink()
     read = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes read", done.stdout + done.stderr)]
     return Started(json.loads(said.get("TOKENS", "[]")), json.loads(said["DIGESTS"]), read)
 
 
-_SAID = ("TOKENS ", "DIGESTS ")
+_SAID = ("TOKENS ", "DIGESTS ", "LEAVES ")
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,8 @@ def test_each_of_two_ranks_reads_its_half(stored: Stored) -> None:
 
 
 def test_from_a_folder_of_another_library(stored: Stored) -> None:
+    if stored.model.config.model_type != "llama":
+        pytest.skip("once is enough")
     found = _start(model=str(stored.folder), load_format="bcp", tensor_parallel_size=2)
     assert found.tokens == stored.expected.tokens
 

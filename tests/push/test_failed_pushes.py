@@ -272,6 +272,19 @@ def test_a_stopped_worker(engine: ToyEngine, pool: RankPool) -> None:
     _assert_serves(engine, 3)
 
 
+def test_a_worker_stopped_when_its_weights_change(engine: ToyEngine) -> None:
+    stopped = engine.look()["pids"][1]
+    engine.fault(1, "stop in apply")
+    with Pusher(HttpEngine(engine.url), deadline_s=3) as pusher:
+        with pytest.raises(DeadlineError, match="serves version 2 now is not known; it is left paused"):
+            pusher.push(ToyTrainee(2), version=2)
+        os.kill(stopped, signal.SIGCONT)
+        assert engine.paused
+        assert engine.look()["digests"] == expected_digests(2, 2)
+        pusher.push(ToyTrainee(3), version=3)
+    _assert_serves(engine, 3)
+
+
 def test_no_engine_there(pool: RankPool) -> None:
     message = _same(pool.run(_fail, "http://127.0.0.1:9", "", 10.0), EngineError)
     assert "is the engine up?" in message

@@ -153,7 +153,7 @@ class ToyWorker:
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
     worker = ToyWorker(tp, rank, getattr(torch, dtype))
     receiver = Receiver(worker)
-    flips = 0
+    flips, stops = 0, False
     while True:
         try:
             kind, argument = pipe.recv()
@@ -164,9 +164,15 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
             if asked == "verify" and flips:
                 flips -= 1
                 receiver._next.arena.memory[1000] ^= 1  # type: ignore[union-attr]
+            if asked == "apply" and stops:
+                stops = False
+                os.kill(os.getpid(), signal.SIGSTOP)
             pipe.send(receiver.answer(argument))
         elif kind == "flip":
             flips += 1
+            pipe.send(None)
+        elif kind == "stop in apply":
+            stops = True
             pipe.send(None)
         elif kind == "fail":
             worker.failures += argument

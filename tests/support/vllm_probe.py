@@ -9,6 +9,7 @@ as they were when they had been loaded, before the engine packed them in its own
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -40,8 +41,8 @@ base_loader.process_weights_after_loading = _look_and_pack
 class Probe:
     """A worker extension."""
 
-    def probe(self) -> str:
-        return _digests[-1]
+    def probe(self) -> tuple[str, str]:
+        return _digests[-1], os.environ.get("VLLM_DIST_IDENT", "")
 
 
 def main() -> None:
@@ -54,7 +55,10 @@ def main() -> None:
         worker_extension_cls="vllm_probe.Probe",
         **arguments,
     )
-    print("DIGESTS", json.dumps(engine.collective_rpc("probe")))
+    digests, names = zip(*engine.collective_rpc("probe"), strict=True)
+    print("DIGESTS", json.dumps(digests))
+    # Of the shared memory that vLLM leaves behind.
+    print("LEAVES", json.dumps(names[0]))
     if "--no-tokens" not in sys.argv:
         greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         given = engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy)

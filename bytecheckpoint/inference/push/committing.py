@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import BytecheckpointError, ControlError, EngineError
+from ...errors import BytecheckpointError, EngineError
 from .engines import Budget, Engine, ask_all, failure_of
 
 __all__ = ["apply_on", "take_back"]
@@ -23,12 +23,12 @@ def apply_on(
     paused."""
     try:
         engine.pause(budget.left)
-    except ControlError as error:
+    except BytecheckpointError as error:
         _resume_quietly(engine, None, changed=False)
         return error
     try:
         answers = ask_all(engine, "apply", message, budget.left)
-    except ControlError as error:
+    except BytecheckpointError as error:
         return type(error)(
             f"{error}\n  whether {engine.name} serves version {version!r} now is not known; it is left paused, and the "
             "next push resumes it"
@@ -52,7 +52,7 @@ def take_back(engine: Engine, message: Mapping[str, Any], budget: Budget) -> Byt
         if after is None:
             engine.resume(before, max(budget.left, _LAST_WORDS_S), changed=True)
         return after
-    except ControlError as error:
+    except BytecheckpointError as error:
         return error
 
 
@@ -62,7 +62,7 @@ def _revert(
     """The version that all of its workers then serve, or the error."""
     try:
         answers = ask_all(engine, "revert", message, max(budget.left, _LAST_WORDS_S))
-    except ControlError as error:
+    except BytecheckpointError as error:
         return None, error
     torn = [answer["torn"] for answer in answers if answer["torn"]]
     if torn:
@@ -73,7 +73,7 @@ def _revert(
 def _resume(engine: Engine, version: int | str, budget: Budget) -> BytecheckpointError | None:
     try:
         engine.resume(version, max(budget.left, _LAST_WORDS_S), changed=True)
-    except ControlError as error:
+    except BytecheckpointError as error:
         return EngineError(f"{engine.name} has version {version!r}, but does not go on: {error}")
     return None
 
@@ -81,5 +81,5 @@ def _resume(engine: Engine, version: int | str, budget: Budget) -> Bytecheckpoin
 def _resume_quietly(engine: Engine, version: int | str | None, *, changed: bool) -> None:
     try:
         engine.resume(version, _LAST_WORDS_S, changed=changed)
-    except ControlError as error:
+    except BytecheckpointError as error:
         _log.warning("push: %s does not go on: %s", engine.name, error)

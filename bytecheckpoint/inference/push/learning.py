@@ -13,10 +13,10 @@ from ...errors import MismatchError
 from ...geometry import Box
 from ...metadata import BasicMeta
 from ...shards import basic_meta
+from ..coverage import OwnWrites, uncovered
 from ..parts import Part
 from ..recording import Recorder
 from ..strided import StridedView, box_of
-from .coverage import OwnWrites, uncovered
 from .messages import Table
 
 __all__ = ["EngineModel", "learn_parts", "wire_dtype"]

@@ -125,6 +125,7 @@ class _Push:
         self._pusher, self._op, self._lead, self._strict = pusher, op, pusher._lead, strict
         self._is_lead = op.rank == 0
         self._seconds: dict[str, float] = {}
+        self._time = self._budget()  # of the stages that other ranks wait for in one go
 
     def run(
         self, what: Any, version: int | str | None, section: str, framework: str | None, rename: Rename | None
@@ -142,7 +143,7 @@ class _Push:
             plans = self._tell_lead(source, version)
             with op.phase("push.describe"):
                 if self._is_lead:
-                    self._lead.describe(self._strict, self._budget())
+                    self._lead.describe(self._strict, self._time)
         with self._stage("plan"), op.phase("push.plan"):
             planned = self._lead.plan(op.world_size) if self._is_lead else None
         with self._stage("prepare"):
@@ -192,11 +193,10 @@ class _Push:
         op, assignments = self._op, None
         with op.phase("push.prepare"):
             if self._is_lead:
-                budget = self._budget()
-                if not self._lead.prepare(planned, budget):
-                    self._lead.describe(self._strict, budget)
+                if not self._lead.prepare(planned, self._time):
+                    self._lead.describe(self._strict, self._time)
                     planned = self._lead.plan(op.world_size)
-                    if not self._lead.prepare(planned, budget):
+                    if not self._lead.prepare(planned, self._time):
                         raise ControlError("workers of an engine were restarted twice during one push; push again")
                 assignments = [
                     self._lead.assignment(planned, rank, plan == planned.digest) for rank, plan in enumerate(plans)
@@ -248,13 +248,14 @@ class _Push:
     def _finish(self, planned: Any, said: Sequence[bytes] | None, version: int | str) -> PushReport:
         op, lead = self._op, self._lead
         report: dict[str, Any] = {}
+        self._time = self._budget()
         outcomes = [Outcome(*msgpack.unpackb(one)) for one in said or ()]
         with self._stage("verify"), op.phase("push.verify"):
             if self._is_lead:
-                lead.verify(planned, outcomes, version, self._budget())
+                lead.verify(planned, outcomes, version, self._time)
         with self._stage("apply"), op.phase("push.apply"):
             if self._is_lead:
-                lead.apply(version, self._budget())
+                lead.apply(version, self._time)
         if self._is_lead:
             workers, written = lead.reports(planned, outcomes)
             total = sum(meta.nbytes for _, meta in planned.table.rows)

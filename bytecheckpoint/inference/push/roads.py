@@ -25,7 +25,7 @@ _CONNECT_S = 5.0
 
 
 class Road(ABC):
-    """To one worker's arena, for one push and one thread."""
+    """To one worker's arena, for one push. One thread at a time."""
 
     @abstractmethod
     def write(self, offset: int, data: torch.Tensor, digest: int) -> None:

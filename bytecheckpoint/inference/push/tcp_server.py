@@ -66,8 +66,8 @@ class TcpServer:
                     connection.close()
                     return
                 self._connections.add(connection)
-            self._work = [work for work in self._work if not work.done()]
-            self._work.append(self._threads.submit(self._serve, connection))
+                self._work = [work for work in self._work if not work.done()]
+                self._work.append(self._threads.submit(self._serve, connection))
 
     def _serve(self, connection: socket.socket) -> None:
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,7 @@ from .sources import Source
 
 __all__ = ["KEPT", "SENT", "UNCHANGED", "Job", "pack_writes", "unpack_writes", "write_all"]
 
+_THREADS = min(4, len(os.sched_getaffinity(0)))
 _BATCH = 64 << 20  # bytes fetched at a time; a checkpoint reads them in one go
 
 SENT, UNCHANGED, KEPT = range(3)
@@ -76,35 +80,62 @@ def write_all(
     """
     digests: list[int] = []
     became = bytearray()
-    scratch = torch.empty(max((job.write.nbytes for job in jobs), default=0), dtype=torch.uint8)
+    writer = _Writer(roads, max((job.write.nbytes for job in jobs), default=0))
     at = 0
-    for batch in _batches(jobs):
-        check()
-        tensors = source.fetch([(job.write.name, job.write.box) for job in batch])
-        for job, tensor in zip(batch, tensors, strict=True):
-            data = _cast(tensor, job.write, scratch)
-            digest = xxhash.xxh3_64_intdigest(byte_view(data))
-            digests.append(digest)
-            for target, offset in job.places:
-                in_arena, in_served = known[at]
-                at += 1
-                if in_arena == digest:
-                    became.append(KEPT)
-                elif in_served == digest:
-                    became.append(UNCHANGED)
-                else:
-                    roads[target].write(offset, data, digest)
-                    became.append(SENT)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-push-write") as threads:
+        for batch in _batches(jobs):
+            check()
+            tensors = source.fetch([(job.write.name, job.write.box) for job in batch])
+            _wait_for_devices(tensors)
+            held = []
+            for job in batch:
+                held.append(known[at : at + len(job.places)])
+                at += len(job.places)
+            for digest, kinds in threads.map(writer.write, batch, tensors, held):
+                digests.append(digest)
+                became += kinds
     for road in roads.values():
         road.finish()
     return digests, bytes(became)
 
 
-def _cast(tensor: torch.Tensor, write: Write, scratch: torch.Tensor) -> torch.Tensor:
-    out = scratch[: write.nbytes]
-    dtype = torch_dtype(BasicMeta(write.dtype, ()))
-    copy_elements(out.view(dtype).view(write.box.lengths), tensor)
-    return out
+def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
+    """Other threads copy from streams of their own, which know nothing of what this one's has yet to compute."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+class _Writer:
+    """Does one job at a time in each thread."""
+
+    def __init__(self, roads: Mapping[int, Road], longest: int) -> None:
+        self._roads = {target: (road, threading.Lock()) for target, road in roads.items()}
+        self._longest = longest
+        self._own = threading.local()
+
+    def write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
+        data = self._cast(tensor, job.write)
+        digest = xxhash.xxh3_64_intdigest(byte_view(data))
+        became = bytearray()
+        for (target, offset), (in_arena, in_served) in zip(job.places, known, strict=True):
+            if in_arena == digest:
+                became.append(KEPT)
+            elif in_served == digest:
+                became.append(UNCHANGED)
+            else:
+                road, lock = self._roads[target]
+                with lock:
+                    road.write(offset, data, digest)
+                became.append(SENT)
+        return digest, bytes(became)
+
+    def _cast(self, tensor: torch.Tensor, write: Write) -> torch.Tensor:
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = torch.empty(self._longest, dtype=torch.uint8)
+        out: torch.Tensor = self._own.scratch[: write.nbytes]
+        dtype = torch_dtype(BasicMeta(write.dtype, ()))
+        copy_elements(out.view(dtype).view(write.box.lengths), tensor)
+        return out
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..recording import Copy
+from .recording import Copy
 
 __all__ = ["OwnWrites", "uncovered"]
 
@@ -20,7 +20,7 @@ _View = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class OwnWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what a loader writes that is no tensor of the senders: padding that it fills, values that it computes."""
+    """Notes what a loader writes that is no recorded tensor: padding that it fills, values that it computes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
