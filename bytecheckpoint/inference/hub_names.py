@@ -29,7 +29,8 @@ def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str
     try:
         from transformers.core_model_loading import revert_weight_conversion
 
-        model, names = _in_memory(type(config), config.to_json_string())
+        kind: Any = type(config)
+        model, names = _in_memory(kind, config.to_json_string())
     except Exception as error:  # noqa: BLE001 - no such transformers, remote code, a model that it does not know
         _log.debug("names are taken as they are, transformers cannot make the model: %s", error)
         return tensors
