@@ -43,6 +43,7 @@ from .engine.writing.writer import write_images
 from .errors import DeadlineError, KeyNotFoundError, StateError
 from .handle import SaveHandle, SaveResult
 from .hf_index import StoredModel, companions, stored_models
+from .latch import Latch
 from .local_state import LocalState
 from .manifest import MANIFEST_KEY
 from .planners import SavePlan
@@ -111,7 +112,7 @@ class _SaveJob:
         self._copy: StateCopy | None = None
         self._owner = threading.Lock()  # taken once, by the thread that ends the save: the background's, or the caller
         self._queued = False
-        self._ended: Future[None] = Future()  # done when the background thread has ended it
+        self._ended = Latch()  # set when the background thread has ended it
         self._plan: SavePlan | None = None
         self._commit: SaveCommit | None = None
 
@@ -166,7 +167,7 @@ class _SaveJob:
         try:
             self._ended.result()
         except BaseException as error:
-            if not self._ended.done():
+            if not self._ended.is_set():
                 self._give_up(error)  # interrupted
             raise
 
@@ -228,9 +229,9 @@ class _SaveJob:
         except BaseException as error:  # noqa: BLE001 - handed on through the handle
             if not self._waits:
                 _log.error("save to %s failed: %s: %s", self._backend.url, type(error).__name__, error)
-            self._ended.set_exception(error)
+            self._ended.set(error)
         else:
-            self._ended.set_result(None)
+            self._ended.set()
 
     # -- the steps -----------------------------------------------------------------------------------------------
 
@@ -328,7 +329,7 @@ class _SaveJob:
             # The background thread has the save, and ends it.
             assert self._copy is not None
             self._copy.fail(error)
-            wait([self._ended])
+            self._ended.wait()
         else:
             self._stop_copying()
 

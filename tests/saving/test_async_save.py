@@ -24,6 +24,7 @@ from small_training import differing, memory, training
 import bytecheckpoint as bcp
 from bytecheckpoint import trace
 from bytecheckpoint.errors import DeadlineError, SaveSkippedError, StateError
+from bytecheckpoint.latch import Latch
 from bytecheckpoint.testing.ranks import RankPool
 
 WAIT_S = 60.0
@@ -418,10 +419,14 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
 
     def interrupt(name: str, event: str) -> None:
         if name == point and event in ("enter", "point") and not interrupted.is_set():
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            main = threading.main_thread().ident or 0
+            # In the middle of handing the save over, an interrupt can leave a lock of Python's own executor held.
+            while sys._current_frames()[main].f_code is not Latch.wait.__code__:
+                interrupted.wait(0.001)
+            signal.pthread_kill(main, signal.SIGINT)
             # A signal that comes just before a thread begins to wait for a lock does not end that wait.
             while not interrupted.wait(_LOST_SIGNAL_S):
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                signal.pthread_kill(main, signal.SIGINT)
 
     stop = trace.observe(interrupt)
     try:
