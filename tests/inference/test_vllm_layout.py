@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-import vllm
 from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 from layout_replay import replay, replay_from_parts
-from vllm.model_executor.models import utils as models_utils
 
 from bytecheckpoint.errors import StateError
 from bytecheckpoint.inference.hub_shapes import hub_shapes
 from bytecheckpoint.inference.target_layout import TargetLayout
-from bytecheckpoint.inference.vllm_layout import EngineRank, engine_model, layout_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
+    import vllm
+    from vllm.model_executor.models import utils as models_utils
+
+    from bytecheckpoint.inference.vllm_layout import EngineRank, engine_model, layout_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
 

@@ -56,7 +56,8 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
         assert [served[:3] for served in push["served"]] == [[seed, "", True]] * tp
         for wanted, _ in push["workers"]:
             assert wanted <= push["bytes"] * (1.1 / tp)
-    left = [name for name in shared_memory_names() if name not in before and "vllm" not in name]
+    # Other engines, of tests that run beside this one, have theirs.
+    left = [name for name in shared_memory_names() if name not in before and not name.startswith(("vllm", "psm_"))]
     assert not left
 
 
