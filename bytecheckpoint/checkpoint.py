@@ -99,6 +99,9 @@ class StoredTensor:
 class Checkpoint(Mapping[str, StoredTensor]):
     """Maps full tensor names (``model.wte.weight``; tied names too) to ``StoredTensor``. Thread-safe."""
 
+    has_checksums = True
+    """Whether what the manifest has for checksums are those of the bytes."""
+
     def __init__(self, backend: StorageBackend, manifest: Manifest, engine: Engine, *, verify: bool = True) -> None:
         self.backend = backend
         self.manifest = manifest
@@ -196,8 +199,18 @@ class Checkpoint(Mapping[str, StoredTensor]):
             ]
         )
 
+    def require_checksums(self) -> None:
+        """Raise ``StateError`` where nothing that is read can be checked."""
+        if not self.has_checksums:
+            raise StateError(
+                f"{self.url} holds files of another library, which have no checksums to check; make a checkpoint of "
+                f"them first: bcp import"
+            )
+
     def checked_reader(self) -> Reader:
-        """A reader of its own, which checks every byte also where this handle was opened without."""
+        """A reader of its own, which checks every byte also where this handle was opened without. Raises as
+        ``require_checksums``."""
+        self.require_checksums()
         return Reader(self.backend, self.manifest, self._engine.io, ring=self._engine.ring)
 
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from .checkpoint import Checkpoint, VerifyReport
+from .checkpoint import Checkpoint
 from .engine.checksums import chunk_size_for
-from .engine.reading.reader import Reader
 from .engine.resources import Engine
-from .errors import CheckpointNotFoundError, NotACheckpointError, StateError
+from .errors import CheckpointNotFoundError, NotACheckpointError
 from .geometry import Box
 from .manifest import FileTable, Manifest, SectionInfo
 from .safetensors_file import SafetensorsHeader
@@ -26,17 +25,10 @@ _SECTION = "model"
 class ForeignCheckpoint(Checkpoint):
     """Tensors of files that another library wrote, in the section ``model``. Nothing in them is checked."""
 
+    has_checksums = False
+
     def __init__(self, folder: SafetensorsFolder, engine: Engine) -> None:
         super().__init__(folder.backend, _manifest(folder), engine, verify=False)
-
-    def checked_reader(self) -> Reader:
-        raise StateError(
-            f"{self.url} holds safetensors files of another library, which have no checksums to check; "
-            f"make a checkpoint of them first: bcp import"
-        )
-
-    def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:
-        raise StateError(f"{self.url} holds safetensors files of another library, which have no checksums to check")
 
 
 def open_safetensors(

@@ -98,6 +98,7 @@ class Rewriter:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint.require_checksums()
         self._manifest = checkpoint.manifest
         self._io = ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-rewrite-io")
         # Apart from the pool above, which the tasks in this one wait for.

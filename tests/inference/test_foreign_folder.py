@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
+from bytecheckpoint.diffing import diff
 from bytecheckpoint.errors import FormatError, NotACheckpointError, StateError
+from bytecheckpoint.export import export_safetensors
+from bytecheckpoint.resharding import reshard
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -63,8 +66,21 @@ def test_what_cannot_be_proved_is_not_said_to_be(tmp_path: Path) -> None:
     found = bcp.open(tmp_path / "hf")
     with pytest.raises(StateError, match="no checksums"):
         found.verify()
+    with pytest.raises(StateError, match="no checksums"):
+        reshard(found, str(tmp_path / "resharded"), files=2)
+    with pytest.raises(StateError, match="no checksums"):
+        export_safetensors(found, str(tmp_path / "exported"))
     with pytest.raises(StateError, match="bcp import"):
         found.checked_reader()
+
+
+def test_folders_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    """What stands for checksums is the same in all of them."""
+    for name, value in (("one", 1.0), ("other", 2.0)):
+        (tmp_path / name).mkdir()
+        save_file({"weight": torch.full((3, 5), value)}, tmp_path / name / "model.safetensors")
+    with pytest.raises(StateError, match="no checksums"):
+        diff(bcp.open(tmp_path / "one"), bcp.open(tmp_path / "other"))
 
 
 def test_a_folder_that_contradicts_itself_is_refused(tmp_path: Path) -> None:

@@ -19,17 +19,11 @@ import bytecheckpoint as bcp
 pytest.importorskip("vllm")
 transformers = pytest.importorskip("transformers")
 
+from vllm_pushes import ENVIRONMENT  # noqa: E402
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 _SUPPORT = Path(__file__).parents[1] / "support"
-_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-}
 # Large enough that the gaps which reads span are nothing.
 _SIZES = {"vocab_size": 2000, "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
 # Wide enough that tokens differ.
@@ -66,7 +60,7 @@ def _start(*, with_tokens: bool = True, **arguments: Any) -> Started:
     script = [sys.executable, str(_SUPPORT / "vllm_probe.py"), json.dumps(arguments)]
     script += [] if with_tokens else ["--no-tokens"]
     path = os.pathsep.join(filter(None, [str(_SUPPORT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
     done = subprocess.run(script, capture_output=True, text=True, timeout=280, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     said = {line.split()[0]: line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(_SAID)}

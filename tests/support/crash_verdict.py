@@ -19,9 +19,8 @@ from bytecheckpoint.storage_backends.local import LocalBackend
 GRACE_S = 2.0
 """After the deadline, everyone has raised."""
 
-DEATH_NOTICED_S = 15.0
-"""Before the deadline, also on a busy machine: a process that is killed in an ``fsync`` ends when the disk is done with
-that, which was seen to take eight seconds."""
+DEATH_NOTICED_S = 8.0
+"""Long before the deadline, also on a busy machine."""
 
 _CLASSES = {
     "raise": "RankFailedError",
