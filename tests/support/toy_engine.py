@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bytecheckpoint.inference.push import roads
 from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.inference.push.receiver import Receiver
 
@@ -150,10 +151,23 @@ class ToyWorker:
         return self.can_restore
 
 
+def _stalled_writes() -> threading.Event:
+    """Until it is set, what this process writes into others' arenas waits."""
+    gate, write = threading.Event(), roads.SharedMemory.write
+
+    def waiting(road: roads.SharedMemory, *args: Any) -> None:
+        gate.wait()
+        roads.SharedMemory.write = write  # type: ignore[method-assign]
+        write(road, *args)
+
+    roads.SharedMemory.write = waiting  # type: ignore[method-assign]
+    return gate
+
+
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
     worker = ToyWorker(tp, rank, getattr(torch, dtype))
     receiver = Receiver(worker)
-    flips, stops = 0, False
+    flips, stops, gate = 0, "", threading.Event()
     while True:
         try:
             kind, argument = pipe.recv()
@@ -164,15 +178,27 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
             if asked == "verify" and flips:
                 flips -= 1
                 receiver._next.arena.memory[1000] ^= 1  # type: ignore[union-attr]
-            if asked == "apply" and stops:
-                stops = False
+            if asked == "apply" and stops == asked:
+                stops = ""
                 os.kill(os.getpid(), signal.SIGSTOP)
             pipe.send(receiver.answer(argument))
+            if asked == "listen" and stops == asked:
+                stops = ""
+                os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "flip":
             flips += 1
             pipe.send(None)
-        elif kind == "stop in apply":
-            stops = True
+        elif kind in ("stop in apply", "stop after listen"):
+            stops = kind.split()[-1]
+            pipe.send(None)
+        elif kind == "damage":
+            receiver._served.arena.memory[argument] ^= 1  # type: ignore[union-attr]
+            pipe.send(None)
+        elif kind == "stall":
+            gate = _stalled_writes()
+            pipe.send(None)
+        elif kind == "go on":
+            gate.set()
             pipe.send(None)
         elif kind == "fail":
             worker.failures += argument
@@ -215,8 +241,9 @@ class _Front(BaseHTTPRequestHandler):
             return {**dict(zip(names, zip(*seen, strict=True), strict=True)), "pids": self.pids, "log": self.log}
         if self.path == "/fault":
             pipe = self.pipes[document["worker"]]
-            pipe.send((document["what"], document.get("argument")))
-            return pipe.recv()
+            with self.lock:
+                pipe.send((document["what"], document.get("argument")))
+                return pipe.recv()
         return {}
 
     def _all(self, kind: str, argument: Any) -> list[Any]:

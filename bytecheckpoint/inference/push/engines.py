@@ -207,5 +207,9 @@ class Budget:
         self._end = time.monotonic() + seconds
 
     @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    @property
     def left(self) -> float:
         return max(self._end - time.monotonic(), 0.05)

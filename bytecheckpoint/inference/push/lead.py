@@ -65,6 +65,10 @@ class Lead:
         self._transaction = ""
         self._answers: list[dict[str, Any]] = []
 
+    @property
+    def has_engines(self) -> bool:
+        return bool(self._engines)
+
     def knows(self, fingerprints: Sequence[bytes]) -> bool:
         """Whether the senders' descriptions are those of last time."""
         return self._sources is not None and self._sources[0] == tuple(fingerprints)

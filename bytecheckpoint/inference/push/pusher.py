@@ -17,6 +17,7 @@ from ...control.base import Communicator, Operation
 from ...errors import ControlError, StateError
 from .arena import Address
 from .engines import Budget, Engine
+from .joining import Join
 from .lead import Lead, Outcome
 from .planning import CHUNK_BYTES
 from .report import PushReport
@@ -67,12 +68,13 @@ class Pusher:
         rename: Rename | None = None,
         strict: bool = True,
     ) -> PushReport:
-        """Make every engine serve ``what``: a module, a state as for ``bytecheckpoint.save``, or an opened checkpoint.
+        """Make every engine serve ``what``: a module, a state as for ``bytecheckpoint.save``, an opened checkpoint, or
+        another ``Engine`` that was pushed to, whose workers then give what it serves. Rank 0 alone talks to that one.
 
-        ``version`` is what engines call it: by default a checkpoint's step, else one more than the last. ``rename``
-        turns the names of the state into those that the engine's model loads. With ``strict``, every element of every
-        parameter of an engine must get something, and an engine must take all of a tensor or nothing. Returns when
-        every engine serves it.
+        ``version`` is what engines call it: by default a checkpoint's step, what the other engine calls it, else one
+        more than the last. ``rename`` turns the names of the state into those that the engine's model loads. With
+        ``strict``, every element of every parameter of an engine must get something, an engine must take all of a
+        tensor or nothing, and one that gives must have the exact values. Returns when every engine serves it.
 
         Where it raises, on any rank, every engine serves the version before, and the next push works; where one cannot,
         the error says so, and the engine is left paused. Raises ``MismatchError`` or ``PlanError`` where the
@@ -83,7 +85,10 @@ class Pusher:
         op = ranks.operation("push", deadline_s=self._deadline_s)
         try:
             one = _Push(self, op, strict)
-            report = one.run(what, version, section, framework, rename)
+            if isinstance(what, Engine):
+                report = one.join(what, version, rename)
+            else:
+                report = one.run(what, version, section, framework, rename)
             self._version = report.version
             return report
         finally:
@@ -154,6 +159,22 @@ class _Push:
                 digests, became = write_all(source, self._pusher._jobs, roads, known, op.check)
             said = op.gather("push.write", msgpack.packb([digests, became]))
         return self._finish(planned, said, version)
+
+    def join(self, holder: Engine, version: int | str | None, rename: Rename | None) -> PushReport:
+        """The workers of ``holder`` write, and rank 0 alone talks to them."""
+        join = Join(self._op, holder, self._lead, self._pusher._deadline_s, self._strict)
+        try:
+            with self._stage("describe"):
+                version = join.describe(version, rename, self._time)
+            with self._stage("plan"):
+                join.plan()
+            with self._stage("prepare"):
+                planned = join.prepare(self._time)
+            with self._stage("write"):
+                said = join.give(self._pusher._tcp_only, self._budget())
+            return self._finish(planned, said, version)
+        finally:
+            join.let_go()
 
     def _named(self, version: int | str | None, what: Any) -> int | str:
         if isinstance(version, (int, str)):

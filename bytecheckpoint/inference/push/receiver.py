@@ -22,6 +22,7 @@ from ...engine.tensor_bytes import byte_view
 from ...errors import CorruptionError, EngineError, StateError
 from ..parts import Part
 from .arena import Arena
+from .giving import Gives
 from .layout import Layout
 from .learning import EngineModel, learn_parts
 from .messages import Failure, Table, decode, encode, pack_parts
@@ -61,7 +62,8 @@ class _Weights:
 
 
 class Receiver:
-    """One worker's. For the thread that runs the model; only the TCP road has threads of its own."""
+    """One worker's. For the thread that runs the model; only the TCP road, and what gives to other engines, have
+    threads of their own."""
 
     def __init__(self, model: EngineModel) -> None:
         self.id = secrets.token_hex(8)
@@ -73,6 +75,7 @@ class Receiver:
         self._proved = False
         self._torn = ""
         self._server: TcpServer | None = None
+        self._gives = Gives()
 
     def answer(self, request: str) -> str:
         """The answer to any request, as text. Never raises."""
@@ -97,6 +100,7 @@ class Receiver:
     def close(self) -> None:
         """Give the memory back. What is served goes on being served, without a way back to it."""
         self._stop_listening()
+        self._gives.close("the worker gave its memory back")
         for weights in (self._next, self._served):
             if weights is not None:
                 weights.arena.close()
@@ -131,8 +135,10 @@ class Receiver:
         layout = self._layout(digest, packed)
         if layout is None:
             return {"unknown": True}
-        if self._next is not None and (self._next.layout.digest != digest or not self._next.digests):
-            # A sender of a push that failed may still be writing there.
+        # A sender of a push that failed may still be writing there, or an engine that joins reading.
+        if self._next is not None and (
+            self._next.layout.digest != digest or not self._next.digests or self._gives.reads(self._next)
+        ):
             self._next.arena.close()
             self._next = None
         if self._next is None:
@@ -263,4 +269,8 @@ class Receiver:
         "revert": _revert,
         "state": _state,
         "release": _release,
+        "held": lambda self, message: self._gives.held(message, self._served, self._torn),
+        "give": lambda self, message: self._gives.give(message, self.id),
+        "given": lambda self, message: self._gives.given(message),
+        "let_go": lambda self, message: self._gives.let_go(message),
     }
