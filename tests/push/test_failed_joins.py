@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from joins import giving, until
+from joins import arenas, giving, until
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError, StateError
@@ -210,6 +210,41 @@ def test_who_drives_it_is_killed(holder: ToyEngine, engine: ToyEngine) -> None:
             pool.run(_die_when_begun, holder.url, engine.url, 3.0, False, expect_death={0: signal.SIGKILL})
         begun()
         _assert_serves(holder, 1)
+    _works(holder, engine)
+
+
+def _die_before_it_begins(rank: int, world_size: int, holder: str, engine: str, deadline_s: float) -> None:
+    joining.Join.give = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    _join(holder, engine, deadline_s)
+
+
+def test_who_drives_it_is_killed_before_anything_is_given(holder: ToyEngine, engine: ToyEngine) -> None:
+    """The version is kept for it until the deadline, and then no more."""
+    with RankPool(1) as pool:
+        pool.run(_die_before_it_begins, holder.url, engine.url, 5.0, expect_death={0: signal.SIGKILL})
+
+    def has_two_arenas_after_a_push() -> bool:
+        _push(holder, 3)
+        return arenas(holder) == [2, 2]
+
+    for version in (4, 5):
+        _push(holder, version)
+    assert arenas(holder) == [3, 3]
+    until(has_two_arenas_after_a_push, "what was kept is given up")
+    _push(holder, 1)
+    _works(holder, engine)
+
+
+def test_the_holder_gives_its_memory_back_while_it_gives(holder: ToyEngine, engine: ToyEngine) -> None:
+    with ThreadPoolExecutor(1) as threads, giving(holder) as begun:
+        join = threads.submit(_join, holder.url, engine.url)
+        begun(join)
+        with Pusher(HttpEngine(holder.url), deadline_s=30) as pusher:
+            pusher.release()
+        with pytest.raises(StateError, match="the worker was restarted or gave its memory back"):
+            join.result()
+    until(lambda: arenas(holder) == [0, 0], "nothing is read any more")
+    _push(holder, 1)
     _works(holder, engine)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from joins import giving, until
+from joins import arenas, giving, until
 from leak_watch import held_now
 from torch import nn
 from toy_engine import ToyEngine, ToyTrainee, digest_of, expected_digests, toy_engine
@@ -182,17 +182,11 @@ def test_ten_joins_leave_nothing(engines: dict[str, ToyEngine], tcp: bool) -> No
         until(lambda: max(two.look()["threads"]) == 1, "its threads have ended")
         mine = held_now()
         held.append(
-            [_shared_memory(engine) for engine in (one, two)]
+            [arenas(engine) for engine in (one, two)]
             + [engine.look()[what] for engine in (one, two) for what in ("descriptors", "threads")]
             + [mine.descriptors, mine.threads, mine.shared_memory]
         )
     assert held[1:] == held[:1] * 9
-
-
-def _shared_memory(engine: ToyEngine) -> list[int]:
-    """Arenas that each worker has mapped."""
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in engine.look()["pids"]]
-    return [text.count("/memfd:bcp-") for text in maps]
 
 
 def test_no_byte_passes_through_who_drives_it(engines: dict[str, ToyEngine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from vllm_pushes import ENVIRONMENT, made, reference_tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-_SUPPORT = str(Path(vllm_pushes.__file__).parent)
 _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}
 
 
@@ -34,7 +33,7 @@ def _run(folder: Path, kind: str, steps: list[Any], *, door: str = "extension", 
     done = subprocess.run(
         [sys.executable, vllm_pushes.__file__, json.dumps(job)],
         capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": _SUPPORT},
+        env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, done.stdout[-3000:] + done.stderr[-6000:]

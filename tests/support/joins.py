@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -20,6 +21,12 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"still not so: {what}"
         time.sleep(0.01)
+
+
+def arenas(engine: ToyEngine) -> list[int]:
+    """How many each worker has mapped, its own and others'."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in engine.look()["pids"]]
+    return [text.count("/memfd:bcp-") for text in maps]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from itertools import islice
 
@@ -14,7 +15,14 @@ vllm_transfer.register()
 
 
 class FaultyWorkers(WorkerExtension):
-    """``bcp_test_fail(rank)``: the next load of that worker ends after a few tensors."""
+    """``bcp_test_digest()``: of all parameters. ``bcp_test_fail(rank)``: the next load of that worker ends after a few tensors."""
+
+    def bcp_test_digest(self) -> str:
+        found = hashlib.sha256()
+        for name, parameter in self.model_runner.get_model().named_parameters():  # type: ignore[attr-defined]
+            found.update(name.encode())
+            found.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
 
     def bcp_test_fail(self, rank: int) -> int:
         if self.rank == rank:  # type: ignore[attr-defined]

@@ -2,21 +2,23 @@
 
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["fail next load", worker]`` or ``["generate"]``. What
-came of each is printed as JSON, after ``RESULTS``.
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["join", url]``, ``["fail next load", worker]``,
+``["digest"]`` or ``["generate"]``. What came of each is printed as JSON, after ``RESULTS``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import HttpEngine, LocalEngine, NativeEngine, Pusher
 
 PROMPTS = ([1, 2, 3], [9, 8])
 ENVIRONMENT = {
@@ -26,6 +28,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
 }
 
 
@@ -78,6 +81,11 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(_generate(llm))
             elif what == "fail next load":
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
+            elif what == "digest":
+                results.append(llm.collective_rpc("bcp_test_digest"))
+            elif what == "join":
+                report = pusher.push(HttpEngine(arguments[0]))
+                results.append([report.version, [worker.sent for worker in report.workers], report.written])
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
             else:
