@@ -15,7 +15,8 @@ vllm_transfer.register()
 
 
 class FaultyWorkers(WorkerExtension):
-    """``bcp_test_digest()``: of all parameters. ``bcp_test_fail(rank)``: the next load of that worker ends after a few tensors."""
+    """``bcp_test_fail(rank)``: the next load of that worker ends after a few tensors. ``bcp_test_digest()``: of all
+    parameters."""
 
     def bcp_test_digest(self) -> str:
         found = hashlib.sha256()
