@@ -235,6 +235,14 @@ def test_who_drives_it_is_killed_before_anything_is_given(holder: ToyEngine, eng
     _works(holder, engine)
 
 
+def test_a_join_that_fails_early_keeps_nothing(holder: ToyEngine) -> None:
+    with pytest.raises(EngineError, match="is the engine up"):
+        _join(holder.url, "http://127.0.0.1:9")
+    for version in (3, 4):
+        _push(holder, version)
+    assert arenas(holder) == [2, 2]
+
+
 def test_the_holder_gives_its_memory_back_while_it_gives(holder: ToyEngine, engine: ToyEngine) -> None:
     with ThreadPoolExecutor(1) as threads, giving(holder) as begun:
         join = threads.submit(_join, holder.url, engine.url)
