@@ -13,7 +13,6 @@ import pytest
 import torch
 from joins import arenas, giving, until
 from leak_watch import held_now
-from torch import nn
 from toy_engine import ToyEngine, ToyTrainee, digest_of, expected_digests, toy_engine
 
 from bytecheckpoint.errors import MismatchError, StateError
@@ -34,9 +33,9 @@ def pool() -> Iterator[RankPool]:
         yield started
 
 
-def _push(engine: ToyEngine, version: int, model: nn.Module | None = None) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
-        pusher.push(model or ToyTrainee(version), version=version)
+def _push(engine: ToyEngine, version: int, **options: Any) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=30, **options) as pusher:
+        pusher.push(ToyTrainee(version), version=version)
 
 
 def _join(holder: ToyEngine, *engines: ToyEngine, release: bool = False, **options: Any) -> PushReport:
@@ -54,8 +53,10 @@ def test_every_worker_gets_its_part_from_the_workers_of_the_holder(
 ) -> None:
     version = 1 + 2 * tcp + (holder == "one")
     joining_engines = [engine for name, engine in engines.items() if name != holder]
-    _push(engines[holder], version)
-    report = _join(engines[holder], *joining_engines, chunk_bytes=5000, tcp_only=tcp)
+    # What is given together lies apart, and the other way round.
+    sizes = (3000, 5000) if tcp else (5000, 3000)
+    _push(engines[holder], version, chunk_bytes=sizes[0])
+    report = _join(engines[holder], *joining_engines, chunk_bytes=sizes[1], tcp_only=tcp)
     assert report.version == version
     for engine in engines.values():
         digests = engine.look()["digests"]
