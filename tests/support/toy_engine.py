@@ -153,7 +153,7 @@ class ToyWorker:
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
     worker = ToyWorker(tp, rank, getattr(torch, dtype))
     receiver = Receiver(worker)
-    flips, stops = 0, False
+    flips, own_signal = 0, None
     while True:
         try:
             kind, argument = pipe.recv()
@@ -163,16 +163,16 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
             asked = decode(argument)["kind"]
             if asked == "verify" and flips:
                 flips -= 1
-                receiver._next.arena.memory[1000] ^= 1  # type: ignore[union-attr]
-            if asked == "apply" and stops:
-                stops = False
-                os.kill(os.getpid(), signal.SIGSTOP)
+                receiver._versions.next.memory[1000] ^= 1  # type: ignore[union-attr]
+            if asked in ("apply", "stream") and own_signal is not None:
+                sent, own_signal = own_signal, None
+                os.kill(os.getpid(), sent)
             pipe.send(receiver.answer(argument))
         elif kind == "flip":
             flips += 1
             pipe.send(None)
-        elif kind == "stop in apply":
-            stops = True
+        elif kind in ("stop in apply", "die in apply"):
+            own_signal = signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL
             pipe.send(None)
         elif kind == "fail":
             worker.failures += argument
