@@ -2,8 +2,8 @@
 
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["fail next load", worker]`` or ``["generate"]``. What
-came of each is printed as JSON, after ``RESULTS``.
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker may
+take), ``["fail next load", worker]`` or ``["generate"]``. What came of each is printed as JSON, after ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
+            elif what == "stream":
+                seed, memory = arguments
+                with Pusher(local, deadline_s=120, memory_bytes=memory, chunk_bytes=16 << 10) as streaming:
+                    results.append(_push(streaming, job["model"], seed))
+                    results[-1]["set aside"] = [one["set_aside"] for one in streaming.state()[0]]
             else:
                 results.append(_push(pusher, job["model"], *arguments))
     print("RESULTS", json.dumps(results), flush=True)
@@ -93,7 +98,7 @@ def _push(pusher: Pusher, kind: str, seed: int, without: str = "") -> Any:
     except BytecheckpointError as error:
         return {"error": type(error).__name__, "message": str(error), "served": _served(pusher)}
     workers = [[worker.wanted, worker.sent] for worker in report.workers]
-    return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher)}
+    return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher), "mode": report.mode}
 
 
 def _served(pusher: Pusher) -> list[Any]:

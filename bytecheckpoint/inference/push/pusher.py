@@ -90,9 +90,10 @@ class Pusher:
 
     def state(self) -> list[list[dict[str, Any]]]:
         """By engine and worker: ``version`` served (None: what it started with), ``torn`` where that is none, whether
-        the way back is ``intact``, ``digest`` of the version, and ``bytes`` of memory. On rank 0 only."""
+        the way back is ``intact``, ``digest`` of the version, ``bytes`` of memory, and how many bytes more the last
+        stream has ``set_aside`` because the engine wanted them in another order than it was seen to. On rank 0 only."""
         answers = self._lead.tell("state", Budget(self._deadline_s))
-        kept = ("version", "torn", "intact", "digest", "bytes")
+        kept = ("version", "torn", "intact", "digest", "bytes", "set_aside")
         return [[{key: answer[key] for key in kept} for answer in of_engine] for of_engine in answers]
 
     def release(self) -> None:

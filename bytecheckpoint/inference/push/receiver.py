@@ -43,6 +43,7 @@ class Receiver:
         self._model = model
         self._learned: dict[bytes, tuple[Table, Learned, bool]] = {}
         self._versions = Versions()
+        self._set_aside = 0
         self._ring: Ring | None = None
         self._transaction = ""
         self._proved = False
@@ -177,9 +178,9 @@ class Receiver:
             )
             self._go_back(f"version {weights.version!r} was not put in whole: {type(error).__name__}: {error}")
             raise
-        weights.digests = ring.digests
+        weights.digests, self._set_aside = ring.digests, ring.set_aside
         self._versions.serve_next(self._transaction)
-        return {"set_aside": ring.set_aside}
+        return {}
 
     def _put_in(self, weights: Weights, source: Chunks) -> None:
         self._torn = f"version {weights.version!r} was being put in"
@@ -223,7 +224,12 @@ class Receiver:
         """What is served, and what it costs."""
         served = self._versions.served
         intact = served is None or (served.arena is not None and not served.faults(served.digests))
-        return {"digest": b"" if served is None else served.digest, "bytes": self._versions.held, "intact": intact}
+        return {
+            "digest": b"" if served is None else served.digest,
+            "bytes": self._versions.held,
+            "intact": intact,
+            "set_aside": self._set_aside,
+        }
 
     def _release(self, message: Mapping[str, Any]) -> dict[str, Any]:
         self.close()
