@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from ..errors import StateError
 from .hub_names import hub_tensors
@@ -193,10 +194,24 @@ def answer(vllm_config: Any, model: nn.Module, text: str, runner: Any = None) ->
         return receiver_of(vllm_config, model, runner).answer(request)
     try:
         _check_replicas(vllm_config)
-        receiver = receivers_of(vllm_config, model).receiver(target)
+        if "draft" in target:
+            receiver = _receiver_of_draft(runner)
+        else:
+            receiver = receivers_of(vllm_config, model).receiver(target)
     except StateError as error:
         return refusal(error, request)
     return receiver.answer(request)
+
+
+def _receiver_of_draft(runner: Any) -> Receiver:
+    drafter = getattr(runner, "drafter", None)
+    # Others share layers with the model that serves, which a reload would touch.
+    if not isinstance(drafter, DraftModelProposer):
+        raise StateError(
+            "this engine has no draft model that is one by itself and can be reached: start it with "
+            "--speculative-config of the method draft_model, and with the worker extension"
+        )
+    return receiver_of(drafter._create_draft_vllm_config(), runner.get_draft_model())
 
 
 class WorkerExtension:

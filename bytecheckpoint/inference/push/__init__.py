@@ -8,9 +8,11 @@ from .native import NativeEngine
 from .pusher import Pusher
 from .receiver import Receiver
 from .report import PushReport, WorkerReport
+from .targets import DraftEngine
 
 __all__ = [
     "AdapterEngine",
+    "DraftEngine",
     "Engine",
     "HttpEngine",
     "LocalEngine",

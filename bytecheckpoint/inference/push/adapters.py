@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ...errors import FormatError, KeyNotFoundError, StateError
 from ...storage_backends import open_backend
 from .engines import Engine
-from .targets import aimed
+from .targets import TargetEngine
 
 __all__ = ["CONFIG_NAME", "AdapterEngine", "adapter_config", "adapter_state"]
 
@@ -26,7 +26,7 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.
 _TENSOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)(?:\.(?P<rest>.+))?")
 
 
-class AdapterEngine(Engine):
+class AdapterEngine(TargetEngine):
     """The LoRA adapter ``name`` of ``engine``: what is pushed to it are PEFT's tensors of that adapter.
 
     ``config`` is PEFT's, a ``LoraConfig`` or what its ``adapter_config.json`` says. After a push, requests that name
@@ -35,22 +35,7 @@ class AdapterEngine(Engine):
     """
 
     def __init__(self, engine: Engine, name: str, config: Any) -> None:
-        self.name = f"adapter {name!r} of {engine.name}"
-        self._engine = engine
-        self._target = {"adapter": name, "config": _config_text(config)}
-
-    def call(self, request: str, timeout_s: float) -> list[str]:
-        return self._engine.call(aimed(self._target, request), timeout_s)
-
-    def pause(self, timeout_s: float) -> None:
-        self._engine.pause(timeout_s)
-
-    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        # The version that an engine knows is that of its base model.
-        self._engine.resume(None, timeout_s, changed=changed)
-
-    def close(self) -> None:
-        self._engine.close()
+        super().__init__(engine, f"adapter {name!r}", {"adapter": name, "config": _config_text(config)})
 
 
 def adapter_state(model: nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:

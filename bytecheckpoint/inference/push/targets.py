@@ -13,17 +13,42 @@ import torch
 from torch import nn
 
 from ...errors import BytecheckpointError, FormatError
+from .engines import Engine
 from .messages import decode, encode
 from .receiver import Receiver
 
-__all__ = ["aim_of", "aimed", "refusal"]
+__all__ = ["DraftEngine", "TargetEngine", "aim_of", "refusal"]
 
 _MARK = ":"  # none of the letters of base64
 
 
-def aimed(target: Mapping[str, Any], request: str) -> str:
-    """``request`` for ``target``."""
-    return f"{encode(target)}{_MARK}{request}"
+class TargetEngine(Engine):
+    """Something that is served beside the model of ``engine``, which its requests go through."""
+
+    def __init__(self, engine: Engine, name: str, target: Mapping[str, Any]) -> None:
+        self.name = f"{name} of {engine.name}"
+        self._engine, self._target = engine, encode(target)
+
+    def call(self, request: str, timeout_s: float) -> list[str]:
+        return self._engine.call(f"{self._target}{_MARK}{request}", timeout_s)
+
+    def pause(self, timeout_s: float) -> None:
+        self._engine.pause(timeout_s)
+
+    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
+        # The version that an engine knows is that of its model.
+        self._engine.resume(None, timeout_s, changed=changed)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class DraftEngine(TargetEngine):
+    """The draft model that ``engine``, a vLLM with ``--speculative-config '{"method": "draft_model", ...}'`` and the
+    worker extension, speculates with: a whole model, which is pushed as one."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, "draft model", {"draft": True})
 
 
 def aim_of(text: str) -> tuple[dict[str, Any] | None, str]:
