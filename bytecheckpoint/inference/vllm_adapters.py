@@ -44,7 +44,7 @@ class VllmAdapters:
         self._mapper = None if mapper is None else mapper.get_rename_mapper()
         self._skipped = getattr(manager.model, "lora_skip_prefixes", None)
         self._pushed: dict[str, Adapter] = {}
-        self._numbers: dict[str, set[int]] = {}  # that were asked for under a name
+        self._names: dict[int, str] = {}  # of numbers, as they were last asked for
         self._own: dict[int, Any] = {}  # what vLLM had before anything was pushed
         self.pipelined = False
         self.receivers = AdapterReceivers(self)
@@ -88,12 +88,12 @@ class VllmAdapters:
     def put(self, name: str, adapter: Adapter | None) -> None:
         if adapter is None:
             self._pushed.pop(name, None)
-            for number in self._numbers.get(name, ()):
+            for number in self._numbers(name):
                 self._put_back(number)
             return
         self._made(1, adapter)  # what vLLM does not take is found now, and not when somebody asks for it
         self._pushed[name] = adapter
-        for number in self._numbers.get(name, ()):
+        for number in self._numbers(name):
             model = self._manager.get_adapter(number)
             if model is not None:
                 if _source(model) is None:
@@ -102,7 +102,7 @@ class VllmAdapters:
 
     def add(self, request: Any, vllm_add: Callable[[Any], bool]) -> bool:
         """What vLLM does when an adapter is asked for."""
-        self._numbers.setdefault(request.lora_name, set()).add(request.lora_int_id)
+        self._names[request.lora_int_id] = request.lora_name
         adapter = self._pushed.get(request.lora_name)
         if adapter is None:
             return vllm_add(request)
@@ -112,6 +112,9 @@ class VllmAdapters:
             return True
         self._manager.activate_adapter(model.id)
         return True
+
+    def _numbers(self, name: str) -> list[int]:
+        return [number for number, known in self._names.items() if known == name]
 
     def _made(self, number: int, adapter: Adapter) -> Any:
         # vLLM scales tensors where they lie.

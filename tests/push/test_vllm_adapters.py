@@ -72,7 +72,7 @@ def test_tokens_after_each_push(tmp_path: Path) -> None:
         (["generate", "policy"], _tokens(1, 3)),
         (["generate", "second"], _tokens(1, 6)),
     ]
-    found = _run(tmp_path, [step for step, _ in steps], max_loras=1, max_cpu_loras=2, block_size=16)
+    found = _run(tmp_path, [step for step, _ in steps], max_loras=1, max_cpu_loras=2, block_size=32)
     nbytes = sum(tensor.nbytes for tensor in lora(1).values())
     for (step, wanted), came in zip(steps, found, strict=True):
         if step[0] == "push":
