@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from .. import api
-from ..inference.push import Engine, HttpEngine, NativeEngine, Pusher, PushReport
+from ..inference.push import AdapterEngine, Engine, HttpEngine, NativeEngine, Pusher, PushReport, adapter_config
 from ..inference.push.engines import PauseMode
 from .options import command, options_for, prefix_renaming
 from .output import Output, size_text
@@ -29,6 +29,7 @@ __all__ = ["push_command"]
     show_default=True,
     help="Requests under way: answer them with the old weights, abort them, or go on with the new.",
 )
+@click.option("--adapter", metavar="NAME", help="CHECKPOINT is a folder of PEFT's: the LoRA adapter of that name.")
 @click.option("--native", is_flag=True, help="By vLLM's own weight transfer with the backend bcp.")
 @click.option("--deadline", type=float, default=600.0, show_default=True, help="Seconds, for each wait.")
 @click.option("--partial", is_flag=True, help="Also where the engine's model and the checkpoint do not fit wholly.")
@@ -41,6 +42,7 @@ def push_command(
     section: str,
     rename: tuple[str, ...],
     pause: PauseMode,
+    adapter: str | None,
     native: bool,
     deadline: float,
     partial: bool,
@@ -52,11 +54,14 @@ def push_command(
     bytecheckpoint.inference.vllm_worker.WorkerExtension, or for --native with --weight-transfer-config
     '{"backend": "bcp"}'.
     """
-    found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
+    storage_options = options_for(checkpoint, options)
+    found = api.open(checkpoint, storage_options=storage_options)
+    config = None if adapter is None else adapter_config(checkpoint, storage_options=storage_options)
     engines: list[Engine] = []
     for url in urls:
-        engine = HttpEngine(url, pause=pause)
-        engines.append(NativeEngine(engine) if native else engine)
+        http = HttpEngine(url, pause=pause)
+        engine = NativeEngine(http) if native else http
+        engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
     with Pusher(engines, deadline_s=deadline) as pusher:
         report = pusher.push(
             found, version=version, section=section, rename=prefix_renaming(rename), strict=not partial

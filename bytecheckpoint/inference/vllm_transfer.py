@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from ..errors import EngineError
 from .push.native import post_answer
-from .vllm_worker import receiver_of
+from .vllm_worker import answer, receiver_of
 
 __all__ = ["BcpInitInfo", "BcpTransferEngine", "BcpUpdateInfo", "register"]
 
@@ -74,13 +74,13 @@ class BcpTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: BcpUpdateInfo) -> None:
         """Answer the sender. Where it has gone, there is nobody to tell: an exception here would leave the answers of
         other workers unread, and vLLM would take them for those of its next request."""
-        answer = receiver_of(self.vllm_config, self.model).answer(update_info.request)
+        said = answer(self.vllm_config, self.model, update_info.request)
         if self._sender is None:
             _log.warning("push: a request before init_weight_transfer_engine has nobody to be answered to")
             return
         sender, parallel = self._sender, self.parallel_config
         try:
-            post_answer(sender.hosts, sender.port, sender.key, parallel.rank, parallel.world_size, answer)
+            post_answer(sender.hosts, sender.port, sender.key, parallel.rank, parallel.world_size, said)
         except EngineError as error:
             _log.warning("push: %s", error)
 

@@ -23,9 +23,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from toy_adapters import ToyAdapters
 
+from bytecheckpoint.inference.push.adapter_model import AdapterReceivers
 from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.inference.push.receiver import Receiver
+from bytecheckpoint.inference.push.targets import aim_of
 
 HIDDEN, VOCABULARY, EXPERTS = 64, 50, 2
 
@@ -153,6 +156,8 @@ class ToyWorker:
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
     worker = ToyWorker(tp, rank, getattr(torch, dtype))
     receiver = Receiver(worker)
+    adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), getattr(torch, dtype))
+    receivers = AdapterReceivers(adapters)
     flips, own_signal = 0, None
     while True:
         try:
@@ -160,14 +165,16 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
         except EOFError:
             return
         if kind == "bcp_push":
-            asked = decode(argument)["kind"]
+            target, request = aim_of(argument)
+            meant = receiver if target is None else receivers.receiver(target)
+            asked = decode(request)["kind"]
             if asked == "verify" and flips:
                 flips -= 1
-                receiver._versions.next.memory[1000] ^= 1  # type: ignore[union-attr]
+                meant._versions.next.memory[1000] ^= 1  # type: ignore[union-attr]
             if asked in ("apply", "stream") and own_signal is not None:
                 sent, own_signal = own_signal, None
                 os.kill(os.getpid(), sent)
-            pipe.send(receiver.answer(argument))
+            pipe.send(meant.answer(request))
         elif kind == "flip":
             flips += 1
             pipe.send(None)
@@ -176,6 +183,9 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
             pipe.send(None)
         elif kind == "fail":
             worker.failures += argument
+            pipe.send(None)
+        elif kind == "fail adapter":
+            adapters.failures += argument
             pipe.send(None)
         elif kind == "can_restore":
             worker.can_restore = True
@@ -187,7 +197,7 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
         else:
             descriptors = len(os.listdir("/proc/self/fd"))
             threads = len(os.listdir("/proc/self/task"))
-            pipe.send([worker.model.digest(), worker.rehearsals, descriptors, threads])
+            pipe.send([worker.model.digest(), worker.rehearsals, descriptors, threads, adapters.digests()])
 
 
 class _Front(BaseHTTPRequestHandler):
@@ -211,7 +221,7 @@ class _Front(BaseHTTPRequestHandler):
             return {"results": self._all(document["method"], document["args"][0])}
         if self.path == "/look":
             seen = self._all("look", None)
-            names = ("digests", "rehearsals", "descriptors", "threads")
+            names = ("digests", "rehearsals", "descriptors", "threads", "adapters")
             return {**dict(zip(names, zip(*seen, strict=True), strict=True)), "pids": self.pids, "log": self.log}
         if self.path == "/fault":
             pipe = self.pipes[document["worker"]]

@@ -47,10 +47,10 @@ def made(kind: str, seed: int) -> Any:
     return transformers.Qwen2ForCausalLM(config).eval()
 
 
-def reference_tokens(model: Any) -> list[list[int]]:
-    """Greedy tokens without an engine."""
+def reference_tokens(model: Any, *more: list[int]) -> list[list[int]]:
+    """Greedy tokens without an engine, from ``PROMPTS`` and ``more``."""
     found = []
-    for prompt in PROMPTS:
+    for prompt in [*PROMPTS, *more]:
         given = model.generate(
             torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
         )
