@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .. import api
-from ..inference.push import Engine, HttpEngine, NativeEngine, Pusher, PushReport
+from ..inference.push import AdapterEngine, Engine, HttpEngine, NativeEngine, Pusher, PushReport, adapter_config
 from ..inference.push.engines import PauseMode
 from .options import command, options_for, prefix_renaming
 from .output import Output, size_text
@@ -32,6 +32,7 @@ __all__ = ["push_command"]
     show_default=True,
     help="Requests under way: answer them with the old weights, abort them, or go on with the new.",
 )
+@click.option("--adapter", metavar="NAME", help="SOURCE is a folder of PEFT's: the LoRA adapter of that name.")
 @click.option("--native", is_flag=True, help="By vLLM's own weight transfer with the backend bcp.")
 @click.option("--deadline", type=float, default=600.0, show_default=True, help="Seconds, for each wait.")
 @click.option("--partial", is_flag=True, help="Also where the engine's model and SOURCE do not fit wholly.")
@@ -44,6 +45,7 @@ def push_command(
     section: str,
     rename: tuple[str, ...],
     pause: PauseMode,
+    adapter: str | None,
     native: bool,
     deadline: float,
     partial: bool,
@@ -59,17 +61,22 @@ def push_command(
     '{"backend": "bcp"}'.
     """
     from_engine = source.startswith(("http://", "https://"))
-    if from_engine and rename:
-        raise click.UsageError("--rename is for checkpoints; an engine gives tensors by the names that it got them by")
+    if from_engine and (rename or adapter is not None):
+        raise click.UsageError("--rename and --adapter are for checkpoints; an engine gives its model as it got it")
+    storage_options = options_for(source, options)
+    config = None if adapter is None else adapter_config(source, storage_options=storage_options)
+    engines: list[Engine] = []
+    for url in urls:
+        engine = _engine(url, pause, native)
+        engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
     with ExitStack() as stack:
-        engines = [_engine(url, pause, native) for url in urls]
         pusher = stack.enter_context(Pusher(engines, deadline_s=deadline))
         what: Any
         if from_engine:
             what = _engine(source, pause, native)
             stack.callback(what.close)
         else:
-            what = api.open(source, storage_options=options_for(source, options))
+            what = api.open(source, storage_options=storage_options)
         report = pusher.push(what, version=version, section=section, rename=prefix_renaming(rename), strict=not partial)
     out.document({"source": what.name if from_engine else what.url, **report.plain()})
     _show(out, report)

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from ..errors import EngineError
 from .push.native import post_answer
-from .vllm_worker import receiver_of
+from .vllm_worker import answer, receiver_of
 
 __all__ = ["BcpInitInfo", "BcpTransferEngine", "BcpUpdateInfo", "register"]
 
@@ -73,10 +73,10 @@ class BcpTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: BcpUpdateInfo) -> None:
         """Answer the sender. Where it has gone, there is nobody to tell: an exception here would leave the answers of
         other workers unread, and vLLM would take them for those of its next request."""
-        answer = receiver_of(self.vllm_config, self.model).answer(update_info.request)
+        said = answer(self.vllm_config, self.model, update_info.request)
         asker, parallel = update_info, self.parallel_config
         try:
-            post_answer(asker.hosts, asker.port, asker.key, parallel.rank, parallel.world_size, answer)
+            post_answer(asker.hosts, asker.port, asker.key, parallel.rank, parallel.world_size, said)
         except EngineError as error:
             _log.warning("push: %s", error)
 

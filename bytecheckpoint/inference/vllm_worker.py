@@ -28,12 +28,15 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 from ..errors import StateError
 from .hub_names import hub_tensors
 from .push.receiver import Receiver
+from .push.targets import aim_of, refusal
+from .vllm_adapters import receivers_of
 
-__all__ = ["VllmModel", "WorkerExtension", "receiver_of"]
+__all__ = ["VllmModel", "WorkerExtension", "answer", "receiver_of"]
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -50,12 +53,7 @@ class VllmModel:
         self._on_hub: set[frozenset[str]] = set()
 
     def make(self) -> nn.Module:
-        parallel = self._config.parallel_config
-        if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
-            raise StateError(
-                f"this engine has {parallel.data_parallel_size} data-parallel replicas behind one address, and vLLM "
-                "passes on the answers of the first alone; start it with --data-parallel-external-lb, and push to each"
-            )
+        _check_replicas(self._config)
         # Layers enter themselves into lists of the configuration, and those of the model that serves must stay.
         config = copy.copy(self._config)
         config.compilation_config = copy.copy(self._config.compilation_config)
@@ -163,6 +161,15 @@ def _kernels_made_anew(model: nn.Module) -> Iterator[None]:
                 method.moe_kernel = kernel
 
 
+def _check_replicas(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+        raise StateError(
+            f"this engine has {parallel.data_parallel_size} data-parallel replicas behind one address, and vLLM "
+            "passes on the answers of the first alone; start it with --data-parallel-external-lb, and push to each"
+        )
+
+
 def _ties(model: nn.Module) -> dict[str, str]:
     """Further names of parameters, and their first."""
     first: dict[int, str] = {}
@@ -180,10 +187,37 @@ def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Recei
     return _receivers[model]
 
 
+def answer(vllm_config: Any, model: nn.Module, text: str, runner: Any = None) -> str:
+    """The answer to a sender, of the worker's model or of what is served beside it. Never raises."""
+    target, request = aim_of(text)
+    if target is None:
+        return receiver_of(vllm_config, model, runner).answer(request)
+    try:
+        _check_replicas(vllm_config)
+        if "draft" in target:
+            receiver = _receiver_of_draft(runner)
+        else:
+            receiver = receivers_of(vllm_config, model).receiver(target)
+    except StateError as error:
+        return refusal(error, request)
+    return receiver.answer(request)
+
+
+def _receiver_of_draft(runner: Any) -> Receiver:
+    drafter = getattr(runner, "drafter", None)
+    # Others share layers with the model that serves, which a reload would touch.
+    if not isinstance(drafter, DraftModelProposer):
+        raise StateError(
+            "this engine has no draft model that is one by itself and can be reached: start it with "
+            "--speculative-config of the method draft_model, and with the worker extension"
+        )
+    return receiver_of(drafter._create_draft_vllm_config(), runner.get_draft_model())
+
+
 class WorkerExtension:
     """Becomes a base of vLLM's worker class, so its names must be none that vLLM uses."""
 
     def bcp_push(self, request: str) -> str:
         """Answer a sender. Never raises: vLLM would take the other workers' answers for those of its next request."""
         worker: Any = self
-        return receiver_of(worker.vllm_config, worker.model_runner.get_model(), worker.model_runner).answer(request)
+        return answer(worker.vllm_config, worker.model_runner.get_model(), request, worker.model_runner)

@@ -89,11 +89,11 @@ def _works(holder: ToyEngine, engine: ToyEngine) -> None:
 def test_a_holder_that_has_nothing(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
     with toy_engine(1) as fresh:
         message = _same(pool.run(_fail, fresh.url, engine.url), StateError)
-        assert "none was pushed into it yet" in message
+        assert "it serves what it started with, which nobody pushed" in message
         assert f"worker 0 of {fresh.url}" in message
     with Pusher(HttpEngine(holder.url), deadline_s=30) as pusher:
         pusher.release()
-    with pytest.raises(StateError, match="its memory was given back"):
+    with pytest.raises(StateError, match="it serves version 1 and has its bytes no more"):
         _join(holder.url, engine.url)
     _push(holder, 1)
     _works(holder, engine)
@@ -119,6 +119,19 @@ def test_a_damaged_holder(holder: ToyEngine, engine: ToyEngine, pool: RankPool) 
         _join(holder.url, engine.url, tcp=True)
     holder.fault(1, "damage", 1000)
     _works(holder, engine)
+
+
+def test_a_damaged_holder_of_who_is_short_of_memory(holder: ToyEngine, engine: ToyEngine) -> None:
+    """What was put in by then is there, as when anything is streamed."""
+    holder.fault(1, "damage", 1000)
+    with Pusher(HttpEngine(engine.url), deadline_s=30, memory_bytes=40_000, chunk_bytes=4000) as pusher:
+        with pytest.raises(CorruptionError, match=r"(?s)is damaged in memory.*is left paused"):
+            pusher.push(HttpEngine(holder.url))
+        assert engine.paused
+        holder.fault(1, "damage", 1000)
+        pusher.push(HttpEngine(holder.url))
+    _assert_serves(engine, 1)
+    _assert_serves(holder, 1)
 
 
 def test_the_holder_is_killed_while_it_gives(engine: ToyEngine, pool: RankPool) -> None:
@@ -214,7 +227,7 @@ def test_who_drives_it_is_killed(holder: ToyEngine, engine: ToyEngine) -> None:
 
 
 def _die_before_it_begins(rank: int, world_size: int, holder: str, engine: str, deadline_s: float) -> None:
-    joining.Join.give = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    joining.Join._give = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
     _join(holder, engine, deadline_s)
 
 

@@ -38,6 +38,11 @@ def _push(engine: ToyEngine, version: int, **options: Any) -> None:
         pusher.push(ToyTrainee(version), version=version)
 
 
+def _release(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        pusher.release()
+
+
 def _join(holder: ToyEngine, *engines: ToyEngine, release: bool = False, **options: Any) -> PushReport:
     with Pusher([HttpEngine(engine.url) for engine in engines], deadline_s=30, **options) as pusher:
         report = pusher.push(HttpEngine(holder.url))
@@ -145,21 +150,36 @@ def test_the_holder_answers_while_it_gives(engines: dict[str, ToyEngine]) -> Non
     assert one.look()["digests"] == expected_digests(40, 1)
 
 
-def test_pushes_into_the_holder_while_it_gives(engines: dict[str, ToyEngine]) -> None:
-    """Two, so that the memory that is read would be written to."""
+@pytest.mark.parametrize("memory_bytes", [None, 120_000])
+def test_pushes_into_the_holder_while_it_gives(engines: dict[str, ToyEngine], memory_bytes: int | None) -> None:
+    """Two, so that the memory that is read would be written to; or at once, where there is memory for one version."""
     one, two, _ = engines.values()
+    _release(one)
     _push(two, 50)
     with ThreadPoolExecutor(1) as threads, giving(two) as begun:
         join = threads.submit(_join, two, one, chunk_bytes=1000)
         begun(join)
-        with Pusher(HttpEngine(two.url), deadline_s=30) as pusher:
+        with Pusher(HttpEngine(two.url), deadline_s=30, memory_bytes=memory_bytes) as pusher:
             for version in (51, 52):
-                pusher.push(ToyTrainee(version), version=version)
+                report = pusher.push(ToyTrainee(version), version=version)
+        assert report.mode == ("double" if memory_bytes is None else "single")
         assert two.look()["digests"] == expected_digests(52, 2)
     assert join.result().version == 50
     assert one.look()["digests"] == expected_digests(50, 1)
     assert _join(two, one).version == 52
     assert one.look()["digests"] == expected_digests(52, 1)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_where_memory_is_short_it_is_streamed(engines: dict[str, ToyEngine], tcp: bool) -> None:
+    one, two, _ = engines.values()
+    _push(two, 55 + tcp)
+    report = _join(two, one, memory_bytes=40_000, chunk_bytes=4000, tcp_only=tcp)
+    assert report.mode == "streamed"
+    assert one.look()["digests"] == expected_digests(55 + tcp, 1)
+    assert not one.paused
+    with pytest.raises(StateError, match="has its bytes no more, as its memory was given back or is short"):
+        _join(one, two)
 
 
 def test_several_drive_at_once(engines: dict[str, ToyEngine]) -> None:

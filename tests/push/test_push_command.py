@@ -60,7 +60,7 @@ def test_from_an_engine_into_two_others(engine: ToyEngine, tmp_path: Path) -> No
         assert "version nine is served" in done.output
     done = CliRunner().invoke(cli, ["push", engine.url, "--to", engine.url, "--rename", "a=b"])
     assert done.exit_code == 2
-    assert "--rename is for checkpoints" in done.stderr
+    assert "--rename and --adapter are for checkpoints" in done.stderr
     done = CliRunner().invoke(cli, ["push", "http://127.0.0.1:9", "--to", engine.url])
     assert done.exit_code == 6
     assert "http://127.0.0.1:9/collective_rpc cannot be reached" in done.stderr

@@ -21,6 +21,7 @@ from vllm_pushes import ENVIRONMENT, made, reference_tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
+_RING = 100_000  # bytes that a worker may take: a few chunks
 _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}
 
 
@@ -58,13 +59,20 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
     steps: list[Any] = [["generate"]]
     for seed in range(1, pushes + 1):
         steps += [["push", seed], ["generate"]]
+    steps += [["stream", pushes + 1, _RING], ["generate"], ["stream", pushes + 2, _RING], ["generate"]]
     found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION)
     assert not [push["message"] for push in found[1::2] if "error" in push]
-    assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(pushes + 1)]
+    assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(pushes + 3)]
     for seed, push in enumerate(found[1::2], 1):
-        assert [served[:3] for served in push["served"]] == [[seed, "", True]] * tp
+        streamed = seed > pushes
+        assert push["mode"] == ("streamed" if streamed else "double")
+        assert [served[:3] for served in push["served"]] == [[seed, "", not streamed]] * tp
         for wanted, _ in push["workers"]:
             assert wanted <= push["bytes"] * (1.1 / tp)
+            assert wanted > 2 * _RING
+    # Layers that are padded are put in at the end, whenever their tensors come.
+    for push in found[-4::2]:
+        assert max(push["set aside"]) <= 2 * 260 * 128 * 4, push
     new = [name for name in shared_memory_names() if name not in before and "vllm" not in name]
     # Other engines, of tests that run beside this one, have theirs.
     left = [name for name in new if not _is_mapped(name)]

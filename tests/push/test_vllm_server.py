@@ -22,12 +22,21 @@ pytest.importorskip("transformers")
 
 import vllm_pushes
 from click.testing import CliRunner
+from torch import nn
 from torch.distributed.fsdp import fully_shard
+from vllm_loras import CONFIG, lora, merged, store
 from vllm_pushes import ENVIRONMENT, PROMPTS, made, reference_tokens
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
-from bytecheckpoint.inference.push import HttpEngine, NativeEngine, Pusher, PushReport
+from bytecheckpoint.inference.push import (
+    AdapterEngine,
+    HttpEngine,
+    NativeEngine,
+    Pusher,
+    PushReport,
+    adapter_state,
+)
 from bytecheckpoint.testing.ranks import RankPool
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -40,18 +49,21 @@ def _ask(url: str, path: str, document: Any = None) -> Any:
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as answer:
         body = answer.read()
-    return json.loads(body) if body else None
+    try:
+        return json.loads(body) if body else None
+    except ValueError:
+        return body
 
 
-def _tokens(url: str) -> list[list[int]]:
-    options = {"model": "policy", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+def _tokens(url: str, model: str = "policy") -> list[list[int]]:
+    options = {"model": model, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     answers = [_ask(url, "/v1/completions", {**options, "detokenize": False, "prompt": list(p)}) for p in PROMPTS]
     return [answer["choices"][0]["token_ids"] for answer in answers]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The model of seed 0 at two workers, with the worker extension and the transfer backend."""
+    """The model of seed 0 at two workers, with the worker extension and the transfer backend, and an adapter."""
     folder = tmp_path_factory.mktemp("server")
     made("llama", 0).save_pretrained(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -62,7 +74,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["--tensor-parallel-size", str(_TP), "--distributed-executor-backend", "mp"]
     command += ["--worker-extension-cls", "vllm_fault.FaultyWorkers"]
     command += ["--weight-transfer-config", json.dumps({"backend": "bcp"})]
+    command += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"started={store(folder, 8)}"]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
+    environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     log = folder / "server.log"
     with log.open("w") as opened:
         process = subprocess.Popen(command, env=environment, stdout=opened, stderr=opened, start_new_session=True)
@@ -135,7 +149,7 @@ def test_an_engine_that_joins_gets_it_from_one_that_goes_on(server: str, tmp_pat
     try:
         while joining.poll() is None:
             assert _tokens(server) == given
-            time.sleep(0.5)
+            time.sleep(2)
     finally:
         joining.kill()
         joining.wait()
@@ -164,3 +178,44 @@ def test_an_engine_gives_by_its_own_weight_transfer(server: str) -> None:
     assert [worker.sent for worker in report.workers] == [worker.wanted for worker in report.workers]
     assert _tokens(server) == reference_tokens(made("llama", 9))
     assert _ask(server, "/weight_info")["weight_version"] == "nine"
+
+
+class _Trainee(nn.Module):
+    """The factors of an adapter, under the names of a PEFT model that is trained."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        for name, tensor in lora(seed).items():
+            *parents, leaf = name.replace(".weight", ".default.weight").split(".")
+            place: nn.Module = self
+            for parent in parents:
+                if parent not in dict(place.named_children()):
+                    place.add_module(parent, nn.Module())
+                place = place.get_submodule(parent)
+            place.register_parameter(leaf, nn.Parameter(tensor))
+
+
+def _push_adapter(rank: int, world_size: int, url: str, name: str, seed: int, native: bool) -> PushReport:
+    engine = NativeEngine(HttpEngine(url)) if native else HttpEngine(url)
+    with Pusher(AdapterEngine(engine, name, CONFIG) if rank == 0 else None, deadline_s=120) as pusher:
+        return pusher.push({"model": adapter_state(fully_shard(_Trainee(seed)))}, version=seed)
+
+
+def test_adapters(server: str) -> None:
+    with Pusher(HttpEngine(server), deadline_s=120) as pusher, RankPool(2) as pool:
+        pusher.push(made("llama", 7), version=7)
+        assert _tokens(server, "started") == reference_tokens(merged(7, 8))
+        report = pool.run(_push_adapter, server, "started", 9, False)[0]
+        assert _tokens(server, "started") == reference_tokens(merged(7, 9))
+        assert [worker.sent for worker in report.workers] == [report.engine_bytes] * 2
+        # A name that the server has not heard of is told to it once; no file is looked for.
+        pool.run(_push_adapter, server, "fresh", 10, True)
+        _ask(server, "/v1/load_lora_adapter", {"lora_name": "fresh", "lora_path": "pushed"})
+        assert _tokens(server, "fresh") == reference_tokens(merged(7, 10))
+        pool.run(_push_adapter, server, "fresh", 11, True)
+        assert _tokens(server, "fresh") == reference_tokens(merged(7, 11))
+        assert _tokens(server) == reference_tokens(made("llama", 7))
+        assert _ask(server, "/weight_info")["weight_version"] == "7"
+        pusher.push(made("llama", 12), version=12)
+    for name, seed in (("started", 9), ("fresh", 11)):
+        assert _tokens(server, name) == reference_tokens(merged(12, seed))

@@ -29,6 +29,7 @@ SERIALISERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 # What a module needs that is not installed with the package: its own host.
 NEEDS = {
+    "bytecheckpoint.inference.vllm_adapters": "vllm",
     "bytecheckpoint.inference.vllm_layout": "vllm",
     "bytecheckpoint.inference.vllm_transfer": "vllm",
     "bytecheckpoint.inference.vllm_worker": "vllm",

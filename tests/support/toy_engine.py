@@ -23,10 +23,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from toy_adapters import ToyAdapters
 
 from bytecheckpoint.inference.push import roads
+from bytecheckpoint.inference.push.adapter_model import AdapterReceivers
 from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.inference.push.receiver import Receiver
+from bytecheckpoint.inference.push.targets import aim_of
 
 HIDDEN, VOCABULARY, EXPERTS = 64, 50, 2
 
@@ -167,32 +170,39 @@ def _stalled_writes() -> threading.Event:
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
     worker = ToyWorker(tp, rank, getattr(torch, dtype))
     receiver = Receiver(worker)
-    flips, stops, gate = 0, "", threading.Event()
+    adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), getattr(torch, dtype))
+    receivers = AdapterReceivers(adapters)
+    flips, own_signal, stops, gate = 0, None, False, threading.Event()
     while True:
         try:
             kind, argument = pipe.recv()
         except EOFError:
             return
         if kind == "bcp_push":
-            asked = decode(argument)["kind"]
+            target, request = aim_of(argument)
+            meant = receiver if target is None else receivers.receiver(target)
+            asked = decode(request)["kind"]
             if asked == "verify" and flips:
                 flips -= 1
-                receiver._next.arena.memory[1000] ^= 1  # type: ignore[union-attr]
-            if asked == "apply" and stops == asked:
-                stops = ""
-                os.kill(os.getpid(), signal.SIGSTOP)
-            pipe.send(receiver.answer(argument))
-            if asked == "listen" and stops == asked:
-                stops = ""
+                meant._versions.next.memory[1000] ^= 1  # type: ignore[union-attr]
+            if asked in ("apply", "stream") and own_signal is not None:
+                sent, own_signal = own_signal, None
+                os.kill(os.getpid(), sent)
+            pipe.send(meant.answer(request))
+            if asked == "listen" and stops:
+                stops = False
                 os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "flip":
             flips += 1
             pipe.send(None)
-        elif kind in ("stop in apply", "stop after listen"):
-            stops = kind.split()[-1]
+        elif kind in ("stop in apply", "die in apply"):
+            own_signal = signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL
+            pipe.send(None)
+        elif kind == "stop after listen":
+            stops = True
             pipe.send(None)
         elif kind == "damage":
-            receiver._served.arena.memory[argument] ^= 1  # type: ignore[union-attr]
+            receiver._versions.served.memory[argument] ^= 1  # type: ignore[union-attr]
             pipe.send(None)
         elif kind == "stall":
             gate = _stalled_writes()
@@ -202,6 +212,9 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
             pipe.send(None)
         elif kind == "fail":
             worker.failures += argument
+            pipe.send(None)
+        elif kind == "fail adapter":
+            adapters.failures += argument
             pipe.send(None)
         elif kind == "can_restore":
             worker.can_restore = True
@@ -213,7 +226,7 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
         else:
             descriptors = len(os.listdir("/proc/self/fd"))
             threads = len(os.listdir("/proc/self/task"))
-            pipe.send([worker.model.digest(), worker.rehearsals, descriptors, threads])
+            pipe.send([worker.model.digest(), worker.rehearsals, descriptors, threads, adapters.digests()])
 
 
 class _Front(BaseHTTPRequestHandler):
@@ -237,7 +250,7 @@ class _Front(BaseHTTPRequestHandler):
             return {"results": self._all(document["method"], document["args"][0])}
         if self.path == "/look":
             seen = self._all("look", None)
-            names = ("digests", "rehearsals", "descriptors", "threads")
+            names = ("digests", "rehearsals", "descriptors", "threads", "adapters")
             return {**dict(zip(names, zip(*seen, strict=True), strict=True)), "pids": self.pids, "log": self.log}
         if self.path == "/fault":
             pipe = self.pipes[document["worker"]]

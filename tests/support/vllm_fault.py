@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import torch
 
 from bytecheckpoint.inference import vllm_transfer
+from bytecheckpoint.inference.vllm_adapters import VllmAdapters
 from bytecheckpoint.inference.vllm_worker import VllmModel, WorkerExtension
 
 vllm_transfer.register()
 
 
 class FaultyWorkers(WorkerExtension):
-    """``bcp_test_fail(rank)``: the next load of that worker ends after a few tensors. ``bcp_test_digest()``: of all
-    parameters."""
+    """``bcp_test_fail(rank)``: the next load of that worker ends after a few tensors. ``bcp_test_fail_adapter()``: the
+    next adapter that is put in ends as nothing. ``bcp_test_digest()``: of all parameters."""
 
     def bcp_test_digest(self) -> str:
         found = hashlib.sha256()
@@ -35,6 +37,16 @@ class FaultyWorkers(WorkerExtension):
 
             VllmModel.load = broken  # type: ignore[method-assign]
         return rank
+
+    def bcp_test_fail_adapter(self) -> None:
+        put_in = VllmAdapters._put_in
+
+        def broken(adapters: VllmAdapters, model: Any) -> None:
+            VllmAdapters._put_in = put_in  # type: ignore[method-assign]
+            adapters._manager.remove_adapter(model.id)
+            raise RuntimeError("the adapter does not fit")
+
+        VllmAdapters._put_in = broken  # type: ignore[method-assign]
 
 
 def _ending(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

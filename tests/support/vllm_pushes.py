@@ -2,8 +2,9 @@
 
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["join", url]``, ``["fail next load", worker]``,
-``["digest"]`` or ``["generate"]``. What came of each is printed as JSON, after ``RESULTS``.
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker may
+take), ``["join", url]``, ``["fail next load", worker]``, ``["digest"]`` or ``["generate"]``. What came of each is
+printed as JSON, after ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def made(kind: str, seed: int) -> Any:
     return transformers.Qwen2ForCausalLM(config).eval()
 
 
-def reference_tokens(model: Any) -> list[list[int]]:
-    """Greedy tokens without an engine."""
+def reference_tokens(model: Any, *more: list[int]) -> list[list[int]]:
+    """Greedy tokens without an engine, from ``PROMPTS`` and ``more``."""
     found = []
-    for prompt in PROMPTS:
+    for prompt in [*PROMPTS, *more]:
         given = model.generate(
             torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
         )
@@ -88,6 +89,11 @@ def _main(job: dict[str, Any]) -> None:
                 results.append([report.version, [worker.sent for worker in report.workers], report.written])
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
+            elif what == "stream":
+                seed, memory = arguments
+                with Pusher(local, deadline_s=120, memory_bytes=memory, chunk_bytes=16 << 10) as streaming:
+                    results.append(_push(streaming, job["model"], seed))
+                    results[-1]["set aside"] = [one["set_aside"] for one in streaming.state()[0]]
             else:
                 results.append(_push(pusher, job["model"], *arguments))
     print("RESULTS", json.dumps(results), flush=True)
@@ -101,7 +107,7 @@ def _push(pusher: Pusher, kind: str, seed: int, without: str = "") -> Any:
     except BytecheckpointError as error:
         return {"error": type(error).__name__, "message": str(error), "served": _served(pusher)}
     workers = [[worker.wanted, worker.sent] for worker in report.workers]
-    return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher)}
+    return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher), "mode": report.mode}
 
 
 def _served(pusher: Pusher) -> list[Any]:

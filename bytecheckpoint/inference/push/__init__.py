@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from .adapters import AdapterEngine, adapter_config, adapter_state
 from .engines import Engine, HttpEngine, LocalEngine
 from .native import NativeEngine
 from .pusher import Pusher
 from .receiver import Receiver
 from .report import PushReport, WorkerReport
+from .targets import DraftEngine
 
-__all__ = ["Engine", "HttpEngine", "LocalEngine", "NativeEngine", "PushReport", "Pusher", "Receiver", "WorkerReport"]
+__all__ = [
+    "AdapterEngine",
+    "DraftEngine",
+    "Engine",
+    "HttpEngine",
+    "LocalEngine",
+    "NativeEngine",
+    "PushReport",
+    "Pusher",
+    "Receiver",
+    "WorkerReport",
+    "adapter_config",
+    "adapter_state",
+]

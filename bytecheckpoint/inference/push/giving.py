@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgpack
@@ -18,7 +19,8 @@ from ...errors import DeadlineError, EngineError, StateError
 from .arena import Address, Arena
 from .arena_source import ArenaSource
 from .layout import Layout
-from .messages import Table
+from .messages import SenderGone, Table
+from .ring_road import RingRoad, StreamBroken
 from .roads import Road, SharedMemory, Tcp
 from .tcp_wire import TcpAddress
 from .writing import Job, unpack_writes, write_all
@@ -26,6 +28,8 @@ from .writing import Job, unpack_writes, write_all
 __all__ = ["Gives"]
 
 _JOIN_S = 2.0  # waited for a thread that was told to end; it ends later where it is connecting
+
+_Ways = dict[int, Callable[[float], Road]]
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +39,7 @@ class Served(Protocol):
 
     table: Table
     layout: Layout
-    arena: Arena
+    arena: Arena | None
     digests: list[int]
     version: int | str | None
 
@@ -54,17 +58,22 @@ class Gives:
             raise StateError(f"it serves no whole version ({torn}), so there is nothing to give; push to it anew")
         if served is None:
             raise StateError(
-                "it holds no version that it could give: none was pushed into it yet, or its memory was given back "
-                "(release); push into it first, or take another engine"
+                "it serves what it started with, which nobody pushed, so there is nothing to give; push into it first, "
+                "or take another engine"
+            )
+        if served.arena is None:
+            raise StateError(
+                f"it serves version {served.version!r} and has its bytes no more, as its memory was given back or is "
+                "short; push into it anew, or take another engine"
             )
         source = ArenaSource(served.table, served.layout, served.arena.memory, served.digests, served.version)
-        self._gives[message["transaction"]] = _Give(served, source, message["hold_s"])
+        self._gives[message["transaction"]] = _Give(served.arena, source, message["hold_s"])
         return {"description": source.describe(), "types": [dtype.name for dtype in source.types]}
 
-    def reads(self, weights: object) -> bool:
-        """Whether ``weights`` must stay as they are."""
+    def reads(self, weights: Served) -> bool:
+        """Whether the bytes of ``weights`` must stay as they are."""
         self._forget_old()
-        return any(give.weights is weights for give in self._gives.values())
+        return any(give.arena is not None and give.arena is weights.arena for give in self._gives.values())
 
     def give(self, message: Mapping[str, Any], receiver: str) -> dict[str, Any]:
         """Begin; or say which targets are not reached from here, and have no address yet. A worker that has an arena
@@ -74,24 +83,15 @@ class Gives:
             return {"unreached": []}
         assignment = msgpack.unpackb(message["assignments"][receiver])
         jobs = unpack_writes(assignment["writes"])
-        addresses: Mapping[int, Any] = message["addresses"]
-        roads: dict[int, Road] = {}
-        targets = sorted({target for job in jobs for target, _ in job.places})
-        for target in targets:
-            road = None
-            if target not in addresses and not message["tcp_only"]:
-                road = SharedMemory.open(Address.from_plain(assignment["arenas"][target]))
-            if road is not None:
-                roads[target] = road
-        unreached = [target for target in targets if target not in roads and target not in addresses]
-        if unreached:
-            return {"unreached": unreached}
+        targets = sorted({place.target for job in jobs for place in job.places})
+        ways = _ways(targets, assignment, message["addresses"], message["tcp_only"])
+        if len(ways) < len(targets):
+            return {"unreached": [target for target in targets if target not in ways]}
         joining = frozenset(message["receivers"])
         for other in self._gives.values():
             if other is not give and other.joining & joining:
                 other.end("another join of the same engine began")
-        there = {target: TcpAddress.from_plain(addresses[target]) for target in targets if target not in roads}
-        give.begin(jobs, assignment["known"], roads, there, joining, message["deadline_s"], message["lease_s"])
+        give.begin(jobs, assignment["known"], ways, joining, message["deadline_s"], message["lease_s"])
         return {"unreached": []}
 
     def given(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,11 +124,31 @@ class Gives:
             self._gives.pop(transaction).end("nobody asked for it any more")
 
 
-class _Give:
-    """Of one transaction. ``weights`` are None when they are read no more."""
+def _ways(targets: list[int], assignment: Mapping[str, Any], addresses: Mapping[int, Any], tcp_only: bool) -> _Ways:
+    """To those targets that are reached, and how a road there is opened, in so many seconds."""
+    arenas, rings = assignment["arenas"], assignment["rings"]
+    ways: _Ways = {}
+    for target in targets:
+        if rings:
+            slots, _, port = rings[target]
+            memory = None if tcp_only else Address.from_plain(arenas[target])
+            ways[target] = partial(RingRoad, TcpAddress.from_plain(port), memory, slots)
+        elif target in addresses:
+            ways[target] = partial(Tcp, TcpAddress.from_plain(addresses[target]))
+        elif not tcp_only and (road := SharedMemory.open(Address.from_plain(arenas[target]))) is not None:
+            ways[target] = partial(_opened, road)
+    return ways
 
-    def __init__(self, weights: object, source: ArenaSource, hold_s: float) -> None:
-        self.weights: object | None = weights
+
+def _opened(road: Road, deadline_s: float) -> Road:
+    return road
+
+
+class _Give:
+    """Of one transaction. ``arena`` is None when it is read no more."""
+
+    def __init__(self, arena: Arena, source: ArenaSource, hold_s: float) -> None:
+        self.arena: Arena | None = arena
         self.joining: frozenset[str] = frozenset()
         self._source: ArenaSource | None = source
         self._deadline = self._until = time.monotonic() + hold_s
@@ -151,20 +171,16 @@ class _Give:
         self,
         jobs: list[Job],
         known: list[Any],
-        roads: Mapping[int, Road],
-        addresses: Mapping[int, TcpAddress],
+        ways: _Ways,
         joining: frozenset[str],
         deadline_s: float,
         lease_s: float,
     ) -> None:
         self.joining, self._lease_s = joining, lease_s
-        self._roads.update(roads)
         self._deadline = time.monotonic() + deadline_s
         self._renew()
         # A daemon, as it may be waiting for a worker that is stopped when the interpreter ends.
-        self._thread = threading.Thread(
-            target=self._run, args=(jobs, known, addresses), name="bcp-push-give", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(jobs, known, ways), name="bcp-push-give", daemon=True)
         self._thread.start()
 
     def outcome(self) -> bytes | None:
@@ -197,9 +213,13 @@ class _Give:
     def _broken_off(self) -> EngineError:
         return EngineError(f"what was being given to another engine was broken off: {self._ended}")
 
-    def _run(self, jobs: list[Job], known: list[Any], addresses: Mapping[int, TcpAddress]) -> None:
+    def _run(self, jobs: list[Job], known: list[Any], ways: _Ways) -> None:
         try:
-            self._outcome = self._write(jobs, known, addresses)
+            self._outcome = self._write(jobs, known, ways)
+        except StreamBroken as error:
+            # Perhaps because another worker that gives has failed, which then says why.
+            self._error = SenderGone(str(error)) if not self._ended else self._broken_off()
+            _log.warning("push: giving ended: %s", self._error)
         except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome raises it
             # Roads that are interrupted say something else.
             self._error = error if not self._ended else self._broken_off()
@@ -207,11 +227,11 @@ class _Give:
         finally:
             self._drop()
 
-    def _write(self, jobs: list[Job], known: list[Any], addresses: Mapping[int, TcpAddress]) -> bytes:
+    def _write(self, jobs: list[Job], known: list[Any], ways: _Ways) -> bytes:
         assert self._source is not None
-        for target, address in addresses.items():
+        for target, open_road in ways.items():
             self._check()
-            self._roads[target] = Tcp(address, max(self._deadline - time.monotonic(), 0.05))
+            self._roads[target] = open_road(max(self._deadline - time.monotonic(), 0.05))
         digests, became = write_all(self._source, jobs, self._roads, known, self._check)
         if self._ended:
             raise self._broken_off()
@@ -220,7 +240,7 @@ class _Give:
 
     def _drop(self) -> None:
         """Nothing is read or written any more."""
-        self.weights = self._source = None
+        self.arena = self._source = None
         roads, self._roads = self._roads, {}
         for road in roads.values():
             road.close()

@@ -43,7 +43,8 @@ class Write:
 
 @dataclass(frozen=True)
 class Plan:
-    """``layouts`` by target, ``writes`` by sender. Every chunk of every target is in exactly one write."""
+    """``layouts`` by target, ``writes`` by sender. Every chunk of every target is in exactly one write; the order of
+    chunks and of writes is one order everywhere, near that in which targets want them."""
 
     layouts: tuple[Layout, ...]
     writes: tuple[tuple[Write, ...], ...]
@@ -66,20 +67,36 @@ def plan_push(
     wants and no sender has.
     """
     chunking = _Chunking(held, chunk_bytes)
-    layouts: list[Layout] = []
-    targets: dict[_Key, list[tuple[int, int]]] = {}
-    for number, parts in enumerate(wanted):
-        chunks: list[tuple[int, Box]] = []
-        for at, part in enumerate(parts):
-            for box in chunking.chunks(part):
-                targets.setdefault((part.name, box, part.dtype), []).append((number, len(chunks)))
-                chunks.append((at, box))
-        layouts.append(Layout(tuple(parts), tuple(chunks)))
+    made = [[(at, box) for at, part in enumerate(parts) for box in chunking.chunks(part)] for parts in wanted]
     chunking.raise_faults()
+    targets: dict[_Key, list[tuple[int, int]]] = {key: [] for key in _in_order(wanted, made)}
+    rank = {key: number for number, key in enumerate(targets)}
+    layouts: list[Layout] = []
+    for number, (parts, chunks) in enumerate(zip(wanted, made, strict=True)):
+        chunks.sort(key=lambda chunk: rank[_key(parts, chunk)])
+        layouts.append(Layout(tuple(parts), tuple(chunks)))
+        for at, chunk in enumerate(chunks):
+            targets[_key(parts, chunk)].append((number, at))
     writes: list[list[Write]] = [[] for _ in range(senders)]
     for sender, key in _share_out(targets, chunking.owners, senders):
         writes[sender].append(Write(*key, tuple(targets[key])))
     return Plan(tuple(layouts), tuple(tuple(of_sender) for of_sender in writes))
+
+
+def _key(parts: Sequence[Part], chunk: tuple[int, Box]) -> _Key:
+    part = parts[chunk[0]]
+    return part.name, chunk[1], part.dtype
+
+
+def _in_order(wanted: Sequence[Sequence[Part]], made: Sequence[Sequence[tuple[int, Box]]]) -> list[_Key]:
+    """Chunks by when, on the way through its own, a target first wants them. One order for all targets and senders:
+    what is streamed to several is then never waited for in a circle."""
+    soonest: dict[_Key, float] = {}
+    for parts, chunks in zip(wanted, made, strict=True):
+        for at, chunk in enumerate(chunks):
+            key = _key(parts, chunk)
+            soonest[key] = min(soonest.get(key, 1.0), at / len(chunks))
+    return sorted(soonest, key=soonest.__getitem__)
 
 
 def check_taken_whole(engine: str, table: Table, wanted: Sequence[Sequence[Part]]) -> None:

@@ -19,7 +19,7 @@ from ...geometry import Box
 from ...metadata import BasicMeta
 from ...shards import torch_dtype
 from .planning import Write
-from .roads import Road
+from .roads import Place, Road
 from .sources import Source
 
 __all__ = ["KEPT", "SENT", "UNCHANGED", "Job", "pack_writes", "unpack_writes", "write_all"]
@@ -33,11 +33,10 @@ SENT, UNCHANGED, KEPT = range(3)
 
 @dataclass(frozen=True)
 class Job:
-    """A ``Write`` as its sender gets it: ``places`` are ``(target, offset in its arena)``, and ``known`` for each the
-    digests of what the arena holds and what the worker serves there, -1 for unknown."""
+    """A ``Write`` as its sender gets it, and where the chunk goes in each of its targets."""
 
     write: Write
-    places: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
 
 
 def pack_writes(jobs: Sequence[Job]) -> bytes:
@@ -60,7 +59,7 @@ def unpack_writes(data: bytes) -> list[Job]:
     return [
         Job(
             Write(name, Box(tuple(offsets), tuple(lengths)), dtype_named(dtype), tuple(map(tuple, chunks))),
-            tuple(map(tuple, places)),
+            tuple(Place(*place) for place in places),
         )
         for name, offsets, lengths, dtype, chunks, places in msgpack.unpackb(data)
     ]
@@ -109,23 +108,20 @@ class _Writer:
     """Does one job at a time in each thread."""
 
     def __init__(self, roads: Mapping[int, Road], longest: int) -> None:
-        self._roads = {target: (road, threading.Lock()) for target, road in roads.items()}
-        self._longest = longest
+        self._roads, self._longest = roads, longest
         self._own = threading.local()
 
     def write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
         data = self._cast(tensor, job.write)
         digest = xxhash.xxh3_64_intdigest(byte_view(data))
         became = bytearray()
-        for (target, offset), (in_arena, in_served) in zip(job.places, known, strict=True):
+        for place, (in_arena, in_served) in zip(job.places, known, strict=True):
             if in_arena == digest:
                 became.append(KEPT)
             elif in_served == digest:
                 became.append(UNCHANGED)
             else:
-                road, lock = self._roads[target]
-                with lock:
-                    road.write(offset, data, digest)
+                self._roads[place.target].write(place, data, digest)
                 became.append(SENT)
         return digest, bytes(became)
 

@@ -1,0 +1,149 @@
+"""What a worker holds of versions of its weights: the one that it serves, the one before, the one that comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import xxhash
+
+from ...engine.tensor_bytes import byte_view
+from .arena import Arena
+from .layout import Layout
+from .messages import Table
+from .staging import DOUBLE, STREAMED, Mode
+
+__all__ = ["Version", "Versions", "Weights"]
+
+Version = int | str | None
+
+
+@dataclass
+class Weights:
+    """A version, and the arena that has its bytes, if one has. ``digests`` are those of the chunks, xxh3-64, and empty
+    while they are not known: then somebody may be writing."""
+
+    table: Table
+    layout: Layout
+    arena: Arena | None
+    digests: list[int]
+    version: Version = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self.arena is not None
+        return self.arena.memory
+
+    @property
+    def address(self) -> list[Any]:
+        assert self.arena is not None
+        return self.arena.address.plain()
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory."""
+        return self.layout.nbytes if self.arena is not None else 0
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal bytes in equal layouts."""
+        return xxhash.xxh3_128_digest(repr(self.digests).encode())
+
+    def faults(self, digests: list[int]) -> list[int]:
+        """Chunks of which the memory is not what the digests say."""
+        data = byte_view(self.memory)
+        offsets, sizes = self.layout.offsets, self.layout.sizes
+        return [
+            chunk
+            for chunk, digest in enumerate(digests)
+            if xxhash.xxh3_64_intdigest(data[offsets[chunk] : offsets[chunk] + sizes[chunk]]) != digest
+        ]
+
+    def copy_from(self, other: Weights, chunks: list[int]) -> None:
+        """Take over chunks of one of the same layout."""
+        offsets, sizes = self.layout.offsets, self.layout.sizes
+        for chunk in chunks:
+            span = slice(offsets[chunk], offsets[chunk] + sizes[chunk])
+            self.memory[span].copy_(other.memory[span])
+
+    def give_up(self) -> None:
+        """Its bytes are not needed any more."""
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
+class Versions:
+    """``served`` is None while a worker serves what it started with. ``next`` is being written, or will be: what it
+    holds is what was served before."""
+
+    def __init__(self) -> None:
+        self.served: Weights | None = None
+        self.next: Weights | None = None
+        self._before: Weights | None = None
+        self._served_by = ""
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory."""
+        return sum(weights.held for weights in (self.next, self.served) if weights is not None)
+
+    def layout(self, digest: bytes, packed: bytes | None) -> Layout | None:
+        """None where it is neither known nor given."""
+        for weights in (self.next, self.served):
+            if weights is not None and weights.layout.digest == digest:
+                return weights.layout
+        return None if packed is None else Layout.unpack(packed)
+
+    def begin(self, table: Table, layout: Layout, mode: Mode, reads: Callable[[Weights], bool]) -> Weights:
+        """``next``, made ready for a version of ``layout``. With one arena, or none, what is served loses its own.
+        Nothing is written where somebody ``reads``."""
+        found, served = self.next, self.served
+        if found is not None and (found.layout.digest != layout.digest or not found.digests or reads(found)):
+            # A sender of a push that failed may still be writing there.
+            found.give_up()
+            found = None
+        if mode != DOUBLE and served is not None and served.arena is not None:
+            if found is not None:
+                found.give_up()
+            fits = mode != STREAMED and served.layout.digest == layout.digest and not reads(served)
+            found = replace(served) if fits else None
+            if found is None:
+                served.give_up()
+            served.arena = None
+        if mode == STREAMED:
+            if found is not None:
+                found.give_up()
+            found = Weights(table, layout, None, [])
+        self.next = found or Weights(table, layout, Arena(layout.nbytes), [])
+        return self.next
+
+    def serve_next(self, transaction: str) -> None:
+        """``next`` has been put in."""
+        assert self.next is not None
+        self._before, self.served, self._served_by = self.served, self.next, transaction
+        self.next = self._before if self._before is not None and self._before.arena is not None else None
+
+    @property
+    def has_way_back(self) -> bool:
+        """Whether the version before is one that can be put in again, as far as is known here."""
+        return self._before is None or self._before.arena is not None
+
+    def take_back(self, transaction: str) -> Weights | None:
+        """Let what was served before be served again: the version that was served until now; None, and nothing changed,
+        where that is not of this transaction."""
+        if not transaction or self._served_by != transaction:
+            return None
+        taken, self.served, self._before, self._served_by = self.served, self._before, None, ""
+        assert taken is not None
+        self.next = taken if taken.arena is not None else None
+        return taken
+
+    def give_up(self) -> None:
+        """All memory. What is served goes on being served."""
+        for weights in (self.next, self.served):
+            if weights is not None:
+                weights.give_up()
+        self.next = None

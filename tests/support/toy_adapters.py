@@ -1,0 +1,58 @@
+"""LoRA adapters of the toy engine: the real receivers, and hosts that can be told to fail."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bytecheckpoint.inference.push.adapter_model import Adapter, Piece, Site, piece_of
+
+MAX_RANK = 8
+
+
+class ToyAdapters:
+    """An ``AdapterHost``, of which so many puts as there are ``failures`` break off, having lost what was served."""
+
+    max_rank = MAX_RANK
+
+    def __init__(self, modules: Mapping[str, int], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._sites = {name: Site(size, size) for name, size in modules.items()}
+        self._served: dict[str, Adapter | None] = {}
+        self.failures = 0
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        if config.get("use_dora"):
+            raise ValueError("DoRA is not supported.")
+
+    def sites(self) -> Mapping[str, Site]:
+        return self._sites
+
+    def piece_of(self, name: str) -> Piece | None:
+        return piece_of(name)
+
+    def is_elsewhere(self, module: str) -> bool:
+        return False
+
+    def pushed(self, name: str) -> Adapter | None:
+        return self._served.get(name)
+
+    def put(self, name: str, adapter: Adapter | None) -> None:
+        if self.failures:
+            self.failures -= 1
+            self._served[name] = None
+            raise RuntimeError("the adapter does not fit")
+        self._served[name] = adapter
+
+    def digests(self) -> dict[str, str]:
+        return {name: digest_of(one.tensors, one.config) for name, one in self._served.items() if one is not None}
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> str:
+    found = hashlib.sha256(repr(config["lora_alpha"]).encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
