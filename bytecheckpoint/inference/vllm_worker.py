@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import (
     LOADING_LAYERS,
@@ -46,6 +47,7 @@ class VllmModel:
     def __init__(self, vllm_config: Any, model: nn.Module, runner: Any = None) -> None:
         self._config, self._model, self._runner = vllm_config, model, runner
         self.quantized = vllm_config.model_config.quantization is not None
+        self.blocks = _blocks(vllm_config.quant_config)
         self._ties = _ties(model)
         self._on_hub: set[frozenset[str]] = set()
 
@@ -161,6 +163,14 @@ def _kernels_made_anew(model: nn.Module) -> Iterator[None]:
         for method, kernel in kept:
             if method.moe_kernel is None:  # nothing was loaded there
                 method.moe_kernel = kernel
+
+
+def _blocks(quantization: Any) -> tuple[int, int] | None:
+    """Of checkpoints that have ``weight_scale_inv`` for blocks of weights."""
+    if not isinstance(quantization, Fp8Config) or not quantization.weight_block_size:
+        return None
+    rows, columns = quantization.weight_block_size
+    return rows, columns
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

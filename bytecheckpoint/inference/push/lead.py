@@ -14,12 +14,15 @@ import xxhash
 
 from ...errors import DisagreementError
 from ...geometry import Box
-from ..parts import Part
+from .block_plan import Exchange, holdings_of_blocks, plan_exchange
 from .committing import apply_on, take_back
 from .engines import Budget, Engine, ask
-from .messages import Table, unpack_parts
-from .planning import Holding, Plan, check_taken_whole, plan_push
+from .messages import Table
+from .planning import Holding, Plan, plan_push
+from .quantizer import pack_task
+from .quantizing import scale_name
 from .report import WorkerReport
+from .wishes import Wish, blocks_by_name, wish_of
 from .writing import KEPT, SENT, UNCHANGED, Job, pack_writes
 
 __all__ = ["Lead", "Outcome"]
@@ -42,6 +45,9 @@ class _Planned:
     workers: list[_Worker]
     jobs: list[list[Job]]
     packed: list[bytes]
+    tasks: list[bytes]
+    exchange: Exchange
+    engine_tables: list[bytes]
     digest: bytes
 
 
@@ -59,7 +65,7 @@ class Lead:
     def __init__(self, engines: Sequence[Engine], chunk_bytes: int) -> None:
         self._engines, self._chunk_bytes = list(engines), chunk_bytes
         self._sources: tuple[tuple[bytes, ...], Table, dict[str, list[Holding]]] | None = None
-        self._wanted: dict[bytes, tuple[list[_Worker], list[list[Part]]]] = {}
+        self._wanted: dict[bytes, tuple[list[_Worker], list[Wish]]] = {}
         self._planned: tuple[Any, _Planned] | None = None
         self._was_strict = False
         self._transaction = ""
@@ -86,30 +92,35 @@ class Lead:
         if table.digest in self._wanted and (self._was_strict or not strict):
             return
         self._was_strict = strict
-        workers: list[_Worker] = []
-        parts: list[list[Part]] = []
-        for number, answers in enumerate(
-            self._on_all(lambda e: ask(e, "describe", {"table": table.packed, "strict": strict}, budget.left))
-        ):
-            for index, answer in enumerate(answers):
-                workers.append(_Worker(number, index, answer["receiver"], answer["host"]))
-                parts.append(unpack_parts(answer["parts"]))
-            if strict:
-                check_taken_whole(self._engines[number].name, table, parts[-len(answers) :])
-        self._wanted = {table.digest: (workers, parts)}
+        wishes = self._on_all(lambda engine: wish_of(engine, table, strict, budget))
+        blocks_by_name(wishes)
+        workers = [
+            _Worker(number, index, answer["receiver"], answer["host"])
+            for number, wish in enumerate(wishes)
+            for index, answer in enumerate(wish.answers)
+        ]
+        self._wanted = {table.digest: (workers, wishes)}
 
     def plan(self, senders: int) -> _Planned:
         """Raises ``PlanError`` for what is wanted and not there."""
         assert self._sources is not None
         fingerprints, table, held = self._sources
-        workers, parts = self._wanted[table.digest]
+        workers, wishes = self._wanted[table.digest]
         key = (fingerprints, table.digest, [worker.receiver for worker in workers])
         if self._planned is None or self._planned[0] != key:
-            plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes)
-            jobs = [[_job(plan, write) for write in writes] for writes in plan.writes]
+            parts = [of_worker for wish in wishes for of_worker in wish.parts]
+            blocks = blocks_by_name(wishes)
+            exchange = plan_exchange(held, table, blocks, senders)
+            held = holdings_of_blocks(held, blocks, senders)
+            plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes, blocks=blocks)
+            scales = {scale_name(name) for name in blocks}
+            # Scales come last: by then the blocks have been looked at.
+            jobs = [[_job(plan, w) for w in sorted(of, key=lambda w: w.name in scales)] for of in plan.writes]
             packed = [pack_writes(of_sender) for of_sender in jobs]
-            digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in plan.layouts] + packed))
-            self._planned = key, _Planned(table, plan, workers, jobs, packed, digest)
+            tasks = [pack_task(blocks, exchange, sender) if blocks else b"" for sender in range(senders)]
+            digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in plan.layouts] + packed + tasks))
+            tables = [wish.table.digest for wish in wishes]
+            self._planned = key, _Planned(table, plan, workers, jobs, packed, tasks, exchange, tables, digest)
         return self._planned[1]
 
     def prepare(self, planned: _Planned, budget: Budget) -> bool:
@@ -131,10 +142,12 @@ class Lead:
 
     def _message(self, planned: _Planned, with_layouts: bool) -> dict[str, Any]:
         layouts = {
-            worker.receiver: [layout.digest, layout.packed if with_layouts else None]
+            worker.receiver: [
+                layout.digest, layout.packed if with_layouts else None, planned.engine_tables[worker.engine]
+            ]
             for worker, layout in zip(planned.workers, planned.plan.layouts, strict=True)
-        }
-        return {"transaction": self._transaction, "table": planned.table.digest, "layouts": layouts}
+        }  # fmt: skip
+        return {"transaction": self._transaction, "layouts": layouts}
 
     def assignment(self, planned: _Planned, sender: int, has_plan: bool) -> bytes:
         """What a sender has to know."""
@@ -147,11 +160,16 @@ class Lead:
             {
                 "plan": planned.digest,
                 "writes": None if has_plan else planned.packed[sender],
+                "task": None if has_plan else planned.tasks[sender],
                 "arenas": [answer["arena"] for answer in self._answers],
                 "known": known,
             }
         )
         return packed
+
+    def merge_maxima(self, planned: _Planned, said: Sequence[bytes]) -> list[bytes]:
+        """For each sender, of the blocks that are cut, the maxima that it needs."""
+        return planned.exchange.merged(said)
 
     def listen(self, targets: Iterable[int], planned: _Planned, deadline_s: float, budget: Budget) -> dict[int, Any]:
         """Addresses of the TCP road of the engines that these targets are of."""

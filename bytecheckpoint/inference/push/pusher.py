@@ -19,6 +19,7 @@ from .arena import Address
 from .engines import Budget, Engine
 from .lead import Lead, Outcome
 from .planning import CHUNK_BYTES
+from .quantizer import Quantizer
 from .report import PushReport
 from .roads import Road, SharedMemory, Tcp
 from .sources import Rename, Source, source_of
@@ -54,6 +55,7 @@ class Pusher:
         self._has_engines = bool(given)
         self._plan = b""
         self._jobs: list[Job] = []
+        self._task = b""
         self._memories: dict[str, SharedMemory] = {}
         self._version: int | str | None = None
 
@@ -106,7 +108,7 @@ class Pusher:
         for memory in self._memories.values():
             memory.close()
         self._memories.clear()
-        self._jobs, self._plan = [], b""
+        self._jobs, self._plan, self._task = [], b"", b""
         self._lead.close()
 
     def __enter__(self) -> Pusher:
@@ -150,8 +152,9 @@ class _Push:
             planned, known, arenas = self._prepare(planned, plans)
         with self._stage("write"), ExitStack() as stack:
             roads = self._open_roads(arenas, planned, stack)
+            quantizer = self._quantizer(source, planned)
             with op.phase("push.write"):
-                digests, became = write_all(source, self._pusher._jobs, roads, known, op.check)
+                digests, became = write_all(source, self._pusher._jobs, quantizer, roads, known, op.check)
             said = op.gather("push.write", msgpack.packb([digests, became]))
         return self._finish(planned, said, version)
 
@@ -204,7 +207,25 @@ class _Push:
         mine = msgpack.unpackb(op.scatter("push.assignment", assignments))
         if mine["writes"] is not None:
             self._pusher._jobs, self._pusher._plan = unpack_writes(mine["writes"]), mine["plan"]
+            self._pusher._task = mine["task"]
         return planned, mine["known"], [Address.from_plain(address) for address in mine["arenas"]]
+
+    def _quantizer(self, source: Source, planned: Any) -> Quantizer:
+        """It knows the maxima of the blocks that are cut between senders."""
+        op = self._op
+        with op.phase("push.maxima"):
+            quantizer = Quantizer(source, self._pusher._task)
+            given = quantizer.given()
+        if quantizer.exchanges:
+            said = op.gather("push.maxima", given)
+            merged = None
+            with op.phase("push.maxima"):
+                if said is not None:
+                    merged = self._lead.merge_maxima(planned, said)
+            told = op.scatter("push.maxima", merged)
+            with op.phase("push.maxima"):
+                quantizer.take(told)
+        return quantizer
 
     def _open_roads(self, arenas: list[Address], planned: Any, stack: ExitStack) -> dict[int, Road]:
         """A road to every target that this sender writes to: shared memory, or TCP where that does not reach."""

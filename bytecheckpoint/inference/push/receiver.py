@@ -30,8 +30,8 @@ from .tcp_server import TcpServer
 
 __all__ = ["PROTOCOL", "Receiver"]
 
-PROTOCOL = 1
-_TABLES = 2  # what was learned is kept for as many tables, as senders of another kind may take turns
+PROTOCOL = 2
+_TABLES = 4  # what was learned is kept for: senders of two kinds, each as they are and quantised
 
 _log = logging.getLogger(__name__)
 
@@ -117,17 +117,17 @@ class Receiver:
             while len(self._learned) >= _TABLES:
                 del self._learned[next(iter(self._learned))]
             self._learned[table.digest] = (table, parts, strict)
-        return {"parts": pack_parts(self._learned[table.digest][1])}
+        return {"parts": pack_parts(self._learned[table.digest][1]), "blocks": self._model.blocks}
 
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a transaction: an arena of this layout, and what is in it already."""
         self._stop_listening()
         self._proved, self._transaction = False, message["transaction"]
-        learned = self._learned.get(message["table"])
         found = message["layouts"].get(self.id)
-        if learned is None or found is None:
+        learned = None if found is None else self._learned.get(found[2])
+        if learned is None:
             return {"unknown": True}
-        digest, packed = found
+        digest, packed, _ = found
         layout = self._layout(digest, packed)
         if layout is None:
             return {"unknown": True}
