@@ -30,8 +30,9 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..errors import StateError
+from ..errors import MismatchError, StateError
 from .hub_names import hub_tensors
+from .push.quantizing import grid_of, scale_name
 from .push.receiver import Receiver
 
 __all__ = ["VllmModel", "WorkerExtension", "receiver_of"]
@@ -99,6 +100,8 @@ class VllmModel:
             if converted is tensors:
                 self._on_hub.add(names)  # asking takes a model of transformers' own
             tensors = converted
+        if self.blocks is not None:
+            tensors = _with_scales_shaped(tensors, self.blocks)
         return self._with_tied(iter(tensors.items()))
 
     def _with_tied(self, weights: Weights) -> Weights:
@@ -171,6 +174,25 @@ def _blocks(quantization: Any) -> tuple[int, int] | None:
         return None
     rows, columns = quantization.weight_block_size
     return rows, columns
+
+
+def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Scales in the shape that they have on the hub. Raises ``MismatchError`` for those that are not of their weight's
+    blocks: vLLM's loader would repeat one row of them for all."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        scales = tensors.get(scale_name(name))
+        if scales is None or tuple(scales.shape) == (grid := grid_of(tensor.shape, blocks)):
+            continue
+        # Transformers leaves out dimensions of one block where it takes experts apart.
+        if [size for size in scales.shape if size > 1] != [size for size in grid if size > 1]:
+            raise MismatchError(
+                f"{name} of shape {list(tensor.shape)} has scales of shape {list(scales.shape)}, and its blocks of "
+                f"{blocks[0]}x{blocks[1]} need {list(grid)}; weights that a model has fused can be quantised as one "
+                "only where no block has elements of two of them"
+            )
+        found[scale_name(name)] = scales.view(grid)
+    return found
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 
 import torch
+import xxhash
 
+from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.inference import vllm_transfer
 from bytecheckpoint.inference.vllm_worker import VllmModel, WorkerExtension
 
@@ -26,6 +28,15 @@ class FaultyWorkers(WorkerExtension):
 
             VllmModel.load = broken  # type: ignore[method-assign]
         return rank
+
+    def bcp_test_digest(self) -> str:
+        """Of all that the model computes with, as its layers have packed it."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        found = xxhash.xxh3_128()
+        for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(byte_view(tensor.detach().contiguous()))
+        return found.hexdigest()
 
 
 def _ending(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
