@@ -196,13 +196,28 @@ def test_each_block_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(writes) > 8
     exchange = plan_exchange({"w": held["w"]}, sender.table, {"w": blocks}, 1)
     one = Quantizer(sender, pack_task({"w": blocks}, exchange, 0))
+    read = 0
     with ThreadPoolExecutor(2) as threads:
         for write in writes:
             fetches = one.fetches([write])
             fetched = sender.fetch([(fetch.name, fetch.box) for fetch in fetches])
             one.ready([write], fetches, fetched, threads)
             assert bool(fetches) == (write.name == "w")
+            read += sum(fetch.box.numel for fetch in fetches)
     assert sum(looked) == tensor.numel()
+    assert read == 1000 * (256 + 192)  # the block that both workers have columns of is read whole once
+
+
+def test_rounding_is_that_of_the_formula() -> None:
+    """Values in the middle between two of 8 bits, where the last bit of the factor decides."""
+    eights = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for largest in (0.3, 1.7, 2.9, 77.0):
+        tensor = ((eights[1:] + eights[:-1]) / 2 * (torch.tensor(largest) / 448)).reshape(-1, 7).contiguous()
+        tensor[0, 0] = largest
+        box, blocks = Box.whole(tuple(tensor.shape)), (128, 128)
+        out = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
+        quantize(out, tensor, box, maxima_of(tensor, box, blocks, Scratch()), blocks, Scratch())
+        assert torch.equal(out.view(torch.uint8), reference(tensor, blocks)[0].view(torch.uint8))
 
 
 def test_what_is_no_number_stays_so() -> None:
