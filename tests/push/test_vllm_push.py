@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +11,11 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-import vllm_pushes
 from leak_watch import shared_memory_names
-from vllm_pushes import ENVIRONMENT, made, reference_tokens
+from vllm_pushes import made, reference_tokens, run_pushes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-_SUPPORT = str(Path(vllm_pushes.__file__).parent)
 _RING = 100_000  # bytes that a worker may take: a few chunks
 _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}
 
@@ -29,18 +23,7 @@ _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}
 def _run(folder: Path, kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
     """An engine that starts with the model of seed 0."""
     made(kind, 0).save_pretrained(folder)
-    if engine.get("tensor_parallel_size", 1) > 1:
-        engine["distributed_executor_backend"] = "mp"
-    job = {"engine": {"model": str(folder), **engine}, "door": door, "model": kind, "steps": steps}
-    done = subprocess.run(
-        [sys.executable, vllm_pushes.__file__, json.dumps(job)],
-        capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": _SUPPORT},
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
-    return found
+    return run_pushes(kind, steps, door=door, model=str(folder), **engine)
 
 
 def _is_mapped(name: str) -> bool:

@@ -3,13 +3,17 @@
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
 A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker may
-take), ``["fail next load", worker]`` or ``["generate"]``. What came of each is printed as JSON, after ``RESULTS``.
+take), ``["fail next load", worker]``, ``["digest"]`` or ``["generate"]``. What came of each is printed as JSON, after
+``RESULTS``.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,9 +46,33 @@ def made(kind: str, seed: int) -> Any:
             initializer_range=0.15, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **sizes
         )
         return transformers.MixtralForCausalLM(config).eval()
+    if kind == "qwen3_moe":
+        # A layer of each kind; matrices are of whole blocks of 128, and of more than one.
+        sizes |= {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 256}
+        config = transformers.Qwen3MoeConfig(
+            initializer_range=0.15, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0], **sizes
+        )
+        return transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
     # Biases on query, key and value; the head is the embedding.
     config = transformers.Qwen2Config(initializer_range=0.15, tie_word_embeddings=True, **sizes)
     return transformers.Qwen2ForCausalLM(config).eval()
+
+
+def run_pushes(kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
+    """What came of each step in an engine of these arguments."""
+    if engine.get("tensor_parallel_size", 1) > 1:
+        engine["distributed_executor_backend"] = "mp"
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    job = {"engine": engine, "door": door, "model": kind, "steps": steps}
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(job)],
+        capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)},
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
+    return found
 
 
 def reference_tokens(model: Any, *more: list[int]) -> list[list[int]]:
@@ -69,7 +97,8 @@ def _generate(llm: Any) -> list[list[int]]:
 def _main(job: dict[str, Any]) -> None:
     from vllm import LLM
 
-    llm = LLM(dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, **job["engine"])
+    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
+    llm = LLM(**engine | job["engine"])
     local = LocalEngine(llm)
     results: list[Any] = []
     with Pusher(NativeEngine(local) if job["door"] == "native" else local, deadline_s=120) as pusher:
@@ -78,6 +107,8 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(_generate(llm))
             elif what == "fail next load":
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
+            elif what == "digest":
+                results.append(llm.collective_rpc("bcp_test_digest"))
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
             elif what == "stream":
