@@ -2,8 +2,9 @@
 
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["fail next load", worker]`` or ``["generate"]``. What
-came of each is printed as JSON, after ``RESULTS``.
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["push draft", seed]``, ``["fail next load", worker]``,
+``["generate"]`` or ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each
+is printed as JSON, after ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import transformers
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import DraftEngine, LocalEngine, NativeEngine, Pusher
 
 PROMPTS = ([1, 2, 3], [9, 8])
 ENVIRONMENT = {
@@ -66,12 +67,18 @@ def _generate(llm: Any) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in given]
 
 
+def _drafted(llm: Any) -> list[int]:
+    counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return [int(counters[f"vllm:spec_decode_num_{kind}_tokens"]) for kind in ("draft", "accepted")]
+
+
 def _main(job: dict[str, Any]) -> None:
     from vllm import LLM
 
     llm = LLM(dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, **job["engine"])
     local = LocalEngine(llm)
     results: list[Any] = []
+    counted = [0, 0]
     with Pusher(NativeEngine(local) if job["door"] == "native" else local, deadline_s=120) as pusher:
         for what, *arguments in job["steps"]:
             if what == "generate":
@@ -80,6 +87,12 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
+            elif what == "push draft":
+                with Pusher(DraftEngine(local), deadline_s=120) as drafts:
+                    results.append(_push(drafts, job["model"], *arguments))
+            elif what == "drafted":
+                before, counted = counted, _drafted(llm)
+                results.append([after - were for after, were in zip(counted, before, strict=True)])
             else:
                 results.append(_push(pusher, job["model"], *arguments))
     print("RESULTS", json.dumps(results), flush=True)
