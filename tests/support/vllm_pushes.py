@@ -3,8 +3,8 @@
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
 A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker may
-take), ``["fail next load", worker]``, ``["digest"]`` or ``["generate"]``. What came of each is printed as JSON, after
-``RESULTS``.
+take), ``["push draft", seed]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]`` (how
+many tokens were proposed and accepted since the last time). What came of each is printed as JSON, after ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import DraftEngine, LocalEngine, NativeEngine, Pusher
 
 PROMPTS = ([1, 2, 3], [9, 8])
 ENVIRONMENT = {
@@ -94,6 +94,11 @@ def _generate(llm: Any) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in given]
 
 
+def _drafted(llm: Any) -> list[int]:
+    counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return [int(counters[f"vllm:spec_decode_num_{kind}_tokens"]) for kind in ("draft", "accepted")]
+
+
 def _main(job: dict[str, Any]) -> None:
     from vllm import LLM
 
@@ -101,6 +106,7 @@ def _main(job: dict[str, Any]) -> None:
     llm = LLM(**engine | job["engine"])
     local = LocalEngine(llm)
     results: list[Any] = []
+    counted = [0, 0]
     with Pusher(NativeEngine(local) if job["door"] == "native" else local, deadline_s=120) as pusher:
         for what, *arguments in job["steps"]:
             if what == "generate":
@@ -116,6 +122,12 @@ def _main(job: dict[str, Any]) -> None:
                 with Pusher(local, deadline_s=120, memory_bytes=memory, chunk_bytes=16 << 10) as streaming:
                     results.append(_push(streaming, job["model"], seed))
                     results[-1]["set aside"] = [one["set_aside"] for one in streaming.state()[0]]
+            elif what == "push draft":
+                with Pusher(DraftEngine(local), deadline_s=120) as drafts:
+                    results.append(_push(drafts, job["model"], *arguments))
+            elif what == "drafted":
+                before, counted = counted, _drafted(llm)
+                results.append([after - were for after, were in zip(counted, before, strict=True)])
             else:
                 results.append(_push(pusher, job["model"], *arguments))
     print("RESULTS", json.dumps(results), flush=True)
