@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import (
     LOADING_LAYERS,
@@ -196,9 +197,15 @@ def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, 
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters, and their first."""
+    """Further names of embeddings' and heads' parameters, and their first. What else layers share, loaders know by its
+    first name only."""
     first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
+    named = (
+        (f"{prefix}.{name}", one)
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, VocabParallelEmbedding)
+        for name, one in layer.named_parameters(recurse=False)
+    )
     return {name: known for name, one in named if (known := first.setdefault(id(one), name)) != name}
 
 

@@ -47,7 +47,13 @@ def made(kind: str, seed: int) -> Any:
         return transformers.MixtralForCausalLM(config).eval()
     if kind == "qwen3_moe":
         # A layer of each kind; matrices are of whole blocks of 128, and of more than one.
-        sizes |= {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 256}
+        sizes |= {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "head_dim": 64,
+            "moe_intermediate_size": 256,
+            "num_key_value_heads": 4,
+        }
         config = transformers.Qwen3MoeConfig(
             initializer_range=0.15, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0], **sizes
         )
