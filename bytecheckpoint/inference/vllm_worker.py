@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import (
     LOADING_LAYERS,
@@ -207,12 +208,15 @@ def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, 
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters, and their first, as tensors are called: layers that can have LoRA are in others."""
+    """Further names of embeddings' and heads' parameters, and their first, as tensors are called: layers that can have
+    LoRA are in others. What else layers share, loaders know by its first name only."""
     first: dict[int, str] = {}
-    named = [
-        (name.replace(".base_layer.", "."), parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    ]
+    named = (
+        (f"{prefix}.{name}".replace(".base_layer.", "."), one)
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, VocabParallelEmbedding)
+        for name, one in layer.named_parameters(recurse=False)
+    )
     return {name: known for name, one in named if (known := first.setdefault(id(one), name)) != name}
 
 

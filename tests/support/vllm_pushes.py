@@ -2,8 +2,8 @@
 
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker may
-take), ``["push draft", seed]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]`` (how
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker
+may take), ``["push draft", seed]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]`` (how
 many tokens were proposed and accepted since the last time). What came of each is printed as JSON, after ``RESULTS``.
 """
 
@@ -48,7 +48,13 @@ def made(kind: str, seed: int) -> Any:
         return transformers.MixtralForCausalLM(config).eval()
     if kind == "qwen3_moe":
         # A layer of each kind; matrices are of whole blocks of 128, and of more than one.
-        sizes |= {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 256}
+        sizes |= {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "head_dim": 64,
+            "moe_intermediate_size": 256,
+            "num_key_value_heads": 4,
+        }
         config = transformers.Qwen3MoeConfig(
             initializer_range=0.15, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0], **sizes
         )

@@ -56,24 +56,25 @@ class Quantizer:
         self._source = source
         self._gives = [Given(name, _box(*box), _box(*grid)) for name, box, grid in gives]
         self._takes = [(name, _box(*grid)) for name, grid in takes]
-        self._tensors = {
-            name: _Tensor(meta.shape, tuple(blocks[name])) for name, meta in source.table.rows if name in blocks
-        }
-        self._scaled = {scale_name(name): name for name in self._tensors}
+        self._blocks = {name: (rows, columns) for name, (rows, columns) in blocks.items()}
+        self._scaled = {scale_name(name): name for name in blocks}
+        self._shapes = {name: meta.shape for name, meta in source.table.rows if name in blocks}
+        self._held: dict[str, list[Box]] = {}
         for name, box in source.held:
-            if name in self._tensors:
-                self._tensors[name].held.append(box)
+            if name in blocks:
+                self._held.setdefault(name, []).append(box)
+        self._tensors: dict[str, _Tensor] = {}
         self._scratch = Scratch()
 
     def given(self) -> bytes:
         """What others need of the blocks that this sender has a part of."""
         found = []
         for given in self._gives:
-            tensor = self._tensors[given.name]
-            box = elements_of(given.grid, tensor.shape, tensor.blocks).intersect(given.box)
+            blocks = self._blocks[given.name]
+            box = elements_of(given.grid, self._shapes[given.name], blocks).intersect(given.box)
             assert box is not None
             (elements,) = self._source.fetch([(given.name, box)])
-            found.append(maxima_of(elements, box, tensor.blocks, self._scratch).numpy().tobytes())
+            found.append(maxima_of(elements, box, blocks, self._scratch).numpy().tobytes())
         return b"".join(found)
 
     def take(self, merged: bytes) -> None:
@@ -82,7 +83,7 @@ class Quantizer:
         for name, grid in self._takes:
             values = torch.from_numpy(left[: grid.numel].reshape(grid.lengths).copy())
             left = left[grid.numel :]
-            self._tensors[name].keep(grid, values)
+            self._of(name).keep(grid, values)
 
     def fetches(self, writes: Sequence[Write]) -> list[_Fetch]:
         """What has to be fetched for ``writes``, which are made next."""
@@ -90,9 +91,9 @@ class Quantizer:
         for number, write in enumerate(writes):
             if write.name in self._scaled:
                 name = self._scaled[write.name]
-                found += [_Fetch(number, name, *both) for both in self._tensors[name].missing_scales(write.box)]
+                found += [_Fetch(number, name, *both) for both in self._of(name).missing_scales(write.box)]
             elif self._quantizes(write):
-                found.append(_Fetch(number, write.name, *self._tensors[write.name].missing(write.box)))
+                found.append(_Fetch(number, write.name, *self._of(write.name).missing(write.box)))
             else:
                 found.append(_Fetch(number, write.name, write.box, None))
         return found
@@ -101,7 +102,10 @@ class Quantizer:
         self, writes: Sequence[Write], fetches: Sequence[_Fetch], fetched: Sequence[torch.Tensor], threads: Executor
     ) -> list[torch.Tensor]:
         """The elements of ``writes``, for ``fill``."""
-        list(threads.map(self._look, fetches, fetched))
+        looks = [
+            (fetch, grid, elements) for fetch, elements in zip(fetches, fetched, strict=True) if (grid := fetch.grid)
+        ]
+        list(threads.map(self._look, looks))
         by_number = {fetch.number: (fetch.box, elements) for fetch, elements in zip(fetches, fetched, strict=True)}
         found = []
         for number, write in enumerate(writes):
@@ -109,7 +113,7 @@ class Quantizer:
                 found.append(scales_of(self._tensors[self._scaled[write.name]].maxima[write.box.slices()]))
             else:
                 box, elements = by_number[number]
-                found.append(elements[write.box.relative_to(box).slices()])
+                found.append(elements if box == write.box else elements[write.box.relative_to(box).slices()])
         return found
 
     def fill(self, out: torch.Tensor, elements: torch.Tensor, write: Write) -> None:
@@ -122,22 +126,26 @@ class Quantizer:
         quantize(out, elements, write.box, maxima, tensor.blocks, self._scratch)
 
     def _quantizes(self, write: Write) -> bool:
-        return write.dtype == QUANTIZED and write.name in self._tensors
+        return write.dtype == QUANTIZED and write.name in self._blocks
 
-    def _look(self, fetch: _Fetch, elements: torch.Tensor) -> None:
-        if fetch.grid is not None:
-            tensor = self._tensors[fetch.name]
-            box = elements_of(fetch.grid, tensor.shape, tensor.blocks)
-            part = elements[box.relative_to(fetch.box).slices()]
-            tensor.keep(fetch.grid, maxima_of(part, box, tensor.blocks, self._scratch))
+    def _of(self, name: str) -> _Tensor:
+        if name not in self._tensors:
+            self._tensors[name] = _Tensor(self._shapes[name], self._blocks[name], self._held.get(name, []))
+        return self._tensors[name]
+
+    def _look(self, look: tuple[_Fetch, Box, torch.Tensor]) -> None:
+        fetch, grid, elements = look
+        tensor = self._tensors[fetch.name]
+        box = elements_of(grid, tensor.shape, tensor.blocks)
+        part = elements[box.relative_to(fetch.box).slices()]
+        tensor.keep(grid, maxima_of(part, box, tensor.blocks, self._scratch))
 
 
 class _Tensor:
     """What is known of a tensor's blocks: ``maxima`` of those that somebody has claimed, when all who did are ready."""
 
-    def __init__(self, shape: tuple[int, ...], blocks: Blocks) -> None:
-        self.shape, self.blocks = shape, blocks
-        self.held: list[Box] = []
+    def __init__(self, shape: tuple[int, ...], blocks: Blocks, held: Sequence[Box]) -> None:
+        self.shape, self.blocks, self.held = shape, blocks, held
         self.maxima = torch.zeros(grid_of(shape, blocks))
         self._known = np.zeros(tuple(self.maxima.shape), bool)
 

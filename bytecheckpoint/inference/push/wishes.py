@@ -42,7 +42,7 @@ def wish_of(engine: Engine, table: Table, strict: bool, budget: Budget) -> Wish:
     blocks: dict[str, Blocks] = {}
     if names:
         _check_quantized_everywhere(engine, names, parts)
-        rows, columns = answers[0]["blocks"]
+        rows, columns = next(answer["blocks"] for answer in answers if answer["blocks"])
         blocks = dict.fromkeys(names, (rows, columns))
         table = _quantized(table, blocks)
         answers, parts = _describe(engine, table, strict, budget)
