@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-import vllm_pushes
 from leak_watch import shared_memory_names
-from vllm_pushes import ENVIRONMENT, made, reference_tokens
+from vllm_pushes import made, reference_tokens, run_pushes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -28,18 +23,7 @@ _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}
 def _run(folder: Path, kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
     """An engine that starts with the model of seed 0."""
     made(kind, 0).save_pretrained(folder)
-    if engine.get("tensor_parallel_size", 1) > 1:
-        engine["distributed_executor_backend"] = "mp"
-    job = {"engine": {"model": str(folder), **engine}, "door": door, "model": kind, "steps": steps}
-    done = subprocess.run(
-        [sys.executable, vllm_pushes.__file__, json.dumps(job)],
-        capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, **ENVIRONMENT},
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
-    return found
+    return run_pushes(kind, steps, door=door, model=str(folder), **engine)
 
 
 def _is_mapped(name: str) -> bool:
@@ -60,7 +44,9 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
     for seed in range(1, pushes + 1):
         steps += [["push", seed], ["generate"]]
     steps += [["stream", pushes + 1, _RING], ["generate"], ["stream", pushes + 2, _RING], ["generate"]]
-    found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION)
+    # Where LoRA is enabled, layers have other names; the head that is the embedding is found all the same.
+    lora = {"enable_lora": True, "max_lora_rank": 8} if kind == "qwen2" else {}
+    found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION, **lora)
     assert not [push["message"] for push in found[1::2] if "error" in push]
     assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(pushes + 3)]
     for seed, push in enumerate(found[1::2], 1):
@@ -103,13 +89,29 @@ def test_failures_leave_the_old_version(tmp_path: Path) -> None:
     assert "serves version 2" in found[10]["message"]
 
 
-def test_by_its_own_weight_transfer(tmp_path: Path) -> None:
-    """At two workers, see test_vllm_server."""
+def test_by_its_own_weight_transfer_and_its_draft_model(tmp_path: Path) -> None:
+    """At two workers, see test_vllm_server. A draft model is no good but for the tokens of its own weights."""
     steps: list[Any] = []
     for seed in (1, 2, 3):
         steps += [["push", seed], ["generate"], ["vllm's version"]]
-    # The extension is there for what its module registers.
+    steps += [["drafted"], ["push draft", 3], ["generate"], ["drafted"], ["vllm's version"]]
+    steps += [["push draft", 4], ["generate"], ["drafted"]]
+    made("llama", 5).save_pretrained(tmp_path / "draft")
+    draft = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+    # The extension is there for what its module registers, and for the draft model.
     config = {"weight_transfer_config": {"backend": "bcp"}, **_EXTENSION}
+    config |= {"speculative_config": draft, "disable_log_stats": False}
     found = _run(tmp_path / "hf", "llama", steps, door="native", **config)
-    assert found[1::3] == [reference_tokens(made("llama", seed)) for seed in (1, 2, 3)]
-    assert found[2::3] == ["1", "2", "3"]
+    tokens = [reference_tokens(made("llama", seed)) for seed in (1, 2, 3)]
+    assert found[1:9:3] == tokens
+    assert found[2:9:3] == ["1", "2", "3"]
+    (_, accepted), pushed, after, (proposed, all_accepted), version = found[9:14]
+    assert accepted < 10
+    assert [served[:3] for served in pushed["served"]] == [[3, "", True]]
+    assert after == tokens[2]
+    assert 0 < proposed == all_accepted
+    assert version == "3"
+    other, last, (proposed, accepted) = found[14:]
+    assert "error" not in other
+    assert last == tokens[2]
+    assert accepted < proposed

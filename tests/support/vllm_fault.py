@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import torch
+import xxhash
 
+from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.inference import vllm_transfer
 from bytecheckpoint.inference.vllm_adapters import VllmAdapters
 from bytecheckpoint.inference.vllm_worker import VllmModel, WorkerExtension
@@ -18,14 +19,7 @@ vllm_transfer.register()
 
 class FaultyWorkers(WorkerExtension):
     """``bcp_test_fail(rank)``: the next load of that worker ends after a few tensors. ``bcp_test_fail_adapter()``: the
-    next adapter that is put in ends as nothing. ``bcp_test_digest()``: of all parameters."""
-
-    def bcp_test_digest(self) -> str:
-        found = hashlib.sha256()
-        for name, parameter in self.model_runner.get_model().named_parameters():  # type: ignore[attr-defined]
-            found.update(name.encode())
-            found.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+    next adapter that is put in ends as nothing."""
 
     def bcp_test_fail(self, rank: int) -> int:
         if self.rank == rank:  # type: ignore[attr-defined]
@@ -47,6 +41,15 @@ class FaultyWorkers(WorkerExtension):
             raise RuntimeError("the adapter does not fit")
 
         VllmAdapters._put_in = broken  # type: ignore[method-assign]
+
+    def bcp_test_digest(self) -> str:
+        """Of all that the model computes with, as its layers have packed it."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        found = xxhash.xxh3_128()
+        for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(byte_view(tensor.detach().contiguous()))
+        return found.hexdigest()
 
 
 def _ending(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

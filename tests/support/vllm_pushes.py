@@ -2,15 +2,17 @@
 
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker may
-take), ``["join", url]``, ``["fail next load", worker]``, ``["digest"]`` or ``["generate"]``. What came of each is
-printed as JSON, after ``RESULTS``.
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker
+may take), ``["push draft", seed]``, ``["join", url]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]``
+or ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each is printed as JSON,
+after ``RESULTS``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 import transformers
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import HttpEngine, LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import DraftEngine, HttpEngine, LocalEngine, NativeEngine, Pusher
 
 PROMPTS = ([1, 2, 3], [9, 8])
 ENVIRONMENT = {
@@ -46,9 +48,38 @@ def made(kind: str, seed: int) -> Any:
             initializer_range=0.15, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **sizes
         )
         return transformers.MixtralForCausalLM(config).eval()
+    if kind == "qwen3_moe":
+        # A layer of each kind; matrices are of whole blocks of 128, and of more than one.
+        sizes |= {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "head_dim": 64,
+            "moe_intermediate_size": 256,
+            "num_key_value_heads": 4,
+        }
+        config = transformers.Qwen3MoeConfig(
+            initializer_range=0.15, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0], **sizes
+        )
+        return transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
     # Biases on query, key and value; the head is the embedding.
     config = transformers.Qwen2Config(initializer_range=0.15, tie_word_embeddings=True, **sizes)
     return transformers.Qwen2ForCausalLM(config).eval()
+
+
+def run_pushes(kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
+    """What came of each step in an engine of these arguments."""
+    if engine.get("tensor_parallel_size", 1) > 1:
+        engine["distributed_executor_backend"] = "mp"
+    job = {"engine": engine, "door": door, "model": kind, "steps": steps}
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(job)],
+        capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
+    return found
 
 
 def reference_tokens(model: Any, *more: list[int]) -> list[list[int]]:
@@ -70,12 +101,19 @@ def _generate(llm: Any) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in given]
 
 
+def _drafted(llm: Any) -> list[int]:
+    counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return [int(counters[f"vllm:spec_decode_num_{kind}_tokens"]) for kind in ("draft", "accepted")]
+
+
 def _main(job: dict[str, Any]) -> None:
     from vllm import LLM
 
-    llm = LLM(dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, **job["engine"])
+    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
+    llm = LLM(**engine | job["engine"])
     local = LocalEngine(llm)
     results: list[Any] = []
+    counted = [0, 0]
     with Pusher(NativeEngine(local) if job["door"] == "native" else local, deadline_s=120) as pusher:
         for what, *arguments in job["steps"]:
             if what == "generate":
@@ -94,6 +132,12 @@ def _main(job: dict[str, Any]) -> None:
                 with Pusher(local, deadline_s=120, memory_bytes=memory, chunk_bytes=16 << 10) as streaming:
                     results.append(_push(streaming, job["model"], seed))
                     results[-1]["set aside"] = [one["set_aside"] for one in streaming.state()[0]]
+            elif what == "push draft":
+                with Pusher(DraftEngine(local), deadline_s=120) as drafts:
+                    results.append(_push(drafts, job["model"], *arguments))
+            elif what == "drafted":
+                before, counted = counted, _drafted(llm)
+                results.append([after - were for after, were in zip(counted, before, strict=True)])
             else:
                 results.append(_push(pusher, job["model"], *arguments))
     print("RESULTS", json.dumps(results), flush=True)

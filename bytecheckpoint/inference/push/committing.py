@@ -73,6 +73,9 @@ def _revert(
     torn = [answer["torn"] for answer in answers if answer["torn"]]
     if torn:
         return None, EngineError(f"{engine.name} serves no whole version: {torn[0]}")
+    if len({answer["put_in_by"] for answer in answers}) > 1:
+        versions = ", ".join(f"{answer['version']!r}" for answer in answers)
+        return None, EngineError(f"workers of {engine.name} serve different versions: {versions}")
     return answers[0]["version"], None
 
 

@@ -20,6 +20,7 @@ from .arena import Address, Arena
 from .arena_source import ArenaSource
 from .layout import Layout
 from .messages import SenderGone, Table
+from .quantizer import Quantizer
 from .ring_road import RingRoad, StreamBroken
 from .roads import Road, SharedMemory, Tcp
 from .tcp_wire import TcpAddress
@@ -91,7 +92,9 @@ class Gives:
         for other in self._gives.values():
             if other is not give and other.joining & joining:
                 other.end("another join of the same engine began")
-        give.begin(jobs, assignment["known"], ways, joining, message["deadline_s"], message["lease_s"])
+        give.begin(
+            jobs, assignment["task"], assignment["known"], ways, joining, message["deadline_s"], message["lease_s"]
+        )
         return {"unreached": []}
 
     def given(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,6 +173,7 @@ class _Give:
     def begin(
         self,
         jobs: list[Job],
+        task: bytes,
         known: list[Any],
         ways: _Ways,
         joining: frozenset[str],
@@ -180,7 +184,9 @@ class _Give:
         self._deadline = time.monotonic() + deadline_s
         self._renew()
         # A daemon, as it may be waiting for a worker that is stopped when the interpreter ends.
-        self._thread = threading.Thread(target=self._run, args=(jobs, known, ways), name="bcp-push-give", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(jobs, task, known, ways), name="bcp-push-give", daemon=True
+        )
         self._thread.start()
 
     def outcome(self) -> bytes | None:
@@ -213,9 +219,9 @@ class _Give:
     def _broken_off(self) -> EngineError:
         return EngineError(f"what was being given to another engine was broken off: {self._ended}")
 
-    def _run(self, jobs: list[Job], known: list[Any], ways: _Ways) -> None:
+    def _run(self, jobs: list[Job], task: bytes, known: list[Any], ways: _Ways) -> None:
         try:
-            self._outcome = self._write(jobs, known, ways)
+            self._outcome = self._write(jobs, task, known, ways)
         except StreamBroken as error:
             # Perhaps because another worker that gives has failed, which then says why.
             self._error = SenderGone(str(error)) if not self._ended else self._broken_off()
@@ -227,12 +233,12 @@ class _Give:
         finally:
             self._drop()
 
-    def _write(self, jobs: list[Job], known: list[Any], ways: _Ways) -> bytes:
+    def _write(self, jobs: list[Job], task: bytes, known: list[Any], ways: _Ways) -> bytes:
         assert self._source is not None
         for target, open_road in ways.items():
             self._check()
             self._roads[target] = open_road(max(self._deadline - time.monotonic(), 0.05))
-        digests, became = write_all(self._source, jobs, self._roads, known, self._check)
+        digests, became = write_all(self._source, jobs, Quantizer(self._source, task), self._roads, known, self._check)
         if self._ended:
             raise self._broken_off()
         packed: bytes = msgpack.packb([digests, became])

@@ -115,6 +115,12 @@ class Join(Push):
     def _plan(self, lead: Lead) -> None:
         """Who of the holder's workers writes what. Raises ``MismatchError`` for what it does not have exactly."""
         lead.plan(len(self._workers))
+        if lead.planned.exchange.needed:
+            names = ", ".join(list(lead.planned.exchange.grids)[:5])
+            raise MismatchError(
+                f"{self._holder.name} cannot quantise what blocks are cut of between its workers: {names}; nothing was "
+                "sent, push from where the weights come from"
+            )
         if self._strict:
             self._check_exact(lead)
 
@@ -125,6 +131,8 @@ class Join(Push):
         faults: dict[str, str] = {}
         for held, writes in zip(self._held, lead.planned.plan.writes, strict=True):
             for write in writes:
+                if write.name not in stored:  # scales, which are made of what is stored
+                    continue
                 given = held_type(held[write.name], write.box)
                 if given not in (write.dtype, stored[write.name]):
                     faults[write.name] = f"{write.dtype} is wanted of {stored[write.name]}, it has {given}"

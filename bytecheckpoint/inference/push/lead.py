@@ -11,14 +11,15 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from ..parts import Part
+from .block_plan import holdings_of_blocks, plan_exchange
 from .committing import apply_on, take_back
 from .engines import Budget, Engine, ask
-from .messages import Table, first_cause, unpack_parts
+from .messages import Table, first_cause
 from .planned import Jobs, Outcome, Planned, Worker, merged
-from .planning import Holding, check_taken_whole, plan_push
+from .planning import Holding, plan_push
 from .report import WorkerReport
 from .staging import DOUBLE, MODES, Mode
+from .wishes import Wish, blocks_by_name, wish_of
 from .writing import KEPT, SENT, UNCHANGED
 
 __all__ = ["Lead"]
@@ -35,7 +36,7 @@ class Lead:
         self._engines, self._chunk_bytes = list(engines), chunk_bytes
         self._memory_bytes, self._deadline_s = memory_bytes, deadline_s
         self._sources: tuple[tuple[bytes, ...], Table, dict[str, list[Holding]]] | None = None
-        self._wanted: dict[bytes, tuple[list[Worker], list[list[Part]]]] = {}
+        self._wanted: dict[bytes, tuple[list[Worker], list[Wish]]] = {}
         self._planned: tuple[Any, Planned] | None = None
         self._was_strict = False
         self._transaction = ""
@@ -68,27 +69,29 @@ class Lead:
         if table.digest in self._wanted and (self._was_strict or not strict):
             return
         self._was_strict = strict
-        workers: list[Worker] = []
-        parts: list[list[Part]] = []
-        for number, answers in enumerate(
-            self._on_all(lambda e: ask(e, "describe", {"table": table.packed, "strict": strict}, budget.left))
-        ):
-            for index, answer in enumerate(answers):
-                workers.append(Worker(number, index, answer["receiver"], answer["host"]))
-                parts.append(unpack_parts(answer["parts"]))
-            if strict:
-                check_taken_whole(self._engines[number].name, table, parts[-len(answers) :])
-        self._wanted = {table.digest: (workers, parts)}
+        wishes = self._on_all(lambda engine: wish_of(engine, table, strict, budget))
+        blocks_by_name(wishes)
+        workers = [
+            Worker(number, index, answer["receiver"], answer["host"])
+            for number, wish in enumerate(wishes)
+            for index, answer in enumerate(wish.answers)
+        ]
+        self._wanted = {table.digest: (workers, wishes)}
 
     def plan(self, senders: int) -> None:
         """Raises ``PlanError`` for what is wanted and not there."""
         assert self._sources is not None
         fingerprints, table, held = self._sources
-        workers, parts = self._wanted[table.digest]
+        workers, wishes = self._wanted[table.digest]
         key = (fingerprints, table.digest, [worker.receiver for worker in workers])
         if self._planned is None or self._planned[0] != key:
-            plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes)
-            self._planned = key, Planned(table, plan, workers)
+            parts = [of_worker for wish in wishes for of_worker in wish.parts]
+            blocks = blocks_by_name(wishes)
+            exchange = plan_exchange(held, table, blocks, senders)
+            held = holdings_of_blocks(held, blocks, senders)
+            plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes, blocks=blocks)
+            tables = [wish.table.digest for wish in wishes]
+            self._planned = key, Planned(plan, workers, tables, blocks, exchange)
 
     def prepare(self, budget: Budget) -> bool:
         """Begin the transaction on every worker; False where one has been restarted and must be asked what it wants."""
@@ -115,13 +118,16 @@ class Lead:
 
     def _message(self, with_layouts: bool, mode: str) -> dict[str, Any]:
         layouts = {
-            worker.receiver: [layout.digest, layout.packed if with_layouts else None]
+            worker.receiver: [
+                layout.digest,
+                layout.packed if with_layouts else None,
+                self.planned.tables[worker.engine],
+            ]
             for worker, layout in zip(self.planned.workers, self.planned.plan.layouts, strict=True)
         }
         hosts = Counter(worker.host for worker in self.planned.workers)
         return {
             "transaction": self._transaction,
-            "table": self.planned.table.digest,
             "layouts": layouts,
             "memory": self._memory_bytes,
             "sharers": {worker.receiver: hosts[worker.host] for worker in self.planned.workers},
@@ -145,12 +151,17 @@ class Lead:
             {
                 "plan": made.digest,
                 "writes": None if plan == made.digest else made.packed[sender],
+                "task": None if plan == made.digest else made.tasks[sender],
                 "arenas": [answer["arena"] for answer in self._answers],
                 "rings": [answer["ring"] for answer in self._answers if "ring" in answer],
                 "known": known,
             }
         )
         return packed
+
+    def merge_maxima(self, said: Sequence[bytes]) -> list[bytes]:
+        """For each sender, of the blocks that are cut, the maxima that it needs."""
+        return self.planned.exchange.merged(said)
 
     def listen(self, targets: Iterable[int], budget: Budget) -> dict[int, Any]:
         """Addresses of the TCP road of the engines that these targets are of."""

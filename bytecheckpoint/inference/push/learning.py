@@ -19,6 +19,8 @@ from ..parts import Part
 from ..recording import Copy, Recorder, storage_identity
 from ..strided import StridedView, box_of
 from .messages import Table
+from .narrowing import check_quantizable
+from .quantizing import Blocks
 
 __all__ = ["EngineModel", "Learned", "learn_parts", "part_with", "wire_dtype"]
 
@@ -28,6 +30,9 @@ class EngineModel(Protocol):
 
     quantized: bool
     """Whether it has parameters that no tensor of the senders goes to."""
+
+    blocks: Blocks | None
+    """Where its checkpoints have weights as float8_e4m3fn with a scale for each block, the block; else None."""
 
     def make(self) -> nn.Module:
         """Another model like the one that serves; its parameters need no memory."""
@@ -40,7 +45,7 @@ class EngineModel(Protocol):
         then the model must not be used."""
 
     def restore(self) -> bool:
-        """Put in what the engine itself started with; False where it has no way to."""
+        """Put in again what was served before the last ``load``, with no help; False where it has no way to."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ def learn_parts(model: EngineModel, table: Table, *, strict: bool = True) -> Lea
 
     Each in the type that costs least: the stored one where the parameter's holds all of its values, else the
     parameter's. Whole tensors where the loader computes with values, or wants what is no box. Raises ``MismatchError``
-    for what does not fit, before anything was sent; with ``strict``, also for parameters of which elements get nothing.
+    for what does not fit, before anything was sent; with ``strict``, also for parameters of which elements get nothing,
+    unless a part is of 8 bits and its tensor is not: that has to be quantised, and then learned anew.
     """
     recorder = Recorder(_no_values)
     made = model.make()
@@ -72,9 +78,12 @@ def learn_parts(model: EngineModel, table: Table, *, strict: bool = True) -> Lea
         ) from error
     if not recorder.copies and not recorder.seen:
         raise MismatchError("the engine's loader took nothing of the tensors; nothing was sent")
-    if strict and not model.quantized:
+    metas = dict(table.rows)
+    seen = frozenset(name for name, _ in recorder.seen)
+    quantize = check_quantizable(model.blocks, metas, recorder.copies, seen)
+    if strict and not model.quantized and not quantize:  # else it is asked again, about what it is to get
         _check_complete(made, recorder, own)
-    return _learned(recorder, dict(table.rows), _by_layer(made, recorder.copies))
+    return _learned(recorder, metas, _by_layer(made, recorder.copies))
 
 
 def _no_values(name: str, view: StridedView) -> torch.Tensor:

@@ -12,8 +12,12 @@ import xxhash
 
 from ...errors import DisagreementError
 from ...geometry import Box
+from .block_plan import Exchange
+from .layout import Layout
 from .messages import Table
-from .planning import Holding, Plan
+from .planning import Holding, Plan, Write
+from .quantizer import pack_task
+from .quantizing import Blocks, scale_name
 from .roads import Place
 from .waves import Waves
 from .writing import Job, pack_writes
@@ -33,22 +37,45 @@ class Worker:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, for the tensors and workers that it was made for."""
+    """A plan, for the tensors and workers that it was made for. ``tables``: by engine, the digest of the tensors that
+    it gets; ``blocks``: of those that are quantised for it, with the ``exchange`` of maxima."""
 
-    table: Table
     plan: Plan
     workers: list[Worker]
+    tables: list[bytes]
+    blocks: dict[str, Blocks]
+    exchange: Exchange
 
     def jobs(self, rings: tuple[tuple[int, int], ...]) -> Jobs:
         """With places in arenas, or in rings of so many slots of so many bytes."""
         if rings not in self._made:
             self._made.clear()
-            self._made[rings] = _jobs(self.plan, rings)
+            self._made[rings] = self._jobs_in(rings)
         return self._made[rings]
 
     @cached_property
     def _made(self) -> dict[tuple[tuple[int, int], ...], Jobs]:
         return {}
+
+    def _jobs_in(self, rings: Sequence[tuple[int, int]]) -> Jobs:
+        senders, layouts = range(len(self.plan.writes)), self.plan.layouts
+        jobs = [self._in_order(writes, bool(rings)) for writes in self.plan.writes]
+        places = _places(layouts, rings)
+        placed = [
+            [Job(write, tuple(places[target][chunk] for target, chunk in write.chunks)) for write in writes]
+            for writes in jobs
+        ]
+        packed = [pack_writes(of_sender) for of_sender in placed]
+        tasks = [pack_task(self.blocks, self.exchange, sender) if self.blocks else b"" for sender in senders]
+        digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in layouts] + packed + tasks))
+        return Jobs(placed, packed, tasks, digest)
+
+    def _in_order(self, writes: Sequence[Write], streamed: bool) -> Sequence[Write]:
+        """Where the order is free, scales come last: by then the blocks have been looked at."""
+        if streamed or not self.blocks:
+            return writes
+        scales = {scale_name(name) for name in self.blocks}
+        return sorted(writes, key=lambda write: write.name in scales)
 
 
 @dataclass(frozen=True)
@@ -57,6 +84,7 @@ class Jobs:
 
     jobs: list[list[Job]]
     packed: list[bytes]
+    tasks: list[bytes]
     digest: bytes
 
 
@@ -68,22 +96,15 @@ class Outcome:
     became: bytes
 
 
-def _jobs(plan: Plan, rings: Sequence[tuple[int, int]]) -> Jobs:
-    if rings:
-        waves = [Waves(layout, *ring) for layout, ring in zip(plan.layouts, rings, strict=True)]
-        places = [
-            [Place(target, of.offset(chunk), chunk, of.wave_of[chunk]) for chunk in range(len(of.layout.chunks))]
-            for target, of in enumerate(waves)
-        ]
-    else:
-        places = [[Place(target, at) for at in layout.offsets] for target, layout in enumerate(plan.layouts)]
-    jobs = [
-        [Job(write, tuple(places[target][chunk] for target, chunk in write.chunks)) for write in writes]
-        for writes in plan.writes
+def _places(layouts: Sequence[Layout], rings: Sequence[tuple[int, int]]) -> list[list[Place]]:
+    """By target and chunk: in its ring, or else in its arena."""
+    if not rings:
+        return [[Place(target, at) for at in layout.offsets] for target, layout in enumerate(layouts)]
+    waves = [Waves(layout, *ring) for layout, ring in zip(layouts, rings, strict=True)]
+    return [
+        [Place(target, of.offset(chunk), chunk, of.wave_of[chunk]) for chunk in range(len(of.layout.chunks))]
+        for target, of in enumerate(waves)
     ]
-    packed = [pack_writes(of_sender) for of_sender in jobs]
-    digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in plan.layouts] + packed))
-    return Jobs(jobs, packed, digest)
 
 
 def merged(descriptions: Sequence[bytes]) -> tuple[Table, dict[str, list[Holding]]]:

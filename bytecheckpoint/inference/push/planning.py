@@ -13,6 +13,7 @@ from ...geometry import Box
 from ..parts import Part
 from .layout import Layout, cut_box
 from .messages import Table
+from .quantizing import Blocks, cut_blocks, without
 
 __all__ = ["CHUNK_BYTES", "Holding", "Plan", "Write", "check_taken_whole", "plan_push"]
 
@@ -59,14 +60,15 @@ def plan_push(
     senders: int,
     *,
     chunk_bytes: int = CHUNK_BYTES,
+    blocks: Mapping[str, Blocks] | None = None,
 ) -> Plan:
     """``wanted`` by target (a worker of an engine), ``held`` by name.
 
     Holdings may overlap in any way: every wanted element is written by one sender. Where several have the same box, the
-    work is spread by bytes. Raises one ``PlanError`` naming every tensor, and the first range of it, that a target
-    wants and no sender has.
+    work is spread by bytes. Chunks of a tensor that is quantised in ``blocks`` end where its blocks do. Raises one
+    ``PlanError`` naming every tensor, and the first range of it, that a target wants and no sender has.
     """
-    chunking = _Chunking(held, chunk_bytes)
+    chunking = _Chunking(held, chunk_bytes, blocks or {})
     made = [[(at, box) for at, part in enumerate(parts) for box in chunking.chunks(part)] for parts in wanted]
     chunking.raise_faults()
     targets: dict[_Key, list[tuple[int, int]]] = {key: [] for key in _in_order(wanted, made)}
@@ -122,9 +124,9 @@ def check_taken_whole(engine: str, table: Table, wanted: Sequence[Sequence[Part]
 class _Chunking:
     """Cuts parts where holdings end and where chunks would become too long. ``owners`` of each chunk made so far."""
 
-    def __init__(self, held: Mapping[str, Sequence[Holding]], chunk_bytes: int) -> None:
+    def __init__(self, held: Mapping[str, Sequence[Holding]], chunk_bytes: int, blocks: Mapping[str, Blocks]) -> None:
         self._held = {name: _Held(holdings) for name, holdings in held.items()}
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._blocks = chunk_bytes, blocks
         self._made: dict[_Key, list[Box]] = {}
         self._faults: dict[str, str] = {}
         self.owners: dict[_Key, tuple[int, ...]] = {}
@@ -134,10 +136,15 @@ class _Chunking:
         if key not in self._made:
             self._made[key] = made = []
             for box, senders in self._pieces(part):
-                for chunk in cut_box(box, part.dtype.itemsize, self._chunk_bytes):
+                for chunk in self._cut(part, box):
                     made.append(chunk)
                     self.owners[(part.name, chunk, part.dtype)] = senders
         return self._made[key]
+
+    def _cut(self, part: Part, box: Box) -> Iterator[Box]:
+        blocks = self._blocks.get(part.name)
+        for rows in [box] if blocks is None else cut_blocks(box, blocks, self._chunk_bytes // part.dtype.itemsize):
+            yield from cut_box(rows, part.dtype.itemsize, self._chunk_bytes)
 
     def _pieces(self, part: Part) -> Iterator[Holding]:
         held = self._held.get(part.name)
@@ -150,7 +157,7 @@ class _Chunking:
                     left.append(box)
                 else:
                     yield Holding(common, holding.senders)
-                    left += _without(box, common)
+                    left += without(box, common)
             missing = left
             if not missing:
                 return
@@ -178,20 +185,6 @@ class _Held:
         begin, length = (box.offsets[0], box.lengths[0]) if box.ndim else (0, 1)
         low = bisect_left(self._begins, begin - self._longest + 1)
         return self._holdings[low : bisect_left(self._begins, begin + length)]
-
-
-def _without(box: Box, hole: Box) -> list[Box]:
-    """``box`` without ``hole``, which lies inside it, as disjoint boxes."""
-    rest: list[Box] = []
-    offsets, lengths = list(box.offsets), list(box.lengths)
-    for d in range(box.ndim):
-        for begin, stop in ((offsets[d], hole.offsets[d]), (hole.stops[d], offsets[d] + lengths[d])):
-            if stop > begin:
-                rest.append(
-                    Box((*offsets[:d], begin, *offsets[d + 1 :]), (*lengths[:d], stop - begin, *lengths[d + 1 :]))
-                )
-        offsets[d], lengths[d] = hole.offsets[d], hole.lengths[d]
-    return rest
 
 
 def _share_out(

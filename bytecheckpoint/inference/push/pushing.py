@@ -15,6 +15,7 @@ from .arena import Address
 from .engines import Budget
 from .lead import Lead
 from .planned import Outcome
+from .quantizer import Quantizer
 from .report import PushReport
 from .ring_road import RingRoad, StreamBroken
 from .roads import Road, SharedMemory, Tcp
@@ -34,7 +35,7 @@ class Sender:
 
     def __init__(self, deadline_s: float, tcp_only: bool) -> None:
         self.deadline_s, self.tcp_only = deadline_s, tcp_only
-        self.plan = b""
+        self.plan, self.task = b"", b""
         self.jobs: list[Job] = []
         self._memories: dict[str, SharedMemory] = {}
 
@@ -62,7 +63,7 @@ class Sender:
         for memory in self._memories.values():
             memory.close()
         self._memories.clear()
-        self.jobs, self.plan = [], b""
+        self.jobs, self.plan, self.task = [], b"", b""
 
 
 class Push:
@@ -134,6 +135,7 @@ class Push:
         mine: dict[str, Any] = msgpack.unpackb(op.scatter("push.assignment", assignments))
         if mine["writes"] is not None:
             self._sender.jobs, self._sender.plan = unpack_writes(mine["writes"]), mine["plan"]
+            self._sender.task = mine["task"]
         mine["arenas"] = [Address.from_plain(address) for address in mine["arenas"]]
         return mine
 
@@ -142,9 +144,27 @@ class Push:
         op = self._op
         with self._stage("write"), ExitStack() as stack:
             roads = self._open_roads(mine["arenas"], stack)
+            quantizer = self._quantizer(source)
             with op.phase("push.write"):
-                outcome = write_all(source, self._sender.jobs, roads, mine["known"], op.check)
+                outcome = write_all(source, self._sender.jobs, quantizer, roads, mine["known"], op.check)
             return op.gather("push.write", msgpack.packb(outcome))
+
+    def _quantizer(self, source: Source) -> Quantizer:
+        """It knows the maxima of the blocks that are cut between senders."""
+        op = self._op
+        with op.phase("push.maxima"):
+            quantizer = Quantizer(source, self._sender.task)
+            given = quantizer.given()
+        if quantizer.exchanges:
+            said = op.gather("push.maxima", given)
+            merged = None
+            with op.phase("push.maxima"):
+                if self._lead and said is not None:
+                    merged = self._lead.merge_maxima(said)
+            told = op.scatter("push.maxima", merged)
+            with op.phase("push.maxima"):
+                quantizer.take(told)
+        return quantizer
 
     def _open_roads(self, arenas: list[Address], stack: ExitStack) -> dict[int, Road]:
         """A road to every target that this sender writes to: shared memory, or TCP where that does not reach."""
@@ -185,12 +205,13 @@ class Push:
         try:
             with self._stage("stream"), ExitStack() as stack:
                 roads = self._open_rings(mine, stack)
+                quantizer = self._quantizer(source)
                 op.gather("push.roads", b"")
                 with op.phase("push.write"):
                     if self._lead:
                         stream = Stream(self._lead, version, self._sender.deadline_s)
                     try:
-                        outcome: Any = write_all(source, self._sender.jobs, roads, mine["known"], op.check)
+                        outcome: Any = write_all(source, self._sender.jobs, quantizer, roads, mine["known"], op.check)
                     except StreamBroken as error:
                         outcome = [error.late, str(error)]
                 said = op.gather("push.write", msgpack.packb(outcome))

@@ -30,8 +30,8 @@ from .waves import SLOT_BYTES, SLOTS, ring_of
 
 __all__ = ["PROTOCOL", "Receiver"]
 
-PROTOCOL = 1
-_TABLES = 2  # what was learned is kept for as many tables, as senders of another kind may take turns
+PROTOCOL = 2
+_TABLES = 4  # what was learned is kept for: senders of two kinds, each as they are and quantised
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Receiver:
             answer["failure"] = vars(Failure.of(error, self._serving()))
         served = self._versions.served
         answer |= {"version": None if served is None else served.version, "torn": self._torn}
+        answer["put_in_by"] = "" if served is None else served.put_in_by
         answer["seconds"] = time.monotonic() - begin
         return encode(answer)
 
@@ -97,17 +98,17 @@ class Receiver:
             while len(self._learned) >= _TABLES:
                 del self._learned[next(iter(self._learned))]
             known = self._learned[table.digest] = table, learned, strict
-        return {"parts": pack_parts(known[1].parts)}
+        return {"parts": pack_parts(known[1].parts), "blocks": self._model.blocks}
 
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a transaction: memory for this layout, and what is in it already."""
         self._stop_listening()
         self._proved, self._transaction = False, message["transaction"]
-        learned = self._learned.get(message["table"])
         found = message["layouts"].get(self.id)
-        if learned is None or found is None:
+        learned = None if found is None else self._learned.get(found[2])
+        if learned is None:
             return {"unknown": True}
-        digest, packed = found
+        digest, packed, _ = found
         layout = self._versions.layout(digest, packed)
         if layout is None:
             return {"unknown": True}
@@ -196,12 +197,11 @@ class Receiver:
         self._torn = why
         served = self._versions.served
         try:
-            if served is None:
+            if served is None or served.arena is None:
                 if self._model.restore():
                     self._torn = ""
-                return
-            if served.arena is None:
-                self._torn += f"; the bytes of version {served.version!r} were not kept, for want of memory"
+                elif served is not None:
+                    self._torn += f"; the bytes of version {served.version!r} were not kept"
                 return
             faults = served.faults(served.digests)
             if faults:
@@ -213,16 +213,24 @@ class Receiver:
             self._torn = f"{why}; so did the way back: {type(error).__name__}: {error}"
 
     def _revert(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Take back the version that this transaction put in, where it did, and where what was before is still held."""
-        if not self._versions.has_way_back:
+        """Take back the version that this transaction put in, where it did, and where there is a way."""
+        versions, transaction = self._versions, message["transaction"]
+        if not versions.was_put_in_by(transaction):
             return {"reverted": False}
-        taken = self._versions.take_back(message["transaction"])
-        if taken is None:
-            return {"reverted": False}
-        self._go_back(f"version {taken.version!r} was taken back")
-        if self._torn:
-            raise EngineError(f"no way back from version {taken.version!r}: {self._torn}")
-        return {"reverted": True}
+        assert versions.served is not None
+        why = f"version {versions.served.version!r} was taken back"
+        if versions.holds_before:
+            versions.take_back()
+            self._go_back(why)
+            if self._torn:
+                raise EngineError(f"no way back: {self._torn}")
+            return {"reverted": True}
+        self._torn = why  # if that fails
+        reverted = self._model.restore()
+        self._torn = ""
+        if reverted:
+            versions.take_back()
+        return {"reverted": reverted}
 
     def _state(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """What is served, and what it costs."""

@@ -30,6 +30,8 @@ class Weights:
     arena: Arena | None
     digests: list[int]
     version: Version = None
+    put_in_by: str = ""
+    """The transaction; by it, workers know the same version of one name from another."""
 
     @property
     def memory(self) -> torch.Tensor:
@@ -83,7 +85,6 @@ class Versions:
         self.served: Weights | None = None
         self.next: Weights | None = None
         self._before: Weights | None = None
-        self._served_by = ""
 
     @property
     def held(self) -> int:
@@ -123,23 +124,23 @@ class Versions:
     def serve_next(self, transaction: str) -> None:
         """``next`` has been put in."""
         assert self.next is not None
-        self._before, self.served, self._served_by = self.served, self.next, transaction
+        self._before, self.served = self.served, self.next
+        self.served.put_in_by = transaction
         self.next = self._before if self._before is not None and self._before.arena is not None else None
 
-    @property
-    def has_way_back(self) -> bool:
-        """Whether the version before is one that can be put in again, as far as is known here."""
-        return self._before is None or self._before.arena is not None
+    def was_put_in_by(self, transaction: str) -> bool:
+        """Whether what is served is of that transaction."""
+        return self.served is not None and self.served.put_in_by == transaction
 
-    def take_back(self, transaction: str) -> Weights | None:
-        """Let what was served before be served again: the version that was served until now; None, and nothing changed,
-        where that is not of this transaction."""
-        if not transaction or self._served_by != transaction:
-            return None
-        taken, self.served, self._before, self._served_by = self.served, self._before, None, ""
-        assert taken is not None
-        self.next = taken if taken.arena is not None else None
-        return taken
+    @property
+    def holds_before(self) -> bool:
+        """Whether there are the bytes of what was served before."""
+        return self._before is not None and self._before.arena is not None
+
+    def take_back(self) -> None:
+        """What was served before is served again."""
+        taken, self.served, self._before = self.served, self._before, None
+        self.next = taken if taken is not None and taken.arena is not None else None
 
     def give_up(self) -> None:
         """All memory. What is served goes on being served."""
