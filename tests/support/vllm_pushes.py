@@ -4,8 +4,8 @@
 
 A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker
 may take), ``["push draft", seed]``, ``["join", url]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]``
-or ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each is printed as JSON,
-after ``RESULTS``.
+or ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each is printed as
+JSON, after ``RESULTS``.
 """
 
 from __future__ import annotations
