@@ -1,8 +1,9 @@
-"""``bcp push``: a checkpoint's weights into inference engines that run."""
+"""``bcp push``: weights of a checkpoint, or of an engine that was pushed to, into inference engines that run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -17,9 +18,11 @@ __all__ = ["push_command"]
 
 
 @command("push")
-@click.argument("checkpoint")
+@click.argument("source")
 @click.option("--to", "urls", multiple=True, required=True, metavar="URL", help="An engine's address. Repeatable.")
-@click.option("--version", "version", help="What the engines call it; by default the checkpoint's step.")
+@click.option(
+    "--version", "version", help="What the engines call it; by default the checkpoint's step, or as SOURCE calls it."
+)
 @click.option("--section", default="model", show_default=True, help="Which section of the checkpoint.")
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="Prefixes of names, for the engine. Repeatable.")
 @click.option(
@@ -29,14 +32,14 @@ __all__ = ["push_command"]
     show_default=True,
     help="Requests under way: answer them with the old weights, abort them, or go on with the new.",
 )
-@click.option("--adapter", metavar="NAME", help="CHECKPOINT is a folder of PEFT's: the LoRA adapter of that name.")
+@click.option("--adapter", metavar="NAME", help="SOURCE is a folder of PEFT's: the LoRA adapter of that name.")
 @click.option("--native", is_flag=True, help="By vLLM's own weight transfer with the backend bcp.")
 @click.option("--deadline", type=float, default=600.0, show_default=True, help="Seconds, for each wait.")
-@click.option("--partial", is_flag=True, help="Also where the engine's model and the checkpoint do not fit wholly.")
+@click.option("--partial", is_flag=True, help="Also where the engine's model and SOURCE do not fit wholly.")
 def push_command(
     out: Output,
     options: Mapping[str, Any],
-    checkpoint: str,
+    source: str,
     urls: tuple[str, ...],
     version: str | None,
     section: str,
@@ -47,27 +50,41 @@ def push_command(
     deadline: float,
     partial: bool,
 ) -> None:
-    """Make running engines serve the weights of CHECKPOINT, each worker getting its own part of them.
+    """Make running engines serve the weights of SOURCE, each worker getting its own part of them.
+
+    SOURCE is a checkpoint, or the address (http://, https://) of an engine that was pushed to: its workers then give
+    what it serves to those of the others, without its ceasing to answer.
 
     Every byte is proved before weights change; if anything goes wrong, the engines go on with what they served. vLLM
     must have been started with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
     bytecheckpoint.inference.vllm_worker.WorkerExtension, or for --native with --weight-transfer-config
     '{"backend": "bcp"}'.
     """
-    storage_options = options_for(checkpoint, options)
-    found = api.open(checkpoint, storage_options=storage_options)
-    config = None if adapter is None else adapter_config(checkpoint, storage_options=storage_options)
+    from_engine = source.startswith(("http://", "https://"))
+    if from_engine and (rename or adapter is not None):
+        raise click.UsageError("--rename and --adapter are for checkpoints; an engine gives its model as it got it")
+    storage_options = options_for(source, options)
+    config = None if adapter is None else adapter_config(source, storage_options=storage_options)
     engines: list[Engine] = []
     for url in urls:
-        http = HttpEngine(url, pause=pause)
-        engine = NativeEngine(http) if native else http
+        engine = _engine(url, pause, native)
         engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
-    with Pusher(engines, deadline_s=deadline) as pusher:
-        report = pusher.push(
-            found, version=version, section=section, rename=prefix_renaming(rename), strict=not partial
-        )
-    out.document({"source": found.url, **report.plain()})
+    with ExitStack() as stack:
+        pusher = stack.enter_context(Pusher(engines, deadline_s=deadline))
+        what: Any
+        if from_engine:
+            what = _engine(source, pause, native)
+            stack.callback(what.close)
+        else:
+            what = api.open(source, storage_options=storage_options)
+        report = pusher.push(what, version=version, section=section, rename=prefix_renaming(rename), strict=not partial)
+    out.document({"source": what.name if from_engine else what.url, **report.plain()})
     _show(out, report)
+
+
+def _engine(url: str, pause: PauseMode, native: bool) -> Engine:
+    engine = HttpEngine(url, pause=pause)
+    return NativeEngine(engine) if native else engine
 
 
 def _show(out: Output, report: PushReport) -> None:

@@ -37,16 +37,17 @@ def register() -> None:
 
 @dataclass
 class BcpInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the sender takes answers, and the key that seals them."""
-
-    hosts: list[str]
-    port: int
-    key: str
+    """Nothing: each request says who asks, as several may."""
 
 
 @dataclass
 class BcpUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """A request, where the sender takes answers, and the key that seals them."""
+
     request: str
+    hosts: list[str]
+    port: int
+    key: str
 
 
 class BcpTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -56,10 +57,8 @@ class BcpTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = BcpUpdateInfo
     supports_draft_weight_update = False
 
-    _sender: BcpInitInfo | None = None
-
     def init_transfer_engine(self, init_info: BcpInitInfo) -> None:
-        self._sender = init_info
+        """Senders need not ask for it."""
 
     def start_weight_update(self) -> None:
         """Nothing changes before a version has been proved."""
@@ -75,12 +74,9 @@ class BcpTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Answer the sender. Where it has gone, there is nobody to tell: an exception here would leave the answers of
         other workers unread, and vLLM would take them for those of its next request."""
         said = answer(self.vllm_config, self.model, update_info.request)
-        if self._sender is None:
-            _log.warning("push: a request before init_weight_transfer_engine has nobody to be answered to")
-            return
-        sender, parallel = self._sender, self.parallel_config
+        asker, parallel = update_info, self.parallel_config
         try:
-            post_answer(sender.hosts, sender.port, sender.key, parallel.rank, parallel.world_size, said)
+            post_answer(asker.hosts, asker.port, asker.key, parallel.rank, parallel.world_size, said)
         except EngineError as error:
             _log.warning("push: %s", error)
 

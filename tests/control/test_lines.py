@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from bytecheckpoint.control import connecting
 from bytecheckpoint.control.connecting import _facing
 from bytecheckpoint.control.line import Line, LineLost
 
@@ -118,6 +119,27 @@ def test_a_process_that_has_ended_is_not_silent():
     assert not lost.value.is_silent
     with pytest.raises(LineLost, match="cannot connect"):
         connect(port)
+
+
+def test_a_process_that_ends_while_it_is_connected_to_is_noticed_then(monkeypatch):
+    """Not when the store's own constructor has given up trying again."""
+    process, port = start_server()
+    gave_up = threading.Event()
+    make = connecting._client
+
+    def late(*args):
+        end(process)
+        try:
+            return make(*args)
+        finally:
+            gave_up.set()
+
+    monkeypatch.setattr(connecting, "_client", late)
+    with pytest.raises(LineLost, match="refused") as lost:
+        connect(port, patience_s=3.0)
+    assert not gave_up.is_set()
+    assert not lost.value.is_silent
+    assert gave_up.wait(60)
 
 
 def test_several_lines_are_told_apart(server):

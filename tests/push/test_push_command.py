@@ -46,6 +46,26 @@ def test_what_does_not_fit(engine: ToyEngine, tmp_path: Path) -> None:
     assert partial.exit_code == 0, partial.output
 
 
+def test_from_an_engine_into_two_others(engine: ToyEngine, tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(9)}, step=90)
+    CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", engine.url])
+    with toy_engine(1) as one, toy_engine(2) as two:
+        done = CliRunner().invoke(cli, ["push", engine.url, "--to", one.url, "--to", two.url, "--json"])
+        assert done.exit_code == 0, done.output
+        document = json.loads(done.stdout)
+        assert (document["source"], document["version"]) == (engine.url, 90)
+        assert one.look()["digests"] == expected_digests(9, 1)
+        assert two.look()["digests"] == expected_digests(9, 2)
+        done = CliRunner().invoke(cli, ["push", f"{engine.url}/", "--to", one.url, "--version", "nine"])
+        assert "version nine is served" in done.output
+    done = CliRunner().invoke(cli, ["push", engine.url, "--to", engine.url, "--rename", "a=b"])
+    assert done.exit_code == 2
+    assert "--rename and --adapter are for checkpoints" in done.stderr
+    done = CliRunner().invoke(cli, ["push", "http://127.0.0.1:9", "--to", engine.url])
+    assert done.exit_code == 6
+    assert "http://127.0.0.1:9/collective_rpc cannot be reached" in done.stderr
+
+
 def test_no_engine(tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"model": ToyTrainee(8)})
     done = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", "http://127.0.0.1:9"])

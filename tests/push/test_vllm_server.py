@@ -75,8 +75,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["--worker-extension-cls", "vllm_fault.FaultyWorkers"]
     command += ["--weight-transfer-config", json.dumps({"backend": "bcp"})]
     command += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"started={store(folder, 8)}"]
-    support = str(Path(vllm_pushes.__file__).parent)
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": support, "VLLM_SERVER_DEV_MODE": "1"}
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     log = folder / "server.log"
     with log.open("w") as opened:
@@ -132,6 +131,53 @@ def test_by_its_own_weight_transfer(server: str, pause: Any) -> None:
         assert _tokens(server) == reference_tokens(made("llama", seed))
         assert _ask(server, "/weight_info")["weight_version"] == str(seed)
         assert _ask(server, "/is_paused") == {"is_paused": False}
+
+
+def test_an_engine_that_joins_gets_it_from_one_that_goes_on(server: str, tmp_path: Path) -> None:
+    """The server, at two workers, gives to an engine of one worker and other weights."""
+    with Pusher(HttpEngine(server), deadline_s=120) as pusher:
+        pusher.push(made("llama", 7), version=7)
+    before, given = reference_tokens(made("llama", 0)), reference_tokens(made("llama", 7))
+    made("llama", 0).save_pretrained(tmp_path / "hf")
+    steps = [["generate"], ["join", server], ["generate"], ["digest"], ["push", 8], ["push", 7], ["digest"]]
+    engine = {"model": str(tmp_path / "hf"), "worker_extension_cls": "vllm_fault.FaultyWorkers"}
+    job = {"engine": engine, "door": "extension", "model": "llama", "steps": steps}
+    command = [sys.executable, vllm_pushes.__file__, json.dumps(job)]
+    log = tmp_path / "log"
+    with log.open("w") as opened:
+        joining = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=opened, stderr=opened)
+    try:
+        while joining.poll() is None:
+            assert _tokens(server) == given
+            time.sleep(2)
+    finally:
+        joining.kill()
+        joining.wait()
+    lines = [line for line in log.read_text().splitlines() if line.startswith("RESULTS ")]
+    assert lines, log.read_text()[-6000:]
+    found = json.loads(lines[0].removeprefix("RESULTS "))
+    version, sent, written = found[1]
+    assert version == 7
+    assert sum(written) == sum(sent)
+    assert len(written) == _TP
+    assert min(written) > 0
+    assert [found[0], found[2]] == [before, given]
+    # As if it had been pushed to.
+    assert found[3] == found[6]
+    assert _tokens(server) == given
+
+
+def test_an_engine_gives_by_its_own_weight_transfer(server: str) -> None:
+    """To itself, in chunks of another size, so that all is sent."""
+    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=120, chunk_bytes=1 << 14) as pusher:
+        pusher.push(made("llama", 9), version=9)
+    holder = NativeEngine(HttpEngine(server))
+    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=120, chunk_bytes=1 << 15) as pusher:
+        report = pusher.push(holder, version="nine")
+    holder.close()
+    assert [worker.sent for worker in report.workers] == [worker.wanted for worker in report.workers]
+    assert _tokens(server) == reference_tokens(made("llama", 9))
+    assert _ask(server, "/weight_info")["weight_version"] == "nine"
 
 
 class _Trainee(nn.Module):

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from toy_adapters import ToyAdapters
 
+from bytecheckpoint.inference.push import roads
 from bytecheckpoint.inference.push.adapter_model import AdapterReceivers
 from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.inference.push.receiver import Receiver
@@ -163,12 +164,25 @@ class ToyWorker:
         return True
 
 
+def _stalled_writes() -> threading.Event:
+    """Until it is set, what this process writes into others' arenas waits."""
+    gate, write = threading.Event(), roads.SharedMemory.write
+
+    def waiting(road: roads.SharedMemory, *args: Any) -> None:
+        gate.wait()
+        roads.SharedMemory.write = write  # type: ignore[method-assign]
+        write(road, *args)
+
+    roads.SharedMemory.write = waiting  # type: ignore[method-assign]
+    return gate
+
+
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int, int] | None) -> None:
     worker = ToyWorker(tp, rank, getattr(torch, dtype), blocks)
     receiver = Receiver(worker)
     adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), getattr(torch, dtype))
     receivers = AdapterReceivers(adapters)
-    flips, own_signal = 0, None
+    flips, own_signal, stops, gate = 0, None, False, threading.Event()
     while True:
         try:
             kind, argument = pipe.recv()
@@ -185,11 +199,26 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int,
                 sent, own_signal = own_signal, None
                 os.kill(os.getpid(), sent)
             pipe.send(meant.answer(request))
+            if asked == "listen" and stops:
+                stops = False
+                os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "flip":
             flips += 1
             pipe.send(None)
         elif kind in ("stop in apply", "die in apply"):
             own_signal = signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL
+            pipe.send(None)
+        elif kind == "stop after listen":
+            stops = True
+            pipe.send(None)
+        elif kind == "damage":
+            receiver._versions.served.memory[argument] ^= 1  # type: ignore[union-attr]
+            pipe.send(None)
+        elif kind == "stall":
+            gate = _stalled_writes()
+            pipe.send(None)
+        elif kind == "go on":
+            gate.set()
             pipe.send(None)
         elif kind == "fail":
             worker.failures += argument
@@ -235,8 +264,9 @@ class _Front(BaseHTTPRequestHandler):
             return {**dict(zip(names, zip(*seen, strict=True), strict=True)), "pids": self.pids, "log": self.log}
         if self.path == "/fault":
             pipe = self.pipes[document["worker"]]
-            pipe.send((document["what"], document.get("argument")))
-            return pipe.recv()
+            with self.lock:
+                pipe.send((document["what"], document.get("argument")))
+                return pipe.recv()
         return {}
 
     def _all(self, kind: str, argument: Any) -> list[Any]:

@@ -3,8 +3,9 @@
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
 A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker
-may take), ``["push draft", seed]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]`` (how
-many tokens were proposed and accepted since the last time). What came of each is printed as JSON, after ``RESULTS``.
+may take), ``["push draft", seed]``, ``["join", url]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]``
+or ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each is printed as
+JSON, after ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import transformers
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import DraftEngine, LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import DraftEngine, HttpEngine, LocalEngine, NativeEngine, Pusher
 
 PROMPTS = ([1, 2, 3], [9, 8])
 ENVIRONMENT = {
@@ -30,6 +31,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
 }
 
 
@@ -121,6 +123,9 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
             elif what == "digest":
                 results.append(llm.collective_rpc("bcp_test_digest"))
+            elif what == "join":
+                report = pusher.push(HttpEngine(arguments[0]))
+                results.append([report.version, [worker.sent for worker in report.workers], report.written])
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
             elif what == "stream":

@@ -139,7 +139,7 @@ class LocalEngine(Engine):
     def native(self, step: str, document: Mapping[str, Any], timeout_s: float) -> None:
         """A step of vLLM's own weight transfer."""
         method = getattr(self._llm, step)
-        arguments = (document,) if step in ("init_weight_transfer_engine", "update_weights") else document.values()
+        arguments = (document,) if step == "update_weights" else document.values()
         self._bounded(lambda: method(*arguments), timeout_s)
 
     def _bounded(self, ask: Any, timeout_s: float) -> Any:
@@ -205,6 +205,10 @@ class Budget:
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
 
     @property
     def left(self) -> float:

@@ -1,7 +1,7 @@
 """The other door into vLLM: its own weight transfer (``--weight-transfer-config '{"backend": "bcp"}'``).
 
 vLLM carries requests to its workers by ``update_weights``, but brings no answers back. So each worker sends its answer
-to the sender itself, to a port that ``init_weight_transfer_engine`` told it, with a key that came the same way.
+to the sender itself, to a port that came with the request, sealed with a key that came the same way.
 """
 
 from __future__ import annotations
@@ -38,14 +38,12 @@ class NativeEngine(Engine):
         self._engine = engine
         self._key = secrets.token_hex(NONCE_BYTES)
         self._listener = socket.create_server(("", 0))
-        self._told = False
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         end = time.monotonic() + timeout_s
-        if not self._told:
-            where = {"hosts": list(own_hosts()), "port": self._listener.getsockname()[1], "key": self._key}
-            self._step("init_weight_transfer_engine", {"init_info": where}, end)
-            self._told = True
+        # With each request, as others may ask the same engine in turn: who has it give to another, say.
+        asked = {"request": request, "hosts": list(own_hosts()), "key": self._key}
+        asked["port"] = self._listener.getsockname()[1]
         # Answers come while vLLM is still at the request.
         over = threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="bcp-push-answers") as thread:
@@ -53,7 +51,7 @@ class NativeEngine(Engine):
             try:
                 # A session for each request: one that a sender leaves open when it dies cannot be opened again.
                 self._step("start_weight_update", {}, end)
-                self._step("update_weights", {"update_info": {"request": request}}, end)
+                self._step("update_weights", {"update_info": asked}, end)
                 self._step("finish_weight_update", {"weight_version": None}, end)
             except BaseException:
                 over.set()

@@ -12,6 +12,7 @@ from ...control import current_communicator
 from ...control.base import Communicator
 from ...errors import StateError
 from .engines import Budget, Engine
+from .joining import Join
 from .lead import Lead
 from .planning import CHUNK_BYTES
 from .pushing import SHARE, Push, Sender
@@ -60,12 +61,13 @@ class Pusher:
         rename: Rename | None = None,
         strict: bool = True,
     ) -> PushReport:
-        """Make every engine serve ``what``: a module, a state as for ``bytecheckpoint.save``, or an opened checkpoint.
+        """Make every engine serve ``what``: a module, a state as for ``bytecheckpoint.save``, an opened checkpoint, or
+        another ``Engine`` that was pushed to, whose workers then give what it serves. Rank 0 alone talks to that one.
 
-        ``version`` is what engines call it: by default a checkpoint's step, else one more than the last. ``rename``
-        turns the names of the state into those that the engine's model loads. With ``strict``, every element of every
-        parameter of an engine must get something, and an engine must take all of a tensor or nothing. Returns when
-        every engine serves it.
+        ``version`` is what engines call it: by default a checkpoint's step, what the other engine calls it, else one
+        more than the last. ``rename`` turns the names of the state into those that the engine's model loads. With
+        ``strict``, every element of every parameter of an engine must get something, an engine must take all of a
+        tensor or nothing, and one that gives must have the exact values. Returns when every engine serves it.
 
         Where it raises, on any rank, every engine serves the version before, and the next push works; where one cannot
         (as when weights are streamed), the error says so, and the engine is left paused. Raises ``MismatchError`` or
@@ -76,13 +78,18 @@ class Pusher:
         ranks = self._communicator or current_communicator(deadline_s=self._deadline_s)
         op = ranks.operation("push", deadline_s=self._deadline_s)
         try:
-            one = Push(op, self._lead if op.rank == 0 else None, self._sender, strict)
+            lead = self._lead if op.rank == 0 else None
             with op.phase("push.begin"):
                 if op.rank == 0 and not self._has_engines:
                     raise StateError("rank 0 has no engine to push to; give Pusher its engines there")
-                version = self._named(version, what)
-                op.is_about(f"push of version {version!r}")
-            report = one.run(what, version, section, framework, rename)
+                if version is not None or not isinstance(what, Engine):
+                    version = self._named(version, what)
+                    op.is_about(f"push of version {version!r}")
+            if isinstance(what, Engine):
+                report = Join(op, lead, self._sender, strict, what).join(version, rename)
+            else:
+                assert version is not None
+                report = Push(op, lead, self._sender, strict).run(what, version, section, framework, rename)
             self._version = report.version
             return report
         finally:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
+from .giving import Gives
 from .learning import EngineModel, Learned, learn_parts
 from .messages import Failure, Table, decode, encode, pack_parts
 from .ring import Ring
@@ -36,7 +37,8 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """One worker's. For the thread that runs the model; only the TCP road has threads of its own."""
+    """One worker's. For the thread that runs the model; only the TCP road, and what gives to other engines, have
+    threads of their own."""
 
     def __init__(self, model: EngineModel) -> None:
         self.id = secrets.token_hex(8)
@@ -49,6 +51,7 @@ class Receiver:
         self._proved = False
         self._torn = ""
         self._server: TcpServer | None = None
+        self._gives = Gives()
 
     def answer(self, request: str) -> str:
         """The answer to any request, as text. Never raises."""
@@ -75,6 +78,7 @@ class Receiver:
     def close(self) -> None:
         """Give the memory back. What is served goes on being served, without a way back to it."""
         self._stop_listening()
+        self._gives.close("the worker gave its memory back")
         self._versions.give_up()
         self._transaction = ""
 
@@ -110,7 +114,7 @@ class Receiver:
             return {"unknown": True}
         limit, sharers = message["memory"], message["sharers"][self.id]
         mode = message["mode"] or choose_mode(layout.nbytes, self._versions.held, limit, sharers)
-        weights = self._versions.begin(learned[0], layout, mode)
+        weights = self._versions.begin(learned[0], layout, mode, self._gives.reads)
         if mode == STREAMED:
             waves = ring_of(layout, SLOTS * SLOT_BYTES if limit is None else limit)
             self._ring = ring = Ring(waves, learned[1].takes, message["deadline_s"])
@@ -276,4 +280,8 @@ class Receiver:
         "revert": _revert,
         "state": _state,
         "release": _release,
+        "held": lambda self, message: self._gives.held(message, self._versions.served, self._torn),
+        "give": lambda self, message: self._gives.give(message, self.id),
+        "given": lambda self, message: self._gives.given(message),
+        "let_go": lambda self, message: self._gives.let_go(message),
     }

@@ -30,7 +30,8 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class PushReport:
-    """The same on every rank. ``written`` are the bytes that each sender handed over, by rank."""
+    """The same on every rank. ``written`` are the bytes that each sender handed over, by rank; or by
+    worker, where an engine gave them."""
 
     version: int | str
     seconds: dict[str, float]

@@ -54,9 +54,12 @@ class RingRoad(Road):
         with self._heard:
             self._wait_until(lambda: self._over, "confirm what was sent")
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.interrupt()
         self._ear.join()
         self._connection.close()
         self._memory = None

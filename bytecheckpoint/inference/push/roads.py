@@ -48,6 +48,9 @@ class Road(ABC):
     def finish(self) -> None:
         """Return when all has arrived. Raises ``DeadlineError``, or ``EngineError`` with the worker's words."""
 
+    def interrupt(self) -> None:  # noqa: B027 - most wait for nothing
+        """Have a ``write`` or ``finish`` that waits in another thread raise. Never raises itself."""
+
     @abstractmethod
     def close(self) -> None:
         """Never raises."""
@@ -111,6 +114,10 @@ class Tcp(Road):
             raise EngineError(f"the connection to the worker at {self._where} broke: {error}") from error
         if number != self._sent:
             raise EngineError(f"the worker at {self._where} received {number} of {self._sent} bytes")
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._connection.close()

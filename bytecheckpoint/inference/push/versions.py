@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,17 +98,19 @@ class Versions:
                 return weights.layout
         return None if packed is None else Layout.unpack(packed)
 
-    def begin(self, table: Table, layout: Layout, mode: Mode) -> Weights:
-        """``next``, made ready for a version of ``layout``. With one arena, or none, what is served loses its own."""
+    def begin(self, table: Table, layout: Layout, mode: Mode, reads: Callable[[Weights], bool]) -> Weights:
+        """``next``, made ready for a version of ``layout``. With one arena, or none, what is served loses its own.
+        Nothing is written where somebody ``reads``."""
         found, served = self.next, self.served
-        if found is not None and (found.layout.digest != layout.digest or not found.digests):
+        if found is not None and (found.layout.digest != layout.digest or not found.digests or reads(found)):
             # A sender of a push that failed may still be writing there.
             found.give_up()
             found = None
         if mode != DOUBLE and served is not None and served.arena is not None:
             if found is not None:
                 found.give_up()
-            found = replace(served) if mode != STREAMED and served.layout.digest == layout.digest else None
+            fits = mode != STREAMED and served.layout.digest == layout.digest and not reads(served)
+            found = replace(served) if fits else None
             if found is None:
                 served.give_up()
             served.arena = None

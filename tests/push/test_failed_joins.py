@@ -1,0 +1,299 @@
+"""Joins that go wrong, with real processes: all go on serving what they served, and the next join works."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from joins import arenas, giving, until
+from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
+
+from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError, StateError
+from bytecheckpoint.inference.push import HttpEngine, Pusher, joining
+from bytecheckpoint.testing.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[ToyEngine, ToyEngine]]:
+    with toy_engine(2) as holder, toy_engine(1) as engine:
+        yield holder, engine
+
+
+@pytest.fixture
+def holder(shared: tuple[ToyEngine, ToyEngine]) -> ToyEngine:
+    """Serves version 1."""
+    _push(shared[0], 1)
+    return shared[0]
+
+
+@pytest.fixture
+def engine(shared: tuple[ToyEngine, ToyEngine]) -> ToyEngine:
+    """Serves version 2 and has nothing of any other, and joins."""
+    with Pusher(HttpEngine(shared[1].url), deadline_s=30) as pusher:
+        pusher.release()
+        pusher.push(ToyTrainee(2), version=2)
+    return shared[1]
+
+
+def _push(engine: ToyEngine, version: int) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        pusher.push(ToyTrainee(version), version=version)
+
+
+def _assert_serves(engine: ToyEngine, version: int) -> None:
+    seen = engine.look()
+    assert seen["digests"] == expected_digests(version, len(seen["digests"]))
+    assert not engine.paused
+
+
+def _join(holder: str, engine: str, deadline_s: float = 30.0, tcp: bool = False) -> None:
+    with Pusher(HttpEngine(engine), deadline_s=deadline_s, tcp_only=tcp) as pusher:
+        pusher.push(HttpEngine(holder))
+
+
+def _fail(rank: int, world_size: int, holder: str, engine: str, deadline_s: float = 30.0) -> tuple[str, str]:
+    """Class and message of what this rank's push raised."""
+    try:
+        _join(holder, engine, deadline_s)
+    except BytecheckpointError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("the push did not fail")
+
+
+def _same(raised: list[Any], kind: type[Exception]) -> str:
+    """All ranks raised the same; its message."""
+    assert {name for name, _ in raised} == {kind.__name__}, raised
+    assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
+    return str(raised[0][1])
+
+
+def _works(holder: ToyEngine, engine: ToyEngine) -> None:
+    """What gave has ended, and the next join works."""
+    until(lambda: max(holder.look()["threads"]) == 1, "its threads have ended")
+    _assert_serves(holder, 1)
+    _assert_serves(engine, 2)
+    _join(holder.url, engine.url)
+    _assert_serves(engine, 1)
+
+
+def test_a_holder_that_has_nothing(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
+    with toy_engine(1) as fresh:
+        message = _same(pool.run(_fail, fresh.url, engine.url), StateError)
+        assert "it serves what it started with, which nobody pushed" in message
+        assert f"worker 0 of {fresh.url}" in message
+    with Pusher(HttpEngine(holder.url), deadline_s=30) as pusher:
+        pusher.release()
+    with pytest.raises(StateError, match="it serves version 1 and has its bytes no more"):
+        _join(holder.url, engine.url)
+    _push(holder, 1)
+    _works(holder, engine)
+
+
+def test_a_holder_that_serves_no_whole_version(holder: ToyEngine, engine: ToyEngine) -> None:
+    holder.fault(1, "fail", 2)
+    with pytest.raises(EngineError, match="is left paused"):
+        _push(holder, 3)
+    with pytest.raises(StateError, match=r"it serves no whole version .*nothing to give"):
+        _join(holder.url, engine.url)
+    _push(holder, 1)
+    _works(holder, engine)
+
+
+def test_a_damaged_holder(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
+    holder.fault(1, "damage", 1000)
+    message = _same(pool.run(_fail, holder.url, engine.url), CorruptionError)
+    assert f"worker 1 of {holder.url}" in message
+    assert "what it has of version 1 is damaged in memory: experts [0:1,32:64,0:64]" in message
+    _assert_serves(engine, 2)
+    with pytest.raises(CorruptionError):
+        _join(holder.url, engine.url, tcp=True)
+    holder.fault(1, "damage", 1000)
+    _works(holder, engine)
+
+
+def test_a_damaged_holder_of_who_is_short_of_memory(holder: ToyEngine, engine: ToyEngine) -> None:
+    """What was put in by then is there, as when anything is streamed."""
+    holder.fault(1, "damage", 1000)
+    with Pusher(HttpEngine(engine.url), deadline_s=30, memory_bytes=40_000, chunk_bytes=4000) as pusher:
+        with pytest.raises(CorruptionError, match=r"(?s)is damaged in memory.*is left paused"):
+            pusher.push(HttpEngine(holder.url))
+        assert engine.paused
+        holder.fault(1, "damage", 1000)
+        pusher.push(HttpEngine(holder.url))
+    _assert_serves(engine, 1)
+    _assert_serves(holder, 1)
+
+
+def test_the_holder_is_killed_while_it_gives(engine: ToyEngine, pool: RankPool) -> None:
+    with toy_engine(2) as holder, ThreadPoolExecutor(1) as threads:
+        _push(holder, 1)
+        with giving(holder) as begun:
+            join = threads.submit(pool.run, _fail, holder.url, engine.url)
+            begun(join)
+            os.kill(holder.look()["pids"][1], signal.SIGKILL)
+            message = _same(join.result(), EngineError)
+        assert f"{holder.url}/collective_rpc answered 500" in message
+    _assert_serves(engine, 2)
+    _push(engine, 3)
+    _assert_serves(engine, 3)
+
+
+def test_the_holder_is_stopped_while_it_gives(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
+    stopped = holder.look()["pids"][0]
+    with ThreadPoolExecutor(1) as threads, giving(holder) as begun:
+        join = threads.submit(pool.run, _fail, holder.url, engine.url, 5.0)
+        begun(join)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            message = _same(join.result(), DeadlineError)
+            assert f"{holder.url}/collective_rpc did not answer within" in message
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+    _works(holder, engine)
+
+
+def test_what_is_given_does_not_arrive_in_time(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
+    with ThreadPoolExecutor(1) as threads, giving(holder) as begun:
+        join = threads.submit(pool.run, _fail, holder.url, engine.url, 4.0)
+        begun(join)
+        message = _same(join.result(), DeadlineError)
+        assert f"workers [0, 1] of {holder.url} were still giving" in message
+    _works(holder, engine)
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_who_joins_is_killed(holder: ToyEngine, tcp: bool) -> None:
+    with toy_engine(1) as engine, ThreadPoolExecutor(1) as threads:
+        pid = engine.look()["pids"][0]
+        if tcp:
+            engine.fault(0, "stop after listen")
+            join = threads.submit(_join, holder.url, engine.url, tcp=True)
+            until(lambda: _is_stopped(pid), "it is stopped")
+            until(lambda: min(holder.look()["threads"]) > 1, "begun")
+            os.kill(pid, signal.SIGKILL)
+        else:
+            with giving(holder) as begun:
+                join = threads.submit(_join, holder.url, engine.url)
+                begun(join)
+                os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="a worker's port|connection to the worker" if tcp else engine.url):
+            join.result()
+    until(lambda: max(holder.look()["threads"]) == 1, "its threads have ended")
+    _assert_serves(holder, 1)
+
+
+def _is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(") ")[2][0] == "T"
+
+
+def test_who_joins_is_stopped(holder: ToyEngine, engine: ToyEngine) -> None:
+    """The holder gives it up by the deadline, also when whoever drove it is gone."""
+    pid = engine.look()["pids"][0]
+    engine.fault(0, "stop after listen")
+    try:
+        with RankPool(1) as pool:
+            pool.run(_die_when_begun, holder.url, engine.url, 3.0, True, expect_death={0: signal.SIGKILL})
+        until(lambda: _is_stopped(pid), "it is stopped")
+        assert min(holder.look()["threads"]) > 1
+        until(lambda: max(holder.look()["threads"]) == 1, "its threads have ended")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    _works(holder, engine)
+
+
+def _die_when_begun(rank: int, world_size: int, holder: str, engine: str, deadline_s: float, tcp: bool) -> None:
+    joining.Join._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    _join(holder, engine, deadline_s, tcp)
+
+
+def test_who_drives_it_is_killed(holder: ToyEngine, engine: ToyEngine) -> None:
+    with giving(holder) as begun:
+        with RankPool(1) as pool:
+            pool.run(_die_when_begun, holder.url, engine.url, 3.0, False, expect_death={0: signal.SIGKILL})
+        begun()
+        _assert_serves(holder, 1)
+    _works(holder, engine)
+
+
+def _die_before_it_begins(rank: int, world_size: int, holder: str, engine: str, deadline_s: float) -> None:
+    joining.Join._give = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    _join(holder, engine, deadline_s)
+
+
+def test_who_drives_it_is_killed_before_anything_is_given(holder: ToyEngine, engine: ToyEngine) -> None:
+    """The version is kept for it until the deadline, and then no more."""
+    with RankPool(1) as pool:
+        pool.run(_die_before_it_begins, holder.url, engine.url, 5.0, expect_death={0: signal.SIGKILL})
+
+    def has_two_arenas_after_a_push() -> bool:
+        _push(holder, 3)
+        return arenas(holder) == [2, 2]
+
+    for version in (4, 5):
+        _push(holder, version)
+    assert arenas(holder) == [3, 3]
+    until(has_two_arenas_after_a_push, "what was kept is given up")
+    _push(holder, 1)
+    _works(holder, engine)
+
+
+def test_a_join_that_fails_early_keeps_nothing(holder: ToyEngine) -> None:
+    with pytest.raises(EngineError, match="is the engine up"):
+        _join(holder.url, "http://127.0.0.1:9")
+    for version in (3, 4):
+        _push(holder, version)
+    assert arenas(holder) == [2, 2]
+
+
+def test_the_holder_gives_its_memory_back_while_it_gives(holder: ToyEngine, engine: ToyEngine) -> None:
+    with ThreadPoolExecutor(1) as threads, giving(holder) as begun:
+        join = threads.submit(_join, holder.url, engine.url)
+        begun(join)
+        with Pusher(HttpEngine(holder.url), deadline_s=30) as pusher:
+            pusher.release()
+        with pytest.raises(StateError, match="the worker was restarted or gave its memory back"):
+            join.result()
+    until(lambda: arenas(holder) == [0, 0], "nothing is read any more")
+    _push(holder, 1)
+    _works(holder, engine)
+
+
+def test_another_join_of_the_same_engine(holder: ToyEngine, engine: ToyEngine) -> None:
+    with ThreadPoolExecutor(2) as threads, giving(holder) as begun:
+        first = threads.submit(_join, holder.url, engine.url)
+        begun()
+        second = threads.submit(_join, holder.url, engine.url)
+        with pytest.raises(EngineError, match="another join of the same engine began"):
+            _after(lambda: min(holder.look()["threads"]) >= 5, holder, first.result)
+    second.result()
+    _assert_serves(engine, 1)
+
+
+def _after(condition: Callable[[], bool], holder: ToyEngine, then: Callable[[], None]) -> None:
+    until(condition, "both have begun")
+    for worker in range(2):
+        holder.fault(worker, "go on")
+    then()
+
+
+def test_who_joins_takes_something_else(holder: ToyEngine, engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        with pytest.raises(StateError, match="rename= is for tensors"):
+            pusher.push(HttpEngine(holder.url), rename=str)
+        with pytest.raises(EngineError, match="is the engine up"):
+            pusher.push(HttpEngine("http://127.0.0.1:9"))
+        pusher.push(HttpEngine(holder.url))
+    _assert_serves(engine, 1)
+    with Pusher() as nobody, pytest.raises(StateError, match="rank 0 has no engine to push to"):
+        nobody.push(HttpEngine(holder.url))
