@@ -13,8 +13,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 _CONNECT_S = 3.0
 _BACKLOG = 4096
 _TOLERANCE_S = 0.1
-_FIRST_LOOK_S = 0.1  # whether anybody listens any more, and then after twice as long each time
+_MEET_S = 0.5  # a store's constructor takes that and, to say why in C++, half a second more where nobody listens
 _LEAST_S, _MOST_S = 0.25, 86400.0  # to connect; to wait at all
 _SILENT = ("Socket Timeout", "wait timeout")  # what torch says when the system's bound was reached, or its own
 _FOLDER = "/proc/self/fd"
@@ -114,52 +115,40 @@ def connect(addresses: Sequence[str], port: int, patience_s: float) -> Connectio
 
 
 def _knock(address: str, port: int, timeout_s: float) -> None:
-    """Raises ``OSError`` where nobody listens: the store's own constructor tries again then, until its time-out."""
+    """Raises ``OSError`` where nobody listens: the store's own constructor would try again, until its time-out."""
     socket.create_connection((address, port), timeout=timeout_s).close()
 
 
 def _introduced(address: str, port: int, patience_s: float) -> Connection:
-    """Both sides of a store speak when they meet, and that wait has no bound either."""
-    end, pause_s = time.monotonic() + patience_s, _FIRST_LOOK_S
-    before = _facing(port)
-    made = _in_thread(lambda: _client(address, port, patience_s))
-    while not (done := _is_done(made, min(pause_s, max(end - time.monotonic(), 0.0)))) and time.monotonic() < end:
-        # Its process may have ended since somebody listened there. The constructor is left to its time-out.
-        _knock(address, port, min(_CONNECT_S, max(end - time.monotonic(), _LEAST_S)))
-        pause_s *= 2
-    if not done:
-        for descriptor, _local in _facing(port) - before:
-            _hang_up(descriptor)
-        with contextlib.suppress(RuntimeError):
-            made.result()
-        raise TimeoutError(f"{address}:{port}: no answer in {patience_s:g} s")
-    client = made.result()
-    client.set_timeout(_STORE_TIMEOUT)
-    found = sorted(_facing(port) - before)
-    return Connection(client, found[0][0] if len(found) == 1 else -1)
-
-
-def _client(address: str, port: int, patience_s: float) -> Any:
-    bound = timedelta(seconds=min(_CONNECT_S, patience_s / 2))
-    return TCPStore(address, port, is_master=False, timeout=bound, wait_for_workers=False)
-
-
-def _in_thread(make: Callable[[], Any]) -> Future[Any]:
-    """Of a daemon, which neither an executor nor the interpreter's end waits for."""
-    made: Future[Any] = Future()
-
-    def run() -> None:
+    """Tries again as long as somebody listens: the process may have ended since it did."""
+    end = time.monotonic() + patience_s
+    while True:
         try:
-            made.set_result(make())
-        except BaseException as error:  # noqa: BLE001 - raised by who asks for the result
-            made.set_exception(error)
+            return _met(address, port, max(end - time.monotonic(), _LEAST_S))
+        except RuntimeError:
+            if time.monotonic() > end:
+                raise
+        _knock(address, port, min(_CONNECT_S, max(end - time.monotonic(), _LEAST_S)))
 
-    threading.Thread(target=run, name="bytecheckpoint-connect", daemon=True).start()
-    return made
 
-
-def _is_done(made: Future[Any], timeout_s: float) -> bool:
-    return bool(wait([made], timeout_s).done)
+def _met(address: str, port: int, patience_s: float) -> Connection:
+    """Both sides of a store speak when they meet, and that wait has no bound either."""
+    # For so long it tries again where nobody listens.
+    bound = timedelta(seconds=min(_MEET_S, patience_s / 2))
+    with ThreadPoolExecutor(1, "bytecheckpoint-connect") as executor:
+        before = _facing(port)
+        made = executor.submit(TCPStore, address, port, is_master=False, timeout=bound, wait_for_workers=False)
+        try:
+            client = made.result(patience_s)
+        except FutureTimeoutError:
+            for descriptor, _local in _facing(port) - before:
+                _hang_up(descriptor)
+            with contextlib.suppress(RuntimeError):
+                made.result()
+            raise TimeoutError(f"{address}:{port}: no answer in {patience_s:g} s") from None
+        client.set_timeout(_STORE_TIMEOUT)
+        found = sorted(_facing(port) - before)
+        return Connection(client, found[0][0] if len(found) == 1 else -1)
 
 
 def _facing(port: int) -> set[tuple[int, int]]:
