@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .recording import Copy
+from .recording import Copy, storage_identity
 
 __all__ = ["OwnWrites", "uncovered"]
 
@@ -43,12 +43,12 @@ def uncovered(
     """``(name, range)`` of the first elements that get nothing, of each parameter that has such elements."""
     views: dict[int, set[_View]] = {}
     for target in [*(copy.target for copy in copies), *own]:
-        views.setdefault(_identity(target), set()).add(_view(target))
+        views.setdefault(storage_identity(target), set()).add(_view(target))
     found = []
     for name, parameter in parameters:
         # What its maker says is padding is nobody's to fill.
         wanted = int(getattr(parameter, "weight_loader_numel", parameter.numel()))
-        touched = views.get(_identity(parameter), set())
+        touched = views.get(storage_identity(parameter), set())
         if sum(int(np.prod(shape)) for _, shape, _ in touched) < wanted:
             found.append((name, _first_hole(parameter, touched)))
     return found
@@ -62,11 +62,6 @@ def _first_hole(parameter: torch.Tensor, views: Iterable[_View]) -> str:
     own = mask.as_strided(tuple(parameter.shape), tuple(parameter.stride()), begin).numpy()
     first = np.unravel_index(int(np.argmin(own)), own.shape)
     return f"{int(own.size - own.sum()):,} of {own.size:,} elements, from {[int(index) for index in first]} on"
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    # Tensors on the meta device have no address, but views share the storage object.
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _view(tensor: torch.Tensor) -> _View:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .push.quantizing import scale_name
+
 __all__ = ["hub_tensors"]
 
 _log = logging.getLogger(__name__)
@@ -24,7 +26,8 @@ def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str
     """``tensors`` as the hub has those of the model that ``config``, of transformers, describes.
 
     They are returned as they are where they are no state of that model in memory, and where this transformers does not
-    know the model, or holds it as the hub does. No values are computed.
+    know the model, or holds it as the hub does. Scales of blocks (``X_scale_inv``) go with their weights, though they
+    are no part of such a state. No values are computed.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -34,9 +37,15 @@ def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str
     except Exception as error:  # noqa: BLE001 - no such transformers, remote code, a model that it does not know
         _log.debug("names are taken as they are, transformers cannot make the model: %s", error)
         return tensors
-    if not names.issuperset(tensors):
+    scales = {name: scale for name in tensors if (scale := scale_name(name)) in tensors}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in scales.values()}
+    if not names.issuperset(weights):
         return tensors
-    reverted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
+    if scales:
+        # Blocks are cut and turned as their weights are.
+        turned = revert_weight_conversion(model, {name: tensors[scale] for name, scale in scales.items()})
+        reverted |= {scale_name(name): tensor for name, tensor in turned.items()}
     return reverted
 
 

@@ -19,7 +19,7 @@ import torch
 
 from .strided import StridedView
 
-__all__ = ["Copy", "Recorder"]
+__all__ = ["Copy", "Recorder", "storage_identity"]
 
 _aten = torch.ops.aten
 
@@ -87,6 +87,12 @@ class Recorder:
         self.seen.append((recorded.fqn, view))
         # Contiguous, as a copy is that a loader believes to have made.
         return self._read(recorded.fqn, view).to(recorded.dtype).contiguous()
+
+
+def storage_identity(tensor: torch.Tensor) -> int:
+    """The same for all views of one memory, while it lives. Tensors on the meta device have no address, but views
+    share the storage object."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _Recorded(torch.Tensor):

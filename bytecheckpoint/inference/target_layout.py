@@ -19,7 +19,7 @@ from ..shards import basic_meta
 from .layout_columns import compress
 from .layout_packing import LAYOUT_VERSION, LayoutTensor, Placement, pack_layout, unpack_layout
 from .parts import Part
-from .recording import Copy, Recorder
+from .recording import Copy, Recorder, storage_identity
 from .strided import StridedView, box_of
 
 __all__ = ["LAYOUT_VERSION", "Figures", "LayoutTensor", "Placement", "TargetLayout"]
@@ -132,20 +132,20 @@ class _Places:
 
     def __init__(self, model: nn.Module, copies: Sequence[Copy]) -> None:
         self._kept = [copy.target.untyped_storage() for copy in copies]  # their identities must not be given to others
-        touched = {_identity(copy.target) for copy in copies}
+        touched = {storage_identity(copy.target) for copy in copies}
         named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
-        named += [(name, buffer) for name, buffer in model.named_buffers() if _identity(buffer) in touched]
+        named += [(name, buffer) for name, buffer in model.named_buffers() if storage_identity(buffer) in touched]
         self.tensors = tuple(_described(name, tensor.dtype, tensor.shape) for name, tensor in named)
         self._names = [name for name, _ in named]
         self._by_memory: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for number, (_, tensor) in enumerate(named):
-            self._by_memory.setdefault(_identity(tensor), []).append((number, tensor))
+            self._by_memory.setdefault(storage_identity(tensor), []).append((number, tensor))
 
     def of(self, copy: Copy) -> tuple[int, StridedView]:
         target = copy.target
         first = int(target.storage_offset())
         last = first + sum((n - 1) * stride for n, stride in zip(target.shape, target.stride()))
-        for number, tensor in self._by_memory.get(_identity(target), ()):
+        for number, tensor in self._by_memory.get(storage_identity(target), ()):
             begin = int(tensor.storage_offset())
             if not begin <= first <= last < begin + tensor.numel() or tensor.dtype != target.dtype:
                 continue
@@ -159,11 +159,6 @@ class _Places:
 
 
 _box_of = lru_cache(maxsize=1 << 14)(box_of)  # layers are alike, and so are experts
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    # Tensors on the meta device have no address, but views share the storage object.
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _described(name: str, dtype: torch.dtype, shape: Sequence[int]) -> LayoutTensor:

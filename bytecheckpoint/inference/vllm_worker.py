@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import (
     LOADING_LAYERS,
@@ -30,8 +31,9 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from ..errors import StateError
+from ..errors import MismatchError, StateError
 from .hub_names import hub_tensors
+from .push.quantizing import grid_of, scale_name
 from .push.receiver import Receiver
 from .push.targets import aim_of, refusal
 from .vllm_adapters import receivers_of
@@ -49,6 +51,8 @@ class VllmModel:
     def __init__(self, vllm_config: Any, model: nn.Module, runner: Any = None) -> None:
         self._config, self._model, self._runner = vllm_config, model, runner
         self.quantized = vllm_config.model_config.quantization is not None
+        self.blocks = _blocks(vllm_config.quant_config)
+        self._serves_own = self._served_own = True  # what the engine started with: now, before the last load
         self._ties = _ties(model)
         self._on_hub: set[frozenset[str]] = set()
 
@@ -95,6 +99,8 @@ class VllmModel:
             if converted is tensors:
                 self._on_hub.add(names)  # asking takes a model of transformers' own
             tensors = converted
+        if self.blocks is not None:
+            tensors = _with_scales_shaped(tensors, self.blocks)
         return self._with_tied(iter(tensors.items()))
 
     def _with_tied(self, weights: Weights) -> Weights:
@@ -110,6 +116,8 @@ class VllmModel:
                 yield name, seen[first]
 
     def load(self, weights: Weights) -> None:
+        self._served_own = self._serves_own
+        self._serves_own = False
         self._reload(self._as_loaded(weights))
 
     def _reload(self, weights: Weights) -> None:
@@ -137,9 +145,10 @@ class VllmModel:
 
     def restore(self) -> bool:
         loader = get_model_loader(self._config.load_config)
-        if not hasattr(loader, "get_all_weights"):
+        if not self._served_own or not hasattr(loader, "get_all_weights"):
             return False
         self._reload(self._with_tied(iter(loader.get_all_weights(self._config.model_config, self._model))))
+        self._serves_own = True
         return True
 
 
@@ -168,6 +177,33 @@ def _check_replicas(vllm_config: Any) -> None:
             f"this engine has {parallel.data_parallel_size} data-parallel replicas behind one address, and vLLM "
             "passes on the answers of the first alone; start it with --data-parallel-external-lb, and push to each"
         )
+
+
+def _blocks(quantization: Any) -> tuple[int, int] | None:
+    """Of checkpoints that have ``weight_scale_inv`` for blocks of weights."""
+    if not isinstance(quantization, Fp8Config) or not quantization.weight_block_size:
+        return None
+    rows, columns = quantization.weight_block_size
+    return rows, columns
+
+
+def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Scales in the shape that they have on the hub. Raises ``MismatchError`` for those that are not of their weight's
+    blocks: vLLM's loader would repeat one row of them for all."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        scales = tensors.get(scale_name(name))
+        if scales is None or tuple(scales.shape) == (grid := grid_of(tensor.shape, blocks)):
+            continue
+        # Transformers leaves out dimensions of one block where it takes experts apart.
+        if [size for size in scales.shape if size > 1] != [size for size in grid if size > 1]:
+            raise MismatchError(
+                f"{name} of shape {list(tensor.shape)} has scales of shape {list(scales.shape)}, and its blocks of "
+                f"{blocks[0]}x{blocks[1]} need {list(grid)}; weights that a model has fused can be quantised as one "
+                "only where no block has elements of two of them"
+            )
+        found[scale_name(name)] = scales.view(grid)
+    return found
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

@@ -25,7 +25,7 @@ from crash_holdings import processes_of_sessions, shared_memory_of
 from crash_rank import live_on, live_through, step_of
 from crash_report import CellFigures, Report
 from crash_state import stored_value
-from crash_verdict import check_found, check_next, check_outcomes, check_stored
+from crash_verdict import check_found, check_next, check_outcomes, check_stored, seconds_to_end
 
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -88,6 +88,7 @@ def _live(pool: RankPool, tmp_path: Path, cell: Cell, figures: CellFigures) -> N
     stories = pool.run(live_through, cell, str(root), str(scratch), timeout_s=TIMEOUT_S, expect_death=deaths)
     struck = time_of(scratch / "struck")
     assert struck is not None, "the fault did not strike"
+    figures.ended_s = seconds_to_end(stories, struck)
     figures.noticed_s = check_outcomes(cell, stories, struck)
     figures.loads += check_stored(cell, stories, root if cell.kills else scratch / "after")
     check_next(cell, stories)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from toy_blocks import reference
 
 from bytecheckpoint.inference.hub_names import hub_tensors
 from bytecheckpoint.inference.recording import Recorder
@@ -67,3 +68,21 @@ def test_what_is_of_the_hub_already_stays(tmp_path: Path) -> None:
     written = safetensors.load_file(tmp_path / "model.safetensors")
     assert hub_tensors(model.config, written) is written
     assert hub_tensors(object(), written) is written
+
+
+def test_scales_go_with_their_weights(tmp_path: Path) -> None:
+    blocks = (16, 16)
+    model = _model("Qwen3Moe")
+    model.save_pretrained(tmp_path)
+    written = safetensors.load_file(tmp_path / "model.safetensors")
+    state = model.state_dict()
+    state |= {f"{name}_scale_inv": reference(state[name], blocks)[1] for name in list(state) if "proj" in name}
+    metas = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()]
+    found: Any = hub_tensors(model.config, dict(Recorder(_no_values).tensors(metas)))
+    scales = {name: tensor for name, tensor in found.items() if name.endswith("_scale_inv")}
+    assert set(found) - set(scales) == set(written)
+    assert set(scales) == {f"{name}_scale_inv" for name in written if "proj" in name}
+    for name, tensor in scales.items():
+        view = tensor.strided
+        expected = reference(written[name.removesuffix("_scale_inv")], blocks)[1]
+        assert torch.equal(state[tensor.fqn].as_strided(view.shape, view.strides, view.offset), expected), name

@@ -12,7 +12,7 @@ import xxhash
 
 from bytecheckpoint.errors import DeadlineError, EngineError
 from bytecheckpoint.inference.push.arena import Arena, attach
-from bytecheckpoint.inference.push.roads import SharedMemory, Tcp
+from bytecheckpoint.inference.push.roads import Place, SharedMemory, Tcp
 from bytecheckpoint.inference.push.tcp_server import TcpServer
 from bytecheckpoint.inference.push.tcp_wire import NONCE_BYTES, TcpAddress
 
@@ -35,8 +35,8 @@ def server(memory: torch.Tensor) -> Iterator[TcpServer]:
 
 def test_what_is_sent_arrives(server: TcpServer, memory: torch.Tensor) -> None:
     roads = [Tcp(server.address, 5.0) for _ in range(2)]
-    roads[0].write(64, DATA, DIGEST)
-    roads[1].write(0, DATA[:64], xxhash.xxh3_64_intdigest(DATA[:64].numpy()))
+    roads[0].write(Place(0, 64), DATA, DIGEST)
+    roads[1].write(Place(0, 0), DATA[:64], xxhash.xxh3_64_intdigest(DATA[:64].numpy()))
     for road in roads:
         road.finish()
         road.close()
@@ -46,7 +46,7 @@ def test_what_is_sent_arrives(server: TcpServer, memory: torch.Tensor) -> None:
 
 def test_damage_on_the_way(server: TcpServer) -> None:
     road = Tcp(server.address, 5.0)
-    road.write(64, DATA, DIGEST ^ 1)
+    road.write(Place(0, 64), DATA, DIGEST ^ 1)
     with pytest.raises(EngineError, match=f"bytes 64 to {64 + DATA.numel()} of an arena were damaged on the way"):
         road.finish()
     road.close()
@@ -60,7 +60,7 @@ def test_outside_the_arena(server: TcpServer) -> None:
 
 
 def _send(road: Tcp) -> None:
-    road.write(65, DATA, DIGEST)
+    road.write(Place(0, 65), DATA, DIGEST)
     road.finish()
 
 

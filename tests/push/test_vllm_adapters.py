@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 import vllm_loras
 from vllm_loras import LONG, lora, merged
-from vllm_pushes import ENVIRONMENT, made, reference_tokens
+from vllm_pushes import ENVIRONMENT, made, python_path, reference_tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -28,7 +28,7 @@ def _run(folder: Path, steps: list[Any], **engine: Any) -> list[Any]:
     done = subprocess.run(
         [sys.executable, vllm_loras.__file__, json.dumps(job)],
         capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(vllm_loras.__file__).parent)},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path()},
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, done.stdout[-3000:] + done.stderr[-6000:]

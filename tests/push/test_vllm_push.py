@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +11,19 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-import vllm_pushes
 from leak_watch import shared_memory_names
-from vllm_pushes import ENVIRONMENT, made, reference_tokens
+from vllm_pushes import made, reference_tokens, run_pushes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-_SUPPORT = str(Path(vllm_pushes.__file__).parent)
+_RING = 100_000  # bytes that a worker may take: a few chunks
 _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}
 
 
 def _run(folder: Path, kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
     """An engine that starts with the model of seed 0."""
     made(kind, 0).save_pretrained(folder)
-    if engine.get("tensor_parallel_size", 1) > 1:
-        engine["distributed_executor_backend"] = "mp"
-    job = {"engine": {"model": str(folder), **engine}, "door": door, "model": kind, "steps": steps}
-    done = subprocess.run(
-        [sys.executable, vllm_pushes.__file__, json.dumps(job)],
-        capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": _SUPPORT},
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
-    return found
+    return run_pushes(kind, steps, door=door, model=str(folder), **engine)
 
 
 def _is_mapped(name: str) -> bool:
@@ -59,15 +43,22 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
     steps: list[Any] = [["generate"]]
     for seed in range(1, pushes + 1):
         steps += [["push", seed], ["generate"]]
+    steps += [["stream", pushes + 1, _RING], ["generate"], ["stream", pushes + 2, _RING], ["generate"]]
     # Where LoRA is enabled, layers have other names; the head that is the embedding is found all the same.
     lora = {"enable_lora": True, "max_lora_rank": 8} if kind == "qwen2" else {}
     found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION, **lora)
     assert not [push["message"] for push in found[1::2] if "error" in push]
-    assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(pushes + 1)]
+    assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(pushes + 3)]
     for seed, push in enumerate(found[1::2], 1):
-        assert [served[:3] for served in push["served"]] == [[seed, "", True]] * tp
+        streamed = seed > pushes
+        assert push["mode"] == ("streamed" if streamed else "double")
+        assert [served[:3] for served in push["served"]] == [[seed, "", not streamed]] * tp
         for wanted, _ in push["workers"]:
             assert wanted <= push["bytes"] * (1.1 / tp)
+            assert wanted > 2 * _RING
+    # Layers that are padded are put in at the end, whenever their tensors come.
+    for push in found[-4::2]:
+        assert max(push["set aside"]) <= 2 * 260 * 128 * 4, push
     new = [name for name in shared_memory_names() if name not in before and "vllm" not in name]
     # Other engines, of tests that run beside this one, have theirs.
     left = [name for name in new if not _is_mapped(name)]

@@ -20,12 +20,11 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-import vllm_pushes
 from click.testing import CliRunner
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from vllm_loras import CONFIG, lora, merged, store
-from vllm_pushes import ENVIRONMENT, PROMPTS, made, reference_tokens
+from vllm_pushes import ENVIRONMENT, PROMPTS, made, python_path, reference_tokens
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
@@ -75,8 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["--worker-extension-cls", "vllm_fault.FaultyWorkers"]
     command += ["--weight-transfer-config", json.dumps({"backend": "bcp"})]
     command += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"started={store(folder, 8)}"]
-    support = str(Path(vllm_pushes.__file__).parent)
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": support, "VLLM_SERVER_DEV_MODE": "1"}
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path(), "VLLM_SERVER_DEV_MODE": "1"}
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     log = folder / "server.log"
     with log.open("w") as opened:

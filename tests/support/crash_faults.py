@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from crash_holdings import state_of
 from bytecheckpoint import trace
 
 MESSAGE = "this was injected"
+_DEAD_S = 60.0
 _TOO_LATE_S = 6.0
 _STOPPED_S = 10.0
 
@@ -90,6 +92,28 @@ class Fault:
 def time_of(file: Path) -> float | None:
     """When the fault struck; None if it has not."""
     return float(file.read_text()) if file.exists() else None
+
+
+class Watch:
+    """When a process ended, as its kernel sees it: all of its threads, after what they did in the kernel (an ``fsync``
+    may take seconds on a busy disk, and nobody can know of the death before)."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)
+        self._ended: float | None = None
+        self._thread = threading.Thread(target=self._wait)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        if select.select([self._descriptor], [], [], _DEAD_S)[0]:
+            self._ended = time.monotonic()
+
+    def ended(self) -> float:
+        """Waits for it, not for ever. On the clock that all processes of a machine share."""
+        self._thread.join()
+        os.close(self._descriptor)
+        assert self._ended is not None, "the process that was killed has not ended"
+        return self._ended
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from crash_cells import Cell
-from crash_faults import Fault, continued
+from crash_faults import Fault, Watch, continued
 from crash_holdings import Holdings, left_since
 from crash_job import Job, new_job
 from crash_state import NEW, NEXT, PREVIOUS, empty_state, new_state, value_of
@@ -58,12 +58,13 @@ class Outcome:
 @dataclass(frozen=True)
 class Story:
     """Of one rank that lived. ``pids`` are of all ranks; ``left`` is what it holds more than before; ``after`` the save
-    that its next call stored and loaded again, where all ranks lived."""
+    that its next call stored and loaded again, where all ranks lived; ``buried`` when the one that was killed ended."""
 
     outcome: Outcome
     pids: list[int]
     left: list[str]
     after: float | None = None
+    buried: float | None = None
 
 
 def deadline_of(cell: Cell) -> float:
@@ -91,13 +92,15 @@ def live_through(rank: int, world_size: int, cell: Cell, root: str, scratch: str
     job = new_job(cell.mode, root + "-astray" if is_astray else root, deadline_s=deadline_of(cell), layout=cell.layout)
     dist.barrier()
     struck = Path(scratch) / "struck"
+    watch = Watch(pids[victim]) if cell.kills and not is_victim else None
     with continued(pids[victim], struck, deadline_of(cell)) if is_watcher else nullcontext():
         outcome, error = _call(cell, job, root, struck, rank, is_victim)
     if cell.kills:
         with suppress(BytecheckpointError):
             job.leave(error or RuntimeError("another rank is gone"))
         del job, error
-        return Story(outcome, pids, left_since(before))
+        buried = None if watch is None else watch.ended()
+        return Story(outcome, pids, left_since(before), buried=buried)
     del error
     dist.barrier()
     if rank == 0:

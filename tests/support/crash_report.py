@@ -18,12 +18,13 @@ from crash_state import WrongLoad
 
 @dataclass
 class CellFigures:
-    """``noticed_s``: from the fault to the last survivor's error. ``loads``: checkpoints that were compared bit by bit
-    after the fault."""
+    """``noticed_s``: from the fault, or the end of the process that was killed, to the last survivor's error;
+    ``ended_s``: from the fault to that end. ``loads``: checkpoints that were compared bit by bit after the fault."""
 
     cell: Cell
     loads: int = 0
     noticed_s: float = 0.0
+    ended_s: float = 0.0
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Report:
             "torn_files": sum(one.cell.fault == "torn" for one in self.figures),
             "loads_compared": sum(one.loads for one in self.figures),
             "wrong_loads": self.wrong_loads,
+            "slowest_end_of_a_killed_process_s": max((one.ended_s for one in self.figures), default=0.0),
             "slowest_notice_of_a_death_s": max(died, default=0.0),
             "slowest_notice_of_a_stop_s": max(stopped, default=0.0),
         }

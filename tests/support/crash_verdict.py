@@ -19,7 +19,7 @@ from bytecheckpoint.storage_backends.local import LocalBackend
 GRACE_S = 2.0
 """After the deadline, everyone has raised."""
 
-DEATH_NOTICED_S = 8.0
+DEATH_NOTICED_S = 3.0
 """Long before the deadline, also on a busy machine."""
 
 _CLASSES = {
@@ -64,7 +64,7 @@ def is_out_of_reach(cell: Cell) -> bool:
 
 def check_outcomes(cell: Cell, stories: Sequence[Story | None], struck: float) -> float:
     """All survivors raised the same cause, named and in time. Returns when the last of those did that had to notice, in
-    seconds after the fault."""
+    seconds after the fault; where a process was killed, after its end."""
     victim = cell.victim_of(len(stories))
     outcomes = {rank: story.outcome for rank, story in enumerate(stories) if story is not None}
     if succeeds(cell):
@@ -82,9 +82,20 @@ def check_outcomes(cell: Cell, stories: Sequence[Story | None], struck: float) -
     others = [outcome.ended - struck for rank, outcome in outcomes.items() if rank != victim or cell.fault != "stop"]
     if cell.fault == "rank-0-only":
         others = [outcomes[0].ended - struck]
-    limit = DEATH_NOTICED_S if cell.kills else deadline_of(cell) + GRACE_S
+    limit = deadline_of(cell) + GRACE_S
+    if cell.kills:
+        buried = max(story.buried for story in stories if story is not None and story.buried is not None)
+        others = [max(outcome.ended - buried, 0.0) for outcome in outcomes.values()]
+        limit = DEATH_NOTICED_S
     assert max(others) <= limit, f"{max(others):.2f} s after the fault, at most {limit:g} were promised: {outcomes}"
     return max(others)
+
+
+def seconds_to_end(stories: Sequence[Story | None], struck: float) -> float:
+    """From the fault to the end of the process that was killed."""
+    return max(
+        (story.buried - struck for story in stories if story is not None and story.buried is not None), default=0
+    )
 
 
 def check_stored(cell: Cell, stories: Sequence[Story | None], root: Path) -> int:

@@ -123,23 +123,31 @@ def digest_of(trainee: nn.Module, tp: int, rank: int, dtype: torch.dtype = torch
 class ToyWorker:
     """An ``EngineModel``, of which so many loads as there are ``failures`` break off, having changed the model."""
 
-    quantized = False
-
-    def __init__(self, tp: int, rank: int, dtype: torch.dtype) -> None:
-        self.tp, self.rank, self.dtype = tp, rank, dtype
-        self.model = ToyModel(tp, rank, dtype)
+    def __init__(self, tp: int, rank: int, dtype: torch.dtype, blocks: tuple[int, int] | None = None) -> None:
+        self.tp, self.rank, self.dtype, self.blocks = tp, rank, dtype, blocks
+        self.quantized = blocks is not None
+        self.model = self._made()
         self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
         self.rehearsals, self.failures, self.can_restore = 0, 0, False
+        self.serves_own = self.served_own = True
+
+    def _made(self) -> ToyModel:
+        if self.blocks is None:
+            return ToyModel(self.tp, self.rank, self.dtype)
+        from toy_blocks import BlockToyModel
+
+        return BlockToyModel(self.tp, self.rank, self.dtype, self.blocks)
 
     def make(self) -> ToyModel:
         self.rehearsals += 1
         with torch.device("meta"):
-            return ToyModel(self.tp, self.rank, self.dtype)
+            return self._made()
 
     def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         model.load_weights(weights)  # type: ignore[operator]
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.served_own, self.serves_own = self.serves_own, False
         if not self.failures:
             self.model.load_weights(weights)
             return
@@ -148,17 +156,19 @@ class ToyWorker:
         raise RuntimeError("the layer does not fit")
 
     def restore(self) -> bool:
-        if self.can_restore:
-            self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
-        return self.can_restore
+        if not self.can_restore or not self.served_own:
+            return False
+        self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
+        self.serves_own = True
+        return True
 
 
-def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
-    worker = ToyWorker(tp, rank, getattr(torch, dtype))
+def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int, int] | None) -> None:
+    worker = ToyWorker(tp, rank, getattr(torch, dtype), blocks)
     receiver = Receiver(worker)
     adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), getattr(torch, dtype))
     receivers = AdapterReceivers(adapters)
-    flips, stops = 0, False
+    flips, own_signal = 0, None
     while True:
         try:
             kind, argument = pipe.recv()
@@ -170,16 +180,16 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str) -> None:
             asked = decode(request)["kind"]
             if asked == "verify" and flips:
                 flips -= 1
-                meant._next.arena.memory[1000] ^= 1  # type: ignore[union-attr]
-            if asked == "apply" and stops:
-                stops = False
-                os.kill(os.getpid(), signal.SIGSTOP)
+                meant._versions.next.memory[1000] ^= 1  # type: ignore[union-attr]
+            if asked in ("apply", "stream") and own_signal is not None:
+                sent, own_signal = own_signal, None
+                os.kill(os.getpid(), sent)
             pipe.send(meant.answer(request))
         elif kind == "flip":
             flips += 1
             pipe.send(None)
-        elif kind == "stop in apply":
-            stops = True
+        elif kind in ("stop in apply", "die in apply"):
+            own_signal = signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL
             pipe.send(None)
         elif kind == "fail":
             worker.failures += argument
@@ -250,13 +260,17 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int)
     parser.add_argument("--dtype")
+    parser.add_argument("--blocks", type=int, nargs=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     pipes, pids = [], []
     for rank in range(arguments.tp):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_worker, args=(theirs, arguments.tp, rank, arguments.dtype), daemon=True)
+        blocks = tuple(arguments.blocks) if arguments.blocks else None
+        process = context.Process(
+            target=_worker, args=(theirs, arguments.tp, rank, arguments.dtype, blocks), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -291,8 +305,11 @@ class ToyEngine:
 
 
 @contextmanager
-def toy_engine(tp: int, dtype: str = "float32") -> Iterator[ToyEngine]:
+def toy_engine(tp: int, dtype: str = "float32", blocks: tuple[int, int] | None = None) -> Iterator[ToyEngine]:
+    """With ``blocks``, one that has its matrices in 8 bits with scales of such blocks."""
     command = [sys.executable, __file__, "--tp", str(tp), "--dtype", dtype]
+    if blocks is not None:
+        command += ["--blocks", *map(str, blocks)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:

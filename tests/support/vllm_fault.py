@@ -7,7 +7,9 @@ from itertools import islice
 from typing import Any
 
 import torch
+import xxhash
 
+from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.inference import vllm_transfer
 from bytecheckpoint.inference.vllm_adapters import VllmAdapters
 from bytecheckpoint.inference.vllm_worker import VllmModel, WorkerExtension
@@ -39,6 +41,15 @@ class FaultyWorkers(WorkerExtension):
             raise RuntimeError("the adapter does not fit")
 
         VllmAdapters._put_in = broken  # type: ignore[method-assign]
+
+    def bcp_test_digest(self) -> str:
+        """Of all that the model computes with, as its layers have packed it."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        found = xxhash.xxh3_128()
+        for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(byte_view(tensor.detach().contiguous()))
+        return found.hexdigest()
 
 
 def _ending(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,15 +2,19 @@
 
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["push draft", seed]``, ``["fail next load", worker]``,
-``["generate"]`` or ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each
-is printed as JSON, after ``RESULTS``.
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker may
+take), ``["push draft", seed]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]``
+(how many tokens were proposed and accepted since the last time). What came of each is printed as JSON, after
+``RESULTS``.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,9 +47,37 @@ def made(kind: str, seed: int) -> Any:
             initializer_range=0.15, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **sizes
         )
         return transformers.MixtralForCausalLM(config).eval()
+    if kind == "qwen3_moe":
+        # A layer of each kind; matrices are of whole blocks of 128, and of more than one.
+        sizes |= {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "moe_intermediate_size": 256}
+        config = transformers.Qwen3MoeConfig(
+            initializer_range=0.15, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0], **sizes
+        )
+        return transformers.Qwen3MoeForCausalLM(config).bfloat16().eval()
     # Biases on query, key and value; the head is the embedding.
     config = transformers.Qwen2Config(initializer_range=0.15, tie_word_embeddings=True, **sizes)
     return transformers.Qwen2ForCausalLM(config).eval()
+
+
+def python_path() -> str:
+    """For processes of engines: what lies here, and the package that the tests are run with."""
+    return os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def run_pushes(kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
+    """What came of each step in an engine of these arguments."""
+    if engine.get("tensor_parallel_size", 1) > 1:
+        engine["distributed_executor_backend"] = "mp"
+    job = {"engine": engine, "door": door, "model": kind, "steps": steps}
+    done = subprocess.run(
+        [sys.executable, __file__, json.dumps(job)],
+        capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path()},
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
+    found: list[Any] = json.loads(lines[0].removeprefix("RESULTS "))
+    return found
 
 
 def reference_tokens(model: Any, *more: list[int]) -> list[list[int]]:
@@ -75,7 +107,8 @@ def _drafted(llm: Any) -> list[int]:
 def _main(job: dict[str, Any]) -> None:
     from vllm import LLM
 
-    llm = LLM(dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True, **job["engine"])
+    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
+    llm = LLM(**engine | job["engine"])
     local = LocalEngine(llm)
     results: list[Any] = []
     counted = [0, 0]
@@ -85,6 +118,8 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(_generate(llm))
             elif what == "fail next load":
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
+            elif what == "digest":
+                results.append(llm.collective_rpc("bcp_test_digest"))
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
             elif what == "push draft":
@@ -93,6 +128,11 @@ def _main(job: dict[str, Any]) -> None:
             elif what == "drafted":
                 before, counted = counted, _drafted(llm)
                 results.append([after - were for after, were in zip(counted, before, strict=True)])
+            elif what == "stream":
+                seed, memory = arguments
+                with Pusher(local, deadline_s=120, memory_bytes=memory, chunk_bytes=16 << 10) as streaming:
+                    results.append(_push(streaming, job["model"], seed))
+                    results[-1]["set aside"] = [one["set_aside"] for one in streaming.state()[0]]
             else:
                 results.append(_push(pusher, job["model"], *arguments))
     print("RESULTS", json.dumps(results), flush=True)
@@ -106,7 +146,7 @@ def _push(pusher: Pusher, kind: str, seed: int, without: str = "") -> Any:
     except BytecheckpointError as error:
         return {"error": type(error).__name__, "message": str(error), "served": _served(pusher)}
     workers = [[worker.wanted, worker.sent] for worker in report.workers]
-    return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher)}
+    return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher), "mode": report.mode}
 
 
 def _served(pusher: Pusher) -> list[Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import MismatchError, StateError
+from .quantizing import Blocks
 from .receiver import Receiver
 
 __all__ = ["Adapter", "AdapterHost", "AdapterModel", "AdapterReceivers", "Piece", "Site", "piece_of"]
@@ -89,6 +90,7 @@ class AdapterModel:
     whole."""
 
     quantized = False
+    blocks: Blocks | None = None
 
     def __init__(self, host: AdapterHost, name: str, config: str, loaded: Callable[[], None]) -> None:
         self._host, self._name, self._config_text, self._loaded = host, name, config, loaded
@@ -121,12 +123,12 @@ class AdapterModel:
             place.data.copy_(tensor)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._before = self._host.pushed(self._name)
         tensors = dict(weights)
         taken: dict[str, torch.Tensor] = {}
         for name in self._pieces({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
             taken[name] = torch.empty(tensors[name].shape, dtype=self._host.dtype)
             taken[name].copy_(tensors[name])
-        self._before = self._host.pushed(self._name)
         self._host.put(self._name, Adapter(self._config(), taken))
         self._loaded()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import BytecheckpointError, EngineError
 from .engines import Budget, Engine, ask_all, failure_of
+from .messages import first_cause
 
 __all__ = ["apply_on", "take_back"]
 
@@ -17,41 +18,46 @@ _log = logging.getLogger(__name__)
 
 
 def apply_on(
-    engine: Engine, message: Mapping[str, Any], version: int | str, budget: Budget
+    engine: Engine, message: Mapping[str, Any], version: int | str, budget: Budget, request: str
 ) -> BytecheckpointError | None:
-    """What went wrong, if anything. An engine of which it is not known that it serves one whole version is left
-    paused."""
+    """What went wrong with ``request``, which puts a version in, if anything. An engine of which it is not known that
+    it serves one whole version is left paused."""
     try:
         engine.pause(budget.left)
     except BytecheckpointError as error:
         _resume_quietly(engine, None, changed=False)
         return error
     try:
-        answers = ask_all(engine, "apply", message, budget.left)
+        answers = ask_all(engine, request, message, budget.left)
     except BytecheckpointError as error:
         return type(error)(
             f"{error}\n  whether {engine.name} serves version {version!r} now is not known; it is left paused, and the "
             "next push resumes it"
         )
-    errors = [failure_of(engine, number, answer) for number, answer in enumerate(answers)]
-    first = next((error for error in errors if error is not None), None)
-    if first is None:
+    failures = [failure_of(engine, number, answer) for number, answer in enumerate(answers)]
+    errors = [error for error in failures if error is not None]
+    if not errors:
         return _resume(engine, version, budget)
+    first = first_cause(errors)
     before, after = _revert(engine, message, budget)
     if after is None:
         _resume_quietly(engine, before, changed=True)
         return first
-    return EngineError(f"{first}\n  and {after}\n  {engine.name} is left paused; push again, or restart it")
+    first.args = (f"{first}\n  and {after}\n  {engine.name} is left paused; push again, or restart it",)
+    return first
 
 
 def take_back(engine: Engine, message: Mapping[str, Any], budget: Budget) -> BytecheckpointError | None:
-    """For an engine that has put in what another could not. What went wrong, if anything."""
+    """For an engine that has put in what another could not. What went wrong, if anything; where there is no way back,
+    it goes on with what it has."""
     try:
         engine.pause(max(budget.left, _LAST_WORDS_S))
-        before, after = _revert(engine, message, budget)
-        if after is None:
-            engine.resume(before, max(budget.left, _LAST_WORDS_S), changed=True)
-        return after
+        serves, error = _revert(engine, message, budget)
+        if error is None:
+            engine.resume(serves, max(budget.left, _LAST_WORDS_S), changed=True)
+            if serves == message["version"]:
+                return EngineError(f"{engine.name} has no way back and goes on with version {serves!r}")
+        return error
     except BytecheckpointError as error:
         return error
 
@@ -67,6 +73,9 @@ def _revert(
     torn = [answer["torn"] for answer in answers if answer["torn"]]
     if torn:
         return None, EngineError(f"{engine.name} serves no whole version: {torn[0]}")
+    if len({answer["put_in_by"] for answer in answers}) > 1:
+        versions = ", ".join(f"{answer['version']!r}" for answer in answers)
+        return None, EngineError(f"workers of {engine.name} serve different versions: {versions}")
     return answers[0]["version"], None
 
 

@@ -3,81 +3,64 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import msgpack
-import xxhash
 
-from ...errors import DisagreementError
-from ...geometry import Box
-from ..parts import Part
+from .block_plan import holdings_of_blocks, plan_exchange
 from .committing import apply_on, take_back
 from .engines import Budget, Engine, ask
-from .messages import Table, unpack_parts
-from .planning import Holding, Plan, check_taken_whole, plan_push
+from .messages import Table, first_cause
+from .planned import Jobs, Outcome, Planned, Worker, merged
+from .planning import Holding, plan_push
 from .report import WorkerReport
-from .writing import KEPT, SENT, UNCHANGED, Job, pack_writes
+from .staging import DOUBLE, MODES, Mode
+from .wishes import Wish, blocks_by_name, wish_of
+from .writing import KEPT, SENT, UNCHANGED
 
-__all__ = ["Lead", "Outcome"]
+__all__ = ["Lead"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Worker:
-    engine: int
-    number: int
-    receiver: str
-    host: str
-
-
-@dataclass(frozen=True)
-class _Planned:
-    table: Table
-    plan: Plan
-    workers: list[_Worker]
-    jobs: list[list[Job]]
-    packed: list[bytes]
-    digest: bytes
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one sender did: digests of its chunks, and what became of each of their places."""
-
-    digests: list[int]
-    became: bytes
 
 
 class Lead:
     """What rank 0 keeps between pushes: what engines want, and the plan, for as long as both sides stay the same."""
 
-    def __init__(self, engines: Sequence[Engine], chunk_bytes: int) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], chunk_bytes: int, memory_bytes: int | None, deadline_s: float
+    ) -> None:
         self._engines, self._chunk_bytes = list(engines), chunk_bytes
+        self._memory_bytes, self._deadline_s = memory_bytes, deadline_s
         self._sources: tuple[tuple[bytes, ...], Table, dict[str, list[Holding]]] | None = None
-        self._wanted: dict[bytes, tuple[list[_Worker], list[list[Part]]]] = {}
-        self._planned: tuple[Any, _Planned] | None = None
+        self._wanted: dict[bytes, tuple[list[Worker], list[Wish]]] = {}
+        self._planned: tuple[Any, Planned] | None = None
         self._was_strict = False
         self._transaction = ""
         self._answers: list[dict[str, Any]] = []
+        self.mode: Mode = DOUBLE
 
     def knows(self, fingerprints: Sequence[bytes]) -> bool:
         """Whether the senders' descriptions are those of last time."""
         return self._sources is not None and self._sources[0] == tuple(fingerprints)
 
     def learn_sources(self, fingerprints: Sequence[bytes], descriptions: Sequence[bytes]) -> None:
-        """Take in what the senders have. Raises ``DisagreementError`` where they mean different tensors by a name."""
-        table, held = _merged(descriptions)
+        """Take in what the senders have. Raises as ``merged``."""
+        table, held = merged(descriptions)
         self._sources = tuple(fingerprints), table, held
 
     @property
     def table(self) -> Table:
         assert self._sources is not None
         return self._sources[1]
+
+    @property
+    def planned(self) -> Planned:
+        assert self._planned is not None
+        return self._planned[1]
 
     def describe(self, strict: bool, budget: Budget) -> None:
         """Ask the engines what they want of the senders' table, unless they said so before. Raises ``MismatchError``
@@ -86,89 +69,116 @@ class Lead:
         if table.digest in self._wanted and (self._was_strict or not strict):
             return
         self._was_strict = strict
-        workers: list[_Worker] = []
-        parts: list[list[Part]] = []
-        for number, answers in enumerate(
-            self._on_all(lambda e: ask(e, "describe", {"table": table.packed, "strict": strict}, budget.left))
-        ):
-            for index, answer in enumerate(answers):
-                workers.append(_Worker(number, index, answer["receiver"], answer["host"]))
-                parts.append(unpack_parts(answer["parts"]))
-            if strict:
-                check_taken_whole(self._engines[number].name, table, parts[-len(answers) :])
-        self._wanted = {table.digest: (workers, parts)}
+        wishes = self._on_all(lambda engine: wish_of(engine, table, strict, budget))
+        blocks_by_name(wishes)
+        workers = [
+            Worker(number, index, answer["receiver"], answer["host"])
+            for number, wish in enumerate(wishes)
+            for index, answer in enumerate(wish.answers)
+        ]
+        self._wanted = {table.digest: (workers, wishes)}
 
-    def plan(self, senders: int) -> _Planned:
+    def plan(self, senders: int) -> None:
         """Raises ``PlanError`` for what is wanted and not there."""
         assert self._sources is not None
         fingerprints, table, held = self._sources
-        workers, parts = self._wanted[table.digest]
+        workers, wishes = self._wanted[table.digest]
         key = (fingerprints, table.digest, [worker.receiver for worker in workers])
         if self._planned is None or self._planned[0] != key:
-            plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes)
-            jobs = [[_job(plan, write) for write in writes] for writes in plan.writes]
-            packed = [pack_writes(of_sender) for of_sender in jobs]
-            digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in plan.layouts] + packed))
-            self._planned = key, _Planned(table, plan, workers, jobs, packed, digest)
-        return self._planned[1]
+            parts = [of_worker for wish in wishes for of_worker in wish.parts]
+            blocks = blocks_by_name(wishes)
+            exchange = plan_exchange(held, table, blocks, senders)
+            held = holdings_of_blocks(held, blocks, senders)
+            plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes, blocks=blocks)
+            tables = [wish.table.digest for wish in wishes]
+            self._planned = key, Planned(plan, workers, tables, blocks, exchange)
 
-    def prepare(self, planned: _Planned, budget: Budget) -> bool:
+    def prepare(self, budget: Budget) -> bool:
         """Begin the transaction on every worker; False where one has been restarted and must be asked what it wants."""
         self._transaction = secrets.token_hex(16)
-        self._answers = []
-        # Layouts are sent only to who does not know them.
-        for with_layouts in (False, True):
-            message = self._message(planned, with_layouts)
-            answers = self._on_all(partial(_prepare_on, message=message, budget=budget))
+        self._answers, mode = [], ""
+        with_layouts = False
+        while True:
+            answers = self._on_all(partial(_prepare_on, message=self._message(with_layouts, mode), budget=budget))
             flat = [answer for of_engine in answers for answer in of_engine]
-            if [answer["receiver"] for answer in flat] != [worker.receiver for worker in planned.workers]:
+            if [answer["receiver"] for answer in flat] != [worker.receiver for worker in self.planned.workers]:
                 break
-            if not any(answer.get("unknown") for answer in flat):
-                self._answers = flat
+            if any(answer.get("unknown") for answer in flat):
+                if with_layouts:
+                    break
+                with_layouts = True  # only to who does not know them
+                continue
+            least = min((answer["mode"] for answer in flat), key=MODES.index)
+            if all(answer["mode"] == least for answer in flat):
+                self._answers, self.mode = flat, least
                 return True
+            mode = least  # one way for all: they change together
         self._wanted.clear()
         return False
 
-    def _message(self, planned: _Planned, with_layouts: bool) -> dict[str, Any]:
+    def _message(self, with_layouts: bool, mode: str) -> dict[str, Any]:
         layouts = {
-            worker.receiver: [layout.digest, layout.packed if with_layouts else None]
-            for worker, layout in zip(planned.workers, planned.plan.layouts, strict=True)
+            worker.receiver: [
+                layout.digest,
+                layout.packed if with_layouts else None,
+                self.planned.tables[worker.engine],
+            ]
+            for worker, layout in zip(self.planned.workers, self.planned.plan.layouts, strict=True)
         }
-        return {"transaction": self._transaction, "table": planned.table.digest, "layouts": layouts}
+        hosts = Counter(worker.host for worker in self.planned.workers)
+        return {
+            "transaction": self._transaction,
+            "layouts": layouts,
+            "memory": self._memory_bytes,
+            "sharers": {worker.receiver: hosts[worker.host] for worker in self.planned.workers},
+            "mode": mode,
+            "deadline_s": self._deadline_s,
+        }
 
-    def assignment(self, planned: _Planned, sender: int, has_plan: bool) -> bytes:
-        """What a sender has to know."""
+    def _jobs(self) -> Jobs:
+        rings = tuple((answer["ring"][0], answer["ring"][1]) for answer in self._answers if "ring" in answer)
+        return self.planned.jobs(rings)
+
+    def assignment(self, sender: int, plan: bytes) -> bytes:
+        """What a sender has to know, which has the plan of this digest."""
+        made = self._jobs()
         known = []
-        for job in planned.jobs[sender]:
+        for job in made.jobs[sender]:
             for target, chunk in job.write.chunks:
                 answer = self._answers[target]
                 known.append([answer[held][chunk] if answer[held] else None for held in ("known", "served")])
         packed: bytes = msgpack.packb(
             {
-                "plan": planned.digest,
-                "writes": None if has_plan else planned.packed[sender],
+                "plan": made.digest,
+                "writes": None if plan == made.digest else made.packed[sender],
+                "task": None if plan == made.digest else made.tasks[sender],
                 "arenas": [answer["arena"] for answer in self._answers],
+                "rings": [answer["ring"] for answer in self._answers if "ring" in answer],
                 "known": known,
             }
         )
         return packed
 
-    def listen(self, targets: Iterable[int], planned: _Planned, deadline_s: float, budget: Budget) -> dict[int, Any]:
+    def merge_maxima(self, said: Sequence[bytes]) -> list[bytes]:
+        """For each sender, of the blocks that are cut, the maxima that it needs."""
+        return self.planned.exchange.merged(said)
+
+    def listen(self, targets: Iterable[int], budget: Budget) -> dict[int, Any]:
         """Addresses of the TCP road of the engines that these targets are of."""
-        engines = {planned.workers[target].engine for target in targets}
-        message = {"transaction": self._transaction, "deadline_s": deadline_s}
+        engines = {self.planned.workers[target].engine for target in targets}
+        message = {"transaction": self._transaction, "deadline_s": self._deadline_s}
         found: dict[int, Any] = {}
         for engine in sorted(engines):
             answers = ask(self._engines[engine], "listen", message, budget.left)
-            first = next(t for t, worker in enumerate(planned.workers) if worker.engine == engine)
+            first = next(t for t, worker in enumerate(self.planned.workers) if worker.engine == engine)
             found |= {first + number: answer["tcp"] for number, answer in enumerate(answers)}
         return found
 
-    def verify(self, planned: _Planned, outcomes: Sequence[Outcome], version: int | str, budget: Budget) -> None:
+    def verify(self, outcomes: Sequence[Outcome], version: int | str, budget: Budget) -> None:
         """The first phase: every worker proves what arrived."""
-        digests = [[0] * len(layout.chunks) for layout in planned.plan.layouts]
-        unchanged: list[list[int]] = [[] for _ in planned.plan.layouts]
-        for jobs, outcome in zip(planned.jobs, outcomes, strict=True):
+        digests = [[0] * len(layout.chunks) for layout in self.planned.plan.layouts]
+        unchanged: list[list[int]] = [[] for _ in self.planned.plan.layouts]
+        for jobs, outcome in zip(self._jobs().jobs, outcomes, strict=True):
             became = iter(outcome.became)
             for job, digest in zip(jobs, outcome.digests, strict=True):
                 for target, chunk in job.write.chunks:
@@ -176,15 +186,16 @@ class Lead:
                     if next(became) == UNCHANGED:
                         unchanged[target].append(chunk)
         by_worker = {
-            worker.receiver: [digests[target], unchanged[target]] for target, worker in enumerate(planned.workers)
+            worker.receiver: [digests[target], unchanged[target]] for target, worker in enumerate(self.planned.workers)
         }
         message = {"transaction": self._transaction, "version": version, "chunks": by_worker}
         self._on_all(lambda engine: ask(engine, "verify", message, budget.left))
 
-    def apply(self, version: int | str, budget: Budget) -> None:
-        """The second phase. Where one engine fails, those that did not are taken back."""
+    def apply(self, version: int | str, budget: Budget, request: str = "apply") -> None:
+        """The second phase; or all of it, by the request "stream", meanwhile senders write. Where one engine fails,
+        those that did not are taken back."""
         message = {"transaction": self._transaction, "version": version}
-        errors = self._on_all(lambda engine: apply_on(engine, message, version, budget))
+        errors = self._on_all(lambda engine: apply_on(engine, message, version, budget, request))
         failed = [error for error in errors if error is not None]
         if not failed:
             return
@@ -193,15 +204,14 @@ class Lead:
                 after = take_back(engine, message, budget)
                 if after is not None:
                     failed.append(after)
-        first = failed[0]
-        if len(failed) > 1:
-            raise type(first)("\n".join(str(error) for error in failed)) from first
+        first = first_cause(failed)
+        first.args = ("\n".join(str(error) for error in (first, *(one for one in failed if one is not first))),)
         raise first
 
-    def reports(self, planned: _Planned, outcomes: Sequence[Outcome]) -> tuple[list[WorkerReport], list[int]]:
-        counted = [[0, 0, 0] for _ in planned.workers]
+    def reports(self, outcomes: Sequence[Outcome]) -> tuple[list[WorkerReport], list[int]]:
+        counted = [[0, 0, 0] for _ in self.planned.workers]
         written = [0] * len(outcomes)
-        for sender, (jobs, outcome) in enumerate(zip(planned.jobs, outcomes, strict=True)):
+        for sender, (jobs, outcome) in enumerate(zip(self._jobs().jobs, outcomes, strict=True)):
             became = iter(outcome.became)
             for job in jobs:
                 for target, _ in job.write.chunks:
@@ -213,9 +223,14 @@ class Lead:
                 self._engines[worker.engine].name, worker.number, worker.host, sum(layout.sizes),
                 of[SENT], of[UNCHANGED], of[KEPT],
             )
-            for worker, layout, of in zip(planned.workers, planned.plan.layouts, counted, strict=True)
+            for worker, layout, of in zip(self.planned.workers, self.planned.plan.layouts, counted, strict=True)
         ]  # fmt: skip
         return reports, written
+
+    def finish(self, budget: Budget) -> None:
+        """A stream is over, and all senders have come to their end."""
+        message = {"transaction": self._transaction}
+        self._on_all(lambda engine: ask(engine, "finish", message, budget.left))
 
     def tell(self, kind: str, budget: Budget) -> list[list[dict[str, Any]]]:
         """Ask every engine something that needs no transaction."""
@@ -235,26 +250,3 @@ class Lead:
 
 def _prepare_on(engine: Engine, message: dict[str, Any], budget: Budget) -> list[dict[str, Any]]:
     return ask(engine, "prepare", message, budget.left)
-
-
-def _job(plan: Plan, write: Any) -> Job:
-    return Job(write, tuple((target, plan.layouts[target].offsets[chunk]) for target, chunk in write.chunks))
-
-
-def _merged(descriptions: Sequence[bytes]) -> tuple[Table, dict[str, list[Holding]]]:
-    rows: dict[str, Any] = {}
-    held: dict[tuple[str, Box], list[int]] = {}
-    pinned: set[str] = set()
-    for sender, description in enumerate(descriptions):
-        packed, boxes, names, _ = msgpack.unpackb(description)
-        for name, meta in Table.unpack(packed).rows:
-            if rows.setdefault(name, meta) != meta:
-                raise DisagreementError(f"senders disagree on {name}: {rows[name]} before rank {sender}, {meta} on it")
-        pinned.update(names)
-        for name, offsets, lengths in boxes:
-            held.setdefault((name, Box(tuple(offsets), tuple(lengths))), []).append(sender)
-    found: dict[str, list[Holding]] = {}
-    for (name, box), senders in held.items():
-        owners = tuple(sorted(set(senders)))
-        found.setdefault(name, []).append(Holding(box, owners[:1] if name in pinned else owners))
-    return Table(tuple(rows.items())), found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,11 +16,13 @@ from ...metadata import BasicMeta
 from ...shards import basic_meta
 from ..coverage import OwnWrites, uncovered
 from ..parts import Part
-from ..recording import Recorder
+from ..recording import Copy, Recorder, storage_identity
 from ..strided import StridedView, box_of
 from .messages import Table
+from .narrowing import check_quantizable
+from .quantizing import Blocks
 
-__all__ = ["EngineModel", "learn_parts", "wire_dtype"]
+__all__ = ["EngineModel", "Learned", "learn_parts", "part_with", "wire_dtype"]
 
 
 class EngineModel(Protocol):
@@ -27,6 +30,9 @@ class EngineModel(Protocol):
 
     quantized: bool
     """Whether it has parameters that no tensor of the senders goes to."""
+
+    blocks: Blocks | None
+    """Where its checkpoints have weights as float8_e4m3fn with a scale for each block, the block; else None."""
 
     def make(self) -> nn.Module:
         """Another model like the one that serves; its parameters need no memory."""
@@ -39,15 +45,26 @@ class EngineModel(Protocol):
         then the model must not be used."""
 
     def restore(self) -> bool:
-        """Put in what the engine itself started with; False where it has no way to."""
+        """Put in again what was served before the last ``load``, with no help; False where it has no way to."""
 
 
-def learn_parts(model: EngineModel, table: Table, *, strict: bool = True) -> list[Part]:
-    """Parts in the order in which the loader asks for them, nothing twice.
+@dataclass(frozen=True)
+class Learned:
+    """``parts`` in the order in which a load will want them, nothing twice; ``takes``: ``(part, box)`` for each copy
+    out of one into a parameter."""
+
+    parts: list[Part]
+    takes: list[tuple[int, Box]]
+
+
+def learn_parts(model: EngineModel, table: Table, *, strict: bool = True) -> Learned:
+    """What a load of ``table`` will want: layer by layer, each when its last tensor has come, as engines that reload
+    in layers copy nothing before.
 
     Each in the type that costs least: the stored one where the parameter's holds all of its values, else the
     parameter's. Whole tensors where the loader computes with values, or wants what is no box. Raises ``MismatchError``
-    for what does not fit, before anything was sent; with ``strict``, also for parameters of which elements get nothing.
+    for what does not fit, before anything was sent; with ``strict``, also for parameters of which elements get nothing,
+    unless a part is of 8 bits and its tensor is not: that has to be quantised, and then learned anew.
     """
     recorder = Recorder(_no_values)
     made = model.make()
@@ -61,9 +78,12 @@ def learn_parts(model: EngineModel, table: Table, *, strict: bool = True) -> lis
         ) from error
     if not recorder.copies and not recorder.seen:
         raise MismatchError("the engine's loader took nothing of the tensors; nothing was sent")
-    if strict and not model.quantized:
+    metas = dict(table.rows)
+    seen = frozenset(name for name, _ in recorder.seen)
+    quantize = check_quantizable(model.blocks, metas, recorder.copies, seen)
+    if strict and not model.quantized and not quantize:  # else it is asked again, about what it is to get
         _check_complete(made, recorder, own)
-    return _parts_of(recorder, dict(table.rows))
+    return _learned(recorder, metas, _by_layer(made, recorder.copies))
 
 
 def _no_values(name: str, view: StridedView) -> torch.Tensor:
@@ -71,19 +91,39 @@ def _no_values(name: str, view: StridedView) -> torch.Tensor:
     return torch.zeros(view.shape)
 
 
-def _parts_of(recorder: Recorder, metas: dict[str, BasicMeta]) -> list[Part]:
+def _by_layer(made: nn.Module, copies: Sequence[Copy]) -> list[Copy]:
+    owner = {
+        storage_identity(tensor): number
+        for number, layer in enumerate(made.modules())
+        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    }
+    layers = [owner.get(storage_identity(copy.target), -1) for copy in copies]
+    complete = dict(zip(layers, range(len(layers))))
+    order = sorted(range(len(layers)), key=lambda number: (complete[layers[number]], number))
+    return [copies[number] for number in order]
+
+
+def _learned(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequence[Copy]) -> Learned:
     seen = {name for name, _ in recorder.seen}
-    parts: dict[Part, None] = {}
-    for copy in recorder.copies:
+    wanted = []
+    for copy in copies:
         meta = metas[copy.name]
         found = box_of(meta.shape, copy.view)
         if copy.name not in seen and copy.view.numel:
             box = Box.whole(meta.shape) if found is None else found.box
-            parts.setdefault(Part(copy.name, meta.shape, box, wire_dtype(meta.dtype, copy.target)))
-    for name, meta in metas.items():
-        if name in seen and meta.numel:
-            parts.setdefault(Part(name, meta.shape, Box.whole(meta.shape), meta.dtype))
-    return _without_contained(parts)
+            wanted.append(Part(copy.name, meta.shape, box, wire_dtype(meta.dtype, copy.target)))
+    whole = [Part(name, meta.shape, Box.whole(meta.shape), meta.dtype) for name, meta in metas.items()]
+    parts = _without_contained(dict.fromkeys([*wanted, *(part for part in whole if part.name in seen and part.nbytes)]))
+    by_name: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        by_name.setdefault(part.name, []).append(number)
+    takes = [(part_with(parts, by_name[one.name], one.box, one.dtype), one.box) for one in wanted]
+    return Learned(parts, [(number, box) for number, box in takes if number is not None])
+
+
+def part_with(parts: Sequence[Part], numbers: Iterable[int], box: Box, dtype: DType) -> int | None:
+    """The first of those ``numbers`` whose part is of ``dtype`` and has all of ``box``."""
+    return next((n for n in numbers if parts[n].dtype == dtype and parts[n].box.contains(box)), None)
 
 
 def _without_contained(parts: Iterable[Part]) -> list[Part]:

@@ -27,7 +27,7 @@ from ...metadata import BasicMeta
 from ...shards import torch_dtype
 from ..parts import Part
 
-__all__ = ["Failure", "Table", "decode", "encode", "pack_parts", "unpack_parts"]
+__all__ = ["Failure", "SenderGone", "Table", "decode", "encode", "first_cause", "pack_parts", "unpack_parts"]
 
 _MAX_MESSAGE = 1 << 30  # bytes, unpacked; tables of 100,000 tensors are some 10 MB
 
@@ -91,6 +91,15 @@ def unpack_parts(data: bytes) -> list[Part]:
     ]
 
 
+class SenderGone(EngineError):
+    """A sender ended too early. Senders do that when something has failed elsewhere, so others may know more."""
+
+
+def first_cause(errors: Sequence[BytecheckpointError]) -> BytecheckpointError:
+    """The first that is not only the consequence of another."""
+    return next((error for error in errors if not isinstance(error, SenderGone)), errors[0])
+
+
 @dataclass(frozen=True)
 class Failure:
     """An exception as it travels from a worker. ``serving`` says what the worker serves after it."""
@@ -109,7 +118,8 @@ class Failure:
 
     def error(self, where: str) -> BytecheckpointError:
         """The same class of this library's errors, or an ``EngineError``; names ``where`` it happened."""
-        known = getattr(errors, self.kind) if self.kind in errors.__all__ else None
+        known = SenderGone if self.kind == SenderGone.__name__ else None
+        known = getattr(errors, self.kind) if self.kind in errors.__all__ else known
         after = f"\n  {where} {self.serving}" if self.serving else ""
         if known is MismatchError:
             faults = [(kind, name, detail) for kind, name, detail in self.faults]

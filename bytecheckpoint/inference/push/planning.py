@@ -13,6 +13,7 @@ from ...geometry import Box
 from ..parts import Part
 from .layout import Layout, cut_box
 from .messages import Table
+from .quantizing import Blocks, cut_blocks, without
 
 __all__ = ["CHUNK_BYTES", "Holding", "Plan", "Write", "check_taken_whole", "plan_push"]
 
@@ -43,7 +44,8 @@ class Write:
 
 @dataclass(frozen=True)
 class Plan:
-    """``layouts`` by target, ``writes`` by sender. Every chunk of every target is in exactly one write."""
+    """``layouts`` by target, ``writes`` by sender. Every chunk of every target is in exactly one write; the order of
+    chunks and of writes is one order everywhere, near that in which targets want them."""
 
     layouts: tuple[Layout, ...]
     writes: tuple[tuple[Write, ...], ...]
@@ -58,28 +60,45 @@ def plan_push(
     senders: int,
     *,
     chunk_bytes: int = CHUNK_BYTES,
+    blocks: Mapping[str, Blocks] | None = None,
 ) -> Plan:
     """``wanted`` by target (a worker of an engine), ``held`` by name.
 
     Holdings may overlap in any way: every wanted element is written by one sender. Where several have the same box, the
-    work is spread by bytes. Raises one ``PlanError`` naming every tensor, and the first range of it, that a target
-    wants and no sender has.
+    work is spread by bytes. Chunks of a tensor that is quantised in ``blocks`` end where its blocks do. Raises one
+    ``PlanError`` naming every tensor, and the first range of it, that a target wants and no sender has.
     """
-    chunking = _Chunking(held, chunk_bytes)
-    layouts: list[Layout] = []
-    targets: dict[_Key, list[tuple[int, int]]] = {}
-    for number, parts in enumerate(wanted):
-        chunks: list[tuple[int, Box]] = []
-        for at, part in enumerate(parts):
-            for box in chunking.chunks(part):
-                targets.setdefault((part.name, box, part.dtype), []).append((number, len(chunks)))
-                chunks.append((at, box))
-        layouts.append(Layout(tuple(parts), tuple(chunks)))
+    chunking = _Chunking(held, chunk_bytes, blocks or {})
+    made = [[(at, box) for at, part in enumerate(parts) for box in chunking.chunks(part)] for parts in wanted]
     chunking.raise_faults()
+    targets: dict[_Key, list[tuple[int, int]]] = {key: [] for key in _in_order(wanted, made)}
+    rank = {key: number for number, key in enumerate(targets)}
+    layouts: list[Layout] = []
+    for number, (parts, chunks) in enumerate(zip(wanted, made, strict=True)):
+        chunks.sort(key=lambda chunk: rank[_key(parts, chunk)])
+        layouts.append(Layout(tuple(parts), tuple(chunks)))
+        for at, chunk in enumerate(chunks):
+            targets[_key(parts, chunk)].append((number, at))
     writes: list[list[Write]] = [[] for _ in range(senders)]
     for sender, key in _share_out(targets, chunking.owners, senders):
         writes[sender].append(Write(*key, tuple(targets[key])))
     return Plan(tuple(layouts), tuple(tuple(of_sender) for of_sender in writes))
+
+
+def _key(parts: Sequence[Part], chunk: tuple[int, Box]) -> _Key:
+    part = parts[chunk[0]]
+    return part.name, chunk[1], part.dtype
+
+
+def _in_order(wanted: Sequence[Sequence[Part]], made: Sequence[Sequence[tuple[int, Box]]]) -> list[_Key]:
+    """Chunks by when, on the way through its own, a target first wants them. One order for all targets and senders:
+    what is streamed to several is then never waited for in a circle."""
+    soonest: dict[_Key, float] = {}
+    for parts, chunks in zip(wanted, made, strict=True):
+        for at, chunk in enumerate(chunks):
+            key = _key(parts, chunk)
+            soonest[key] = min(soonest.get(key, 1.0), at / len(chunks))
+    return sorted(soonest, key=soonest.__getitem__)
 
 
 def check_taken_whole(engine: str, table: Table, wanted: Sequence[Sequence[Part]]) -> None:
@@ -105,9 +124,9 @@ def check_taken_whole(engine: str, table: Table, wanted: Sequence[Sequence[Part]
 class _Chunking:
     """Cuts parts where holdings end and where chunks would become too long. ``owners`` of each chunk made so far."""
 
-    def __init__(self, held: Mapping[str, Sequence[Holding]], chunk_bytes: int) -> None:
+    def __init__(self, held: Mapping[str, Sequence[Holding]], chunk_bytes: int, blocks: Mapping[str, Blocks]) -> None:
         self._held = {name: _Held(holdings) for name, holdings in held.items()}
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._blocks = chunk_bytes, blocks
         self._made: dict[_Key, list[Box]] = {}
         self._faults: dict[str, str] = {}
         self.owners: dict[_Key, tuple[int, ...]] = {}
@@ -117,10 +136,15 @@ class _Chunking:
         if key not in self._made:
             self._made[key] = made = []
             for box, senders in self._pieces(part):
-                for chunk in cut_box(box, part.dtype.itemsize, self._chunk_bytes):
+                for chunk in self._cut(part, box):
                     made.append(chunk)
                     self.owners[(part.name, chunk, part.dtype)] = senders
         return self._made[key]
+
+    def _cut(self, part: Part, box: Box) -> Iterator[Box]:
+        blocks = self._blocks.get(part.name)
+        for rows in [box] if blocks is None else cut_blocks(box, blocks, self._chunk_bytes // part.dtype.itemsize):
+            yield from cut_box(rows, part.dtype.itemsize, self._chunk_bytes)
 
     def _pieces(self, part: Part) -> Iterator[Holding]:
         held = self._held.get(part.name)
@@ -133,7 +157,7 @@ class _Chunking:
                     left.append(box)
                 else:
                     yield Holding(common, holding.senders)
-                    left += _without(box, common)
+                    left += without(box, common)
             missing = left
             if not missing:
                 return
@@ -161,20 +185,6 @@ class _Held:
         begin, length = (box.offsets[0], box.lengths[0]) if box.ndim else (0, 1)
         low = bisect_left(self._begins, begin - self._longest + 1)
         return self._holdings[low : bisect_left(self._begins, begin + length)]
-
-
-def _without(box: Box, hole: Box) -> list[Box]:
-    """``box`` without ``hole``, which lies inside it, as disjoint boxes."""
-    rest: list[Box] = []
-    offsets, lengths = list(box.offsets), list(box.lengths)
-    for d in range(box.ndim):
-        for begin, stop in ((offsets[d], hole.offsets[d]), (hole.stops[d], offsets[d] + lengths[d])):
-            if stop > begin:
-                rest.append(
-                    Box((*offsets[:d], begin, *offsets[d + 1 :]), (*lengths[:d], stop - begin, *lengths[d + 1 :]))
-                )
-        offsets[d], lengths[d] = hole.offsets[d], hole.lengths[d]
-    return rest
 
 
 def _share_out(

@@ -1,8 +1,10 @@
 """A worker's side of a push: it says what it wants, offers memory, proves what arrived, and puts it in.
 
-Every request is answered at once and nothing is waited for, so a sender that dies or stalls leaves a worker that
-serves what it served. Between requests there are two arenas: the bytes of the version that is served, which is the way
-back, and the bytes of the next. A version is put in only when every byte of it has been proved.
+Where memory allows, every request is answered at once and nothing is waited for, so a sender that dies or stalls
+leaves a worker that serves what it served. Between requests there are two arenas: the bytes of the version that is
+served, which is the way back, and the bytes of the next. A version is put in only when every byte of it has been
+proved. With less memory there is one arena and no way back, or a ring out of which chunks are put in as they come
+(``staging.py``).
 """
 
 from __future__ import annotations
@@ -13,51 +15,24 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
-from ...engine.tensor_bytes import byte_view
-from ...errors import CorruptionError, EngineError, StateError
-from ..parts import Part
-from .arena import Arena
-from .layout import Layout
-from .learning import EngineModel, learn_parts
+from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
+from .learning import EngineModel, Learned, learn_parts
 from .messages import Failure, Table, decode, encode, pack_parts
-from .serving import ServedWeights
+from .ring import Ring
+from .serving import Chunks, ServedWeights, Staged
+from .staging import STREAMED, choose_mode
 from .tcp_server import TcpServer
+from .versions import Versions, Weights
+from .waves import SLOT_BYTES, SLOTS, ring_of
 
 __all__ = ["PROTOCOL", "Receiver"]
 
-PROTOCOL = 1
-_TABLES = 2  # what was learned is kept for as many tables, as senders of another kind may take turns
+PROTOCOL = 2
+_TABLES = 4  # what was learned is kept for: senders of two kinds, each as they are and quantised
 
 _log = logging.getLogger(__name__)
-
-Version = int | str | None
-
-
-@dataclass
-class _Weights:
-    """An arena and what it holds. ``digests`` are those of the chunks, xxh3-64, and empty while they are not known:
-    then somebody may be writing."""
-
-    table: Table
-    layout: Layout
-    arena: Arena
-    digests: list[int]
-    version: Version = None
-
-    def faults(self, digests: list[int]) -> list[int]:
-        """Chunks of which the memory is not what the digests say."""
-        data = byte_view(self.arena.memory)
-        offsets, sizes = self.layout.offsets, self.layout.sizes
-        return [
-            chunk
-            for chunk, digest in enumerate(digests)
-            if xxhash.xxh3_64_intdigest(data[offsets[chunk] : offsets[chunk] + sizes[chunk]]) != digest
-        ]
 
 
 class Receiver:
@@ -66,9 +41,10 @@ class Receiver:
     def __init__(self, model: EngineModel) -> None:
         self.id = secrets.token_hex(8)
         self._model = model
-        self._learned: dict[bytes, tuple[Table, list[Part], bool]] = {}
-        self._served: _Weights | None = None
-        self._next: _Weights | None = None
+        self._learned: dict[bytes, tuple[Table, Learned, bool]] = {}
+        self._versions = Versions()
+        self._set_aside = 0
+        self._ring: Ring | None = None
         self._transaction = ""
         self._proved = False
         self._torn = ""
@@ -90,72 +66,71 @@ class Receiver:
         except Exception as error:  # noqa: BLE001 - see messages.py; the sender raises it
             _log.warning("push: %s", error, exc_info=True)
             answer["failure"] = vars(Failure.of(error, self._serving()))
-        answer |= {"version": None if self._served is None else self._served.version, "torn": self._torn}
+        served = self._versions.served
+        answer |= {"version": None if served is None else served.version, "torn": self._torn}
+        answer["put_in_by"] = "" if served is None else served.put_in_by
         answer["seconds"] = time.monotonic() - begin
         return encode(answer)
 
     def close(self) -> None:
         """Give the memory back. What is served goes on being served, without a way back to it."""
         self._stop_listening()
-        for weights in (self._next, self._served):
-            if weights is not None:
-                weights.arena.close()
-        self._next = self._served = None
+        self._versions.give_up()
         self._transaction = ""
 
     def _serving(self) -> str:
         if self._torn:
             return f"serves no whole version ({self._torn}); push again or restart it before it is used"
-        return "serves what it started with" if self._served is None else f"serves version {self._served.version!r}"
+        served = self._versions.served
+        return "serves what it started with" if served is None else f"serves version {served.version!r}"
 
     def _describe(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """What of the senders' table this worker wants."""
         table = Table.unpack(message["table"])
         strict = message["strict"]
-        if self._learned.get(table.digest, (table, [], False))[2] < strict or table.digest not in self._learned:
-            parts = learn_parts(self._model, table, strict=strict)
+        known = self._learned.get(table.digest)
+        if known is None or known[2] < strict:
+            learned = learn_parts(self._model, table, strict=strict)
             while len(self._learned) >= _TABLES:
                 del self._learned[next(iter(self._learned))]
-            self._learned[table.digest] = (table, parts, strict)
-        return {"parts": pack_parts(self._learned[table.digest][1])}
+            known = self._learned[table.digest] = table, learned, strict
+        return {"parts": pack_parts(known[1].parts), "blocks": self._model.blocks}
 
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin a transaction: an arena of this layout, and what is in it already."""
+        """Begin a transaction: memory for this layout, and what is in it already."""
         self._stop_listening()
         self._proved, self._transaction = False, message["transaction"]
-        learned = self._learned.get(message["table"])
         found = message["layouts"].get(self.id)
-        if learned is None or found is None:
+        learned = None if found is None else self._learned.get(found[2])
+        if learned is None:
             return {"unknown": True}
-        digest, packed = found
-        layout = self._layout(digest, packed)
+        digest, packed, _ = found
+        layout = self._versions.layout(digest, packed)
         if layout is None:
             return {"unknown": True}
-        if self._next is not None and (self._next.layout.digest != digest or not self._next.digests):
-            # A sender of a push that failed may still be writing there.
-            self._next.arena.close()
-            self._next = None
-        if self._next is None:
-            self._next = _Weights(learned[0], layout, Arena(layout.nbytes), [])
-        known, self._next.digests = self._next.digests, []
-        same = self._served is not None and self._served.layout.digest == digest and bool(self._served.digests)
+        limit, sharers = message["memory"], message["sharers"][self.id]
+        mode = message["mode"] or choose_mode(layout.nbytes, self._versions.held, limit, sharers)
+        weights = self._versions.begin(learned[0], layout, mode)
+        if mode == STREAMED:
+            waves = ring_of(layout, SLOTS * SLOT_BYTES if limit is None else limit)
+            self._ring = ring = Ring(waves, learned[1].takes, message["deadline_s"])
+            place = {"arena": ring.memory.plain(), "ring": [waves.slots, waves.slot_bytes, ring.port.plain()]}
+            return {"mode": mode, "known": [], "served": [], **place}
+        known, weights.digests = weights.digests, []
+        served = self._versions.served
+        same = served is not None and served.layout.digest == digest and served.arena is not None
         return {
-            "arena": self._next.arena.address.plain(),
+            "mode": mode,
+            "arena": weights.address,
             "known": known,
-            "served": self._served.digests if same and self._served is not None else [],
+            "served": served.digests if served is not None and same else [],
         }
-
-    def _layout(self, digest: bytes, packed: bytes | None) -> Layout | None:
-        for weights in (self._next, self._served):
-            if weights is not None and weights.layout.digest == digest:
-                return weights.layout
-        return None if packed is None else Layout.unpack(packed)
 
     def _listen(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Let senders that do not reach the arena write by TCP, until ``verify``."""
         weights = self._opened(message)
         self._stop_listening()
-        self._server = TcpServer(weights.arena.memory, message["deadline_s"])
+        self._server = TcpServer(weights.memory, message["deadline_s"])
         return {"tcp": self._server.address.plain()}
 
     def _verify(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +138,8 @@ class Receiver:
         weights = self._opened(message)
         self._stop_listening()
         digests, unchanged = message["chunks"][self.id]
-        self._copy_unchanged(weights, unchanged)
+        if unchanged and self._versions.served is not None:
+            weights.copy_from(self._versions.served, unchanged)
         faults = weights.faults(digests)
         if faults:
             named = ", ".join(weights.layout.name_of(chunk) for chunk in faults[:5])
@@ -174,14 +150,6 @@ class Receiver:
         weights.version, weights.digests, self._proved = message["version"], digests, True
         return {}
 
-    def _copy_unchanged(self, weights: _Weights, chunks: list[int]) -> None:
-        """Chunks that are as in the version that is served."""
-        offsets, sizes = weights.layout.offsets, weights.layout.sizes
-        for chunk in chunks:
-            assert self._served is not None
-            span = slice(offsets[chunk], offsets[chunk] + sizes[chunk])
-            weights.arena.memory[span].copy_(self._served.arena.memory[span])
-
     def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Put the version in that was proved: the second phase. If that fails, what was served is put in again."""
         weights = self._opened(message)
@@ -189,70 +157,113 @@ class Receiver:
             raise StateError("apply before verify: nothing was put in")
         self._proved = False
         try:
-            self._put_in(weights)
+            self._put_in(weights, Staged(weights.layout, weights.memory))
         except Exception as error:
             self._go_back(f"putting in version {weights.version!r} failed: {type(error).__name__}: {error}")
             raise
-        self._served, self._next = weights, self._served
+        self._versions.serve_next(self._transaction)
         return {}
 
-    def _put_in(self, weights: _Weights) -> None:
+    def _stream(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Put in what comes into the ring, chunk by chunk, each of them proved."""
+        weights, ring = self._opened(message), self._ring
+        if ring is None:
+            raise StateError("stream without a ring: nothing was put in")
+        weights.version = message["version"]
+        try:
+            self._put_in(weights, ring)
+            ring.drain()
+        except Exception as error:
+            ring.fail(
+                error if isinstance(error, BytecheckpointError) else EngineError(f"{type(error).__name__}: {error}")
+            )
+            self._go_back(f"version {weights.version!r} was not put in whole: {type(error).__name__}: {error}")
+            raise
+        weights.digests, self._set_aside = ring.digests, ring.set_aside
+        self._versions.serve_next(self._transaction)
+        return {}
+
+    def _put_in(self, weights: Weights, source: Chunks) -> None:
         self._torn = f"version {weights.version!r} was being put in"
-        self._model.load(ServedWeights(weights.table, weights.layout, weights.arena.memory).tensors())
+        self._model.load(ServedWeights(weights.table, weights.layout, source).tensors())
         self._torn = ""
 
     def _go_back(self, why: str) -> None:
         """Serve again what was served. Leaves ``_torn`` set where that is impossible."""
         self._torn = why
+        served = self._versions.served
         try:
-            if self._served is None:
+            if served is None or served.arena is None:
                 if self._model.restore():
                     self._torn = ""
+                elif served is not None:
+                    self._torn += f"; the bytes of version {served.version!r} were not kept"
                 return
-            faults = self._served.faults(self._served.digests)
+            faults = served.faults(served.digests)
             if faults:
-                self._torn += f"; of version {self._served.version!r}, {len(faults)} chunks are damaged"
+                self._torn += f"; of version {served.version!r}, {len(faults)} chunks are damaged"
                 return
-            self._put_in(self._served)
+            self._put_in(served, Staged(served.layout, served.memory))
         except Exception as error:  # noqa: BLE001 - it is kept, and told with every answer
             _log.exception("push: the way back to what was served failed")
             self._torn = f"{why}; so did the way back: {type(error).__name__}: {error}"
 
     def _revert(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Take back the version that this transaction put in, where it did."""
-        if self._transaction != message["transaction"] or self._served is None:
+        """Take back the version that this transaction put in, where it did, and where there is a way."""
+        versions, transaction = self._versions, message["transaction"]
+        if not versions.was_put_in_by(transaction):
             return {"reverted": False}
-        if self._served.version != message["version"] or self._next is self._served:
-            return {"reverted": False}
-        new, self._served, self._next = self._served, self._next, self._served
-        self._go_back(f"version {new.version!r} was taken back")
-        if self._torn:
-            raise EngineError(f"no way back from version {new.version!r}: {self._torn}")
-        return {"reverted": True}
+        assert versions.served is not None
+        why = f"version {versions.served.version!r} was taken back"
+        if versions.holds_before:
+            versions.take_back()
+            self._go_back(why)
+            if self._torn:
+                raise EngineError(f"no way back: {self._torn}")
+            return {"reverted": True}
+        self._torn = why  # if that fails
+        reverted = self._model.restore()
+        self._torn = ""
+        if reverted:
+            versions.take_back()
+        return {"reverted": reverted}
 
     def _state(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """What is served, and what it costs."""
-        held = [weights for weights in (self._served, self._next) if weights is not None]
-        digest = b"" if self._served is None else xxhash.xxh3_128_digest(repr(self._served.digests).encode())
-        intact = self._served is None or not self._served.faults(self._served.digests)
-        return {"digest": digest, "bytes": sum(one.layout.nbytes for one in held), "intact": intact}
+        served = self._versions.served
+        intact = served is None or (served.arena is not None and not served.faults(served.digests))
+        return {
+            "digest": b"" if served is None else served.digest,
+            "bytes": self._versions.held,
+            "intact": intact,
+            "set_aside": self._set_aside,
+        }
 
     def _release(self, message: Mapping[str, Any]) -> dict[str, Any]:
         self.close()
         return {}
 
-    def _opened(self, message: Mapping[str, Any]) -> _Weights:
-        if self._next is None or message["transaction"] != self._transaction:
+    def _opened(self, message: Mapping[str, Any]) -> Weights:
+        found = self._versions.next
+        if found is None or message["transaction"] != self._transaction:
             raise EngineError(
                 "this push is over: another one began, or the worker was restarted; nothing of it was put in, push "
                 "again"
             )
-        return self._next
+        return found
 
     def _stop_listening(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
+    def _finish(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """All senders have come to their end."""
+        self._stop_listening()
+        return {}
 
     _handlers: Mapping[str, Callable[[Receiver, Mapping[str, Any]], dict[str, Any]]] = {
         "describe": _describe,
@@ -260,6 +271,8 @@ class Receiver:
         "listen": _listen,
         "verify": _verify,
         "apply": _apply,
+        "stream": _stream,
+        "finish": _finish,
         "revert": _revert,
         "state": _state,
         "release": _release,

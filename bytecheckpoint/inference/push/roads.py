@@ -10,7 +10,9 @@ import contextlib
 import hmac
 import secrets
 import socket
+import threading
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 
@@ -19,17 +21,27 @@ from ...errors import DeadlineError, EngineError
 from .arena import Address, attach
 from .tcp_wire import FRAME, NONCE_BYTES, STATUS, TcpAddress, proof, receive
 
-__all__ = ["Road", "SharedMemory", "Tcp"]
+__all__ = ["Place", "Road", "SharedMemory", "Tcp", "connect"]
 
 _CONNECT_S = 5.0
 
 
+class Place(NamedTuple):
+    """Where a chunk goes: ``offset`` in the memory of ``target``. In a stream, it is number ``chunk`` there, and comes
+    with a ``wave``."""
+
+    target: int
+    offset: int
+    chunk: int = 0
+    wave: int = 0
+
+
 class Road(ABC):
-    """To one worker's arena, for one push. One thread at a time."""
+    """To one worker's memory, for one push. For several threads at a time."""
 
     @abstractmethod
-    def write(self, offset: int, data: torch.Tensor, digest: int) -> None:
-        """Put ``data``, contiguous bytes whose xxh3-64 is ``digest``, at ``offset``. It may be reused when this
+    def write(self, place: Place, data: torch.Tensor, digest: int) -> None:
+        """Put ``data``, contiguous bytes whose xxh3-64 is ``digest``, where it goes. It may be reused when this
         returns."""
 
     @abstractmethod
@@ -53,8 +65,8 @@ class SharedMemory(Road):
         memory = attach(address)
         return None if memory is None else cls(memory)
 
-    def write(self, offset: int, data: torch.Tensor, digest: int) -> None:
-        self._memory[offset : offset + data.numel()].copy_(data)
+    def write(self, place: Place, data: torch.Tensor, digest: int) -> None:
+        self._memory[place.offset : place.offset + data.numel()].copy_(data)
 
     def finish(self) -> None:
         """What was written is there."""
@@ -67,32 +79,23 @@ class Tcp(Road):
     """A connection for each sender and worker; the worker checks every chunk as it comes."""
 
     def __init__(self, address: TcpAddress, deadline_s: float) -> None:
-        """Raises ``EngineError`` where no host of the address answers as it should."""
+        """Raises as ``connect``."""
         self._deadline_s, self._sent = deadline_s, 0
-        tried = []
-        for host in address.hosts:
-            try:
-                self._connection = _connect(host, address)
-                self._connection.settimeout(deadline_s)
-                self._where = f"{host}:{address.port}"
-                return
-            except (OSError, EngineError) as error:
-                tried.append(f"{host}: {error}")
-        raise EngineError(
-            f"a worker's port {address.port} cannot be reached from {socket.gethostname()} ({'; '.join(tried)}); "
-            "open it between senders and workers, or run the sender on the worker's host as the same user"
-        )
+        self._connection, self._where = connect(address)
+        self._connection.settimeout(deadline_s)
+        self._sending = threading.Lock()
 
-    def write(self, offset: int, data: torch.Tensor, digest: int) -> None:
-        try:
-            self._connection.sendall(FRAME.pack(offset, data.numel(), digest))
-            self._connection.sendall(byte_view(data))
-        except TimeoutError:
-            raise self._too_late("take bytes") from None
-        except OSError:
-            self.finish()  # raises what the worker had to say
-            raise
-        self._sent += data.numel()
+    def write(self, place: Place, data: torch.Tensor, digest: int) -> None:
+        with self._sending:
+            try:
+                self._connection.sendall(FRAME.pack(place.offset, data.numel(), digest))
+                self._connection.sendall(byte_view(data))
+            except TimeoutError:
+                raise self._too_late("take bytes") from None
+            except OSError:
+                self.finish()  # raises what the worker had to say
+                raise
+            self._sent += data.numel()
 
     def finish(self) -> None:
         try:
@@ -117,6 +120,21 @@ class Tcp(Road):
             f"the worker at {self._where} did not {what} within {self._deadline_s:g} s; is its process stopped? "
             "nothing was put in"
         )
+
+
+def connect(address: TcpAddress) -> tuple[socket.socket, str]:
+    """A connection whose both ends know the key, and what errors call it. Raises ``EngineError`` where no host of the
+    address answers as it should."""
+    tried = []
+    for host in address.hosts:
+        try:
+            return _connect(host, address), f"{host}:{address.port}"
+        except (OSError, EngineError) as error:
+            tried.append(f"{host}: {error}")
+    raise EngineError(
+        f"a worker's port {address.port} cannot be reached from {socket.gethostname()} ({'; '.join(tried)}); "
+        "open it between senders and workers, or run the sender on the worker's host as the same user"
+    )
 
 
 def _connect(host: str, address: TcpAddress) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Tensors that have their bytes in an arena: an engine's loader copies its parts out of it as if they were whole.
+"""Tensors that have their bytes in chunks: an engine's loader copies its parts out of them as if they were whole.
 
 The same wrapper tensors as when the parts were learned, so the loader does the same; only that a copy into a parameter
 now happens, at once.
@@ -6,6 +6,7 @@ now happens, at once.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -19,19 +20,44 @@ from ...shards import torch_dtype
 from ..recording import Copy, Recorder
 from ..strided import StridedView, box_of
 from .layout import Layout
-from .learning import wire_dtype
+from .learning import part_with, wire_dtype
 from .messages import Table
 
-__all__ = ["ServedWeights"]
+__all__ = ["Chunks", "ServedWeights", "Staged"]
+
+
+class Chunks(ABC):
+    """Where the bytes of a layout's chunks are."""
+
+    @abstractmethod
+    def get(self, chunk: int) -> torch.Tensor:
+        """Its bytes, which stay as they are until ``used``."""
+
+    @abstractmethod
+    def used(self, chunk: int) -> None:
+        """What was got has been copied. It may be got again."""
+
+
+class Staged(Chunks):
+    """All of them in one arena."""
+
+    def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
+        self._layout, self._memory = layout, memory
+
+    def get(self, chunk: int) -> torch.Tensor:
+        begin = self._layout.offsets[chunk]
+        return self._memory[begin : begin + self._layout.sizes[chunk]]
+
+    def used(self, chunk: int) -> None:
+        """It stays."""
 
 
 class ServedWeights:
-    """The tensors of ``table``, of which ``memory`` holds the parts of ``layout``. The memory must not change while
-    the tensors are in use: an engine may keep them until a layer is complete."""
+    """The tensors of ``table``, of which ``source`` has the parts of ``layout``."""
 
-    def __init__(self, table: Table, layout: Layout, memory: torch.Tensor) -> None:
+    def __init__(self, table: Table, layout: Layout, source: Chunks) -> None:
         self._metas = dict(table.rows)
-        self._table, self._layout, self._memory = table, layout, memory
+        self._table, self._layout, self._source = table, layout, source
         self._chunks: dict[int, list[tuple[int, Box]]] = {}
         for number, (part, box) in enumerate(layout.chunks):
             self._chunks.setdefault(part, []).append((number, box))
@@ -80,12 +106,9 @@ class ServedWeights:
         for number, held in self._chunks.get(part, ()):
             common = box.intersect(held)
             if common is not None:
-                chunk = self._chunk(number, held, self._dtype(part))
+                chunk = self._source.get(number).view(self._dtype(part)).view(held.lengths)
                 copy_elements(out[common.relative_to(box).slices()], chunk[common.relative_to(held).slices()])
-
-    def _chunk(self, number: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        begin = self._layout.offsets[number]
-        return self._memory[begin : begin + self._layout.sizes[number]].view(dtype).view(box.lengths)
+                self._source.used(number)
 
     def _dtype(self, part: int) -> torch.dtype:
         wanted = self._layout.parts[part]
@@ -95,10 +118,9 @@ class ServedWeights:
         stored = self._metas[name].dtype
         numbers = self._parts.get(name, ())
         for held in (dtype, stored):
-            for number in numbers:
-                part = self._layout.parts[number]
-                if part.dtype == held and part.box.contains(box):
-                    return number
+            number = part_with(self._layout.parts, numbers, box, held)
+            if number is not None:
+                return number
         raise MismatchError(
             f"the engine's loader now wants {name} {box} as {dtype}, which it did not when it was asked what it wants; "
             "is what it does with weights decided by their values?"

@@ -15,6 +15,7 @@ from torch import nn
 from ...errors import BytecheckpointError, FormatError
 from .engines import Engine
 from .messages import decode, encode
+from .quantizing import Blocks
 from .receiver import Receiver
 
 __all__ = ["DraftEngine", "TargetEngine", "aim_of", "refusal"]
@@ -72,6 +73,7 @@ class _Missing:
     """An ``EngineModel`` that is not there."""
 
     quantized = False
+    blocks: Blocks | None = None
 
     def __init__(self, error: BytecheckpointError) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""The worker's end of the TCP road: what authenticated senders send is received into the arena, and nowhere else."""
+"""The worker's end of connections: what authenticated senders send is received into the arena, and nowhere else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import secrets
 import socket
 import threading
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -15,9 +16,9 @@ import xxhash
 
 from ...engine.tensor_bytes import byte_view
 from ...errors import CorruptionError, EngineError
-from .tcp_wire import FRAME, NONCE_BYTES, STATUS, TcpAddress, own_hosts, proof, receive, receive_into
+from .tcp_wire import FAILED, FINISHED, FRAME, NONCE_BYTES, STATUS, TcpAddress, own_hosts, proof, receive, receive_into
 
-__all__ = ["TcpServer"]
+__all__ = ["SenderServer", "TcpServer"]
 
 _MAX_SENDERS = 256
 _HANDSHAKE_S = 10.0
@@ -25,11 +26,11 @@ _HANDSHAKE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class TcpServer:
-    """Listens until ``close``, after which nothing is written any more. ``deadline_s`` bounds each wait for bytes."""
+class SenderServer(ABC):
+    """Takes connections of senders until ``close``. ``deadline_s`` bounds each wait for bytes."""
 
-    def __init__(self, memory: torch.Tensor, deadline_s: float) -> None:
-        self._memory, self._deadline_s = byte_view(memory), deadline_s
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
         self._key = secrets.token_bytes(NONCE_BYTES)
         self._listener = socket.create_server(("", 0), backlog=_MAX_SENDERS)
         self._lock = threading.Lock()
@@ -37,6 +38,11 @@ class TcpServer:
         self._closed = False
         self._threads = ThreadPoolExecutor(_MAX_SENDERS + 1, thread_name_prefix="bcp-push-tcp")
         self._work: list[Future[None]] = [self._threads.submit(self._accept)]
+
+    @abstractmethod
+    def _converse(self, connection: socket.socket) -> None:
+        """With a sender that has proved that it knows the key. In a thread of its own; raises ``EngineError`` or
+        ``CorruptionError`` to end the connection."""
 
     @property
     def address(self) -> TcpAddress:
@@ -72,14 +78,15 @@ class TcpServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                self._receive_all(connection)
+                self._shake_hands(connection)
+                self._converse(connection)
         except (OSError, EngineError, CorruptionError) as error:
             _log.warning("push: a sender's connection ended: %s", error)
         finally:
             with self._lock:
                 self._connections.discard(connection)
 
-    def _receive_all(self, connection: socket.socket) -> None:
+    def _shake_hands(self, connection: socket.socket) -> None:
         connection.settimeout(_HANDSHAKE_S)
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(nonce)
@@ -88,15 +95,25 @@ class TcpServer:
             raise EngineError("it does not know the key of this push")
         connection.sendall(proof(self._key, b"worker", theirs, nonce))
         connection.settimeout(self._deadline_s)
+
+
+class TcpServer(SenderServer):
+    """The TCP road's: writes to ``memory``, and not any more once it is closed."""
+
+    def __init__(self, memory: torch.Tensor, deadline_s: float) -> None:
+        self._memory = byte_view(memory)
+        super().__init__(deadline_s)
+
+    def _converse(self, connection: socket.socket) -> None:
         received = 0
         try:
             while (count := self._receive_chunk(connection)) is not None:
                 received += count
         except (EngineError, CorruptionError) as error:
             text = str(error).encode()
-            connection.sendall(STATUS.pack(1, len(text)) + text)
+            connection.sendall(STATUS.pack(FAILED, len(text)) + text)
             raise
-        connection.sendall(STATUS.pack(0, received))
+        connection.sendall(STATUS.pack(FINISHED, received))
 
     def _receive_chunk(self, connection: socket.socket) -> int | None:
         """Bytes received; None where the sender has come to its end."""

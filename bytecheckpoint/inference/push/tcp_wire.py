@@ -4,7 +4,10 @@ worker -> sender   nonce
 sender -> worker   nonce, proof
 worker -> sender   proof
 sender -> worker   (offset, length, xxh3-64, bytes) for each chunk, and one of length 0
-worker -> sender   (0, bytes received), or (1, length of a message) and the message
+worker -> sender   (FINISHED, bytes received), or (FAILED, length of a message) and the message
+
+Into a ring (see ``ring.py``) the sender says the number of the chunk instead of an offset, length 0 where it has put
+the bytes into shared memory itself, and ``END`` when it has no more. Meanwhile the worker says (TAKEN, waves).
 """
 
 from __future__ import annotations
@@ -20,10 +23,26 @@ from typing import Any
 
 from ...errors import EngineError
 
-__all__ = ["FRAME", "NONCE_BYTES", "STATUS", "TcpAddress", "own_hosts", "proof", "receive", "receive_into"]
+__all__ = [
+    "END",
+    "FAILED",
+    "FINISHED",
+    "FRAME",
+    "NONCE_BYTES",
+    "STATUS",
+    "TAKEN",
+    "TcpAddress",
+    "own_hosts",
+    "proof",
+    "receive",
+    "receive_into",
+    "wait_for_ever",
+]
 
 FRAME = struct.Struct("!QQQ")
 STATUS = struct.Struct("!BQ")
+FINISHED, FAILED, TAKEN = range(3)
+END = (1 << 64) - 1
 NONCE_BYTES = 32
 
 
@@ -62,6 +81,14 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
     data = bytearray(nbytes)
     receive_into(connection, memoryview(data))
     return bytes(data)
+
+
+def wait_for_ever(connection: socket.socket, *, sending_s: float) -> None:
+    """For what comes; what goes raises ``OSError`` when nobody has taken any of it for so long."""
+    connection.settimeout(None)
+    seconds = int(sending_s)
+    timeval = struct.pack("@ll", seconds, int((sending_s - seconds) * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 def own_hosts() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A sender's part: its boxes, cast once, hashed, and put into every arena that wants them and has them not."""
+"""A sender's part: its boxes, cast or quantised once, hashed, put into every arena that wants them and has them not."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch
 import xxhash
 
 from ...dtypes import dtype_named
-from ...engine.tensor_bytes import byte_view, copy_elements
+from ...engine.tensor_bytes import byte_view
 from ...geometry import Box
 from ...metadata import BasicMeta
 from ...shards import torch_dtype
 from .planning import Write
-from .roads import Road
+from .quantizer import Quantizer
+from .roads import Place, Road
 from .sources import Source
 
 __all__ = ["KEPT", "SENT", "UNCHANGED", "Job", "pack_writes", "unpack_writes", "write_all"]
@@ -33,11 +34,10 @@ SENT, UNCHANGED, KEPT = range(3)
 
 @dataclass(frozen=True)
 class Job:
-    """A ``Write`` as its sender gets it: ``places`` are ``(target, offset in its arena)``, and ``known`` for each the
-    digests of what the arena holds and what the worker serves there, -1 for unknown."""
+    """A ``Write`` as its sender gets it, and where the chunk goes in each of its targets."""
 
     write: Write
-    places: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
 
 
 def pack_writes(jobs: Sequence[Job]) -> bytes:
@@ -60,7 +60,7 @@ def unpack_writes(data: bytes) -> list[Job]:
     return [
         Job(
             Write(name, Box(tuple(offsets), tuple(lengths)), dtype_named(dtype), tuple(map(tuple, chunks))),
-            tuple(map(tuple, places)),
+            tuple(Place(*place) for place in places),
         )
         for name, offsets, lengths, dtype, chunks, places in msgpack.unpackb(data)
     ]
@@ -69,6 +69,7 @@ def unpack_writes(data: bytes) -> list[Job]:
 def write_all(
     source: Source,
     jobs: Sequence[Job],
+    quantizer: Quantizer,
     roads: Mapping[int, Road],
     known: Sequence[Sequence[Any]],
     check: Callable[[], None],
@@ -80,13 +81,16 @@ def write_all(
     """
     digests: list[int] = []
     became = bytearray()
-    writer = _Writer(roads, max((job.write.nbytes for job in jobs), default=0))
+    writer = _Writer(roads, max((job.write.nbytes for job in jobs), default=0), quantizer)
     at = 0
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-push-write") as threads:
         for batch in _batches(jobs):
             check()
-            tensors = source.fetch([(job.write.name, job.write.box) for job in batch])
-            _wait_for_devices(tensors)
+            writes = [job.write for job in batch]
+            fetches = quantizer.fetches(writes)
+            fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
+            _wait_for_devices(fetched)
+            tensors = quantizer.ready(writes, fetches, fetched, threads)
             held = []
             for job in batch:
                 held.append(known[at : at + len(job.places)])
@@ -108,24 +112,21 @@ def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
 class _Writer:
     """Does one job at a time in each thread."""
 
-    def __init__(self, roads: Mapping[int, Road], longest: int) -> None:
-        self._roads = {target: (road, threading.Lock()) for target, road in roads.items()}
-        self._longest = longest
+    def __init__(self, roads: Mapping[int, Road], longest: int, quantizer: Quantizer) -> None:
+        self._roads, self._longest, self._quantizer = roads, longest, quantizer
         self._own = threading.local()
 
     def write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
         data = self._cast(tensor, job.write)
         digest = xxhash.xxh3_64_intdigest(byte_view(data))
         became = bytearray()
-        for (target, offset), (in_arena, in_served) in zip(job.places, known, strict=True):
+        for place, (in_arena, in_served) in zip(job.places, known, strict=True):
             if in_arena == digest:
                 became.append(KEPT)
             elif in_served == digest:
                 became.append(UNCHANGED)
             else:
-                road, lock = self._roads[target]
-                with lock:
-                    road.write(offset, data, digest)
+                self._roads[place.target].write(place, data, digest)
                 became.append(SENT)
         return digest, bytes(became)
 
@@ -134,7 +135,7 @@ class _Writer:
             self._own.scratch = torch.empty(self._longest, dtype=torch.uint8)
         out: torch.Tensor = self._own.scratch[: write.nbytes]
         dtype = torch_dtype(BasicMeta(write.dtype, ()))
-        copy_elements(out.view(dtype).view(write.box.lengths), tensor)
+        self._quantizer.fill(out.view(dtype).view(write.box.lengths), tensor, write)
         return out
 
 

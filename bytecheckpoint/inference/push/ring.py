@@ -1,0 +1,247 @@
+"""The worker's end of a stream: chunks come into a ring of slots, are proved, put in by the engine's loader, and make
+room for others. The model's thread takes out what connections bring; both wait for each other only here.
+
+Chunks come in the order in which the loader was seen to want them. Where it wants them in another, what is in its way
+is set aside in memory of its own, so neither end ever waits for the other in a circle: all senders write in one order,
+and a slot that is complete can always be emptied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Sequence
+
+import msgpack
+import torch
+import xxhash
+
+from ...engine.tensor_bytes import byte_view
+from ...errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
+from ...geometry import Box
+from .arena import Address, Arena
+from .messages import SenderGone
+from .serving import Chunks
+from .tcp_server import SenderServer
+from .tcp_wire import END, FAILED, FINISHED, FRAME, STATUS, TAKEN, TcpAddress, receive, receive_into, wait_for_ever
+from .waves import Waves
+
+__all__ = ["Ring"]
+
+_NOTHING, _COMING, _HERE = range(3)  # what is known of a chunk
+_MAX_TEXT = 4000
+_ANY = 1 << 62  # uses of a chunk that the loader computes with: nobody knows how many
+
+
+class Ring(Chunks):
+    """Offers ``waves.nbytes`` of memory, and a port, to senders. ``takes`` are the copies that the loader will make
+    (``Learned.takes``). ``get``, ``used`` and ``drain`` are for one thread; each waits ``deadline_s`` at most for the
+    next chunk, whichever it is, and raises ``DeadlineError``, ``CorruptionError`` for a chunk that is not as it was
+    sent, ``EngineError`` where a sender ends too early."""
+
+    def __init__(self, waves: Waves, takes: Sequence[tuple[int, Box]], deadline_s: float) -> None:
+        self._waves, self._deadline_s = waves, deadline_s
+        self._left = _expected_uses(waves, takes)
+        count = len(waves.layout.chunks)
+        self._state = bytearray(count)
+        self._missing = [len(waves.chunks(wave)) for wave in range(waves.count)]
+        self._taken = 0
+        self._aside: dict[int, torch.Tensor] = {}
+        self._failure: BytecheckpointError | None = None
+        self._changed = threading.Condition()
+        self.digests = [0] * count
+        self.set_aside = 0
+        """Bytes so far that the loader wanted in another order than it was seen to."""
+        self._arena = Arena(waves.nbytes)
+        try:
+            self._server = _RingServer(self, deadline_s)
+        except BaseException:
+            self._arena.close()
+            raise
+
+    @property
+    def memory(self) -> Address:
+        return self._arena.address
+
+    @property
+    def port(self) -> TcpAddress:
+        return self._server.address
+
+    def get(self, chunk: int) -> torch.Tensor:
+        with self._changed:
+            while True:
+                if chunk in self._aside:
+                    return self._aside[chunk]
+                if self._state[chunk] == _HERE:
+                    if self._waves.wave_of[chunk] < self._taken:
+                        raise EngineError(
+                            f"the engine's loader wants {self._waves.layout.name_of(chunk)} more often than it was "
+                            "seen to; give Pusher more memory_bytes, so that weights need not be streamed"
+                        )
+                    return self._slot(chunk)
+                self._empty_until(self._waves.wave_of[chunk])
+                self._wait(f"for {self._waves.layout.name_of(chunk)}")
+
+    def used(self, chunk: int) -> None:
+        with self._changed:
+            self._left[chunk] -= 1
+            if not self._left[chunk]:
+                self._aside.pop(chunk, None)
+                self._take_out()
+
+    def drain(self) -> None:
+        """Take out what the loader did not want, so that senders come to their end."""
+        with self._changed:
+            self._left = [0] * len(self._left)
+            self._aside.clear()
+            self._take_out()
+            while self._taken < self._waves.count:
+                self._wait("for the rest")
+                self._take_out()
+
+    def close(self) -> None:
+        """Ends connections, and gives the memory back."""
+        self._server.close()
+        self._arena.close()
+        self._aside.clear()
+
+    def fail(self, error: BytecheckpointError) -> None:
+        """Have all, on both ends, raise ``error``. The first one stays."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+                self._server.tell(_failed(error))
+                self._changed.notify_all()
+
+    def join(self, connection: socket.socket) -> None:
+        """A sender is there: it hears how things stand, and of every change from now on."""
+        with self._changed:
+            frame = STATUS.pack(TAKEN, self._taken) if self._failure is None else _failed(self._failure)
+            self._server.add(connection, frame)
+
+    def expect(self, chunk: int, nbytes: int) -> memoryview:
+        """Where a chunk comes that a sender announces. ``EngineError`` where it must not."""
+        waves = self._waves
+        with self._changed:
+            if chunk >= len(self._state) or nbytes not in (0, waves.layout.sizes[chunk]):
+                raise EngineError(f"there is no chunk {chunk} of {nbytes} bytes in this stream")
+            wave = waves.wave_of[chunk]
+            if self._state[chunk] != _NOTHING or not self._taken <= wave < self._taken + waves.slots:
+                raise EngineError(f"chunk {chunk} of wave {wave} comes when {self._taken} waves have been taken out")
+            self._state[chunk] = _COMING
+            return byte_view(self._slot(chunk))
+
+    def prove(self, chunk: int, place: memoryview, digest: int) -> None:
+        """A chunk is there. Raises ``CorruptionError`` where it is not as it was sent."""
+        if xxhash.xxh3_64_intdigest(place) != digest:
+            raise CorruptionError(
+                f"{self._waves.layout.name_of(chunk)} did not arrive as it was sent; it was not put in, push again"
+            )
+        with self._changed:
+            self._state[chunk], self.digests[chunk] = _HERE, digest
+            self._missing[self._waves.wave_of[chunk]] -= 1
+            self._changed.notify_all()
+
+    @property
+    def is_complete(self) -> bool:
+        with self._changed:
+            return not any(self._missing)
+
+    def _slot(self, chunk: int) -> torch.Tensor:
+        begin = self._waves.offset(chunk)
+        return self._arena.memory[begin : begin + self._waves.layout.sizes[chunk]]
+
+    def _wait(self, what: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not self._changed.wait(self._deadline_s):
+            raise DeadlineError(f"no sender wrote anything for {self._deadline_s:g} s; this worker waits {what}")
+
+    def _empty_until(self, wave: int) -> None:
+        """Make room for ``wave``, as far as what is in its way is complete."""
+        while wave >= self._taken + self._waves.slots and not self._missing[self._taken]:
+            for chunk in self._waves.chunks(self._taken):
+                if self._left[chunk] > 0:
+                    self._aside[chunk] = self._slot(chunk).clone()
+                    self.set_aside += self._aside[chunk].numel()
+            self._count_one()
+
+    def _take_out(self) -> None:
+        """Give back slots of which everything has been used."""
+        while self._taken < self._waves.count and not self._missing[self._taken]:
+            if any(self._left[chunk] > 0 for chunk in self._waves.chunks(self._taken)):
+                return
+            self._count_one()
+
+    def _count_one(self) -> None:
+        self._taken += 1
+        self._server.tell(STATUS.pack(TAKEN, self._taken))
+
+
+class _RingServer(SenderServer):
+    def __init__(self, ring: Ring, deadline_s: float) -> None:
+        self._ring = ring
+        self._sending = threading.Lock()
+        self._senders: set[socket.socket] = set()
+        super().__init__(deadline_s)
+
+    def add(self, connection: socket.socket, frame: bytes) -> None:
+        with self._sending:
+            self._senders.add(connection)
+            connection.sendall(frame)
+
+    def tell(self, frame: bytes) -> None:
+        """Say something to all senders that are there."""
+        with self._sending:
+            for connection in self._senders:
+                with contextlib.suppress(OSError):  # whoever has gone is noticed where its chunks are awaited
+                    connection.sendall(frame)
+
+    def _converse(self, connection: socket.socket) -> None:
+        # A sender is silent for as long as the model takes for a layer: who stalls is noticed where chunks are awaited.
+        wait_for_ever(connection, sending_s=self._deadline_s)
+        try:
+            self._ring.join(connection)
+            received = 0
+            while (chunk := self._receive_chunk(connection)) is not None:
+                received += chunk
+            with self._sending:
+                connection.sendall(STATUS.pack(FINISHED, received))
+        except (OSError, EngineError, CorruptionError) as error:
+            if not self._ring.is_complete:
+                self._ring.fail(
+                    error if isinstance(error, CorruptionError) else SenderGone(f"a sender is gone: {error}")
+                )
+            raise
+        finally:
+            with self._sending:
+                self._senders.discard(connection)
+
+    def _receive_chunk(self, connection: socket.socket) -> int | None:
+        """Bytes received; None where the sender has come to its end."""
+        chunk, length, digest = FRAME.unpack(receive(connection, FRAME.size))
+        if chunk == END:
+            return None
+        place = self._ring.expect(chunk, length)
+        if length:
+            receive_into(connection, place)
+        self._ring.prove(chunk, place, digest)
+        return int(length)
+
+
+def _failed(error: BytecheckpointError) -> bytes:
+    text = msgpack.packb([type(error).__name__, str(error)[:_MAX_TEXT]])
+    return bytes(STATUS.pack(FAILED, len(text)) + text)
+
+
+def _expected_uses(waves: Waves, takes: Sequence[tuple[int, Box]]) -> list[int]:
+    layout = waves.layout
+    of_part: dict[int, list[int]] = {}
+    for chunk, (part, _) in enumerate(layout.chunks):
+        of_part.setdefault(part, []).append(chunk)
+    uses = [0] * len(layout.chunks)
+    for part, box in takes:
+        for chunk in of_part.get(part, ()):
+            uses[chunk] += layout.chunks[chunk][1].intersect(box) is not None
+    return [count or _ANY for count in uses]

@@ -1,0 +1,253 @@
+"""Quantising by boxes, on any number of senders, against quantising the whole tensor on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_blocks import reference
+
+from bytecheckpoint.dtypes import DTYPES
+from bytecheckpoint.errors import PlanError
+from bytecheckpoint.geometry import Box
+from bytecheckpoint.inference.parts import Part
+from bytecheckpoint.inference.push.block_plan import holdings_of_blocks, plan_exchange
+from bytecheckpoint.inference.push.messages import Table
+from bytecheckpoint.inference.push.planning import Holding, plan_push
+from bytecheckpoint.inference.push.quantizer import Quantizer, pack_task
+from bytecheckpoint.inference.push.quantizing import (
+    QUANTIZED,
+    SCALE,
+    Blocks,
+    Scratch,
+    cut_blocks,
+    grid_of,
+    maxima_of,
+    quantize,
+    scale_name,
+    scales_of,
+)
+from bytecheckpoint.inference.push.sources import Source
+from bytecheckpoint.metadata import BasicMeta
+from bytecheckpoint.shards import torch_dtype
+
+WIDE = (torch.bfloat16, torch.float32, torch.float16)
+
+
+class _Sender(Source):
+    """Has boxes of one tensor, and notes of which elements it was asked for."""
+
+    def __init__(self, tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
+        dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        self.table = Table((("w", BasicMeta(dtype, tuple(tensor.shape))),))
+        self.held = [("w", box) for box in boxes]
+        self._tensor = tensor
+
+    def fetch(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        for _, box in wanted:
+            if not any(mine.contains(box) for _, mine in self.held):
+                raise PlanError(f"{box} is not held")
+        return [self._tensor[box.slices()] for _, box in wanted]
+
+
+@st.composite
+def _tensors(draw: Any, blocks: Blocks) -> torch.Tensor:
+    shape = [draw(st.integers(1, 4)) for _ in range(draw(st.integers(0, 1)))]
+    shape += [draw(st.integers(1, 3 * size + 1)) for size in blocks]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    tensor = torch.randn(shape, generator=generator) * 10.0 ** draw(st.integers(-7, 4))
+    if draw(st.booleans()):
+        tensor *= torch.rand(shape, generator=generator) > 0.9
+    return tensor.to(draw(st.sampled_from(WIDE)))
+
+
+@st.composite
+def _box(draw: Any, inside: Box) -> Box:
+    offsets, lengths = [], []
+    for offset, size in zip(inside.offsets, inside.lengths, strict=True):
+        begin = draw(st.integers(0, size - 1))
+        offsets.append(offset + begin)
+        lengths.append(draw(st.integers(1, size - begin)))
+    return Box(tuple(offsets), tuple(lengths))
+
+
+@st.composite
+def _tiling(draw: Any, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes that are the whole together: cut along one dimension, and some pieces again along another."""
+    boxes = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 4))):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        d = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, box.lengths[d]))
+        head, tail = list(box.lengths), list(box.lengths)
+        head[d], tail[d] = at, box.lengths[d] - at
+        begin = list(box.offsets)
+        begin[d] += at
+        boxes += [Box(box.offsets, tuple(head)), Box(tuple(begin), tuple(tail))]
+    return [box for box in boxes if box.numel]
+
+
+@st.composite
+def _cases(draw: Any) -> tuple[torch.Tensor, Blocks, list[list[Box]], list[list[Box]], int]:
+    """A tensor, blocks, what each sender has, what each worker wants, and the size of chunks."""
+    blocks = draw(st.sampled_from([(1, 1), (2, 3), (4, 4), (5, 2), (16, 8)]))
+    tensor = draw(_tensors(blocks))
+    shape = tuple(tensor.shape)
+    senders: list[list[Box]] = [[] for _ in range(draw(st.integers(1, 4)))]
+    some = st.sets(st.integers(0, len(senders) - 1), min_size=1)
+    for box in draw(_tiling(shape)):
+        for sender in draw(some):
+            senders[sender].append(box)
+    for _ in range(draw(st.integers(0, 2))):  # replicas that overlap, some of all
+        box = draw(st.one_of(_box(Box.whole(shape)), st.just(Box.whole(shape))))
+        for sender in draw(some):
+            senders[sender].append(box)
+    wanted = [draw(_tiling(shape)) for _ in range(draw(st.integers(1, 2)))]
+    return (
+        tensor,
+        blocks,
+        [list(dict.fromkeys(boxes)) for boxes in senders],
+        wanted,
+        draw(st.sampled_from([1, 9, 64, 4096])),
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(_cases())
+def test_any_sharding_gives_what_one_process_gives(
+    case: tuple[torch.Tensor, Blocks, list[list[Box]], list[list[Box]], int],
+) -> None:
+    tensor, blocks, boxes, wanted, chunk_bytes = case
+    shape, by_name = tuple(tensor.shape), {"w": blocks}
+    senders = [_Sender(tensor, of_sender) for of_sender in boxes]
+    held: dict[Box, list[int]] = {}
+    for number, of_sender in enumerate(boxes):
+        for box in of_sender:
+            held.setdefault(box, []).append(number)
+    holdings = {"w": [Holding(box, tuple(numbers)) for box, numbers in held.items()]}
+    exchange = plan_exchange(holdings, senders[0].table, by_name, len(senders))
+    grid = grid_of(shape, blocks)
+    scales = Part(scale_name("w"), grid, Box.whole(grid), SCALE)
+    parts = [[*(Part("w", shape, box, QUANTIZED) for box in of_worker), scales] for of_worker in wanted]
+    owned = holdings_of_blocks(holdings, by_name, len(senders))
+    plan = plan_push(parts, owned, len(senders), chunk_bytes=chunk_bytes, blocks=by_name)
+
+    quantizers = [Quantizer(s, pack_task(by_name, exchange, number)) for number, s in enumerate(senders)]
+    told = exchange.merged([one.given() for one in quantizers])
+    made = torch.zeros(shape, dtype=torch.uint8), torch.full(grid, -1.0)
+    with ThreadPoolExecutor(2) as threads:
+        for one, sender, merged, writes in zip(quantizers, senders, told, plan.writes, strict=True):
+            one.take(merged)
+            for batch in (writes[: len(writes) // 2], writes[len(writes) // 2 :]):
+                fetches = one.fetches(batch)
+                fetched = sender.fetch([(fetch.name, fetch.box) for fetch in fetches])
+                for write, elements in zip(batch, one.ready(batch, fetches, fetched, threads), strict=True):
+                    out = torch.empty(write.box.lengths, dtype=torch_dtype(BasicMeta(write.dtype, ())))
+                    one.fill(out, elements, write)
+                    target = made[write.name != "w"][write.box.slices()]
+                    target.copy_(out.view(target.dtype))
+    quantized, expected = reference(tensor, blocks)
+    assert torch.equal(made[0], quantized.view(torch.uint8))
+    assert torch.equal(made[1], expected)
+    if all(of_sender == [Box.whole(shape)] for of_sender in boxes):
+        assert not any(exchange.takes)
+
+
+def test_only_blocks_that_are_cut_are_told() -> None:
+    """Rows of 384 on two senders, cut at 200: one row of blocks is cut, and no other."""
+    table = Table((("w", BasicMeta(DTYPES["bfloat16"], (384, 512))), ("v", BasicMeta(DTYPES["bfloat16"], (256, 512)))))
+    held = {
+        "w": [Holding(Box((0, 0), (200, 512)), (0,)), Holding(Box((200, 0), (184, 512)), (1,))],
+        "v": [Holding(Box((0, 0), (128, 512)), (0,)), Holding(Box((128, 0), (128, 512)), (1,))],
+    }
+    exchange = plan_exchange(held, table, {"w": (128, 128), "v": (128, 128)}, 2)
+    assert exchange.takes == [[("w", Box((1, 0), (1, 4)))]] * 2
+    assert [[given.grid for given in of_sender] for of_sender in exchange.gives] == [[Box((1, 0), (1, 4))]] * 2
+    assert not plan_exchange(held, table, {"v": (128, 128)}, 2).needed
+
+
+def test_each_block_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end where blocks do, and scales are made of what the weights' chunks have shown."""
+    looked: list[int] = []
+
+    def counting(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        looked.append(tensor.numel())
+        return maxima_of(tensor, *args)
+
+    monkeypatch.setattr("bytecheckpoint.inference.push.quantizer.maxima_of", counting)
+    tensor, blocks = torch.randn(1000, 384), (128, 128)
+    sender = _Sender(tensor, [Box.whole((1000, 384))])
+    held = holdings_of_blocks({"w": [Holding(Box.whole((1000, 384)), (0,))]}, {"w": blocks}, 1)
+    parts = [
+        [
+            Part("w", (1000, 384), Box((0, at), (1000, 192)), QUANTIZED),
+            Part("w_scale_inv", (8, 3), Box((0, 0), (8, 3)), SCALE),
+        ]
+        for at in (0, 192)
+    ]
+    plan = plan_push(parts, held, 1, chunk_bytes=200 * 192, blocks={"w": blocks})
+    writes = sorted(plan.writes[0], key=lambda write: write.name != "w")
+    assert len(writes) > 8
+    exchange = plan_exchange({"w": held["w"]}, sender.table, {"w": blocks}, 1)
+    one = Quantizer(sender, pack_task({"w": blocks}, exchange, 0))
+    read = 0
+    with ThreadPoolExecutor(2) as threads:
+        for write in writes:
+            fetches = one.fetches([write])
+            fetched = sender.fetch([(fetch.name, fetch.box) for fetch in fetches])
+            one.ready([write], fetches, fetched, threads)
+            assert bool(fetches) == (write.name == "w")
+            read += sum(fetch.box.numel for fetch in fetches)
+    assert sum(looked) == tensor.numel()
+    assert read == 1000 * (256 + 192)  # the block that both workers have columns of is read whole once
+
+
+def test_rounding_is_that_of_the_formula() -> None:
+    """Values in the middle between two of 8 bits, where the last bit of the factor decides."""
+    eights = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for largest in (0.3, 1.7, 2.9, 77.0):
+        tensor = ((eights[1:] + eights[:-1]) / 2 * (torch.tensor(largest) / 448)).reshape(-1, 7).contiguous()
+        tensor[0, 0] = largest
+        box, blocks = Box.whole(tuple(tensor.shape)), (128, 128)
+        out = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
+        quantize(out, tensor, box, maxima_of(tensor, box, blocks, Scratch()), blocks, Scratch())
+        assert torch.equal(out.view(torch.uint8), reference(tensor, blocks)[0].view(torch.uint8))
+
+
+def test_what_is_no_number_stays_so() -> None:
+    tensor = torch.ones(4, 6)
+    tensor[0, 0], tensor[3, 5] = float("nan"), float("inf")
+    box, blocks = Box.whole((4, 6)), (2, 3)
+    maxima = maxima_of(tensor, box, blocks, Scratch())
+    out = torch.empty(4, 6, dtype=torch.float8_e4m3fn)
+    quantize(out, tensor, box, maxima, blocks, Scratch())
+    assert torch.equal(out.float().isnan(), reference(tensor, blocks)[0].float().isnan())
+    assert torch.equal(scales_of(maxima).isfinite(), torch.tensor([[False, True], [True, False]]))
+    assert out[0, 0].isnan()
+    assert out[3, 5].isnan()
+    assert (out.float()[0:2, 3:] == 448).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 300), st.integers(1, 700), st.integers(1, 500), st.integers(1, 1 << 16))
+def test_rows_are_cut_between_blocks(begin: int, rows: int, columns: int, limit: int) -> None:
+    box = Box((begin, 3), (rows, columns))
+    pieces = list(cut_blocks(box, (128, 128), limit))
+    assert [piece.offsets[0] for piece in pieces[1:]] == [piece.stops[0] for piece in pieces[:-1]]
+    assert sum(piece.numel for piece in pieces) == box.numel
+    assert all(piece.offsets[0] % 128 == 0 for piece in pieces[1:])
+    assert all(piece.numel <= limit or piece.lengths[0] <= 128 for piece in pieces)
+
+
+def test_a_task_says_nothing_where_nothing_is_quantised() -> None:
+    sender = _Sender(torch.ones(2, 2), [Box.whole((2, 2))])
+    one = Quantizer(sender, b"")
+    assert not one.exchanges
+    assert one.given() == b""
+    assert msgpack.unpackb(pack_task({}, plan_exchange({}, sender.table, {}, 1), 0)) == [{}, False, [], []]
