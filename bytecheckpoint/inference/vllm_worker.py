@@ -207,12 +207,9 @@ def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, 
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters, and their first, as tensors are called: layers that can have LoRA are in others."""
+    """Further names of parameters, and their first."""
     first: dict[int, str] = {}
-    named = [
-        (name.replace(".base_layer.", "."), parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    ]
+    named = model.named_parameters(remove_duplicate=False)
     return {name: known for name, one in named if (known := first.setdefault(id(one), name)) != name}
 
 

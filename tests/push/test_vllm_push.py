@@ -44,9 +44,7 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
     for seed in range(1, pushes + 1):
         steps += [["push", seed], ["generate"]]
     steps += [["stream", pushes + 1, _RING], ["generate"], ["stream", pushes + 2, _RING], ["generate"]]
-    # Where LoRA is enabled, layers have other names; the head that is the embedding is found all the same.
-    lora = {"enable_lora": True, "max_lora_rank": 8} if kind == "qwen2" else {}
-    found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION, **lora)
+    found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION)
     assert not [push["message"] for push in found[1::2] if "error" in push]
     assert found[::2] == [reference_tokens(made(kind, seed)) for seed in range(pushes + 3)]
     for seed, push in enumerate(found[1::2], 1):
