@@ -70,12 +70,11 @@ def run_pushes(kind: str, steps: list[Any], *, door: str = "extension", **engine
     """What came of each step in an engine of these arguments."""
     if engine.get("tensor_parallel_size", 1) > 1:
         engine["distributed_executor_backend"] = "mp"
-    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     job = {"engine": engine, "door": door, "model": kind, "steps": steps}
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(job)],
         capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)},
+        env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, done.stdout[-3000:] + done.stderr[-6000:]
