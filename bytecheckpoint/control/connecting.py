@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -26,6 +27,7 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 _CONNECT_S = 3.0
 _BACKLOG = 4096
 _TOLERANCE_S = 0.1
+_MEET_S = 0.5  # a store's constructor takes that and, to say why in C++, half a second more where nobody listens
 _LEAST_S, _MOST_S = 0.25, 86400.0  # to connect; to wait at all
 _SILENT = ("Socket Timeout", "wait timeout")  # what torch says when the system's bound was reached, or its own
 _FOLDER = "/proc/self/fd"
@@ -99,8 +101,7 @@ def connect(addresses: Sequence[str], port: int, patience_s: float) -> Connectio
     for address in addresses:
         with _connecting:
             try:
-                # The store's own constructor retries a refused connection until its time-out.
-                socket.create_connection((address, port), timeout=min(_CONNECT_S, patience_s)).close()
+                _knock(address, port, min(_CONNECT_S, patience_s))
             except OSError as error:
                 refused.append(f"{address}: {error}")
                 continue
@@ -113,10 +114,27 @@ def connect(addresses: Sequence[str], port: int, patience_s: float) -> Connectio
     raise OSError(f"cannot connect to port {port} of " + "; ".join(refused))
 
 
+def _knock(address: str, port: int, timeout_s: float) -> None:
+    """Raises ``OSError`` where nobody listens: the store's own constructor would try again, until its time-out."""
+    socket.create_connection((address, port), timeout=timeout_s).close()
+
+
 def _introduced(address: str, port: int, patience_s: float) -> Connection:
+    """Tries again as long as somebody listens: the process may have ended since it did."""
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return _met(address, port, max(end - time.monotonic(), _LEAST_S))
+        except RuntimeError:
+            if time.monotonic() > end:
+                raise
+        _knock(address, port, min(_CONNECT_S, max(end - time.monotonic(), _LEAST_S)))
+
+
+def _met(address: str, port: int, patience_s: float) -> Connection:
     """Both sides of a store speak when they meet, and that wait has no bound either."""
-    # For so long it tries again where nobody listens any more, because the process has just ended.
-    bound = timedelta(seconds=min(_CONNECT_S, patience_s / 2))
+    # For so long it tries again where nobody listens.
+    bound = timedelta(seconds=min(_MEET_S, patience_s / 2))
     with ThreadPoolExecutor(1, "bytecheckpoint-connect") as executor:
         before = _facing(port)
         made = executor.submit(TCPStore, address, port, is_master=False, timeout=bound, wait_for_workers=False)

@@ -9,7 +9,9 @@ import threading
 import time
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
+from bytecheckpoint.control import connecting
 from bytecheckpoint.control.connecting import _facing
 from bytecheckpoint.control.line import Line, LineLost
 
@@ -118,6 +120,40 @@ def test_a_process_that_has_ended_is_not_silent():
     assert not lost.value.is_silent
     with pytest.raises(LineLost, match="cannot connect"):
         connect(port)
+
+
+def test_a_process_that_ends_while_it_is_connected_to_is_noticed_then(monkeypatch):
+    """Not when the store's own constructor would give up trying again."""
+    process, port = start_server()
+    bounds = []
+
+    def late(*args, timeout, **more):
+        end(process)
+        bounds.append(timeout.total_seconds())
+        return TCPStore(*args, timeout=timeout, **more)
+
+    monkeypatch.setattr(connecting, "TCPStore", late)
+    before = threading.active_count()
+    with pytest.raises(LineLost, match="refused") as lost:
+        connect(port)
+    assert not lost.value.is_silent
+    assert bounds == [0.5]
+    assert threading.active_count() == before
+
+
+def test_a_store_that_is_hard_to_meet_is_met(server, monkeypatch):
+    tries = []
+
+    def hard(*args, **more):
+        tries.append(args)
+        if len(tries) < 3:
+            raise RuntimeError("The client socket has timed out after 500ms")
+        return TCPStore(*args, **more)
+
+    monkeypatch.setattr(connecting, "TCPStore", hard)
+    line = connect(server[1])
+    assert line.add("met", 1) == 1
+    assert len(tries) == 3
 
 
 def test_several_lines_are_told_apart(server):

@@ -59,8 +59,7 @@ def _start(*, with_tokens: bool = True, **arguments: Any) -> Started:
         arguments["distributed_executor_backend"] = "mp"
     script = [sys.executable, str(_SUPPORT / "vllm_probe.py"), json.dumps(arguments)]
     script += [] if with_tokens else ["--no-tokens"]
-    path = os.pathsep.join(filter(None, [str(_SUPPORT), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run(script, capture_output=True, text=True, timeout=280, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     said = {line.split()[0]: line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(_SAID)}

@@ -308,6 +308,20 @@ def test_the_folder_of_an_adapter_by_the_command(engine: ToyEngine, tmp_path: Pa
     assert "is this the folder of an adapter that PEFT stored?" in failed.stderr
 
 
+def test_streamed(engine: ToyEngine) -> None:
+    """In a ring that holds a part of the adapter."""
+    _push(engine, 1, "g")
+    with Pusher(_adapter(engine, "g"), deadline_s=30, memory_bytes=1500, chunk_bytes=256) as pusher:
+        report = pusher.push({"model": _tensors(2)}, version=2)
+        assert report.mode == "streamed"
+        assert _served(engine, "g") == [_digest(2)] * 2
+        engine.fault(0, "fail adapter", 1)
+        with pytest.raises(BytecheckpointError, match="the adapter does not fit"):
+            pusher.push({"model": _tensors(3)}, version=3)
+        assert _served(engine, "g") == [_digest(2)] * 2
+        assert not engine.paused
+
+
 def test_a_stored_adapter(engine: ToyEngine, tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"model": adapter_state(_Peft(8))}, step=80)
     with Pusher(_adapter(engine, "f"), deadline_s=30) as pusher:

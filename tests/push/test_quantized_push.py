@@ -141,6 +141,36 @@ def test_engines_of_different_blocks(cut: ToyEngine, whole: ToyEngine) -> None:
     assert cut.look()["digests"] == before
 
 
+def test_streamed(cut: ToyEngine, whole: ToyEngine, pool: RankPool) -> None:
+    """Scales come among the weights then, each with its layer's."""
+    for engine, tp, blocks in ((cut, 1, CUT), (whole, 2, WHOLE)):
+        first, _ = pool.run(_stream, engine.url, [5, 6])
+        assert {report.mode for report in first} == {"streamed"}
+        assert engine.look()["digests"] == block_digests(_trainee(6, torch.bfloat16), tp, blocks)
+
+
+def _stream(rank: int, world_size: int, url: str, versions: list[int]) -> list[PushReport]:
+    with Pusher(HttpEngine(url), deadline_s=30, memory_bytes=16_384, chunk_bytes=4096) as pusher:
+        return [pusher.push(_trainee(version, torch.bfloat16), version=version) for version in versions]
+
+
+def test_an_engine_that_joins_is_quantised_by_the_one_that_gives(cut: ToyEngine, whole: ToyEngine) -> None:
+    with toy_engine(2, "bfloat16") as holder:
+        _push(0, 1, holder.url, [7])
+        with Pusher(HttpEngine(whole.url), deadline_s=30) as pusher:
+            pusher.push(HttpEngine(holder.url))
+        assert whole.look()["digests"] == block_digests(_trainee(7, torch.bfloat16), 2, WHOLE)
+        with (
+            Pusher(HttpEngine(cut.url), deadline_s=30) as pusher,
+            pytest.raises(MismatchError, match=r"of whose blocks workers of .* have parts"),
+        ):
+            pusher.push(HttpEngine(holder.url))
+        # And from one that has them quantised to another.
+        with toy_engine(1, blocks=WHOLE) as other, Pusher(HttpEngine(other.url), deadline_s=30) as pusher:
+            pusher.push(HttpEngine(whole.url))
+            assert other.look()["digests"] == block_digests(_trainee(7, torch.bfloat16), 1, WHOLE)
+
+
 def test_an_engine_that_has_no_scales(pool: RankPool) -> None:
     with toy_engine(1, "float8_e4m3fn") as engine:
         before = engine.look()["digests"]

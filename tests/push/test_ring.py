@@ -28,9 +28,9 @@ from bytecheckpoint.inference.push.waves import Waves, ring_of
 UINT8 = dtype_named("uint8")
 
 
-def _layout(sizes: list[int]) -> Layout:
-    """One part for each chunk."""
-    boxes = [Box((0,), (size,)) for size in sizes]
+def _layout(sizes: list[int], vectors: frozenset[int] = frozenset()) -> Layout:
+    """One part for each chunk: a matrix of one row, or a vector."""
+    boxes = [Box((0,), (size,)) if n in vectors else Box((0, 0), (1, size)) for n, size in enumerate(sizes)]
     parts = tuple(Part(f"t{n}", box.lengths, box, UINT8) for n, box in enumerate(boxes))
     return Layout(parts, tuple(enumerate(boxes)))
 
@@ -116,11 +116,14 @@ def test_a_chunk_that_does_not_fit() -> None:
 def test_any_order_comes_to_its_end(
     sizes: list[int], limit: int, senders: int, shared: bool, seed: int, shuffled: str
 ) -> None:
-    """Chunks used as often as expected, more rarely, or not at all; wanted in about the order, or in any."""
+    """Chunks used as often as expected, more rarely, or not at all, and vectors more often; wanted in about the order,
+    or in any."""
     rng = random.Random(seed)
-    waves = ring_of(_layout(sizes), limit)
+    vectors = frozenset(chunk for chunk in range(len(sizes)) if rng.random() < 0.2)
+    waves = ring_of(_layout(sizes, vectors), limit)
     uses = [rng.choice((0, 1, 1, 1, 2)) for _ in sizes]
     wanted = [chunk for chunk, count in enumerate(uses) for _ in range(count if rng.random() < 0.9 else 0)]
+    wanted += [chunk for chunk in vectors if rng.random() < 0.5]
     if shuffled == "all":
         rng.shuffle(wanted)
     elif shuffled == "near":
@@ -166,7 +169,7 @@ def test_a_damaged_chunk_ends_it_on_both_ends(shared: bool) -> None:
     waves = Waves(_layout([64] * 6), 2, 64)
     with _ring(waves, [1] * 6) as ring, _senders(ring, waves, 2, shared=shared) as (one, other):
         one.write(0, damage=1)
-        with pytest.raises(CorruptionError, match=r"t0 \[0:64\] did not arrive as it was sent"):
+        with pytest.raises(CorruptionError, match=r"t0 \[0:1,0:64\] did not arrive as it was sent"):
             ring.get(0)
         for sender in (one, other):
             assert "ended the stream: CorruptionError: t0" in _until_broken(sender, [1, 2, 3, 4, 5])

@@ -28,7 +28,7 @@ def _run(folder: Path, steps: list[Any], **engine: Any) -> list[Any]:
     done = subprocess.run(
         [sys.executable, vllm_loras.__file__, json.dumps(job)],
         capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(vllm_loras.__file__).parent)},
+        env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, done.stdout[-3000:] + done.stderr[-6000:]

@@ -113,13 +113,15 @@ class Join(Push):
         return version
 
     def _plan(self, lead: Lead) -> None:
-        """Who of the holder's workers writes what. Raises ``MismatchError`` for what it does not have exactly."""
+        """Who of the holder's workers writes what. Raises ``MismatchError`` for what it does not have exactly, or has
+        to quantise in blocks that no worker has whole."""
         lead.plan(len(self._workers))
         if lead.planned.exchange.needed:
-            names = ", ".join(list(lead.planned.exchange.grids)[:5])
+            names = ", ".join(sorted(lead.planned.exchange.grids)[:5])
             raise MismatchError(
-                f"{self._holder.name} cannot quantise what blocks are cut of between its workers: {names}; nothing was "
-                "sent, push from where the weights come from"
+                f"engines want tensors quantised, of whose blocks workers of {self._holder.name} have parts: {names}; "
+                f"nothing was sent, push from where they come from",
+                [("dtype", name, "its blocks are cut between workers") for name in lead.planned.exchange.grids],
             )
         if self._strict:
             self._check_exact(lead)
@@ -131,8 +133,8 @@ class Join(Push):
         faults: dict[str, str] = {}
         for held, writes in zip(self._held, lead.planned.plan.writes, strict=True):
             for write in writes:
-                if write.name not in stored:  # scales, which are made of what is stored
-                    continue
+                if write.name not in held:
+                    continue  # scales, of weights that are held
                 given = held_type(held[write.name], write.box)
                 if given not in (write.dtype, stored[write.name]):
                     faults[write.name] = f"{write.dtype} is wanted of {stored[write.name]}, it has {given}"

@@ -43,6 +43,8 @@ class Ring(Chunks):
     def __init__(self, waves: Waves, takes: Sequence[tuple[int, Box]], deadline_s: float) -> None:
         self._waves, self._deadline_s = waves, deadline_s
         self._left = _expected_uses(waves, takes)
+        # Of vectors nobody knows how often: where vLLM counts elements before it loads, it copies biases already.
+        self._vectors = [len(waves.layout.parts[part].shape) <= 1 for part, _ in waves.layout.chunks]
         count = len(waves.layout.chunks)
         self._state = bytearray(count)
         self._missing = [len(waves.chunks(wave)) for wave in range(waves.count)]
@@ -86,7 +88,7 @@ class Ring(Chunks):
     def used(self, chunk: int) -> None:
         with self._changed:
             self._left[chunk] -= 1
-            if not self._left[chunk]:
+            if not self._left[chunk] and not self._vectors[chunk]:
                 self._aside.pop(chunk, None)
                 self._take_out()
 
@@ -162,7 +164,7 @@ class Ring(Chunks):
         """Make room for ``wave``, as far as what is in its way is complete."""
         while wave >= self._taken + self._waves.slots and not self._missing[self._taken]:
             for chunk in self._waves.chunks(self._taken):
-                if self._left[chunk] > 0:
+                if self._left[chunk] > 0 and not self._vectors[chunk]:
                     self._aside[chunk] = self._slot(chunk).clone()
                     self.set_aside += self._aside[chunk].numel()
             self._count_one()
@@ -170,11 +172,15 @@ class Ring(Chunks):
     def _take_out(self) -> None:
         """Give back slots of which everything has been used."""
         while self._taken < self._waves.count and not self._missing[self._taken]:
-            if any(self._left[chunk] > 0 for chunk in self._waves.chunks(self._taken)):
+            chunks = self._waves.chunks(self._taken)
+            if any(self._left[chunk] > 0 and not self._vectors[chunk] for chunk in chunks):
                 return
             self._count_one()
 
     def _count_one(self) -> None:
+        for chunk in self._waves.chunks(self._taken):
+            if self._vectors[chunk]:
+                self._aside[chunk] = self._slot(chunk).clone()
         self._taken += 1
         self._server.tell(STATUS.pack(TAKEN, self._taken))
 
