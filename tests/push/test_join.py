@@ -13,6 +13,7 @@ import pytest
 import torch
 from joins import arenas, giving, until
 from leak_watch import held_now
+from toy_blocks import block_digests
 from toy_engine import ToyEngine, ToyTrainee, digest_of, expected_digests, toy_engine
 
 from bytecheckpoint.errors import MismatchError, StateError
@@ -112,6 +113,25 @@ def test_an_engine_of_another_type(engines: dict[str, ToyEngine]) -> None:
             if name != "scale":
                 parameter.copy_(parameter.to(torch.bfloat16))
     assert engines["one"].look()["digests"] == [digest_of(rounded, 1, 0)]
+
+
+def test_engines_of_8_bits(engines: dict[str, ToyEngine]) -> None:
+    """Blocks of 16 rows are whole in each of two workers, blocks of 64 are not."""
+    two = engines["two"]
+    _push(two, 25)
+    with toy_engine(2, blocks=(16, 16)) as narrow, toy_engine(1, blocks=(16, 16)) as other:
+        _join(two, narrow)
+        assert narrow.look()["digests"] == block_digests(ToyTrainee(25), 2, (16, 16))
+        _join(narrow, other)
+        assert other.look()["digests"] == block_digests(ToyTrainee(25), 1, (16, 16))
+        with pytest.raises(MismatchError):
+            _join(other, two)
+    with toy_engine(1, blocks=(64, 24)) as cut:
+        before = cut.look()["digests"]
+        with pytest.raises(MismatchError, match=r"quantised, of whose blocks workers of .* have parts"):
+            _join(two, cut)
+        assert cut.look()["digests"] == before
+    assert two.look()["digests"] == expected_digests(25, 2)
 
 
 def _join_in_step(rank: int, world_size: int, holder: str, engine: str, deadline_s: float = 30.0) -> Any:

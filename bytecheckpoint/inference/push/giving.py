@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -222,15 +223,15 @@ class _Give:
     def _run(self, jobs: list[Job], task: bytes, known: list[Any], ways: _Ways) -> None:
         try:
             self._outcome = self._write(jobs, task, known, ways)
-        except StreamBroken as error:
-            # Perhaps because another worker that gives has failed, which then says why.
-            self._error = SenderGone(str(error)) if not self._ended else self._broken_off()
-            _log.warning("push: giving ended: %s", self._error)
         except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome raises it
-            # Roads that are interrupted say something else.
-            self._error = error if not self._ended else self._broken_off()
+            # Roads that are interrupted say something else; and a stream breaks where another that gives has failed,
+            # which then says why.
+            told = SenderGone(str(error)) if isinstance(error, StreamBroken) else error
+            self._error = self._broken_off() if self._ended else told
+            _forget_locals(error)
             _log.warning("push: giving ended: %s", self._error)
         finally:
+            ways.clear()
             self._drop()
 
     def _write(self, jobs: list[Job], task: bytes, known: list[Any], ways: _Ways) -> bytes:
@@ -250,3 +251,10 @@ class _Give:
         roads, self._roads = self._roads, {}
         for road in roads.values():
             road.close()
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Of the functions that it went through: an error that is kept would keep all memory that they had mapped."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
