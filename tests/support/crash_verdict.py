@@ -19,8 +19,8 @@ from bytecheckpoint.storage_backends.local import LocalBackend
 GRACE_S = 2.0
 """After the deadline, everyone has raised."""
 
-DEATH_NOTICED_S = 3.0
-"""Long before the deadline, also on a busy machine."""
+DEATH_NOTICED_S = 5.0
+"""After the end of the process; long before the deadline, also on a busy machine."""
 
 _CLASSES = {
     "raise": "RankFailedError",
