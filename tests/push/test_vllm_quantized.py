@@ -119,7 +119,7 @@ def test_what_is_wanted_is_what_a_quantised_checkpoint_has(tmp_path: Path, kind:
         assert model.blocks == (128, 128)
         wish = wish_of(_Engine(model), _table(hub_shapes(wide)), at.tp == 1, Budget(60))
         assert dict(wish.table.rows) == dict(_table(hub_shapes(quantized)).rows)
-        assert set(wish.parts[0]) == set(learn_parts(model, _table(hub_shapes(quantized))))
+        assert set(wish.parts[0]) == set(learn_parts(model, _table(hub_shapes(quantized))).parts)
         assert not _uncovered(model, wish.table)
 
 
