@@ -105,7 +105,10 @@ def test_a_holder_that_serves_no_whole_version(holder: ToyEngine, engine: ToyEng
         _push(holder, 3)
     with pytest.raises(StateError, match=r"it serves no whole version .*nothing to give"):
         _join(holder.url, engine.url)
-    _push(holder, 1)
+    # Nor does the other worker, which could give, keep it.
+    for version in (3, 4, 1):
+        _push(holder, version)
+    assert arenas(holder) == [2, 2]
     _works(holder, engine)
 
 

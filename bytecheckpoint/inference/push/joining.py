@@ -47,6 +47,7 @@ class Join(Push):
         # It gives up after who drives it has, which says more.
         self._kept_s = 2 * sender.deadline_s
         self._transaction = secrets.token_hex(16)
+        self._is_held = False
         self._workers: list[str] = []
         self._held: list[dict[str, list[HeldType]]] = []
 
@@ -101,6 +102,7 @@ class Join(Push):
 
     def _ask_holder(self, lead: Lead) -> int | str:
         message = {"transaction": self._transaction, "hold_s": self._kept_s}
+        self._is_held = True  # by some worker, where another refuses
         answers = ask(self._holder, "held", message, self._time.left)
         versions = [answer["version"] for answer in answers]
         if any(version != versions[0] for version in versions):
@@ -181,10 +183,10 @@ class Join(Push):
 
     def _let_go(self) -> None:
         """The holder need not keep the version any more."""
-        if self._workers:
+        if self._is_held:
             with contextlib.suppress(BytecheckpointError):
                 ask_all(self._holder, "let_go", {"transaction": self._transaction}, _LAST_WORDS_S)
-        self._workers = []
+        self._is_held = False
 
     def _begin_all(self, lead: Lead, budget: Budget) -> None:
         message = {
