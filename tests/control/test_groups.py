@@ -123,6 +123,7 @@ def busy_leader(rank, world_size, failing):
     communicator, store = connect(rank, world_size, 2), dist.distributed_c10d._get_default_store()
     operation = communicator.operation("save", deadline_s=30)
     operation.barrier("begun")
+    dist.barrier()  # else who is still in the other one hears of the failure there
     if rank == 2:
         store.wait([f"raised/{other}" for other in range(world_size) if other != 2])
     seen = raised_by(lambda: raise_in_write(operation, failing))
