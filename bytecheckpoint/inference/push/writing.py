@@ -83,21 +83,25 @@ def write_all(
     became = bytearray()
     writer = _Writer(roads, max((job.write.nbytes for job in jobs), default=0), quantizer)
     at = 0
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-push-write") as threads:
-        for batch in _batches(jobs):
-            check()
-            writes = [job.write for job in batch]
-            fetches = quantizer.fetches(writes)
-            fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
-            _wait_for_devices(fetched)
-            tensors = quantizer.ready(writes, fetches, fetched, threads)
-            held = []
-            for job in batch:
-                held.append(known[at : at + len(job.places)])
-                at += len(job.places)
-            for digest, kinds in threads.map(writer.write, batch, tensors, held):
-                digests.append(digest)
-                became += kinds
+    try:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-push-write") as threads:
+            for batch in _batches(jobs):
+                check()
+                writes = [job.write for job in batch]
+                fetches = quantizer.fetches(writes)
+                fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
+                _wait_for_devices(fetched)
+                tensors = quantizer.ready(writes, fetches, fetched, threads)
+                held = []
+                for job in batch:
+                    held.append(known[at : at + len(job.places)])
+                    at += len(job.places)
+                for digest, kinds in threads.map(writer.write, batch, tensors, held):
+                    digests.append(digest)
+                    became += kinds
+    except BaseException:
+        writer.raise_failure()  # other threads were only interrupted; all have ended
+        raise
     for road in roads.values():
         road.finish()
     return digests, bytes(became)
@@ -110,13 +114,35 @@ def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
 
 
 class _Writer:
-    """Does one job at a time in each thread."""
+    """Does one job at a time in each thread. The first that fails interrupts the others, which may be waiting for what
+    will not come any more."""
 
     def __init__(self, roads: Mapping[int, Road], longest: int, quantizer: Quantizer) -> None:
         self._roads, self._longest, self._quantizer = roads, longest, quantizer
         self._own = threading.local()
+        self._failing = threading.Lock()
+        self._failure: BaseException | None = None
+
+    def raise_failure(self) -> None:
+        """The first one, once."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure from failure.__cause__
+        finally:
+            del failure  # it has this frame, which must not have it: nobody would give up what the writer holds
 
     def write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
+        try:
+            return self._write(job, tensor, known)
+        except BaseException as error:
+            with self._failing:
+                self._failure = self._failure or error
+            for road in self._roads.values():
+                road.interrupt()
+            raise
+
+    def _write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
         data = self._cast(tensor, job.write)
         digest = xxhash.xxh3_64_intdigest(byte_view(data))
         became = bytearray()
