@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import BytecheckpointError, EngineError
@@ -18,17 +18,28 @@ _log = logging.getLogger(__name__)
 
 
 def apply_on(
-    engine: Engine, message: Mapping[str, Any], version: int | str, budget: Budget, request: str
+    engine: Engine,
+    message: Mapping[str, Any],
+    version: int | str,
+    budget: Budget,
+    request: str,
+    *,
+    was_torn: bool = False,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> BytecheckpointError | None:
     """What went wrong with ``request``, which puts a version in, if anything. An engine of which it is not known that
-    it serves one whole version is left paused."""
+    it serves one whole version is left paused, as one that ``was_torn`` before. Once it is ``given_up``, when the
+    engine answers so late that a next push may have begun, nothing more is said to it."""
     try:
         engine.pause(budget.left)
     except BytecheckpointError as error:
-        _resume_quietly(engine, None, changed=False)
+        if not was_torn:
+            _resume_quietly(engine, None, changed=False)
         return error
     try:
         answers = ask_all(engine, request, message, budget.left)
+        if given_up():
+            return EngineError(f"{engine.name} answered when it was waited for no more; it is left paused")
     except BytecheckpointError as error:
         return type(error)(
             f"{error}\n  whether {engine.name} serves version {version!r} now is not known; it is left paused, and the "

@@ -191,14 +191,28 @@ class Lead:
         message = {"transaction": self._transaction, "version": version, "chunks": by_worker}
         self._on_all(lambda engine: ask(engine, "verify", message, budget.left))
 
-    def apply(self, version: int | str, budget: Budget, request: str = "apply") -> None:
+    def apply(
+        self,
+        version: int | str,
+        budget: Budget,
+        request: str = "apply",
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
         """The second phase; or all of it, by the request "stream", meanwhile senders write. Where one engine fails,
-        those that did not are taken back."""
+        those that did not are taken back, unless it is ``given_up``."""
         message = {"transaction": self._transaction, "version": version}
-        errors = self._on_all(lambda engine: apply_on(engine, message, version, budget, request))
+        workers = zip(self.planned.workers, self._answers, strict=True)
+        torn = {self._engines[worker.engine] for worker, answer in workers if answer["torn"]}
+        errors = self._on_all(
+            lambda engine: apply_on(
+                engine, message, version, budget, request, was_torn=engine in torn, given_up=given_up
+            )
+        )
         failed = [error for error in errors if error is not None]
         if not failed:
             return
+        if given_up():
+            raise first_cause(failed)
         for engine, error in zip(self._engines, errors, strict=True):
             if error is None:
                 after = take_back(engine, message, budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,9 @@ __all__ = ["SHARE", "Push", "Sender"]
 
 SHARE = 0.7
 """Of the deadline, for who is not a rank: what it is about is then known before the ranks give each other up."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Sender:
@@ -219,9 +223,13 @@ class Push:
                     if stream is not None and said is not None:
                         stream.end(_broken(said))
                 return said
-        except BytecheckpointError as error:
+        except BaseException as error:
             if stream is not None and not stream.has_told:
-                error.args = (f"{error}\n  {stream.gone_wrong()}",)
+                after = stream.gone_wrong()
+                if isinstance(error, BytecheckpointError):
+                    error.args = (f"{error}\n  {after}",)
+                else:
+                    _log.error("push: %s", after)
             raise
 
     def _open_rings(self, mine: dict[str, Any], stack: ExitStack) -> dict[int, Road]:

@@ -31,6 +31,7 @@ from .waves import SLOT_BYTES, SLOTS, ring_of
 __all__ = ["PROTOCOL", "Receiver"]
 
 PROTOCOL = 2
+_PATIENCE = 0.8  # of a sender's: who misses a chunk can say so, who waits for room only guesses
 _TABLES = 4  # what was learned is kept for: senders of two kinds, each as they are and quantised
 
 _log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class Receiver:
         weights = self._versions.begin(learned[0], layout, mode, self._gives.reads)
         if mode == STREAMED:
             waves = ring_of(layout, SLOTS * SLOT_BYTES if limit is None else limit)
-            self._ring = ring = Ring(waves, learned[1].takes, message["deadline_s"])
+            self._ring = ring = Ring(waves, learned[1].takes, _PATIENCE * message["deadline_s"])
             place = {"arena": ring.memory.plain(), "ring": [waves.slots, waves.slot_bytes, ring.port.plain()]}
             return {"mode": mode, "known": [], "served": [], **place}
         known, weights.digests = weights.digests, []

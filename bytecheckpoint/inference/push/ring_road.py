@@ -96,7 +96,7 @@ class RingRoad(Road):
         try:
             while self._hear():
                 pass
-        except (OSError, EngineError) as error:
+        except (OSError, EngineError, ValueError, msgpack.UnpackException) as error:
             with self._heard:
                 if not self._over:
                     self._failure = self._failure or f"the connection to the worker at {self._where} broke: {error}"

@@ -15,11 +15,13 @@ _LAST_WORDS_S, _LATE_S = 5.0, 0.5
 
 
 class Stream:
-    """Has all engines paused, put in what comes, and resumed, in a thread of its own."""
+    """Has all engines paused, put in what comes, and resumed, in a thread of its own. Where that is still at it when
+    this rank waits no more, it says nothing more to the engines: the next push may have begun."""
 
     def __init__(self, lead: Lead, version: int | str, deadline_s: float) -> None:
         self._lead, self._deadline_s = lead, deadline_s
         self._error: BaseException | None = None
+        self._given_up = threading.Event()
         self.has_told = False
         """Whether ``end`` has said all that there is to say."""
         longest = max((layout.nbytes for layout in lead.planned.plan.layouts), default=0)
@@ -31,7 +33,7 @@ class Stream:
 
     def _run(self, version: int | str, budget: Budget) -> None:
         try:
-            self._lead.apply(version, budget, "stream")
+            self._lead.apply(version, budget, "stream", self._given_up.is_set)
         except BaseException as error:  # noqa: BLE001 - raised by who waits
             self._error = error
 
@@ -51,8 +53,9 @@ class Stream:
         self._lead.finish(Budget(self._deadline_s))
 
     def gone_wrong(self) -> str:
-        """What the engines made of a sender's failure."""
+        """What the engines made of a sender's failure. They are given up where they do not say."""
         self._thread.join(_LATE_S if self.has_told else _LAST_WORDS_S)
         if self._thread.is_alive():
+            self._given_up.set()
             return "the engines have not answered since, and are left paused; the next push resumes them"
         return "the engines serve the new version" if self._error is None else str(self._error)
