@@ -6,6 +6,7 @@ It fuses, cuts and pads as engines do, and can be told to go wrong.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -178,6 +179,7 @@ def _stalled_writes() -> threading.Event:
 
 
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int, int] | None) -> None:
+    gc.disable()  # memory must be given back at once, and not when the collector comes by
     worker = ToyWorker(tp, rank, getattr(torch, dtype), blocks)
     receiver = Receiver(worker)
     adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), getattr(torch, dtype))

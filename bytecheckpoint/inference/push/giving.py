@@ -20,7 +20,7 @@ from ...errors import DeadlineError, EngineError, StateError
 from .arena import Address, Arena
 from .arena_source import ArenaSource
 from .layout import Layout
-from .messages import SenderGone, Table
+from .messages import SenderGone, Table, without_frames
 from .quantizer import Quantizer
 from .ring_road import RingRoad, StreamBroken
 from .roads import Road, SharedMemory, Tcp
@@ -193,7 +193,7 @@ class _Give:
     def outcome(self) -> bytes | None:
         self._renew()
         if self._error is not None:
-            raise self._error
+            raise without_frames(self._error)  # and not itself, which would keep those that it is raised through
         return self._outcome
 
     def end(self, why: str) -> None:
@@ -226,7 +226,7 @@ class _Give:
         except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome raises it
             # Roads that are interrupted say something else; and a stream breaks where another that gives has failed,
             # which then says why.
-            told = SenderGone(str(error)) if isinstance(error, StreamBroken) else error
+            told = SenderGone(str(error)) if isinstance(error, StreamBroken) else without_frames(error)
             self._error = self._broken_off() if self._ended else told
             _forget_locals(error)
             _log.warning("push: giving ended: %s", self._error)
@@ -253,8 +253,14 @@ class _Give:
             road.close()
 
 
-def _forget_locals(error: BaseException | None) -> None:
-    """Of the functions that it went through: an error that is kept would keep all memory that they had mapped."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _forget_locals(error: BaseException) -> None:
+    """Of the functions that it and those behind it went through, of all threads: until the interpreter next looks for
+    circles, these may keep all memory that the functions had mapped."""
+    left: list[BaseException | None] = [error]
+    seen = set[int]()
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            left += [one.__cause__, one.__context__]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,17 @@ from ...metadata import BasicMeta
 from ...shards import torch_dtype
 from ..parts import Part
 
-__all__ = ["Failure", "SenderGone", "Table", "decode", "encode", "first_cause", "pack_parts", "unpack_parts"]
+__all__ = [
+    "Failure",
+    "SenderGone",
+    "Table",
+    "decode",
+    "encode",
+    "first_cause",
+    "pack_parts",
+    "unpack_parts",
+    "without_frames",
+]
 
 _MAX_MESSAGE = 1 << 30  # bytes, unpacked; tables of 100,000 tensors are some 10 MB
 
@@ -93,6 +104,14 @@ def unpack_parts(data: bytes) -> list[Part]:
 
 class SenderGone(EngineError):
     """A sender ended too early. Senders do that when something has failed elsewhere, so others may know more."""
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The same error, to be kept: its own would keep all that the functions which it went through knew."""
+    try:
+        return copy.copy(error)
+    except Exception:  # noqa: BLE001 - some are made in ways of their own
+        return EngineError(f"{type(error).__name__}: {error}")
 
 
 def first_cause(errors: Sequence[BytecheckpointError]) -> BytecheckpointError:
