@@ -11,6 +11,7 @@ import click
 from .. import api
 from ..inference.push import AdapterEngine, Engine, HttpEngine, NativeEngine, Pusher, PushReport, adapter_config
 from ..inference.push.engines import PauseMode
+from ..inference.push.group import GroupBackend
 from .options import command, options_for, prefix_renaming
 from .output import Output, size_text
 
@@ -34,6 +35,11 @@ __all__ = ["push_command"]
 )
 @click.option("--adapter", metavar="NAME", help="SOURCE is a folder of PEFT's: the LoRA adapter of that name.")
 @click.option("--native", is_flag=True, help="By vLLM's own weight transfer with the backend bcp.")
+@click.option(
+    "--group",
+    type=click.Choice(["gloo", "nccl"]),
+    help="Form a group with all workers: what several want is sent once, and passed on. Weights are streamed.",
+)
 @click.option("--deadline", type=float, default=600.0, show_default=True, help="Seconds, for each wait.")
 @click.option("--partial", is_flag=True, help="Also where the engine's model and SOURCE do not fit wholly.")
 def push_command(
@@ -47,6 +53,7 @@ def push_command(
     pause: PauseMode,
     adapter: str | None,
     native: bool,
+    group: GroupBackend | None,
     deadline: float,
     partial: bool,
 ) -> None:
@@ -61,8 +68,10 @@ def push_command(
     '{"backend": "bcp"}'.
     """
     from_engine = source.startswith(("http://", "https://"))
-    if from_engine and (rename or adapter is not None):
-        raise click.UsageError("--rename and --adapter are for checkpoints; an engine gives its model as it got it")
+    if from_engine and (rename or adapter is not None or group is not None):
+        raise click.UsageError(
+            "--rename, --adapter and --group are for checkpoints; an engine gives its model as it got it"
+        )
     storage_options = options_for(source, options)
     config = None if adapter is None else adapter_config(source, storage_options=storage_options)
     engines: list[Engine] = []
@@ -70,7 +79,7 @@ def push_command(
         engine = _engine(url, pause, native)
         engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
     with ExitStack() as stack:
-        pusher = stack.enter_context(Pusher(engines, deadline_s=deadline))
+        pusher = stack.enter_context(Pusher(engines, deadline_s=deadline, group=group))
         what: Any
         if from_engine:
             what = _engine(source, pause, native)

@@ -60,10 +60,21 @@ def test_from_an_engine_into_two_others(engine: ToyEngine, tmp_path: Path) -> No
         assert "version nine is served" in done.output
     done = CliRunner().invoke(cli, ["push", engine.url, "--to", engine.url, "--rename", "a=b"])
     assert done.exit_code == 2
-    assert "--rename and --adapter are for checkpoints" in done.stderr
+    assert "--rename, --adapter and --group are for checkpoints" in done.stderr
     done = CliRunner().invoke(cli, ["push", "http://127.0.0.1:9", "--to", engine.url])
     assert done.exit_code == 6
     assert "http://127.0.0.1:9/collective_rpc cannot be reached" in done.stderr
+
+
+def test_into_two_engines_by_a_group(engine: ToyEngine, tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(11)}, step=110)
+    with toy_engine(1) as other:
+        arguments = ["push", str(tmp_path / "c"), "--to", engine.url, "--to", other.url, "--group", "gloo", "--json"]
+        done = CliRunner().invoke(cli, arguments)
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["mode"] == "streamed"
+        assert engine.look()["digests"] == expected_digests(11, 2)
+        assert other.look()["digests"] == expected_digests(11, 1)
 
 
 def test_no_engine(tmp_path: Path) -> None:

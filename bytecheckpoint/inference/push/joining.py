@@ -23,8 +23,9 @@ from .arena_source import HeldType, held_type
 from .engines import Budget, Engine, ask, ask_all, failure_of
 from .lead import Lead
 from .messages import SenderGone, first_cause
-from .pushing import Push, Sender
+from .pushing import Push
 from .report import PushReport
+from .sender import Sender
 from .staging import STREAMED
 from .streaming import Stream
 

@@ -10,17 +10,20 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgpack
+import xxhash
 
 from .block_plan import holdings_of_blocks, plan_exchange
 from .committing import apply_on, take_back
 from .engines import Budget, Engine, ask
+from .group import Gathering, GroupAddress, GroupBackend
 from .messages import Table, first_cause
 from .planned import Jobs, Outcome, Planned, Worker, merged
 from .planning import Holding, plan_push
 from .report import WorkerReport
-from .staging import DOUBLE, MODES, Mode
+from .report_counting import bytes_left, count_bytes
+from .staging import DOUBLE, MODES, STREAMED, Mode
 from .wishes import Wish, blocks_by_name, wish_of
-from .writing import KEPT, SENT, UNCHANGED
+from .writing import UNCHANGED
 
 __all__ = ["Lead"]
 
@@ -31,7 +34,12 @@ class Lead:
     """What rank 0 keeps between pushes: what engines want, and the plan, for as long as both sides stay the same."""
 
     def __init__(
-        self, engines: Sequence[Engine], chunk_bytes: int, memory_bytes: int | None, deadline_s: float
+        self,
+        engines: Sequence[Engine],
+        chunk_bytes: int,
+        memory_bytes: int | None,
+        deadline_s: float,
+        group: GroupBackend | None = None,
     ) -> None:
         self._engines, self._chunk_bytes = list(engines), chunk_bytes
         self._memory_bytes, self._deadline_s = memory_bytes, deadline_s
@@ -39,6 +47,7 @@ class Lead:
         self._wanted: dict[bytes, tuple[list[Worker], list[Wish]]] = {}
         self._planned: tuple[Any, Planned] | None = None
         self._was_strict = False
+        self._group, self._gathering = group, None if group is None else Gathering(group, deadline_s)
         self._transaction = ""
         self._answers: list[dict[str, Any]] = []
         self.mode: Mode = DOUBLE
@@ -96,7 +105,7 @@ class Lead:
     def prepare(self, budget: Budget) -> bool:
         """Begin the transaction on every worker; False where one has been restarted and must be asked what it wants."""
         self._transaction = secrets.token_hex(16)
-        self._answers, mode = [], ""
+        self._answers, mode = [], STREAMED if self._group else ""
         with_layouts = False
         while True:
             answers = self._on_all(partial(_prepare_on, message=self._message(with_layouts, mode), budget=budget))
@@ -132,12 +141,16 @@ class Lead:
             "memory": self._memory_bytes,
             "sharers": {worker.receiver: hosts[worker.host] for worker in self.planned.workers},
             "mode": mode,
+            "group": self._group or "",
             "deadline_s": self._deadline_s,
         }
 
+    @property
+    def _rings(self) -> tuple[tuple[int, int], ...]:
+        return tuple((answer["ring"][0], answer["ring"][1]) for answer in self._answers if "ring" in answer)
+
     def _jobs(self) -> Jobs:
-        rings = tuple((answer["ring"][0], answer["ring"][1]) for answer in self._answers if "ring" in answer)
-        return self.planned.jobs(rings)
+        return self.planned.jobs(self._rings)
 
     def assignment(self, sender: int, plan: bytes) -> bytes:
         """What a sender has to know, which has the plan of this digest."""
@@ -155,6 +168,7 @@ class Lead:
                 "arenas": [answer["arena"] for answer in self._answers],
                 "rings": [answer["ring"] for answer in self._answers if "ring" in answer],
                 "known": known,
+                "turns": self.planned.in_steps(self._rings).turns[sender] if self._group else None,
             }
         )
         return packed
@@ -173,6 +187,23 @@ class Lead:
             first = next(t for t, worker in enumerate(self.planned.workers) if worker.engine == engine)
             found |= {first + number: answer["tcp"] for number, answer in enumerate(answers)}
         return found
+
+    def group_address(self, senders: Sequence[str]) -> GroupAddress:
+        """Of the group for this push. ``senders`` say which group each is in, if any."""
+        assert self._gathering is not None
+        workers = [worker.receiver for worker in self.planned.workers]
+        return self._gathering.address(senders, workers, [answer["group"] for answer in self._answers])
+
+    def have_join(self, address: GroupAddress, budget: Budget) -> None:
+        """All workers join the group, which takes as long as the last party does, and begin to receive by it."""
+        takes = self.planned.in_steps(self._rings).takes
+        senders = address.size - len(takes)
+        parties = {
+            worker.receiver: [senders + target, None if xxhash.xxh3_128_digest(of) == answer["takes"] else of]
+            for target, (worker, answer, of) in enumerate(zip(self.planned.workers, self._answers, takes, strict=True))
+        }
+        message = {"transaction": self._transaction, "address": address.plain(), "parties": parties}
+        self._on_all(lambda engine: ask(engine, "join", message, budget.left))
 
     def verify(self, outcomes: Sequence[Outcome], version: int | str, budget: Budget) -> None:
         """The first phase: every worker proves what arrived."""
@@ -223,23 +254,10 @@ class Lead:
         raise first
 
     def reports(self, outcomes: Sequence[Outcome]) -> tuple[list[WorkerReport], list[int]]:
-        counted = [[0, 0, 0] for _ in self.planned.workers]
-        written = [0] * len(outcomes)
-        for sender, (jobs, outcome) in enumerate(zip(self._jobs().jobs, outcomes, strict=True)):
-            became = iter(outcome.became)
-            for job in jobs:
-                for target, _ in job.write.chunks:
-                    kind = next(became)
-                    counted[target][kind] += job.write.nbytes
-                    written[sender] += job.write.nbytes if kind == SENT else 0
-        reports = [
-            WorkerReport(
-                self._engines[worker.engine].name, worker.number, worker.host, sum(layout.sizes),
-                of[SENT], of[UNCHANGED], of[KEPT],
-            )
-            for worker, layout, of in zip(self.planned.workers, self.planned.plan.layouts, counted, strict=True)
-        ]  # fmt: skip
-        return reports, written
+        """Of each worker, and the bytes that left each sender."""
+        names = [self._engines[worker.engine].name for worker in self.planned.workers]
+        reports, written = count_bytes(self.planned, self._jobs(), outcomes, names)
+        return reports, bytes_left(self._jobs(), self.planned.in_steps(self._rings)) if self._group else written
 
     def finish(self, budget: Budget) -> None:
         """A stream is over, and all senders have come to their end."""

@@ -19,10 +19,11 @@ from .planning import Holding, Plan, Write
 from .quantizer import pack_task
 from .quantizing import Blocks, scale_name
 from .roads import Place
+from .steps import Turn, pack_takes, plan_steps, takes_by_target
 from .waves import Waves
 from .writing import Job, pack_writes
 
-__all__ = ["Jobs", "Outcome", "Planned", "Worker", "merged"]
+__all__ = ["InSteps", "Jobs", "Outcome", "Planned", "Worker", "merged"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,24 @@ class Planned:
             self._made.clear()
             self._made[rings] = self._jobs_in(rings)
         return self._made[rings]
+
+    def in_steps(self, rings: tuple[tuple[int, int], ...]) -> InSteps:
+        """The same for a group, which has its parties do everything in steps."""
+        if rings not in self._made_in_steps:
+            waves = [Waves(layout, *ring) for layout, ring in zip(self.plan.layouts, rings, strict=True)]
+            order, senders = self.plan.in_order(), len(self.plan.writes)
+            made = plan_steps(order, waves)
+            turns: list[list[Turn]] = [[] for _ in range(senders)]
+            for (sender, _), turn in zip(order, made, strict=True):
+                turns[sender].append(turn)
+            takes = [pack_takes(of_target) for of_target in takes_by_target(order, made, senders, len(waves))]
+            self._made_in_steps.clear()
+            self._made_in_steps[rings] = InSteps(turns, takes)
+        return self._made_in_steps[rings]
+
+    @cached_property
+    def _made_in_steps(self) -> dict[tuple[tuple[int, int], ...], InSteps]:
+        return {}
 
     @cached_property
     def _made(self) -> dict[tuple[tuple[int, int], ...], Jobs]:
@@ -86,6 +105,14 @@ class Jobs:
     packed: list[bytes]
     tasks: list[bytes]
     digest: bytes
+
+
+@dataclass(frozen=True)
+class InSteps:
+    """``turns`` of each sender's jobs, and for each target what it ``takes``."""
+
+    turns: list[list[Turn]]
+    takes: list[bytes]
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,17 @@ class Write:
 @dataclass(frozen=True)
 class Plan:
     """``layouts`` by target, ``writes`` by sender. Every chunk of every target is in exactly one write; the order of
-    chunks and of writes is one order everywhere, near that in which targets want them."""
+    chunks and of writes is one order everywhere, near that in which targets want them: in that of all, the writes are
+    of these ``senders``."""
 
     layouts: tuple[Layout, ...]
     writes: tuple[tuple[Write, ...], ...]
+    senders: tuple[int, ...]
+
+    def in_order(self) -> list[tuple[int, Write]]:
+        """All writes, each with its sender."""
+        left = [iter(of_sender) for of_sender in self.writes]
+        return [(sender, next(left[sender])) for sender in self.senders]
 
 
 _Key = tuple[str, Box, DType]
@@ -80,9 +87,10 @@ def plan_push(
         for at, chunk in enumerate(chunks):
             targets[_key(parts, chunk)].append((number, at))
     writes: list[list[Write]] = [[] for _ in range(senders)]
-    for sender, key in _share_out(targets, chunking.owners, senders):
+    order = _share_out(targets, chunking.owners, senders)
+    for sender, key in order:
         writes[sender].append(Write(*key, tuple(targets[key])))
-    return Plan(tuple(layouts), tuple(tuple(of_sender) for of_sender in writes))
+    return Plan(tuple(layouts), tuple(tuple(of_sender) for of_sender in writes), tuple(sender for sender, _ in order))
 
 
 def _key(parts: Sequence[Part], chunk: tuple[int, Box]) -> _Key:

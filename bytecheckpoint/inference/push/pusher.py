@@ -12,11 +12,13 @@ from ...control import current_communicator
 from ...control.base import Communicator
 from ...errors import StateError
 from .engines import Budget, Engine
+from .group import GroupBackend
 from .joining import Join
 from .lead import Lead
 from .planning import CHUNK_BYTES
-from .pushing import SHARE, Push, Sender
+from .pushing import SHARE, Push
 from .report import PushReport
+from .sender import Sender
 from .sources import Rename
 
 __all__ = ["Pusher"]
@@ -29,8 +31,10 @@ class Pusher:
     what a worker may hold in host memory beside its model; by default what is free there. Twice its weights is best,
     once its weights means that there is no way back from a version that cannot be put in, and with less weights are
     streamed: put in as they come, while the engine is paused. ``tcp_only`` keeps senders from using shared memory with
-    workers of their host. What engines want, the plan, and what workers hold are remembered from push to push; where
-    anything changes, or a worker was restarted, it is found out anew.
+    workers of their host. With a ``group``, senders and workers form one of that backend, by NCCL from device to
+    device: what several workers want leaves its sender once, and they pass it on. Weights are streamed then, and
+    ``memory_bytes`` is of the device. What engines want, the plan, and what workers hold are remembered from push to
+    push; where anything changes, or a worker was restarted, it is found out anew.
     """
 
     def __init__(
@@ -41,13 +45,14 @@ class Pusher:
         memory_bytes: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         tcp_only: bool = False,
+        group: GroupBackend | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         given = [engines] if isinstance(engines, Engine) else list(engines or ())
         self._deadline_s, self._communicator = deadline_s, communicator
         # An engine is given up before the other ranks give up rank 0, so that all raise what it is about.
-        self._lead = Lead(given, chunk_bytes, memory_bytes, SHARE * deadline_s)
-        self._has_engines = bool(given)
+        self._lead = Lead(given, chunk_bytes, memory_bytes, SHARE * deadline_s, group)
+        self._has_engines, self._by_group = bool(given), group is not None
         self._sender = Sender(SHARE * deadline_s, tcp_only)
         self._version: int | str | None = None
 
@@ -82,6 +87,8 @@ class Pusher:
             with op.phase("push.begin"):
                 if op.rank == 0 and not self._has_engines:
                     raise StateError("rank 0 has no engine to push to; give Pusher its engines there")
+                if self._by_group and isinstance(what, Engine):
+                    raise StateError("engines give to others by no group; make a Pusher without one for that")
                 if version is not None or not isinstance(what, Engine):
                     version = self._named(version, what)
                     op.is_about(f"push of version {version!r}")

@@ -5,69 +5,38 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import msgpack
 
 from ...control.base import Operation
-from ...errors import BytecheckpointError, ControlError, StateError
+from ...errors import BytecheckpointError, ControlError, EngineError, StateError
 from .arena import Address
 from .engines import Budget
+from .group import Group, GroupAddress, GroupBroken
+from .group_sending import send_all
 from .lead import Lead
 from .planned import Outcome
 from .quantizer import Quantizer
 from .report import PushReport
 from .ring_road import RingRoad, StreamBroken
-from .roads import Road, SharedMemory, Tcp
+from .roads import Road, Tcp
+from .sender import Sender
 from .sources import Rename, Source, source_of
+from .steps import Turn
 from .streaming import Stream
 from .tcp_wire import TcpAddress
-from .writing import Job, unpack_writes, write_all
+from .writing import unpack_writes, write_all
 
-__all__ = ["SHARE", "Push", "Sender"]
+__all__ = ["SHARE", "Push"]
 
 SHARE = 0.7
 """Of the deadline, for who is not a rank: what it is about is then known before the ranks give each other up."""
 
 
 _log = logging.getLogger(__name__)
-
-
-class Sender:
-    """What a rank keeps from push to push: what it writes where, and mappings of arenas."""
-
-    def __init__(self, deadline_s: float, tcp_only: bool) -> None:
-        self.deadline_s, self.tcp_only = deadline_s, tcp_only
-        self.plan, self.task = b"", b""
-        self.jobs: list[Job] = []
-        self._memories: dict[str, SharedMemory] = {}
-
-    @property
-    def targets(self) -> list[int]:
-        return sorted({place.target for job in self.jobs for place in job.places})
-
-    def shared(self, arenas: Sequence[Address]) -> dict[int, Road]:
-        """Roads to those targets that shared memory reaches. Mappings are given up when the worker has given up the
-        arena."""
-        if self.tcp_only:
-            return {}
-        current = {address.token for address in arenas}
-        for token in [token for token in self._memories if token not in current]:
-            self._memories.pop(token).close()
-        found: dict[int, Road] = {}
-        for target in self.targets:
-            token = arenas[target].token
-            road = self._memories.get(token) or SharedMemory.open(arenas[target])
-            if road is not None:
-                found[target] = self._memories[token] = road
-        return found
-
-    def close(self) -> None:
-        for memory in self._memories.values():
-            memory.close()
-        self._memories.clear()
-        self.jobs, self.plan, self.task = [], b"", b""
 
 
 class Push:
@@ -140,7 +109,7 @@ class Push:
         if mine["writes"] is not None:
             self._sender.jobs, self._sender.plan = unpack_writes(mine["writes"]), mine["plan"]
             self._sender.task = mine["task"]
-        mine["arenas"] = [Address.from_plain(address) for address in mine["arenas"]]
+        mine["arenas"] = [address and Address.from_plain(address) for address in mine["arenas"]]
         return mine
 
     def _write(self, source: Source, mine: dict[str, Any]) -> Sequence[bytes] | None:
@@ -208,22 +177,34 @@ class Push:
         op, stream = self._op, None
         try:
             with self._stage("stream"), ExitStack() as stack:
-                roads = self._open_rings(mine, stack)
+                rings = self._open_rings(mine, stack)
                 quantizer = self._quantizer(source)
+                group = self._join_group() if mine["turns"] is not None else None
                 op.gather("push.roads", b"")
                 with op.phase("push.write"):
                     if self._lead:
                         stream = Stream(self._lead, version, self._sender.deadline_s)
                     try:
-                        outcome: Any = write_all(source, self._sender.jobs, quantizer, roads, mine["known"], op.check)
-                    except StreamBroken as error:
+                        if group is not None:
+                            outcome: Any = self._send_by(group, source, quantizer, mine["turns"], rings)
+                        else:
+                            outcome = write_all(source, self._sender.jobs, quantizer, rings, mine["known"], op.check)
+                    except (StreamBroken, GroupBroken) as error:
                         outcome = [error.late, str(error)]
+                        self._sender.leave()
+                        for ring in rings.values():
+                            ring.interrupt()  # whoever still waits for others hears of it
                 said = op.gather("push.write", msgpack.packb(outcome))
                 with op.phase("push.apply"):
+                    if group is not None and said is not None and _broken(said) is None:
+                        for ring in rings.values():
+                            with suppress(StreamBroken):  # the engine tells more
+                                ring.finish()  # no sender that ends from now on is missed
                     if stream is not None and said is not None:
                         stream.end(_broken(said))
                 return said
         except BaseException as error:
+            self._sender.leave()  # others may be in the middle of a step
             if stream is not None and not stream.has_told:
                 after = stream.gone_wrong()
                 if isinstance(error, BytecheckpointError):
@@ -232,10 +213,47 @@ class Push:
                     _log.error("push: %s", after)
             raise
 
-    def _open_rings(self, mine: dict[str, Any], stack: ExitStack) -> dict[int, Road]:
-        roads: dict[int, Road] = {}
+    def _join_group(self) -> Group:
+        op, sender, address = self._op, self._sender, b""
+        said = op.gather("push.group", b"" if sender.group is None else sender.group.name.encode())
+        with op.phase("push.group"):
+            if self._lead and said is not None:
+                address = msgpack.packb(self._lead.group_address([name.decode() for name in said]).plain())
+        told = GroupAddress.from_plain(msgpack.unpackb(op.broadcast("push.group", address if self._lead else None)))
+        with op.phase("push.group"), ThreadPoolExecutor(1, thread_name_prefix="bcp-push-join") as threads:
+            asked = threads.submit(self._lead.have_join, told, self._budget()) if self._lead else None
+            try:
+                group = sender.join(told, op.rank)
+            except EngineError:
+                if asked is not None:
+                    asked.result()  # knows more, where it was a worker
+                raise
+            if asked is not None:
+                asked.result()
+        return group
+
+    def _send_by(
+        self, group: Group, source: Source, quantizer: Quantizer, turns: list[list[int]], rings: dict[int, RingRoad]
+    ) -> Any:
+        op = self._op
+
+        def check() -> None:
+            op.check()
+            for ring in rings.values():
+                ring.check()
+
+        jobs = self._sender.jobs
+        return send_all(source, jobs, [Turn(*turn) for turn in turns], quantizer, group, op.world_size, check)
+
+    def _open_rings(self, mine: dict[str, Any], stack: ExitStack) -> dict[int, RingRoad]:
+        """Those of the workers that this sender writes to. By a group nothing is written there: rank 0 hears from all
+        workers, and they from it, what goes wrong."""
+        roads: dict[int, RingRoad] = {}
+        targets: Sequence[int] = self._sender.targets
+        if mine["turns"] is not None:
+            targets = range(len(mine["rings"])) if self._lead else ()
         with self._op.phase("push.roads"):
-            for target in self._sender.targets:
+            for target in targets:
                 slots, _, port = mine["rings"][target]
                 memory = None if self._sender.tcp_only else mine["arenas"][target]
                 road = RingRoad(TcpAddress.from_plain(port), memory, slots, self._sender.deadline_s)

@@ -155,11 +155,11 @@ def scales_of(maxima: torch.Tensor) -> torch.Tensor:
 def quantize(
     out: torch.Tensor, tensor: torch.Tensor, box: Box, maxima: torch.Tensor, blocks: Blocks, scratch: Scratch
 ) -> None:
-    """``out``, float8_e4m3fn on the CPU, becomes ``box``, whose elements ``tensor`` has. ``maxima`` are those of all
+    """``out``, float8_e4m3fn, becomes ``box``, whose elements ``tensor`` has. ``maxima`` are those of all
     elements of the blocks ``blocks_of(box)``."""
     factors = (1.0 / scales_of(maxima)).repeat_interleave(blocks[1], -1)
     factors = factors.narrow(-1, box.offsets[-1] % blocks[1], box.lengths[-1]).to(tensor.device)
-    made = out if tensor.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype, device=tensor.device)
+    made = out if tensor.device == out.device else torch.empty(out.shape, dtype=out.dtype, device=tensor.device)
     for number, rows in enumerate(_rows(box, blocks)):
         part = tensor[..., rows, :]
         scaled = scratch.take(part.shape, torch.float32, part.device).copy_(part)

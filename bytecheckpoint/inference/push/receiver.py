@@ -19,6 +19,8 @@ from typing import Any
 
 from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
 from .giving import Gives
+from .group import GroupAddress
+from .group_receiving import Membership, group_memory
 from .learning import EngineModel, Learned, learn_parts
 from .messages import Failure, Table, decode, encode, pack_parts
 from .ring import Ring
@@ -30,7 +32,7 @@ from .waves import SLOT_BYTES, SLOTS, ring_of
 
 __all__ = ["PROTOCOL", "Receiver"]
 
-PROTOCOL = 2
+PROTOCOL = 3
 _PATIENCE = 0.8  # of a sender's: who misses a chunk can say so, who waits for room only guesses
 _TABLES = 4  # what was learned is kept for: senders of two kinds, each as they are and quantised
 
@@ -53,6 +55,7 @@ class Receiver:
         self._torn = ""
         self._server: TcpServer | None = None
         self._gives = Gives()
+        self._membership = Membership()
 
     def answer(self, request: str) -> str:
         """The answer to any request, as text. Never raises."""
@@ -79,6 +82,7 @@ class Receiver:
     def close(self) -> None:
         """Give the memory back. What is served goes on being served, without a way back to it."""
         self._stop_listening()
+        self._membership.leave()
         self._gives.close("the worker gave its memory back")
         self._versions.give_up()
         self._transaction = ""
@@ -118,8 +122,11 @@ class Receiver:
         weights = self._versions.begin(learned[0], layout, mode, self._gives.reads)
         if mode == STREAMED:
             waves = ring_of(layout, SLOTS * SLOT_BYTES if limit is None else limit)
-            self._ring = ring = Ring(waves, learned[1].takes, _PATIENCE * message["deadline_s"])
-            place = {"arena": ring.memory.plain(), "ring": [waves.slots, waves.slot_bytes, ring.port.plain()]}
+            memory = group_memory(message["group"], waves.nbytes) if message["group"] else None
+            self._ring = ring = Ring(waves, learned[1].takes, _PATIENCE * message["deadline_s"], memory)
+            place: dict[str, Any] = {"arena": ring.memory and ring.memory.plain()}
+            place |= {"ring": [waves.slots, waves.slot_bytes, ring.port.plain()]}
+            place |= {"group": self._membership.name, "takes": self._membership.plan}
             return {"mode": mode, "known": [], "served": [], **place}
         known, weights.digests = weights.digests, []
         served = self._versions.served
@@ -137,6 +144,15 @@ class Receiver:
         self._stop_listening()
         self._server = TcpServer(weights.memory, message["deadline_s"])
         return {"tcp": self._server.address.plain()}
+
+    def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Be a party of a group from now on, and receive by it into the ring."""
+        self._opened(message)
+        if self._ring is None:
+            raise StateError("a group without a ring: nothing was sent")
+        party, takes = message["parties"][self.id]
+        self._membership.begin(GroupAddress.from_plain(message["address"]), party, takes, self._ring)
+        return {}
 
     def _verify(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Prove that the arena holds the version: the first of two phases."""
@@ -182,6 +198,7 @@ class Receiver:
             ring.fail(
                 error if isinstance(error, BytecheckpointError) else EngineError(f"{type(error).__name__}: {error}")
             )
+            self._membership.leave()  # the others notice
             self._go_back(f"version {weights.version!r} was not put in whole: {type(error).__name__}: {error}")
             raise
         weights.digests, self._set_aside = ring.digests, ring.set_aside
@@ -263,6 +280,7 @@ class Receiver:
             self._server = None
         if self._ring is not None:
             self._ring.close()
+            self._membership.end()
             self._ring = None
 
     def _finish(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,6 +292,7 @@ class Receiver:
         "describe": _describe,
         "prepare": _prepare,
         "listen": _listen,
+        "join": _join,
         "verify": _verify,
         "apply": _apply,
         "stream": _stream,

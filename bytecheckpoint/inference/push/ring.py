@@ -38,9 +38,17 @@ class Ring(Chunks):
     """Offers ``waves.nbytes`` of memory, and a port, to senders. ``takes`` are the copies that the loader will make
     (``Learned.takes``). ``get``, ``used`` and ``drain`` are for one thread; each waits ``deadline_s`` at most for the
     next chunk, whichever it is, and raises ``DeadlineError``, ``CorruptionError`` for a chunk that is not as it was
-    sent, ``EngineError`` where a sender ends too early."""
+    sent, ``EngineError`` where a sender ends too early.
 
-    def __init__(self, waves: Waves, takes: Sequence[tuple[int, Box]], deadline_s: float) -> None:
+    Chunks that come by a group (``group_receiving.py``) are put into ``memory``, which no sender reaches."""
+
+    def __init__(
+        self,
+        waves: Waves,
+        takes: Sequence[tuple[int, Box]],
+        deadline_s: float,
+        memory: torch.Tensor | None = None,
+    ) -> None:
         self._waves, self._deadline_s = waves, deadline_s
         self._left = _expected_uses(waves, takes)
         # Of vectors nobody knows how often: where vLLM counts elements before it loads, it copies biases already.
@@ -48,23 +56,25 @@ class Ring(Chunks):
         count = len(waves.layout.chunks)
         self._state = bytearray(count)
         self._missing = [len(waves.chunks(wave)) for wave in range(waves.count)]
-        self._taken = 0
+        self._taken = self._asked = 0
         self._aside: dict[int, torch.Tensor] = {}
         self._failure: BytecheckpointError | None = None
         self._changed = threading.Condition()
         self.digests = [0] * count
         self.set_aside = 0
         """Bytes so far that the loader wanted in another order than it was seen to."""
-        self._arena = Arena(waves.nbytes)
+        self._arena = Arena(waves.nbytes) if memory is None else None
+        self._memory = memory if self._arena is None else self._arena.memory
         try:
             self._server = _RingServer(self, deadline_s)
         except BaseException:
-            self._arena.close()
+            self._give_up_memory()
             raise
 
     @property
-    def memory(self) -> Address:
-        return self._arena.address
+    def memory(self) -> Address | None:
+        """Where senders reach it."""
+        return None if self._arena is None else self._arena.address
 
     @property
     def port(self) -> TcpAddress:
@@ -82,7 +92,7 @@ class Ring(Chunks):
                             "seen to; give Pusher more memory_bytes, so that weights need not be streamed"
                         )
                     return self._slot(chunk)
-                self._empty_until(self._waves.wave_of[chunk])
+                self._empty_until(max(self._waves.wave_of[chunk], self._asked))
                 self._wait(f"for {self._waves.layout.name_of(chunk)}")
 
     def used(self, chunk: int) -> None:
@@ -105,8 +115,14 @@ class Ring(Chunks):
     def close(self) -> None:
         """Ends connections, and gives the memory back."""
         self._server.close()
-        self._arena.close()
+        self.fail(EngineError("this push is over"))
+        self._give_up_memory()
         self._aside.clear()
+
+    def _give_up_memory(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+        self._memory = None
 
     def fail(self, error: BytecheckpointError) -> None:
         """Have all, on both ends, raise ``error``. The first one stays."""
@@ -122,7 +138,24 @@ class Ring(Chunks):
             frame = STATUS.pack(TAKEN, self._taken) if self._failure is None else _failed(self._failure)
             self._server.add(connection, frame)
 
-    def expect(self, chunk: int, nbytes: int) -> memoryview:
+    def check(self) -> None:
+        """Raise what has failed."""
+        if self._failure is not None:
+            raise self._failure
+
+    def make_room(self, chunks: Sequence[int]) -> None:
+        """Return when there is room for all of them. The loader, where it waits itself, sets aside what is in the
+        way."""
+        wave = max(self._waves.wave_of[chunk] for chunk in chunks)
+        with self._changed:
+            self._asked = max(self._asked, wave)
+            self._changed.notify_all()
+            while wave >= self._taken + self._waves.slots:
+                self.check()
+                self._changed.wait()
+            self.check()
+
+    def claim(self, chunk: int, nbytes: int) -> torch.Tensor:
         """Where a chunk comes that a sender announces. ``EngineError`` where it must not."""
         waves = self._waves
         with self._changed:
@@ -132,14 +165,19 @@ class Ring(Chunks):
             if self._state[chunk] != _NOTHING or not self._taken <= wave < self._taken + waves.slots:
                 raise EngineError(f"chunk {chunk} of wave {wave} comes when {self._taken} waves have been taken out")
             self._state[chunk] = _COMING
-            return byte_view(self._slot(chunk))
+            return self._slot(chunk)
 
     def prove(self, chunk: int, place: memoryview, digest: int) -> None:
         """A chunk is there. Raises ``CorruptionError`` where it is not as it was sent."""
         if xxhash.xxh3_64_intdigest(place) != digest:
-            raise CorruptionError(
-                f"{self._waves.layout.name_of(chunk)} did not arrive as it was sent; it was not put in, push again"
-            )
+            raise CorruptionError(self.damaged(chunk))
+        self.here(chunk, digest)
+
+    def damaged(self, chunk: int) -> str:
+        return f"{self._waves.layout.name_of(chunk)} did not arrive as it was sent; it was not put in, push again"
+
+    def here(self, chunk: int, digest: int) -> None:
+        """A chunk is there, and proved."""
         with self._changed:
             self._state[chunk], self.digests[chunk] = _HERE, digest
             self._missing[self._waves.wave_of[chunk]] -= 1
@@ -152,11 +190,11 @@ class Ring(Chunks):
 
     def _slot(self, chunk: int) -> torch.Tensor:
         begin = self._waves.offset(chunk)
-        return self._arena.memory[begin : begin + self._waves.layout.sizes[chunk]]
+        assert self._memory is not None
+        return self._memory[begin : begin + self._waves.layout.sizes[chunk]]
 
     def _wait(self, what: str) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         if not self._changed.wait(self._deadline_s):
             raise DeadlineError(f"no sender wrote anything for {self._deadline_s:g} s; this worker waits {what}")
 
@@ -181,7 +219,10 @@ class Ring(Chunks):
         for chunk in self._waves.chunks(self._taken):
             if self._vectors[chunk]:
                 self._aside[chunk] = self._slot(chunk).clone()
+        if self._memory is not None and self._memory.is_cuda:
+            torch.cuda.current_stream(self._memory.device).synchronize()  # copies out of it may not have begun
         self._taken += 1
+        self._changed.notify_all()
         self._server.tell(STATUS.pack(TAKEN, self._taken))
 
 
@@ -229,7 +270,7 @@ class _RingServer(SenderServer):
         chunk, length, digest = FRAME.unpack(receive(connection, FRAME.size))
         if chunk == END:
             return None
-        place = self._ring.expect(chunk, length)
+        place = byte_view(self._ring.claim(chunk, length))
         if length:
             receive_into(connection, place)
         self._ring.prove(chunk, place, digest)

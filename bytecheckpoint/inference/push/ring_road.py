@@ -49,6 +49,11 @@ class RingRoad(Road):
             self._memory[place.offset : place.offset + data.numel()].copy_(data)
         self._send(place.chunk, b"" if self._memory is not None else byte_view(data), digest)
 
+    def check(self) -> None:
+        """Raise what the worker has told of its failure."""
+        if self._failure:
+            raise StreamBroken(self._failure)
+
     def finish(self) -> None:
         self._send(END, b"", 0)
         with self._heard:

@@ -23,9 +23,9 @@ from .quantizer import Quantizer
 from .roads import Place, Road
 from .sources import Source
 
-__all__ = ["KEPT", "SENT", "UNCHANGED", "Job", "pack_writes", "unpack_writes", "write_all"]
+__all__ = ["KEPT", "SENT", "THREADS", "UNCHANGED", "Job", "pack_writes", "unpack_writes", "write_all"]
 
-_THREADS = min(4, len(os.sched_getaffinity(0)))
+THREADS = min(4, len(os.sched_getaffinity(0)))
 _BATCH = 64 << 20  # bytes fetched at a time; a checkpoint reads them in one go
 
 SENT, UNCHANGED, KEPT = range(3)
@@ -84,7 +84,7 @@ def write_all(
     writer = _Writer(roads, max((job.write.nbytes for job in jobs), default=0), quantizer)
     at = 0
     try:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-push-write") as threads:
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="bcp-push-write") as threads:
             for batch in _batches(jobs):
                 check()
                 writes = [job.write for job in batch]

@@ -1,0 +1,51 @@
+"""Digests of chunks where they lie: in host memory xxh3-64, on a device a sum of mixed words, for which torch has all
+that it takes. Both ends of a group are of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from ...engine.tensor_bytes import byte_view
+
+__all__ = ["digest_on_device", "digests_of"]
+
+# Odd numbers with bits everywhere (those of splitmix64 and xxh64), as torch's signed words.
+_STRIDE, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_SIGN = 1 << 63
+
+
+def digests_of(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """int64, where the chunks are, which are contiguous bytes."""
+    if all(chunk.device.type == "cpu" for chunk in chunks):
+        return torch.tensor(
+            [_signed(xxhash.xxh3_64_intdigest(byte_view(chunk))) for chunk in chunks], dtype=torch.int64
+        )
+    return torch.stack([digest_on_device(chunk) for chunk in chunks])
+
+
+def digest_on_device(data: torch.Tensor) -> torch.Tensor:
+    """Of bytes: each word of 8 is mixed with its place, so that words that were damaged, moved or left out are noticed;
+    not made to withstand who means harm."""
+    whole = data.numel() // 8 * 8
+    words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
+    found = _mixed(words, 0)
+    if whole < data.numel():
+        rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
+        rest[: data.numel() - whole] = data[whole:]
+        found = found + _mixed(rest.view(torch.int64), whole // 8)
+    return found ^ data.numel()
+
+
+def _mixed(words: torch.Tensor, begin: int) -> torch.Tensor:
+    # Numbers wrap around, which is the same everywhere; so is the sum in any order.
+    mixed = torch.arange(begin + 1, begin + 1 + words.numel(), dtype=torch.int64, device=words.device)
+    mixed.mul_(_STRIDE).bitwise_xor_(words).mul_(_FIRST)
+    mixed.bitwise_xor_(mixed >> 29).mul_(_SECOND)
+    return mixed.bitwise_xor_(mixed >> 32).sum()
+
+
+def _signed(number: int) -> int:
+    return number - 2 * _SIGN if number >= _SIGN else number
