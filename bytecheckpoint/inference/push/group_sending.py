@@ -9,12 +9,10 @@ from itertools import groupby
 
 import torch
 
-from ...metadata import BasicMeta
-from ...shards import torch_dtype
 from .digesting import digests_of
 from .group import Group, Transfer
 from .layout import ALIGNMENT
-from .quantizer import Quantizer
+from .quantizer import Quantizer, torch_dtype_of
 from .sources import Source
 from .steps import Turn, sends_of
 from .writing import SENT, THREADS, Job
@@ -82,7 +80,7 @@ def _transfers(ready: _Ready, senders: int) -> list[Transfer]:
 
 
 class _Making:
-    """Has memory for two steps: the one that is on its way, and the next."""
+    """Has memory for two steps: the one that is on its way, and the next. What is sent as it is needs none."""
 
     def __init__(self, source: Source, quantizer: Quantizer, device: torch.device) -> None:
         self._source, self._quantizer, self._device = source, quantizer, device
@@ -94,14 +92,19 @@ class _Making:
         fetches = self._quantizer.fetches(writes)
         fetched = self._source.fetch([(fetch.name, fetch.box) for fetch in fetches])
         elements = self._quantizer.ready(writes, fetches, fetched, self.threads)
-        chunks = self._take([write.nbytes for write in writes])
+        there = [
+            self._quantizer.as_they_are(tensor, write, self._device)
+            for tensor, write in zip(elements, writes, strict=True)
+        ]
+        taken = self._take([0 if made is not None else write.nbytes for made, write in zip(there, writes, strict=True)])
+        chunks = [room if made is None else made for made, room in zip(there, taken, strict=True)]
 
         def cast(number: int) -> None:
             write = writes[number]
-            out = chunks[number].view(torch_dtype(BasicMeta(write.dtype, ()))).view(write.box.lengths)
+            out = chunks[number].view(torch_dtype_of(write)).view(write.box.lengths)
             self._quantizer.fill(out, elements[number], write)
 
-        list(self.threads.map(cast, range(len(writes))))
+        list(self.threads.map(cast, [number for number, made in enumerate(there) if made is None]))
         digests = digests_of(chunks)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # others send from streams of their own

@@ -166,6 +166,7 @@ class Lead:
                 "writes": None if plan == made.digest else made.packed[sender],
                 "task": None if plan == made.digest else made.tasks[sender],
                 "arenas": [answer["arena"] for answer in self._answers],
+                "tokens": [token for answer in self._answers for token in answer.get("tokens", ())],
                 "rings": [answer["ring"] for answer in self._answers if "ring" in answer],
                 "known": known,
                 "turns": self.planned.in_steps(self._rings).turns[sender] if self._group else None,

@@ -116,7 +116,7 @@ class Push:
         """What senders did, by rank, on rank 0."""
         op = self._op
         with self._stage("write"), ExitStack() as stack:
-            roads = self._open_roads(mine["arenas"], stack)
+            roads = self._open_roads(mine["arenas"], mine["tokens"], stack)
             quantizer = self._quantizer(source)
             with op.phase("push.write"):
                 outcome = write_all(source, self._sender.jobs, quantizer, roads, mine["known"], op.check)
@@ -139,11 +139,11 @@ class Push:
                 quantizer.take(told)
         return quantizer
 
-    def _open_roads(self, arenas: list[Address], stack: ExitStack) -> dict[int, Road]:
+    def _open_roads(self, arenas: list[Address], there: list[str], stack: ExitStack) -> dict[int, Road]:
         """A road to every target that this sender writes to: shared memory, or TCP where that does not reach."""
         op, sender = self._op, self._sender
         with op.phase("push.roads"):
-            roads = sender.shared(arenas)
+            roads = sender.shared(arenas, there)
         missing = [target for target in sender.targets if target not in roads]
         said = op.gather("push.roads", msgpack.packb(missing))
         addresses: dict[int, Any] = {}

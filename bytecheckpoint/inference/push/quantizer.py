@@ -10,8 +10,10 @@ import msgpack
 import numpy as np
 import torch
 
-from ...engine.tensor_bytes import copy_elements
+from ...engine.tensor_bytes import as_bytes, copy_elements
 from ...geometry import Box
+from ...metadata import BasicMeta
+from ...shards import torch_dtype
 from .block_plan import Exchange, Given
 from .planning import Write
 from .quantizing import (
@@ -29,7 +31,7 @@ from .quantizing import (
 )
 from .sources import Source
 
-__all__ = ["Quantizer", "pack_task"]
+__all__ = ["Quantizer", "pack_task", "torch_dtype_of"]
 
 
 class _Fetch(NamedTuple):
@@ -116,6 +118,13 @@ class Quantizer:
                 found.append(elements if box == write.box else elements[write.box.relative_to(box).slices()])
         return found
 
+    def as_they_are(self, elements: torch.Tensor, write: Write, device: torch.device) -> torch.Tensor | None:
+        """Their bytes, where these are what is to be written, in its order and on ``device``; else they have to be
+        filled into memory that is."""
+        if self._quantizes(write) or elements.device != device or elements.dtype != torch_dtype_of(write):
+            return None
+        return as_bytes(elements) if elements.is_contiguous() and not _is_lazy(elements) else None
+
     def fill(self, out: torch.Tensor, elements: torch.Tensor, write: Write) -> None:
         """Cast or quantise. In any thread."""
         if not self._quantizes(write):
@@ -182,6 +191,15 @@ class _Tensor:
         found = _box(offsets, [stop - begin for begin, stop in zip(offsets, stops, strict=True)])
         self._known[found.slices()] = True
         return found
+
+
+def torch_dtype_of(write: Write) -> torch.dtype:
+    return torch_dtype(BasicMeta(write.dtype, ()))
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are not yet its values."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _hull(box: Box, other: Box) -> Box:

@@ -134,6 +134,7 @@ class Receiver:
         return {
             "mode": mode,
             "arena": weights.address,
+            "tokens": self._versions.tokens,
             "known": known,
             "served": served.digests if served is not None and same else [],
         }

@@ -26,13 +26,12 @@ class Sender:
     def targets(self) -> list[int]:
         return sorted({place.target for job in self.jobs for place in job.places})
 
-    def shared(self, arenas: Sequence[Address]) -> dict[int, Road]:
-        """Roads to those targets that shared memory reaches. Mappings are given up when the worker has given up the
-        arena."""
+    def shared(self, arenas: Sequence[Address], there: Sequence[str]) -> dict[int, Road]:
+        """Roads to those targets that shared memory reaches. Mappings are kept until the worker has given up the arena,
+        and it is not ``there`` any more: the first touch of each page costs as much as a copy of it."""
         if self.tcp_only:
             return {}
-        current = {address.token for address in arenas}
-        for token in [token for token in self._memories if token not in current]:
+        for token in [token for token in self._memories if token not in there]:
             self._memories.pop(token).close()
         found: dict[int, Road] = {}
         for target in self.targets:

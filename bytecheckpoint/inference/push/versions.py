@@ -91,6 +91,11 @@ class Versions:
         """Bytes of memory."""
         return sum(weights.held for weights in (self.next, self.served) if weights is not None)
 
+    @property
+    def tokens(self) -> list[str]:
+        """Of the arenas that are there: whoever has one mapped may go on using it."""
+        return [one.arena.token for one in (self.next, self.served) if one is not None and one.arena is not None]
+
     def layout(self, digest: bytes, packed: bytes | None) -> Layout | None:
         """None where it is neither known nor given."""
         for weights in (self.next, self.served):

@@ -16,16 +16,15 @@ import xxhash
 from ...dtypes import dtype_named
 from ...engine.tensor_bytes import byte_view
 from ...geometry import Box
-from ...metadata import BasicMeta
-from ...shards import torch_dtype
 from .planning import Write
-from .quantizer import Quantizer
+from .quantizer import Quantizer, torch_dtype_of
 from .roads import Place, Road
 from .sources import Source
 
 __all__ = ["KEPT", "SENT", "THREADS", "UNCHANGED", "Job", "pack_writes", "unpack_writes", "write_all"]
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
+_CPU = torch.device("cpu")
 _BATCH = 64 << 20  # bytes fetched at a time; a checkpoint reads them in one go
 
 SENT, UNCHANGED, KEPT = range(3)
@@ -157,11 +156,13 @@ class _Writer:
         return digest, bytes(became)
 
     def _cast(self, tensor: torch.Tensor, write: Write) -> torch.Tensor:
+        as_it_is = self._quantizer.as_they_are(tensor, write, _CPU)
+        if as_it_is is not None:
+            return as_it_is
         if not hasattr(self._own, "scratch"):
             self._own.scratch = torch.empty(self._longest, dtype=torch.uint8)
         out: torch.Tensor = self._own.scratch[: write.nbytes]
-        dtype = torch_dtype(BasicMeta(write.dtype, ()))
-        self._quantizer.fill(out.view(dtype).view(write.box.lengths), tensor, write)
+        self._quantizer.fill(out.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
         return out
 
 

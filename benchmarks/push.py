@@ -1,0 +1,197 @@
+"""How long weights take into engines on the same host, by every road: against one copy of the bytes, and one stream.
+
+    python -m benchmarks.push [--mebibytes 512] [--rounds 5] [--json FILE] [--page docs/push.md]
+
+One sender; engines of two processes with the real receiver (``push_engine``), which put layers into parameters and do
+nothing else. Before each push all weights change. In each round the floors and all ways take turns; what is told are
+medians. The machine's host memory takes the place of what lies between hosts, so the figures say what a push costs
+beside the network, and nothing of networks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from benchmarks.push_engine import PipeEngine, trainee
+from benchmarks.results import header
+from benchmarks.tables import Grid, show
+from bytecheckpoint.inference.push import Pusher, PushReport
+
+__all__ = ["COPY", "JOIN", "NOTHING", "STREAM", "WAYS", "grid", "main", "measure", "with_table"]
+
+_MARK = "<!-- The rest is written by `python -m benchmarks.push --page`. -->"
+
+RING = 64 << 20
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shared memory, two versions held": (1, {}),
+    "shared memory, one version held": (1, {"memory_bytes": 1.5}),
+    "shared memory, streamed": (1, {"memory_bytes": RING}),
+    "TCP, two versions held": (1, {"tcp_only": True}),
+    "TCP, streamed": (1, {"tcp_only": True, "memory_bytes": RING}),
+    "a group (gloo), streamed": (1, {"group": "gloo", "memory_bytes": RING}),
+    "two engines: TCP, streamed": (2, {"tcp_only": True, "memory_bytes": RING}),
+    "two engines: a group (gloo), streamed": (2, {"group": "gloo", "memory_bytes": RING}),
+}
+"""Engines, and options of ``Pusher``; a fraction is one of a worker's weights."""
+
+COPY, STREAM = "floor: one copy", "floor: one TCP stream"
+NOTHING, JOIN = "nothing has changed", "from the first engine into the second, which joins"
+
+
+def measure(nbytes: int, rounds: int) -> dict[str, Any]:
+    """Seconds of every round by way and by floor, and the bytes that left the sender."""
+    model = trainee(nbytes)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    with ExitStack() as stack:
+        engines = [PipeEngine(f"engine {n}", len(list(model.parameters())), 2) for n in range(2)]
+        for engine in engines:
+            stack.callback(engine.end)
+        ways = {name: _way(engines, model, nbytes, stack, *way) for name, way in WAYS.items()}
+        seconds: dict[str, list[float]] = {}
+        left: dict[str, int] = {}
+        for number in range(rounds + 1):
+            found = {COPY: _copy(model), STREAM: _stream(nbytes)}
+            for name, push in ways.items():
+                for _ in range(3):  # the first two give up the memory of the way before, and take their own
+                    _change(model)
+                    found[name], report = push()
+                left[name] = sum(report.written)
+                if name == next(iter(WAYS)):
+                    found[NOTHING], _ = push()
+                    found[JOIN] = _join(engines)
+                    _check(model, engines)
+                _check(model, engines[: WAYS[name][0]])
+            for name, value in found.items() if number else ():  # in the first round everything is learned and planned
+                seconds.setdefault(name, []).append(value)
+    return {"bytes": nbytes, "seconds": seconds, "left": left}
+
+
+def _way(
+    engines: list[PipeEngine], model: nn.Module, nbytes: int, stack: ExitStack, count: int, options: dict[str, Any]
+) -> Callable[[], tuple[float, PushReport]]:
+    memory = options.get("memory_bytes")
+    if isinstance(memory, float):
+        options = {**options, "memory_bytes": int(memory * nbytes / 2)}
+    pusher = stack.enter_context(Pusher(engines[:count], **options))
+
+    def push() -> tuple[float, PushReport]:
+        begin = time.perf_counter()
+        report = pusher.push(model)
+        return time.perf_counter() - begin, report
+
+    return push
+
+
+def _join(engines: list[PipeEngine]) -> float:
+    with Pusher(engines[1]) as pusher:
+        begin = time.perf_counter()
+        pusher.push(engines[0])
+        return time.perf_counter() - begin
+
+
+def _change(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.add_(1).fmod_(64)
+
+
+def _check(model: nn.Module, engines: list[PipeEngine]) -> None:
+    expected = {float(parameter[-1, -1]) for parameter in model.parameters()}
+    for engine in engines:
+        if engine.first_values() != expected:
+            raise AssertionError(f"{engine.name} does not have what was pushed")
+
+
+def _copy(model: nn.Module) -> float:
+    copies = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    begin = time.perf_counter()
+    for copied, parameter in zip(copies, model.parameters(), strict=True):
+        copied.copy_(parameter)
+    return time.perf_counter() - begin
+
+
+def _stream(nbytes: int) -> float:
+    """Into one buffer, so that it takes no memory but the socket's."""
+    piece = bytes(1 << 22)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def send() -> None:
+            with socket.create_connection(listener.getsockname()) as connection:
+                for _ in range(-(-nbytes // len(piece))):
+                    connection.sendall(piece)
+
+        thread = threading.Thread(target=send)
+        begin = time.perf_counter()
+        thread.start()
+        connection, _ = listener.accept()
+        with connection:
+            buffer = bytearray(len(piece))
+            while connection.recv_into(buffer):
+                pass
+        thread.join()
+        return time.perf_counter() - begin
+
+
+def grid(document: dict[str, Any]) -> Grid:
+    """What was measured, as a table."""
+    nbytes, left = document["bytes"], document["left"]
+    medians = {name: statistics.median(values) for name, values in document["seconds"].items()}
+    rows: list[tuple[str, ...]] = [
+        (
+            name,
+            f"{seconds:.3f}",
+            "" if name == NOTHING else f"{nbytes / seconds / 1e9:.2f}",
+            f"{seconds / medians[COPY]:.1f}",
+            f"{left[name] / nbytes:.2f}" if name in left else "",
+        )
+        for name, seconds in medians.items()
+    ]
+    machine = document["header"]["machine"]
+    remark = (
+        f"{nbytes / 1e9:.2f} GB in bfloat16, medians of {document['header']['settings']['rounds']} rounds, on "
+        f"{machine['cores']} cores ({machine['processor']})"
+    )
+    columns = ("", "seconds", "GB/s of the model", "x one copy", "models that left the sender")
+    return Grid("Measured", columns, rows, (remark,))
+
+
+def with_table(page: str, found: Grid) -> str:
+    """The page with what stands behind its mark made anew."""
+    text, mark, _ = page.partition(_MARK)
+    aligned = ("---", *["---:"] * (len(found.columns) - 1))
+    rows = ["| " + " | ".join(cells) + " |" for cells in (found.columns, aligned, *found.rows)]
+    return f"{text}{mark}\n\n" + "\n".join([*rows, "", *found.remarks]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mebibytes", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--page", type=Path, help="rewrite the table of this page of the documentation")
+    options = parser.parse_args()
+    settings = {"mebibytes": options.mebibytes, "rounds": options.rounds}
+    found = measure(options.mebibytes << 20, options.rounds)
+    document = {"header": header("python -m benchmarks.push", settings, Path.cwd()), **found}
+    show(grid(document), Console())
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+    if options.page:
+        options.page.write_text(with_table(options.page.read_text(), grid(document)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""An engine for measurements: processes with the real receiver and layers that are cut between them, and no model."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytecheckpoint.errors import EngineError
+from bytecheckpoint.inference.push import Engine, Receiver
+from bytecheckpoint.inference.push.quantizing import Blocks
+
+__all__ = ["LAYER_ROWS", "PipeEngine", "trainee"]
+
+LAYER_ROWS = 2048
+_COLUMNS = 2048
+
+
+def trainee(nbytes: int) -> nn.Module:
+    """Layers in bfloat16, of so many bytes at least."""
+    count = -(-nbytes // (LAYER_ROWS * _COLUMNS * 2))
+    return nn.ModuleList(_Layer(LAYER_ROWS) for _ in range(count))
+
+
+class _Layer(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows, _COLUMNS, dtype=torch.bfloat16), requires_grad=False)
+
+
+class _Model(nn.Module):
+    """Worker ``rank`` of ``tp`` has its rows of every layer."""
+
+    def __init__(self, layers: int, tp: int, rank: int) -> None:
+        super().__init__()
+        self.rows, self.rank = LAYER_ROWS // tp, rank
+        self.layers = nn.ModuleList(_Layer(self.rows) for _ in range(layers))
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            layer = self.layers[int(name.partition(".")[0])]
+            assert isinstance(layer, _Layer)
+            layer.weight.copy_(tensor.narrow(0, self.rank * self.rows, self.rows))
+
+
+class _Worker:
+    """An ``EngineModel``."""
+
+    quantized = False
+    blocks: Blocks | None = None
+
+    def __init__(self, layers: int, tp: int, rank: int) -> None:
+        self._shape = layers, tp, rank
+        self.model = _Model(*self._shape)
+
+    def make(self) -> nn.Module:
+        with torch.device("meta"):
+            return _Model(*self._shape)
+
+    def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        assert isinstance(model, _Model)
+        model.load_weights(weights)
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.model.load_weights(weights)
+
+    def restore(self) -> bool:
+        return False
+
+
+class PipeEngine(Engine):
+    """``tp`` processes, which answer through pipes."""
+
+    def __init__(self, name: str, layers: int, tp: int) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        for rank in range(tp):
+            ours, theirs = context.Pipe()
+            context.Process(target=_serve, args=(theirs, layers, tp, rank), daemon=True).start()
+            theirs.close()
+            self._pipes.append(ours)
+
+    def call(self, request: str, timeout_s: float) -> list[str]:
+        return self._ask(request)
+
+    def first_values(self) -> set[float]:
+        """Of all layers of all workers."""
+        return {value for values in self._ask(None) for value in values}
+
+    def pause(self, timeout_s: float) -> None:
+        """It serves nobody."""
+
+    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
+        """As before."""
+
+    def end(self) -> None:
+        """Its processes end."""
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _ask(self, request: str | None) -> list[Any]:
+        try:
+            for pipe in self._pipes:
+                pipe.send(request)
+            return [pipe.recv() for pipe in self._pipes]
+        except (EOFError, OSError) as error:
+            raise EngineError(f"a process of {self.name} has ended: {error!r}") from error
+
+
+def _serve(pipe: Connection, layers: int, tp: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    worker = _Worker(layers, tp, rank)
+    receiver = Receiver(worker)
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        if request is not None:
+            pipe.send(receiver.answer(request))
+        else:
+            pipe.send([float(parameter[-1, -1]) for parameter in worker.model.parameters()])
