@@ -58,7 +58,7 @@ def _door(url: str, **options: Any) -> IpcEngine:
 
 
 def _pusher(url: str, **options: Any) -> Pusher:
-    return Pusher(_door(url), deadline_s=options.pop("deadline_s", 30), **options)
+    return Pusher(_door(url), deadline_s=30, **options)
 
 
 def _assert_serves(engine: ToyEngine, version: int) -> None:
@@ -111,6 +111,11 @@ def test_an_engine_with_the_other_path_and_no_pause() -> None:
         seen = engine.look()
         assert seen["digests"] == expected_digests(1, 2)
         assert set(seen["log"]) == {"/update_weights_from_ipc", "/look"}
+        engine.fault(1, "raise", 1)
+        with pytest.raises(EngineError, match="the layer does not fit"):
+            pusher.push(ToyTrainee(2), version=2)
+        seen = engine.look()
+        assert seen["digests"] == expected_digests(1, 2)  # went back
 
 
 def test_an_engine_that_knows_neither_path() -> None:
@@ -129,8 +134,7 @@ def test_devices_that_the_workers_do_not_know(engine: ToyEngine) -> None:
     _assert_serves(engine, 2)
 
 
-@pytest.mark.parametrize("bucket", [0, 2, -1], ids=["first bucket", "third bucket", "post hook"])
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize(("worker", "bucket"), [(0, 0), (1, 2), (1, -1)], ids=["first bucket", "third", "post hook"])
 def test_a_worker_that_raises_and_the_way_back(engine: ToyEngine, bucket: int, worker: int) -> None:
     with _pusher(engine.url) as pusher:
         pusher.push(ToyTrainee(1), version=1)
@@ -144,6 +148,16 @@ def test_a_worker_that_raises_and_the_way_back(engine: ToyEngine, bucket: int, w
         _assert_serves(engine, 1)
         pusher.push(ToyTrainee(3), version=3)
         _assert_serves(engine, 3)
+
+
+def test_workers_are_not_made_to_raise_where_the_engine_would_not_be_itself_after_it() -> None:
+    with toy_ipc_engine(2, first_failure=True) as engine, _pusher(engine.url) as pusher:
+        for version, worker in ((1, 0), (3, 1)):
+            pusher.push(ToyTrainee(version), version=version)
+            engine.fault(worker, "raise", 1)
+            with pytest.raises(EngineError, match="the layer does not fit"):
+                pusher.push(ToyTrainee(2), version=2)
+            _assert_serves(engine, version)
 
 
 def _fail(rank: int, world_size: int, url: str, options: dict[str, Any], deadline_s: float) -> tuple[str, str, float]:
@@ -174,11 +188,10 @@ def test_a_worker_that_raises_in_a_stream(engine: ToyEngine, pool: RankPool) -> 
     _assert_serves(engine, 3)
 
 
-@MODES
-def test_a_worker_killed_and_the_engine_started_again(options: dict[str, Any], mode: str) -> None:
+def test_a_worker_killed_and_the_engine_started_again() -> None:
     with ExitStack() as stack:
         with toy_ipc_engine(2) as engine:
-            pusher = stack.enter_context(_pusher(engine.url, **options))
+            pusher = stack.enter_context(_pusher(engine.url))
             pusher.push(ToyTrainee(1), version=1)
             other = engine.look()["pids"][0]
             engine.fault(1, "SIGKILL", 1)

@@ -105,6 +105,7 @@ def _memories() -> int:
 
 class _IpcFront(_Front):
     unknown: tuple[str, ...] = ()
+    reads_all = True
 
     def do_POST(self) -> None:
         if self.path.partition("?")[0] in self.unknown:
@@ -126,7 +127,15 @@ class _IpcFront(_Front):
         return super()._answer(document)
 
     def _update(self, handles: dict[str, str]) -> list[Any]:
-        answers = self._all("update", handles)
+        if self.reads_all:
+            answers = self._all("update", handles)
+        else:
+            with self.lock:
+                for pipe in self.pipes:
+                    pipe.send(("update", handles))
+                answers = []
+                while len(answers) < len(self.pipes) and not any(answers):
+                    answers.append(self.pipes[len(answers)].recv())
         failed = [answer for answer in answers if answer is not None]
         if failed:
             raise OSError(failed[0])
@@ -140,6 +149,7 @@ def _main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--unknown", nargs="*", default=[])
     parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--first-failure", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
@@ -153,7 +163,7 @@ def _main() -> None:
         pipes.append(ours)
         pids.append(process.pid)
     _Front.pipes, _Front.pids, _Front.log = pipes, pids, []  # type: ignore[assignment]
-    _IpcFront.unknown = tuple(arguments.unknown)
+    _IpcFront.unknown, _IpcFront.reads_all = tuple(arguments.unknown), not arguments.first_failure
     server = ThreadingHTTPServer(("127.0.0.1", arguments.port), _IpcFront)
     print(server.server_address[1], flush=True)
     server.serve_forever()
@@ -161,11 +171,18 @@ def _main() -> None:
 
 @contextmanager
 def toy_ipc_engine(
-    tp: int, dtype: str = "float32", *, port: int = 0, unknown: tuple[str, ...] = (), cuda: bool = False
+    tp: int,
+    dtype: str = "float32",
+    *,
+    port: int = 0,
+    unknown: tuple[str, ...] = (),
+    cuda: bool = False,
+    first_failure: bool = False,
 ) -> Iterator[ToyEngine]:
-    """Its workers are on the devices "cpu-0" and so on, or on the first GPUs. It has not the ``unknown`` paths."""
+    """Its workers are on the devices "cpu-0" and so on, or on the first GPUs. It has not the ``unknown`` paths. With
+    ``first_failure``, it reads no answer behind that of a worker that raised, as vLLM."""
     command = [sys.executable, __file__, "--tp", str(tp), "--dtype", dtype, "--port", str(port), "--unknown", *unknown]
-    command += ["--cuda"] if cuda else []
+    command += ["--cuda"] * cuda + ["--first-failure"] * first_failure
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:

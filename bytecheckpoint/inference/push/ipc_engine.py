@@ -109,6 +109,12 @@ class IpcEngine(HttpEngine):
         self._receiver.close()
         self._model.close()
 
+    @property
+    def may_raise(self) -> bool:
+        """vLLM reads the answer of the first worker that raised, and takes those of the others for answers to its next
+        requests. Others want to be told that an update failed."""
+        return not self._collective
+
     def have_update(self, names: Mapping[str, str]) -> None:
         """Have workers answer at the sockets of these ``names``, by device, and return when they do not any more. The
         engine is given no timeout: it would not end what workers are at."""
@@ -180,8 +186,7 @@ class _WholeModel:
         try:
             update = self._begin()
             try:
-                update.meet()
-                update.tell_each(buckets.handles)
+                update.begin(buckets.handles)
                 for number, (begin, stop) in enumerate(_runs(sizes, buckets.nbytes)):
                     half, rows, offset = number % 2, [], 0
                     bucket = buckets.bucket(half)
@@ -203,7 +208,7 @@ class _WholeModel:
                 update.hear()
                 said = update.finish()
                 if said:
-                    # Of vLLM's several workers, the answers of all but one stay behind where an earlier update failed.
+                    # Where a worker raised before, vLLM takes late answers of others for those of this request.
                     _log.warning("push: all workers have put the weights in, and yet %s", said)
             except BaseException as error:
                 update.give_up(error)
@@ -214,8 +219,7 @@ class _WholeModel:
     def _begin(self) -> Update:
         if self._guard is None:
             self._guard = Guard()
-        engine = self._engine
-        self._last = Update(engine.name, self.devices, engine.have_update, self._guard, self.patience_s, self.end)
+        self._last = Update(self._engine, self.devices, self._guard, self.patience_s, self.end)
         return self._last
 
     def restore(self) -> bool:

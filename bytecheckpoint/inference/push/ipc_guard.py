@@ -37,13 +37,13 @@ class Guard:
             start_new_session=True,
         )
 
-    def watch(self, names: Sequence[str], last_words: bytes) -> None:
+    def watch(self, names: Sequence[str], last_words: Sequence[bytes]) -> None:
         """From now on, whoever is connected to these is told ``last_words`` if this process ends."""
-        self._say([*names, last_words.hex()])
+        self._say(list(names), last_words)
 
     def rest(self) -> None:
         """The update is over."""
-        self._say([])
+        self._say([], [])
 
     def close(self) -> None:
         """Nothing of an update is left."""
@@ -56,7 +56,8 @@ class Guard:
             self._process.kill()
             self._process.wait()
 
-    def _say(self, what: list[str]) -> None:
+    def _say(self, names: list[str], last_words: Sequence[bytes]) -> None:
+        what = [names, [word.hex() for word in last_words]]
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it was killed: then nobody stays
             self._process.stdin.write(json.dumps(what).encode() + b"\n")
@@ -82,7 +83,7 @@ def _last_line(parent: int) -> bytes:
     return said.rpartition(b"\n")[0]
 
 
-def _send_away(names: Sequence[str], last_words: bytes) -> None:
+def _send_away(names: Sequence[str], last_words: Sequence[bytes]) -> None:
     import zmq
 
     end = time.monotonic() + _PATIENCE_S
@@ -95,8 +96,8 @@ def _send_away(names: Sequence[str], last_words: bytes) -> None:
                 left[name].bind(name)
                 unbound.remove(name)
         for name in [name for name, socket in left.items() if socket.poll(0, zmq.POLLOUT)]:
-            for _ in range(2):  # as in ``Update``
-                left[name].send_multipart([b"", last_words])
+            for word in last_words:
+                left[name].send_multipart([b"", word])
             left.pop(name).close(_LINGER_MS)
         select.select([], [], [], _LOOK_MS / 1000)
     for socket in left.values():
@@ -107,9 +108,9 @@ def _send_away(names: Sequence[str], last_words: bytes) -> None:
 def _main() -> None:
     del sys.path[0]  # where modules of this library have names that others may have too
     line = _last_line(int(sys.argv[1]))
-    *names, last_words = json.loads(line or b"[]") or [""]
+    names, last_words = json.loads(line) if line else ([], [])
     if names:
-        _send_away(names, bytes.fromhex(last_words))
+        _send_away(names, [bytes.fromhex(word) for word in last_words])
 
 
 if __name__ == "__main__":

@@ -2,25 +2,33 @@
 
 A request to the engine has each worker connect to a socket of its own, answer what comes there, and return when it has
 come to the end. Workers wait there without a bound, and would for ever if this end left without a word. So whatever
-goes wrong, who has been called is sent away, also one that only comes later.
+goes wrong, who has been called is sent away, also one that only comes later: by an exception that it raises, or, where
+an engine is not itself after one, by going to the end at once.
 
 The protocol pickles what it says to workers. Nothing that comes from them is unpickled: it is text.
 """
 
 from __future__ import annotations
 
+import functools
 import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from ...errors import BytecheckpointError, DeadlineError, EngineError, StateError
+from .ipc_buckets import Handle
 from .ipc_guard import Guard
 
-__all__ = ["Update", "zeromq"]
+__all__ = ["Door", "Update", "zeromq"]
+
+# Takes as many arguments as one that opens memory of a GPU, of which workers replace the last by their own number.
+_NO_MEMORY = (functools.partial(torch.empty, dtype=torch.uint8), (0,) * 7)
 
 _LOOK_S = 0.05
 _LINGER_MS = 1000  # for words that the kernel has not yet taken
@@ -44,39 +52,46 @@ def zeromq() -> Any:
 class _Worker:
     device: str
     socket: Any
+    began: bool = False
+    """Whether it was told where the memory is."""
     owes: bool = False
     """Whether it was told something and has not answered."""
 
 
+class Door(Protocol):
+    """How workers are had to take part in an update."""
+
+    name: str
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether workers may be sent away by an exception."""
+
+    def have_update(self, names: Mapping[str, str]) -> None:
+        """Have workers answer at the sockets of these ``names``, by device; return when the engine says that they are
+        through."""
+
+
 class Update:
-    """``start`` makes the request, given the sockets' names by device, and returns when the engine has answered it.
-    Each worker gets ``patience_s`` for each answer, and none is waited for beyond ``end``, of ``time.monotonic()``.
+    """Each worker gets ``patience_s`` for each answer, and none is waited for beyond ``end``, of ``time.monotonic()``.
     ``guard`` stays where this process is killed.
 
     For one thread. Ends by ``finish`` or ``give_up``. Until ``join`` says that it is over, another update of the same
     engine must not begin.
     """
 
-    def __init__(
-        self,
-        engine: str,
-        devices: Sequence[str],
-        start: Callable[[dict[str, str]], None],
-        guard: Guard,
-        patience_s: float,
-        end: float,
-    ) -> None:
+    def __init__(self, door: Door, devices: Sequence[str], guard: Guard, patience_s: float, end: float) -> None:
         self._zmq = zeromq()
-        self._engine, self._guard, self._patience_s, self._end = engine, guard, patience_s, end
+        self._door, self._guard, self._patience_s, self._end = door, guard, patience_s, end
         self._context = self._zmq.Context()
         # Who knows a name can connect to it, and who can be made to connect to another's runs what is sent there.
-        names = {device: f"ipc://@bcp-{secrets.token_hex(16)}" for device in devices}
+        self._names = names = {device: f"ipc://@bcp-{secrets.token_hex(16)}" for device in devices}
         # As REQ, but it can say something to who owes an answer.
         self._workers = [_Worker(device, self._context.socket(self._zmq.DEALER)) for device in devices]
         for worker in self._workers:
             worker.socket.bind(names[worker.device])
-        guard.watch(list(names.values()), pickle.dumps(RuntimeError("the sender of the weights is dead")))
-        self._request = _Request(start, names)
+        self._set_guard(began=False)
+        self._request = _Request(door, names)
         self._farewell: threading.Thread | None = None
 
     def join(self, timeout_s: float) -> bool:
@@ -88,8 +103,22 @@ class Update:
             thread.join(max(end - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in threads)
 
-    def meet(self) -> None:
-        """Return when all workers are there."""
+    def _set_guard(self, *, began: bool) -> None:
+        words = self._last_words("the sender of the weights is dead", began)
+        self._guard.watch(list(self._names.values()), [pickle.dumps(word) for word in words])
+
+    def _last_words(self, text: str, began: bool) -> list[Any]:
+        if self._door.may_raise:
+            return [RuntimeError(text)] * 2  # who has not begun answers the first
+        return [None, None] if began else [_NO_MEMORY, None, None]
+
+    def begin(self, handles: Sequence[Handle]) -> None:
+        """Tell all workers, when they are there, where the memory is."""
+        self._meet()
+        self._set_guard(began=True)
+        self._tell_each(handles)
+
+    def _meet(self) -> None:
         end = self._deadline()
         missing = list(self._workers)
         while missing:
@@ -107,14 +136,13 @@ class Update:
 
     def tell(self, what: Any) -> None:
         """Say the same to all workers; none may owe an answer."""
-        self.tell_each([what] * len(self._workers))
+        self._tell_each([what] * len(self._workers))
 
-    def tell_each(self, what: Sequence[Any]) -> None:
-        """Say something to each worker."""
+    def _tell_each(self, what: Sequence[Any]) -> None:
         for worker, one in zip(self._workers, what, strict=True):
             if not self._send(worker, one):
                 raise self._gone(worker)
-            worker.owes = True
+            worker.began = worker.owes = True
 
     def hear(self) -> None:
         """Return when no worker owes an answer. Raises what the first says that has failed."""
@@ -143,12 +171,12 @@ class Update:
     def finish(self) -> str:
         """All workers have come to the end. What is wrong with the engine's own answer, if anything."""
         if not self.join(self._end - time.monotonic()):
-            raise DeadlineError(f"{self._engine} has all weights, but did not end the update in time")
+            raise DeadlineError(f"{self._door.name} has all weights, but did not end the update in time")
         self._close(0)
         return self._request.error
 
     def give_up(self, error: BaseException) -> None:
-        """Have all workers raise, also those that only come later or were stopped: in a thread, while the engine is at
+        """Send all workers away, also those that only come later or were stopped: in a thread, while the engine is at
         the request."""
         text = f"the weights were not sent: {error}"[:_MAX_TEXT]
         self._farewell = threading.Thread(target=self._send_away, args=(text,), name="bcp-push-farewell", daemon=True)
@@ -161,9 +189,8 @@ class Update:
         while True:
             over = not self._request.is_alive()
             for worker in [worker for worker in left if worker.socket.poll(0, self._zmq.POLLOUT)]:
-                # Who has not got the buffer yet answers the first, and leaves with the second.
-                for _ in range(2):
-                    self._send(worker, RuntimeError(text))
+                for word in self._last_words(text, worker.began):
+                    self._send(worker, word)
                 left.remove(worker)
             if over:
                 break
@@ -203,7 +230,7 @@ class Update:
         return EngineError(f"{self._named(worker)} is gone: {self._request.text}")
 
     def _named(self, worker: _Worker) -> str:
-        return f"the worker on {worker.device} of {self._engine}"
+        return f"the worker on {worker.device} of {self._door.name}"
 
     def _missing(self, workers: Sequence[_Worker]) -> str:
         return " and ".join(self._named(worker) for worker in workers[:3])
@@ -212,9 +239,9 @@ class Update:
 class _Request(threading.Thread):
     """The engine's part. A daemon, as the interpreter must be able to end while an engine is stopped."""
 
-    def __init__(self, start: Callable[[dict[str, str]], None], names: dict[str, str]) -> None:
+    def __init__(self, door: Door, names: Mapping[str, str]) -> None:
         super().__init__(name="bcp-push-update", daemon=True)
-        self._call, self._names = start, names
+        self._door, self._names = door, names
         self.error = ""
         self.start()
 
@@ -224,7 +251,7 @@ class _Request(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._call(self._names)
+            self._door.have_update(self._names)
         except BytecheckpointError as error:
             self.error = str(error)
         except Exception as error:  # noqa: BLE001 - told by who waits
