@@ -21,13 +21,13 @@ pytest.importorskip("checkpoint_engine")
 
 from leak_watch import held_now
 from torch.distributed.fsdp import fully_shard
-from toy_engine import ToyEngine, ToyTrainee, expected_digests
+from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 from toy_ipc_engine import toy_ipc_engine
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError, EngineError, StateError
-from bytecheckpoint.inference.push import DraftEngine, IpcEngine, Pusher
+from bytecheckpoint.inference.push import DraftEngine, HttpEngine, IpcEngine, Pusher
 from bytecheckpoint.inference.push.ipc_update import Update
 from bytecheckpoint.inference.push.staging import DOUBLE, STREAMED
 from bytecheckpoint.testing.ranks import RankPool
@@ -263,6 +263,15 @@ def test_a_killed_sender(engine: ToyEngine, pool: RankPool) -> None:
     assert "@bcp-" not in Path("/proc/net/unix").read_text()
     pool.run(_push_and_look, engine.url, [3], WHOLE)
     _assert_serves(engine, 3)
+
+
+def test_from_an_engine_that_was_pushed_to(engine: ToyEngine) -> None:
+    with toy_engine(2) as giver:
+        with Pusher(HttpEngine(giver.url), deadline_s=30) as pusher:
+            pusher.push(ToyTrainee(8), version=8)
+        with _pusher(engine.url) as pusher:
+            assert pusher.push(HttpEngine(giver.url)).version == 8
+    _assert_serves(engine, 8)
 
 
 def test_nothing_grows(engine: ToyEngine) -> None:

@@ -68,7 +68,7 @@ class IpcEngine(HttpEngine):
             )
         gpus_of(named)
         self._model = _WholeModel(self, named, bucket_bytes, dtype)
-        self._receiver = Receiver(self._model)
+        self._receiver = Receiver(self._model, logging.DEBUG)  # it is raised in this process too
         self._asked = threading.Lock()
         self._can_pause = True
         self._collective = True

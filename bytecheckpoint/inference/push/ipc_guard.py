@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 __all__ = ["Guard"]
 
@@ -37,13 +37,14 @@ class Guard:
             start_new_session=True,
         )
 
-    def watch(self, names: Sequence[str], last_words: Sequence[bytes]) -> None:
-        """From now on, whoever is connected to these is told ``last_words`` if this process ends."""
-        self._say(list(names), last_words)
-
-    def rest(self) -> None:
-        """The update is over."""
-        self._say([], [])
+    def watch(self, last_words: Mapping[str, Sequence[bytes]]) -> None:
+        """From now on, if this process ends, whoever is connected to one of these names is told so; nobody, where there
+        are none."""
+        what = {name: [word.hex() for word in words] for name, words in last_words.items()}
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it was killed: then nobody stays
+            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+            self._process.stdin.flush()
 
     def close(self) -> None:
         """Nothing of an update is left."""
@@ -55,13 +56,6 @@ class Guard:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def _say(self, names: list[str], last_words: Sequence[bytes]) -> None:
-        what = [names, [word.hex() for word in last_words]]
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it was killed: then nobody stays
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
-            self._process.stdin.flush()
 
 
 def _last_line(parent: int) -> bytes:
@@ -83,20 +77,20 @@ def _last_line(parent: int) -> bytes:
     return said.rpartition(b"\n")[0]
 
 
-def _send_away(names: Sequence[str], last_words: Sequence[bytes]) -> None:
+def _send_away(last_words: Mapping[str, Sequence[bytes]]) -> None:
     import zmq
 
     end = time.monotonic() + _PATIENCE_S
     context = zmq.Context()
-    left = {name: context.socket(zmq.DEALER) for name in names}
-    unbound = set(names)
+    left = {name: context.socket(zmq.DEALER) for name in last_words}
+    unbound = set(left)
     while left and time.monotonic() < end:
         for name in list(unbound):
             with contextlib.suppress(zmq.ZMQError):  # the parent's is not yet gone
                 left[name].bind(name)
                 unbound.remove(name)
         for name in [name for name, socket in left.items() if socket.poll(0, zmq.POLLOUT)]:
-            for word in last_words:
+            for word in last_words[name]:
                 left[name].send_multipart([b"", word])
             left.pop(name).close(_LINGER_MS)
         select.select([], [], [], _LOOK_MS / 1000)
@@ -108,9 +102,9 @@ def _send_away(names: Sequence[str], last_words: Sequence[bytes]) -> None:
 def _main() -> None:
     del sys.path[0]  # where modules of this library have names that others may have too
     line = _last_line(int(sys.argv[1]))
-    names, last_words = json.loads(line) if line else ([], [])
-    if names:
-        _send_away(names, [bytes.fromhex(word) for word in last_words])
+    last_words = json.loads(line or b"{}")
+    if last_words:
+        _send_away({name: [bytes.fromhex(word) for word in words] for name, words in last_words.items()})
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ def zeromq() -> Any:
 @dataclass
 class _Worker:
     device: str
+    name: str
+    """Of the socket."""
     socket: Any
     began: bool = False
     """Whether it was told where the memory is."""
@@ -85,12 +87,14 @@ class Update:
         self._door, self._guard, self._patience_s, self._end = door, guard, patience_s, end
         self._context = self._zmq.Context()
         # Who knows a name can connect to it, and who can be made to connect to another's runs what is sent there.
-        self._names = names = {device: f"ipc://@bcp-{secrets.token_hex(16)}" for device in devices}
+        names = {device: f"ipc://@bcp-{secrets.token_hex(16)}" for device in devices}
         # As REQ, but it can say something to who owes an answer.
-        self._workers = [_Worker(device, self._context.socket(self._zmq.DEALER)) for device in devices]
+        self._workers = [
+            _Worker(device, name, self._context.socket(self._zmq.DEALER)) for device, name in names.items()
+        ]
         for worker in self._workers:
-            worker.socket.bind(names[worker.device])
-        self._set_guard(began=False)
+            worker.socket.bind(worker.name)
+        self._set_guard(self._workers)
         self._request = _Request(door, names)
         self._farewell: threading.Thread | None = None
 
@@ -103,20 +107,20 @@ class Update:
             thread.join(max(end - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in threads)
 
-    def _set_guard(self, *, began: bool) -> None:
-        words = self._last_words("the sender of the weights is dead", began)
-        self._guard.watch(list(self._names.values()), [pickle.dumps(word) for word in words])
+    def _set_guard(self, workers: Sequence[_Worker]) -> None:
+        said = {one.name: self._last_words(one, "the sender of the weights is dead") for one in workers}
+        self._guard.watch({name: [pickle.dumps(word) for word in words] for name, words in said.items()})
 
-    def _last_words(self, text: str, began: bool) -> list[Any]:
+    def _last_words(self, worker: _Worker, text: str) -> list[Any]:
         if self._door.may_raise:
             return [RuntimeError(text)] * 2  # who has not begun answers the first
-        return [None, None] if began else [_NO_MEMORY, None, None]
+        return [None, None] if worker.began else [_NO_MEMORY, None, None]
 
     def begin(self, handles: Sequence[Handle]) -> None:
         """Tell all workers, when they are there, where the memory is."""
         self._meet()
-        self._set_guard(began=True)
         self._tell_each(handles)
+        self._set_guard(self._workers)
 
     def _meet(self) -> None:
         end = self._deadline()
@@ -189,9 +193,10 @@ class Update:
         while True:
             over = not self._request.is_alive()
             for worker in [worker for worker in left if worker.socket.poll(0, self._zmq.POLLOUT)]:
-                for word in self._last_words(text, worker.began):
+                for word in self._last_words(worker, text):
                     self._send(worker, word)
                 left.remove(worker)
+                self._set_guard(left)
             if over:
                 break
             self._request.join(_LOOK_S)
@@ -201,7 +206,7 @@ class Update:
         for worker in self._workers:
             worker.socket.close(linger_ms)
         self._context.term()
-        self._guard.rest()
+        self._guard.watch({})
 
     def _deadline(self) -> float:
         return min(time.monotonic() + self._patience_s, self._end)
