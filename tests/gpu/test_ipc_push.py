@@ -29,7 +29,6 @@ def test_ten_updates_in_a_row(options: dict[str, Any]) -> None:
             for version in range(1, 11):
                 pusher.push(ToyTrainee(version).cuda(), version=version)
                 assert engine.look()["digests"] == expected_digests(version, GPUS)
-        assert torch.cuda.memory_reserved() < 1 << 30
 
 
 def test_a_worker_that_raises() -> None:

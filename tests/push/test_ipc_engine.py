@@ -141,9 +141,9 @@ def test_a_worker_that_raises_and_the_way_back(engine: ToyEngine, bucket: int, w
         engine.fault(worker, "raise", bucket)
         with pytest.raises(EngineError, match="the layer does not fit") as raised:
             pusher.push(ToyTrainee(2), version=2)
-        assert f"the worker on cpu-{worker} of {engine.url} {'is gone' if bucket < 0 else 'failed'}" in str(
-            raised.value
-        )
+        what = "is gone" if bucket < 0 else "failed"
+        assert f"the worker on cpu-{worker} of {engine.url} {what}:" in str(raised.value)
+        assert f"): the worker on cpu-{worker}" in str(raised.value)  # as it stands, with no class before it
         assert "serves version 1" in str(raised.value)
         _assert_serves(engine, 1)
         pusher.push(ToyTrainee(3), version=3)
@@ -161,7 +161,7 @@ def test_workers_are_not_made_to_raise_where_the_engine_would_not_be_itself_afte
 
 
 def _fail(rank: int, world_size: int, url: str, options: dict[str, Any], deadline_s: float) -> tuple[str, str, float]:
-    """Class and message of what this rank's push raised, and after how long. The next push works."""
+    """Class and message of what this rank's push raised, and after how long."""
     with Pusher(_door(url) if rank == 0 else None, deadline_s=deadline_s, **options) as pusher:
         begin = time.monotonic()
         try:
@@ -216,7 +216,7 @@ def test_a_worker_stopped_while_it_puts_in(
         assert "the worker on cpu-1 of" in message
         assert "is its process stopped?" in message
         assert "is left paused" in message
-        assert all(seconds < 4.0 for _, _, seconds in raised)
+        assert all(seconds < 3 * 4.0 for _, _, seconds in raised)
     finally:
         os.kill(stopped, signal.SIGCONT)
     pool.run(_push_and_look, engine.url, [3], options)
@@ -260,7 +260,10 @@ def test_a_killed_sender(engine: ToyEngine, pool: RankPool) -> None:
     with RankPool(2) as other:
         other.run(_die_in_third_bucket, engine.url, expect_death={0: signal.SIGKILL})
     assert engine.look()["memories"] == [0, 0]
-    assert "@bcp-" not in Path("/proc/net/unix").read_text()
+    end = time.monotonic() + 30  # for who stayed to end, too
+    while "@bcp-" in Path("/proc/net/unix").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
     pool.run(_push_and_look, engine.url, [3], WHOLE)
     _assert_serves(engine, 3)
 

@@ -32,8 +32,7 @@ _NO_MEMORY = (functools.partial(torch.empty, dtype=torch.uint8), (0,) * 7)
 
 _LOOK_S = 0.05
 _LINGER_MS = 1000  # for words that the kernel has not yet taken
-_LATE_S = 2.0  # for an engine to notice that its workers have left
-_LAST_WORDS_S = 0.5  # for one that knows why a worker has
+_LATE_S = 4.0  # for an engine to notice that its workers have left
 _MAX_TEXT = 8000
 
 
@@ -97,6 +96,7 @@ class Update:
         self._set_guard(self._workers)
         self._request = _Request(door, names)
         self._farewell: threading.Thread | None = None
+        self._unexplained: EngineError | None = None
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the engine has answered the request, and nothing is left of this; False where that takes
@@ -181,12 +181,14 @@ class Update:
 
     def give_up(self, error: BaseException) -> None:
         """Send all workers away, also those that only come later or were stopped: in a thread, while the engine is at
-        the request."""
+        the request. What that says is added to ``error`` where a worker cannot say itself what was wrong."""
         text = f"the weights were not sent: {error}"[:_MAX_TEXT]
         self._farewell = threading.Thread(target=self._send_away, args=(text,), name="bcp-push-farewell", daemon=True)
         self._farewell.start()
         if not isinstance(error, DeadlineError):  # else it would be waited for in vain
             self.join(min(_LATE_S, max(self._end - time.monotonic(), _LOOK_S)))
+        if error is self._unexplained:
+            error.args = (f"{error}: {self._request.text}",)
 
     def _send_away(self, text: str) -> None:
         left = list(self._workers)
@@ -231,8 +233,8 @@ class Update:
         return not worker.socket.poll(0, self._zmq.POLLOUT) and not worker.socket.poll(0)
 
     def _gone(self, worker: _Worker) -> EngineError:
-        self._request.join(_LAST_WORDS_S)
-        return EngineError(f"{self._named(worker)} is gone: {self._request.text}")
+        self._unexplained = EngineError(f"{self._named(worker)} is gone")
+        return self._unexplained
 
     def _named(self, worker: _Worker) -> str:
         return f"the worker on {worker.device} of {self._door.name}"
