@@ -9,7 +9,16 @@ from typing import Any
 import click
 
 from .. import api
-from ..inference.push import AdapterEngine, Engine, HttpEngine, NativeEngine, Pusher, PushReport, adapter_config
+from ..inference.push import (
+    AdapterEngine,
+    Engine,
+    HttpEngine,
+    IpcEngine,
+    NativeEngine,
+    Pusher,
+    PushReport,
+    adapter_config,
+)
 from ..inference.push.engines import PauseMode
 from ..inference.push.group import GroupBackend
 from .options import command, options_for, prefix_renaming
@@ -40,6 +49,12 @@ __all__ = ["push_command"]
     type=click.Choice(["gloo", "nccl"]),
     help="Form a group with all workers: what several want is sent once, and passed on. Weights are streamed.",
 )
+@click.option(
+    "--protocol",
+    type=click.Choice(["checkpoint-engine"]),
+    help="Of engines on this host that are set up for that, and have nothing of bytecheckpoint.",
+)
+@click.option("--device", "devices", multiple=True, metavar="GPU-UUID", help="With --protocol; by default all GPUs.")
 @click.option("--deadline", type=float, default=600.0, show_default=True, help="Seconds, for each wait.")
 @click.option("--partial", is_flag=True, help="Also where the engine's model and SOURCE do not fit wholly.")
 def push_command(
@@ -54,6 +69,8 @@ def push_command(
     adapter: str | None,
     native: bool,
     group: GroupBackend | None,
+    protocol: str | None,
+    devices: tuple[str, ...],
     deadline: float,
     partial: bool,
 ) -> None:
@@ -65,18 +82,22 @@ def push_command(
     Every byte is proved before weights change; if anything goes wrong, the engines go on with what they served. vLLM
     must have been started with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
     bytecheckpoint.inference.vllm_worker.WorkerExtension, or for --native with --weight-transfer-config
-    '{"backend": "bcp"}'.
+    '{"backend": "bcp"}'. With --protocol checkpoint-engine it is checkpoint-engine's own extension.
     """
     from_engine = source.startswith(("http://", "https://"))
     if from_engine and (rename or adapter is not None or group is not None):
         raise click.UsageError(
             "--rename, --adapter and --group are for checkpoints; an engine gives its model as it got it"
         )
+    if protocol is not None and (native or adapter is not None or group is not None):
+        raise click.UsageError(f"by --protocol {protocol} an engine takes its model, and not by --native or --group")
     storage_options = options_for(source, options)
     config = None if adapter is None else adapter_config(source, storage_options=storage_options)
     engines: list[Engine] = []
     for url in urls:
-        engine = _engine(url, pause, native)
+        engine = (
+            _engine(url, pause, native) if protocol is None else IpcEngine(url, devices=devices or None, pause=pause)
+        )
         engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
     with ExitStack() as stack:
         pusher = stack.enter_context(Pusher(engines, deadline_s=deadline, group=group))

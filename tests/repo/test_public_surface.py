@@ -17,8 +17,10 @@ from bytecheckpoint import errors
 
 PACKAGE = Path(bcp.__file__).parent
 
-# Where a caller asks for it by name, on saving and again on loading; and between a test and the processes it started.
+# Where a caller asks for it by name, on saving and again on loading; between a test and the processes it started; and
+# what checkpoint-engine's workers are told, of whom nothing is unpickled.
 MAY_PICKLE = {
+    "bytecheckpoint.inference.push.ipc_update",
     "bytecheckpoint.testing.rank_process",
     "bytecheckpoint.testing.ranks",
     "bytecheckpoint.values.decoding",

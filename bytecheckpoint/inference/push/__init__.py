@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .adapters import AdapterEngine, adapter_config, adapter_state
 from .engines import Engine, HttpEngine, LocalEngine
+from .ipc_engine import IpcEngine
 from .native import NativeEngine
 from .pusher import Pusher
 from .receiver import Receiver
@@ -15,6 +16,7 @@ __all__ = [
     "DraftEngine",
     "Engine",
     "HttpEngine",
+    "IpcEngine",
     "LocalEngine",
     "NativeEngine",
     "PushReport",

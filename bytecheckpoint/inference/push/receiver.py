@@ -41,10 +41,11 @@ _log = logging.getLogger(__name__)
 
 class Receiver:
     """One worker's. For the thread that runs the model; only the TCP road, and what gives to other engines, have
-    threads of their own."""
+    threads of their own. What fails is logged at ``log_level``, as who raises it is elsewhere."""
 
-    def __init__(self, model: EngineModel) -> None:
+    def __init__(self, model: EngineModel, log_level: int = logging.WARNING) -> None:
         self.id = secrets.token_hex(8)
+        self._log_level = log_level
         self._model = model
         self._learned: dict[bytes, tuple[Table, Learned, bool]] = {}
         self._versions = Versions()
@@ -71,7 +72,7 @@ class Receiver:
                 )
             answer |= self._handlers[message["kind"]](self, message)
         except Exception as error:  # noqa: BLE001 - see messages.py; the sender raises it
-            _log.warning("push: %s", error, exc_info=True)
+            _log.log(self._log_level, "push: %s", error, exc_info=True)
             answer["failure"] = vars(Failure.of(error, self._serving()))
         served = self._versions.served
         answer |= {"version": None if served is None else served.version, "torn": self._torn}

@@ -1,0 +1,46 @@
+"""Pushes into the memory of GPUs by checkpoint-engine's protocol, to its own function for workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("checkpoint_engine")
+
+from toy_engine import ToyTrainee, expected_digests
+from toy_ipc_engine import toy_ipc_engine
+
+from bytecheckpoint.errors import EngineError, StateError
+from bytecheckpoint.inference.push import IpcEngine, Pusher
+from bytecheckpoint.inference.push.ipc_buckets import gpus_here
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+GPUS = min(torch.cuda.device_count(), 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_bytes": 20_000, "chunk_bytes": 4096}], ids=["double", "streamed"])
+def test_ten_updates_in_a_row(options: dict[str, Any]) -> None:
+    with toy_ipc_engine(GPUS, cuda=True) as engine:
+        door = IpcEngine(engine.url, devices=list(gpus_here())[:GPUS], bucket_bytes=20_000)
+        with Pusher(door, deadline_s=60, **options) as pusher:
+            for version in range(1, 11):
+                pusher.push(ToyTrainee(version).cuda(), version=version)
+                assert engine.look()["digests"] == expected_digests(version, GPUS)
+
+
+def test_a_worker_that_raises() -> None:
+    with toy_ipc_engine(GPUS, cuda=True) as engine:
+        with Pusher(IpcEngine(engine.url, devices=list(gpus_here())[:GPUS], bucket_bytes=20_000)) as pusher:
+            pusher.push(ToyTrainee(1), version=1)
+            engine.fault(0, "raise", 1)
+            with pytest.raises(EngineError, match="the layer does not fit"):
+                pusher.push(ToyTrainee(2), version=2)
+            assert engine.look()["digests"] == expected_digests(1, GPUS)
+
+
+def test_a_gpu_that_is_not_here() -> None:
+    with pytest.raises(StateError, match="does not see GPU-other"):
+        IpcEngine("http://127.0.0.1:9", devices=["GPU-other"])

@@ -1,0 +1,307 @@
+"""Pushes into engines that are set up for checkpoint-engine: real processes, with its own function for workers.
+
+Needs checkpoint-engine, which is installed beside vLLM (see CONTRIBUTING).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("checkpoint_engine")
+
+from leak_watch import held_now
+from torch.distributed.fsdp import fully_shard
+from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
+from toy_ipc_engine import toy_ipc_engine
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
+from bytecheckpoint.errors import BytecheckpointError, DeadlineError, EngineError, StateError
+from bytecheckpoint.inference.push import DraftEngine, HttpEngine, IpcEngine, Pusher
+from bytecheckpoint.inference.push.ipc_update import Update
+from bytecheckpoint.inference.push.staging import DOUBLE, STREAMED
+from bytecheckpoint.testing.ranks import RankPool
+
+pytestmark = pytest.mark.vllm
+
+DEVICES = ["cpu-0", "cpu-1"]
+BUCKET = 20_000  # bytes; one tensor has 65,536
+WHOLE: dict[str, Any] = {}
+RING = {"memory_bytes": 20_000, "chunk_bytes": 4096}  # of some 160,000
+MODES = pytest.mark.parametrize(("options", "mode"), [(WHOLE, DOUBLE), (RING, STREAMED)], ids=[DOUBLE, STREAMED])
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ToyEngine]:
+    with toy_ipc_engine(2) as started:
+        yield started
+
+
+def _door(url: str, **options: Any) -> IpcEngine:
+    return IpcEngine(url, devices=DEVICES, **{"bucket_bytes": BUCKET, **options})
+
+
+def _pusher(url: str, **options: Any) -> Pusher:
+    return Pusher(_door(url), deadline_s=30, **options)
+
+
+def _assert_serves(engine: ToyEngine, version: int) -> None:
+    assert engine.look()["digests"] == expected_digests(version, 2)
+    assert not engine.paused
+
+
+def _push_and_look(rank: int, world_size: int, url: str, versions: list[int], options: dict[str, Any]) -> list[Any]:
+    found = []
+    with Pusher(_door(url) if rank == 0 else None, deadline_s=30, **options) as pusher:
+        for version in versions:
+            report = pusher.push(fully_shard(ToyTrainee(version)), version=version)
+            found.append((report, ToyEngine(url).look() if rank == 0 else {}))
+    return found
+
+
+@MODES
+def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, options: dict[str, Any], mode: str) -> None:
+    first, _ = pool.run(_push_and_look, engine.url, list(range(1, 11)), options)
+    assert [seen["digests"] for _, seen in first] == [expected_digests(version, 2) for version in range(1, 11)]
+    assert {report.mode for report, _ in first} == {mode}
+    assert not engine.paused
+    names = list(ToyTrainee(1).state_dict())
+    for _, seen in first:
+        for buckets in seen["buckets"]:  # of each worker
+            assert len(buckets) == 3
+            assert ["experts"] in buckets  # larger than a bucket should be
+            assert sorted(name for bucket in buckets for name in bucket) == sorted(names)
+        assert seen["memories"] == [0, 0]
+    assert len({tuple(seen["descriptors"]) for _, seen in first[1:]}) == 1
+
+
+def test_one_type_in_the_job_and_another_in_the_engine() -> None:
+    with toy_ipc_engine(2, "bfloat16") as engine, ExitStack() as stack:
+        wide = stack.enter_context(Pusher(_door(engine.url), deadline_s=30))
+        narrow = stack.enter_context(Pusher(_door(engine.url, dtype=torch.bfloat16), deadline_s=30))
+        sent = []
+        for version, pusher in ((1, wide), (2, narrow)):
+            (worker,) = pusher.push(ToyTrainee(version), version=version).workers
+            sent.append(worker.sent)
+            assert engine.look()["digests"] == expected_digests(version, 2, torch.bfloat16)
+        assert sent[0] == 2 * sent[1]
+        narrow.push(ToyTrainee(3).bfloat16(), version=3)
+        assert engine.look()["digests"] == expected_digests(3, 2, torch.bfloat16)
+
+
+def test_an_engine_with_the_other_path_and_no_pause() -> None:
+    with toy_ipc_engine(2, unknown=("/collective_rpc", "/pause")) as engine, _pusher(engine.url) as pusher:
+        pusher.push(ToyTrainee(1), version=1)
+        seen = engine.look()
+        assert seen["digests"] == expected_digests(1, 2)
+        assert set(seen["log"]) == {"/update_weights_from_ipc", "/look"}
+        engine.fault(1, "raise", 1)
+        with pytest.raises(EngineError, match="the layer does not fit"):
+            pusher.push(ToyTrainee(2), version=2)
+        seen = engine.look()
+        assert seen["digests"] == expected_digests(1, 2)  # went back
+
+
+def test_an_engine_that_knows_neither_path() -> None:
+    with toy_ipc_engine(1, unknown=("/collective_rpc", "/update_weights_from_ipc")) as engine:
+        with Pusher(IpcEngine(engine.url, devices=["cpu-0"]), deadline_s=30) as pusher:
+            with pytest.raises(EngineError, match=r"cpu-0 of .* did not take part.*VLLM_SERVER_DEV_MODE=1"):
+                pusher.push(ToyTrainee(1), version=1)
+
+
+def test_devices_that_the_workers_do_not_know(engine: ToyEngine) -> None:
+    with Pusher(IpcEngine(engine.url, devices=["cpu-7", "cpu-8"]), deadline_s=30) as pusher:
+        with pytest.raises(EngineError, match=r"cpu-7 of .* and the worker on cpu-8 of .* did not take part.*KeyError"):
+            pusher.push(ToyTrainee(1), version=1)
+    with _pusher(engine.url) as pusher:
+        pusher.push(ToyTrainee(2), version=2)
+    _assert_serves(engine, 2)
+
+
+@pytest.mark.parametrize(("worker", "bucket"), [(0, 0), (1, 2), (1, -1)], ids=["first bucket", "third", "post hook"])
+def test_a_worker_that_raises_and_the_way_back(engine: ToyEngine, bucket: int, worker: int) -> None:
+    with _pusher(engine.url) as pusher:
+        pusher.push(ToyTrainee(1), version=1)
+        engine.fault(worker, "raise", bucket)
+        with pytest.raises(EngineError, match="the layer does not fit") as raised:
+            pusher.push(ToyTrainee(2), version=2)
+        what = "is gone" if bucket < 0 else "failed"
+        assert f"the worker on cpu-{worker} of {engine.url} {what}:" in str(raised.value)
+        assert f"): the worker on cpu-{worker}" in str(raised.value)  # as it stands, with no class before it
+        assert "serves version 1" in str(raised.value)
+        _assert_serves(engine, 1)
+        pusher.push(ToyTrainee(3), version=3)
+        _assert_serves(engine, 3)
+
+
+def test_workers_are_not_made_to_raise_where_the_engine_would_not_be_itself_after_it() -> None:
+    with toy_ipc_engine(2, first_failure=True) as engine, _pusher(engine.url) as pusher:
+        for version, worker in ((1, 0), (3, 1)):
+            pusher.push(ToyTrainee(version), version=version)
+            engine.fault(worker, "raise", 1)
+            with pytest.raises(EngineError, match="the layer does not fit"):
+                pusher.push(ToyTrainee(2), version=2)
+            _assert_serves(engine, version)
+
+
+def _fail(rank: int, world_size: int, url: str, options: dict[str, Any], deadline_s: float) -> tuple[str, str, float]:
+    """Class and message of what this rank's push raised, and after how long."""
+    with Pusher(_door(url) if rank == 0 else None, deadline_s=deadline_s, **options) as pusher:
+        begin = time.monotonic()
+        try:
+            pusher.push(fully_shard(ToyTrainee(2)), version=2)
+        except BytecheckpointError as error:
+            return type(error).__name__, str(error), time.monotonic() - begin
+    raise AssertionError("the push did not fail")
+
+
+def _same(raised: list[Any], kind: type[Exception]) -> str:
+    assert {name for name, _, _ in raised} == {kind.__name__}, raised
+    assert len({message.splitlines()[0] for _, message, _ in raised}) == 1, raised
+    return str(raised[0][1])
+
+
+def test_a_worker_that_raises_in_a_stream(engine: ToyEngine, pool: RankPool) -> None:
+    engine.fault(1, "raise", 2)
+    message = _same(pool.run(_fail, engine.url, RING, 30.0), EngineError)
+    assert "the worker on cpu-1 of" in message
+    assert "the layer does not fit" in message
+    assert "is left paused; push again, or restart it" in message
+    assert engine.paused
+    pool.run(_push_and_look, engine.url, [3], RING)
+    _assert_serves(engine, 3)
+
+
+def test_a_worker_killed_and_the_engine_started_again() -> None:
+    with ExitStack() as stack:
+        with toy_ipc_engine(2) as engine:
+            pusher = stack.enter_context(_pusher(engine.url))
+            pusher.push(ToyTrainee(1), version=1)
+            other = engine.look()["pids"][0]
+            engine.fault(1, "SIGKILL", 1)
+            with pytest.raises(EngineError, match=r"the worker on cpu-1 of .* is gone") as raised:
+                pusher.push(ToyTrainee(2), version=2)
+            assert "is left paused; push again, or restart it" in str(raised.value)
+            assert "/memfd:bcp" not in Path(f"/proc/{other}/maps").read_text()
+        with toy_ipc_engine(2, port=int(engine.url.rpartition(":")[2])) as again:
+            pusher.push(ToyTrainee(3), version=3)
+            _assert_serves(again, 3)
+
+
+@MODES
+def test_a_worker_stopped_while_it_puts_in(
+    engine: ToyEngine, pool: RankPool, options: dict[str, Any], mode: str
+) -> None:
+    stopped = engine.look()["pids"][1]
+    engine.fault(1, "SIGSTOP", 2)
+    raised = pool.run(_fail, engine.url, options, 4.0)
+    try:
+        message = _same(raised, DeadlineError)
+        assert "the worker on cpu-1 of" in message
+        assert "is its process stopped?" in message
+        assert "is left paused" in message
+        assert all(seconds < 3 * 4.0 for _, _, seconds in raised)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    pool.run(_push_and_look, engine.url, [3], options)
+    _assert_serves(engine, 3)
+
+
+def test_a_worker_that_is_busy_when_the_push_begins(engine: ToyEngine, pool: RankPool) -> None:
+    """What it was asked for it hears of when nobody is there any more, and is not kept by it."""
+    stopped = engine.look()["pids"][0]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        message = _same(pool.run(_fail, engine.url, WHOLE, 4.0), DeadlineError)
+        assert "the worker on cpu-0 of" in message
+        assert "did not begin an update within" in message
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    pool.run(_push_and_look, engine.url, [3], WHOLE)
+    _assert_serves(engine, 3)
+
+
+def _die_in_third_bucket(rank: int, world_size: int, url: str) -> str:
+    tell = Update.tell
+    told = 0
+
+    def dying(update: Update, what: Any) -> None:
+        nonlocal told
+        told += 1
+        if told == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        tell(update, what)
+
+    Update.tell = dying  # type: ignore[method-assign]
+    try:
+        _push_and_look(rank, world_size, url, [2], RING)
+    except BytecheckpointError as error:
+        return str(error)
+    raise AssertionError("the push did not fail")
+
+
+def test_a_killed_sender(engine: ToyEngine, pool: RankPool) -> None:
+    with RankPool(2) as other:
+        other.run(_die_in_third_bucket, engine.url, expect_death={0: signal.SIGKILL})
+    assert engine.look()["memories"] == [0, 0]
+    end = time.monotonic() + 30  # for who stayed to end, too
+    while "@bcp-" in Path("/proc/net/unix").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    pool.run(_push_and_look, engine.url, [3], WHOLE)
+    _assert_serves(engine, 3)
+
+
+def test_from_an_engine_that_was_pushed_to(engine: ToyEngine) -> None:
+    with toy_engine(2) as giver:
+        with Pusher(HttpEngine(giver.url), deadline_s=30) as pusher:
+            pusher.push(ToyTrainee(8), version=8)
+        with _pusher(engine.url) as pusher:
+            assert pusher.push(HttpEngine(giver.url)).version == 8
+    _assert_serves(engine, 8)
+
+
+def test_nothing_grows(engine: ToyEngine) -> None:
+    held = []
+    for versions in ((1, 2), (3, 4, 5)):
+        with _pusher(engine.url, **RING) as pusher:
+            for version in versions:
+                pusher.push(ToyTrainee(version), version=version)
+        held.append((engine.look()["descriptors"], held_now()))
+    assert held[0] == held[1]
+
+
+def test_another_target_than_the_model(engine: ToyEngine) -> None:
+    with Pusher(DraftEngine(_door(engine.url)), deadline_s=30) as pusher:
+        with pytest.raises(StateError, match="takes its model only"):
+            pusher.push(ToyTrainee(1), version=1)
+
+
+def test_from_the_command_line(engine: ToyEngine, tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(7)}, step=70)
+    command = ["push", str(tmp_path / "c"), "--to", engine.url, "--protocol", "checkpoint-engine"]
+    done = CliRunner().invoke(cli, [*command, "--device", "cpu-0", "--device", "cpu-1"])
+    assert done.exit_code == 0, done.output
+    assert "version 70 is served" in done.output
+    _assert_serves(engine, 7)
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 6
+    assert "needs the names of its workers' devices" in done.stderr
+    done = CliRunner().invoke(cli, [*command, "--native"])
+    assert done.exit_code == 2

@@ -1,0 +1,197 @@
+"""A stand-in for an inference engine that is set up for checkpoint-engine: processes of its own, each with checkpoint-
+engine's own function for workers, a toy of a model, HTTP. Nothing of this library answers there.
+
+Workers on CPUs, which checkpoint-engine does not know, take what they are handed as it stands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import zmq
+from checkpoint_engine import worker as checkpoint_engine_worker
+from toy_engine import ToyEngine, ToyModel, ToyTrainee, _Front
+
+
+class _Host:
+    """For the ``DeviceManager`` of workers on CPUs."""
+
+    def __init__(self) -> None:
+        self.device_module = self
+
+    def synchronize(self) -> None:
+        pass
+
+    def ipc_collect(self) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+
+class _Worker:
+    def __init__(self, tp: int, rank: int, dtype: torch.dtype, cuda: bool) -> None:
+        self.index = rank if cuda else None
+        self.device = f"GPU-{torch.cuda.get_device_properties(rank).uuid}" if cuda else f"cpu-{rank}"
+        self.model = ToyModel(tp, rank, dtype).to(f"cuda:{rank}" if cuda else "cpu")
+        self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
+        self.context = zmq.Context()
+        self.fault: tuple[str, int] | None = None
+        self.buckets: list[list[str]] = []
+
+    def update(self, handles: dict[str, str]) -> None:
+        self.buckets = []
+        checkpoint_engine_worker.update_weights_from_ipc(
+            self.context, handles[self.device], self.index, run=self._load, post_hook=self._finish
+        )
+
+    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        self._go_wrong(len(self.buckets))
+        self.buckets.append([name for name, _ in weights])
+        self.model.load_weights(iter(weights))
+
+    def _finish(self) -> None:
+        self._go_wrong(-1)
+
+    def _go_wrong(self, place: int) -> None:
+        if self.fault is None or self.fault[1] != place:
+            return
+        what, self.fault = self.fault[0], None
+        if what == "raise":
+            raise RuntimeError("the layer does not fit")
+        os.kill(os.getpid(), getattr(signal, what))
+
+
+def _serve(pipe: Connection, tp: int, rank: int, dtype: str, cuda: bool) -> None:
+    if not cuda:
+        checkpoint_engine_worker.DeviceManager = _Host  # type: ignore[misc,assignment]
+    worker = _Worker(tp, rank, getattr(torch, dtype), cuda)
+    while True:
+        try:
+            kind, argument = pipe.recv()
+        except EOFError:
+            return
+        answer: Any = None
+        if kind == "update":
+            try:
+                worker.update(argument)
+            except Exception as error:
+                answer = f"{type(error).__name__}: {error}"
+        elif kind == "look":
+            digest = copy.deepcopy(worker.model).cpu().digest()
+            answer = [digest, worker.buckets, len(os.listdir("/proc/self/fd")), _memories()]
+        else:
+            worker.fault = kind, argument
+        pipe.send(answer)
+
+
+def _memories() -> int:
+    """How much of a sender's memory this process has mapped."""
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        return sum("/memfd:bcp" in line for line in maps)
+
+
+class _IpcFront(_Front):
+    unknown: tuple[str, ...] = ()
+    reads_all = True
+
+    def do_POST(self) -> None:
+        if self.path.partition("?")[0] in self.unknown:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self._send(404, {"detail": "Not Found"})
+            return
+        super().do_POST()
+
+    def _answer(self, document: dict[str, Any]) -> Any:
+        if self.path == "/collective_rpc":
+            assert document["method"] == "update_weights_from_ipc"
+            return {"results": self._update(document["args"][0])}
+        if self.path == "/update_weights_from_ipc":
+            return {"success": True, "message": self._update(document["zmq_handles"])}
+        if self.path == "/look":
+            names = ("digests", "buckets", "descriptors", "memories")
+            seen = dict(zip(names, zip(*self._all("look", None), strict=True), strict=True))
+            return {**seen, "pids": self.pids, "log": self.log}
+        return super()._answer(document)
+
+    def _update(self, handles: dict[str, str]) -> list[Any]:
+        if self.reads_all:
+            answers = self._all("update", handles)
+        else:
+            with self.lock:
+                for pipe in self.pipes:
+                    pipe.send(("update", handles))
+                answers = []
+                while len(answers) < len(self.pipes) and not any(answers):
+                    answers.append(self.pipes[len(answers)].recv())
+        failed = [answer for answer in answers if answer is not None]
+        if failed:
+            raise OSError(failed[0])
+        return answers
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tp", type=int)
+    parser.add_argument("--dtype")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--unknown", nargs="*", default=[])
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--first-failure", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    pipes, pids = [], []
+    for rank in range(arguments.tp):
+        ours, theirs = context.Pipe()
+        worker = (theirs, arguments.tp, rank, arguments.dtype, arguments.cuda)
+        process = context.Process(target=_serve, args=worker, daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        pids.append(process.pid)
+    _Front.pipes, _Front.pids, _Front.log = pipes, pids, []  # type: ignore[assignment]
+    _IpcFront.unknown, _IpcFront.reads_all = tuple(arguments.unknown), not arguments.first_failure
+    server = ThreadingHTTPServer(("127.0.0.1", arguments.port), _IpcFront)
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+@contextmanager
+def toy_ipc_engine(
+    tp: int,
+    dtype: str = "float32",
+    *,
+    port: int = 0,
+    unknown: tuple[str, ...] = (),
+    cuda: bool = False,
+    first_failure: bool = False,
+) -> Iterator[ToyEngine]:
+    """Its workers are on the devices "cpu-0" and so on, or on the first GPUs. It has not the ``unknown`` paths. With
+    ``first_failure``, it reads no answer behind that of a worker that raised, as vLLM."""
+    command = [sys.executable, __file__, "--tp", str(tp), "--dtype", dtype, "--port", str(port), "--unknown", *unknown]
+    command += ["--cuda"] * cuda + ["--first-failure"] * first_failure
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        yield ToyEngine(f"http://127.0.0.1:{int(process.stdout.readline())}")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+if __name__ == "__main__":
+    _main()
