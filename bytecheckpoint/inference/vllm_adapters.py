@@ -24,6 +24,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from ..errors import StateError
 from .push.adapter_model import Adapter, AdapterReceivers, Piece, Site
@@ -46,7 +47,6 @@ class VllmAdapters:
         self._pushed: dict[str, Adapter] = {}
         self._names: dict[int, str] = {}  # of numbers, as they were last asked for
         self._own: dict[int, Any] = {}  # what vLLM had before anything was pushed
-        self.pipelined = False
         self.receivers = AdapterReceivers(self)
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -79,8 +79,13 @@ class VllmAdapters:
         return Piece(*parse_fine_tuned_lora_name(name, self._mapper))
 
     def is_elsewhere(self, module: str) -> bool:
-        leaf = module.rpartition(".")[2]
-        return self.pipelined and any(leaf == site.rpartition(".")[2] for site in self._sites)
+        return f"{module}.".startswith(self._of_other_stages)
+
+    @functools.cached_property
+    def _of_other_stages(self) -> tuple[str, ...]:
+        """What begins so is of another pipeline stage."""
+        named = self._manager.model.named_modules(remove_duplicate=False)
+        return tuple(f"{name}." for name, module in named if isinstance(module, PPMissingLayer))
 
     def pushed(self, name: str) -> Adapter | None:
         return self._pushed.get(name)
@@ -141,7 +146,10 @@ class VllmAdapters:
         manager.remove_adapter(model.id)
         if len(manager) + 1 > manager.capacity:
             manager.remove_oldest_adapter()
-        manager.add_adapter(model)
+        if model.loras:
+            manager.add_adapter(model)
+        else:  # all of it is on other pipeline stages; vLLM looks at the first of its layers
+            manager._registered_adapters[model.id] = model
         manager.activate_adapter(model.id)
         if pinned:
             manager.pin_adapter(model.id)
@@ -162,14 +170,12 @@ def adapters_of(manager: Any) -> VllmAdapters:
     return found
 
 
-def receivers_of(vllm_config: Any, model: Any) -> AdapterReceivers:
+def receivers_of(model: Any) -> AdapterReceivers:
     """Of a worker. Raises ``StateError`` for an engine without LoRA."""
     manager = getattr(model, "lora_manager", None)
     if manager is None:
         raise StateError("this engine was not started with LoRA; start it with --enable-lora and a --max-lora-rank")
-    adapters = adapters_of(manager)
-    adapters.pipelined = vllm_config.parallel_config.pipeline_parallel_size > 1
-    return adapters.receivers
+    return adapters_of(manager).receivers
 
 
 def _source(model: Any) -> Adapter | None:

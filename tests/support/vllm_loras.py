@@ -54,12 +54,21 @@ def merged(model_seed: int, lora_seed: int) -> Any:
     return model
 
 
-def store(folder: Path, seed: int) -> str:
+def lora_of(seed: int, layers: list[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Of these layers alone, with its configuration."""
+    if layers is None:
+        return lora(seed), CONFIG
+    tensors = {name: tensor for name, tensor in lora(seed).items() if int(name.split(".")[4]) in layers}
+    return tensors, {**CONFIG, "layers_to_transform": layers}
+
+
+def store(folder: Path, seed: int, layers: list[int] | None = None) -> str:
     """As PEFT stores it."""
-    path = folder / f"lora-{seed}"
+    path = folder / f"lora-{seed}-{layers}"
     path.mkdir(parents=True, exist_ok=True)
-    save_file(lora(seed), path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    tensors, config = lora_of(seed, layers)
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(config))
     return str(path)
 
 

@@ -2,10 +2,11 @@
 
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker
-may take), ``["push draft", seed]``, ``["join", url]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]``
-or ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each is printed as
-JSON, after ``RESULTS``.
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["push longer", seed, name]`` (by a row),
+``["stream", seed, bytes]`` (of memory that a worker may take), ``["push draft", seed]``, ``["push adapter", seed,
+layers]`` (None: of all layers), ``["adapter", path]`` (put into a slot), ``["fail next load",
+worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]`` (how many tokens were proposed and accepted since the
+last time). What came of each is printed as JSON, after ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import DraftEngine, HttpEngine, LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import AdapterEngine, DraftEngine, LocalEngine, NativeEngine, Pusher
 
 PROMPTS = ([1, 2, 3], [9, 8])
 ENVIRONMENT = {
@@ -68,7 +70,7 @@ def made(kind: str, seed: int) -> Any:
 
 def run_pushes(kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
     """What came of each step in an engine of these arguments."""
-    if engine.get("tensor_parallel_size", 1) > 1:
+    if engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1) > 1:
         engine["distributed_executor_backend"] = "mp"
     job = {"engine": engine, "door": door, "model": kind, "steps": steps}
     done = subprocess.run(
@@ -108,12 +110,16 @@ def _drafted(llm: Any) -> list[int]:
 
 def _main(job: dict[str, Any]) -> None:
     from vllm import LLM
+    from vllm.lora.request import LoRARequest
+    from vllm_loras import lora_of
 
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
     llm = LLM(**engine | job["engine"])
+    if "FaultyWorkers" in job["engine"].get("worker_extension_cls", ""):
+        llm.collective_rpc("bcp_test_make_room")
     local = LocalEngine(llm)
     results: list[Any] = []
-    counted = [0, 0]
+    counted, slotted = [0, 0], 0
     with Pusher(NativeEngine(local) if job["door"] == "native" else local, deadline_s=120) as pusher:
         for what, *arguments in job["steps"]:
             if what == "generate":
@@ -122,9 +128,6 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
             elif what == "digest":
                 results.append(llm.collective_rpc("bcp_test_digest"))
-            elif what == "join":
-                report = pusher.push(HttpEngine(arguments[0]))
-                results.append([report.version, [worker.sent for worker in report.workers], report.written])
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
             elif what == "stream":
@@ -135,23 +138,41 @@ def _main(job: dict[str, Any]) -> None:
             elif what == "push draft":
                 with Pusher(DraftEngine(local), deadline_s=120) as drafts:
                     results.append(_push(drafts, job["model"], *arguments))
+            elif what == "push adapter":
+                tensors, config = lora_of(*arguments)
+                with Pusher(AdapterEngine(local, "tuned", config), deadline_s=120) as adapters:
+                    report = adapters.push({"model": tensors})
+                    results.append([worker.sent for worker in report.workers])
+            elif what == "adapter":
+                slotted += 1
+                results.append(llm.llm_engine.add_lora(LoRARequest("tuned", slotted, arguments[0])))
             elif what == "drafted":
                 before, counted = counted, _drafted(llm)
                 results.append([after - were for after, were in zip(counted, before, strict=True)])
             else:
-                results.append(_push(pusher, job["model"], *arguments))
+                results.append(_push(pusher, job["model"], *arguments, change=what))
     print("RESULTS", json.dumps(results), flush=True)
 
 
-def _push(pusher: Pusher, kind: str, seed: int, without: str = "") -> Any:
-    state = made(kind, seed).state_dict()
-    state.pop(without, None)
+def _push(pusher: Pusher, kind: str, seed: int, name: str = "", change: str = "push") -> Any:
+    state = _changed(made(kind, seed), name, change) if name else made(kind, seed).state_dict()
     try:
         report = pusher.push({"model": state}, version=seed)
     except BytecheckpointError as error:
         return {"error": type(error).__name__, "message": str(error), "served": _served(pusher)}
     workers = [[worker.wanted, worker.sent] for worker in report.workers]
     return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher), "mode": report.mode}
+
+
+def _changed(model: Any, name: str, change: str) -> dict[str, torch.Tensor]:
+    """With ``name`` left out, or longer. It may be one that the hub has, and transformers has not."""
+    state = model.state_dict()
+    if name not in state:
+        state = revert_weight_conversion(model, state)
+    tensor = state.pop(name)
+    if change == "push longer":
+        state[name] = torch.cat([tensor, tensor[:1]])
+    return state
 
 
 def _served(pusher: Pusher) -> list[Any]:

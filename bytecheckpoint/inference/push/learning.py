@@ -16,7 +16,7 @@ from ...metadata import BasicMeta
 from ...shards import basic_meta
 from ..coverage import OwnWrites, uncovered
 from ..parts import Part
-from ..recording import Copy, Recorder, storage_identity
+from ..recording import Copy, Recorder, storage_identity, taken_when
 from ..strided import StridedView, box_of
 from .messages import Table
 from .narrowing import check_quantizable
@@ -67,18 +67,18 @@ def learn_parts(model: EngineModel, table: Table, *, strict: bool = True) -> Lea
     unless a part is of 8 bits and its tensor is not: that has to be quantised, and then learned anew.
     """
     recorder = Recorder(_no_values)
+    metas = dict(table.rows)
     made = model.make()
     try:
         with torch.no_grad(), OwnWrites() as own:
             model.run_loader(made, recorder.tensors(table.metas()))
     except Exception as error:
+        name = taken_when(error)
+        where = f"\n  at {name}, which is {metas[name]}" if name else ""
         raise MismatchError(
-            f"the engine's model does not take these tensors: {type(error).__name__}: {error}\n  nothing was sent; "
-            "compare names and shapes with the engine's configuration"
+            f"the engine's model does not take these tensors: {type(error).__name__}: {error}{where}\n  nothing was "
+            "sent; compare names and shapes with the engine's configuration"
         ) from error
-    if not recorder.copies and not recorder.seen:
-        raise MismatchError("the engine's loader took nothing of the tensors; nothing was sent")
-    metas = dict(table.rows)
     seen = frozenset(name for name, _ in recorder.seen)
     quantize = check_quantizable(model.blocks, metas, recorder.copies, seen)
     if strict and not model.quantized and not quantize:  # else it is asked again, about what it is to get
