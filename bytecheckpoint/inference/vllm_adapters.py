@@ -65,6 +65,7 @@ class VllmAdapters:
             if isinstance(module, FusedMoEWithLoRA):
                 # As one tensor of all experts, or as many of one each.
                 found |= dict.fromkeys([name, f"{name}.base_layer", *(parts or ())], _UNKNOWN)
+                found |= zip(parts or (), _expert_sizes(module, len(parts or ())))
             elif parts is None:
                 found[name] = Site(*_sizes(module))
             else:
@@ -200,6 +201,16 @@ def _packed_sizes(module: BaseLayerWithLoRA, count: int) -> Iterator[Site]:
     for number in range(count):
         # Otherwise one of the parts is of several slices, and vLLM finds out by its rows.
         yield Site(layer.input_size, sizes[number]) if len(sizes) == count else _UNKNOWN
+
+
+def _expert_sizes(module: FusedMoEWithLoRA, count: int) -> Iterator[Site]:
+    """As vLLM names them: of each expert the gate, what leads back, and, where there is a gate, what it is for."""
+    inner = module.intermediate_size_per_partition * module.tp_size
+    kinds = [Site(module.hidden_size, inner, False), Site(inner, module.hidden_size, False)]
+    kinds += kinds[:1] * (module._w13_slices - 1)
+    for number in range(count):
+        # Otherwise they are those of all experts in one.
+        yield kinds[number % len(kinds)] if count == len(kinds) * module.global_num_experts else _UNKNOWN
 
 
 def _qkv_sizes(layer: QKVParallelLinear) -> list[int]:

@@ -102,3 +102,21 @@ def test_ranks_with_whole_experts(tmp_path: Path) -> None:
     expert = "model.layers.1.block_sparse_moe.experts.3"
     hole = "model.layers.1.block_sparse_moe.experts"
     _check(tmp_path, "mixtral", own, f"{expert}.w1.weight", hole, f"{expert}.w2.weight", **layout)
+
+
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    """What is in slots is what vLLM puts there from a file. No tokens: vLLM computes with them by Triton alone."""
+    layout = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    layout |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    steps = [["adapter", store(tmp_path, seed, kind="mixtral")] for seed in (1, 2)]
+    name = "base_model.model.model.layers.1.block_sparse_moe.experts.3.w2.lora_B.weight"
+    steps += [["push adapter", 1, None], ["adapter", "/nowhere"], ["push adapter", 2, None, name]]
+    steps += [["push adapter", 2, None], ["push", 1], ["push", 0], ["adapter", "/nowhere"]]
+    own, *found = _own(tmp_path, "mixtral", [each for step in steps for each in (step, ["digest"])], **layout)
+    looks = found[1::2]
+    assert [looks.index(look) for look in looks] == [0, 1, 0, 0, 0, 1, 6, 1, 1]
+    assert own not in looks[:2]
+    assert min(found[4]) == max(found[4]) > 0
+    text = rf"(?s)^worker 0 of .*{name}: shape \[129, 4\], where rank 4 and the layer of the engine make \[128, 4\]"
+    assert re.search(text, found[8]["message"])
+    assert "error" not in found[12]

@@ -78,7 +78,7 @@ class FaultyWorkers(WorkerExtension):
                 ones = torch.eye(width, dtype=layer.weight.dtype)
                 tensors[f"{name} of ones"] = layer.cpu_linear(ones, layer.weight, None)
             for stack in ("lora_a_stacked", "lora_b_stacked"):
-                for number, slots in enumerate(getattr(layer, stack, None) or ()):
+                for number, slots in enumerate(getattr(layer, stack, ())):
                     tensors[f"{name}.{stack}.{number}"] = slots
         return {name: _digest(tensor) for name, tensor in tensors.items()}
 

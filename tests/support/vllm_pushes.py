@@ -4,9 +4,9 @@
 
 A step is ``["push", seed]``, ``["push without", seed, name]``, ``["push longer", seed, name]`` (by a row),
 ``["stream", seed, bytes]`` (of memory that a worker may take), ``["push draft", seed]``, ``["push adapter", seed,
-layers]`` (None: of all layers), ``["adapter", path]`` (put into a slot), ``["fail next load",
-worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]`` (how many tokens were proposed and accepted since the
-last time). What came of each is printed as JSON, after ``RESULTS``.
+layers]`` (None: of all layers; with one tensor, if it is named, longer by a row), ``["adapter", path]`` (put into a
+slot), ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]`` (how many tokens were
+proposed and accepted since the last time). What came of each is printed as JSON, after ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def made(kind: str, seed: int) -> Any:
         config = transformers.LlamaConfig(initializer_range=0.15, tie_word_embeddings=False, **sizes)
         return transformers.LlamaForCausalLM(config).eval()
     if kind == "mixtral":
+        sizes["intermediate_size"] = 192
         config = transformers.MixtralConfig(
             initializer_range=0.15, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **sizes
         )
@@ -111,7 +112,6 @@ def _drafted(llm: Any) -> list[int]:
 def _main(job: dict[str, Any]) -> None:
     from vllm import LLM
     from vllm.lora.request import LoRARequest
-    from vllm_loras import lora_of
 
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
     llm = LLM(**engine | job["engine"])
@@ -139,10 +139,7 @@ def _main(job: dict[str, Any]) -> None:
                 with Pusher(DraftEngine(local), deadline_s=120) as drafts:
                     results.append(_push(drafts, job["model"], *arguments))
             elif what == "push adapter":
-                tensors, config = lora_of(*arguments)
-                with Pusher(AdapterEngine(local, "tuned", config), deadline_s=120) as adapters:
-                    report = adapters.push({"model": tensors})
-                    results.append([worker.sent for worker in report.workers])
+                results.append(_push_adapter(local, job["model"], *arguments))
             elif what == "adapter":
                 slotted += 1
                 results.append(llm.llm_engine.add_lora(LoRARequest("tuned", slotted, arguments[0])))
@@ -162,6 +159,19 @@ def _push(pusher: Pusher, kind: str, seed: int, name: str = "", change: str = "p
         return {"error": type(error).__name__, "message": str(error), "served": _served(pusher)}
     workers = [[worker.wanted, worker.sent] for worker in report.workers]
     return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher), "mode": report.mode}
+
+
+def _push_adapter(local: LocalEngine, kind: str, seed: int, layers: list[int] | None, longer: str = "") -> Any:
+    from vllm_loras import lora_of
+
+    tensors, config = lora_of(kind, seed, layers)
+    if longer:
+        tensors[longer] = torch.cat([tensors[longer], tensors[longer][:1]])
+    with Pusher(AdapterEngine(local, "tuned", config), deadline_s=120) as pusher:
+        try:
+            return [worker.sent for worker in pusher.push({"model": tensors}).workers]
+        except BytecheckpointError as error:
+            return {"error": type(error).__name__, "message": str(error)}
 
 
 def _changed(model: Any, name: str, change: str) -> dict[str, torch.Tensor]:
