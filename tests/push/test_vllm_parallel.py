@@ -88,9 +88,11 @@ def test_pipeline_stages(tmp_path: Path) -> None:
     own, _, whole, _, part = _own(tmp_path, "qwen2", steps, **layout)
     pushes = [["push adapter", 1, None], ["push adapter", 2, [1]]]
     more = [step for push in pushes for step in (push, ["adapter", "/nowhere"], ["digest"])]
+    more.append(["push adapter", 3, None, "base_model.model.model.layers.2.mlp.up_proj.lora_A.weight"])
     missing, longer = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"
     hole = "model.layers.1.self_attn.qkv_proj"
     found = _check(tmp_path, "qwen2", own, missing, hole, longer, more=more, **layout)
+    assert "the engine's model has no module model.layers.2.mlp.up_proj that can have LoRA" in found.pop()["message"]
     assert found[2::3] == [whole, part]
     assert min(found[0]) > 0
     assert found[3][0] == 0 < found[3][1]

@@ -4,8 +4,8 @@
 
 A step is ``["push", seed]``, ``["push without", seed, name]``, ``["push longer", seed, name]`` (by a row),
 ``["stream", seed, bytes]`` (of memory that a worker may take), ``["push draft", seed]``, ``["push adapter", seed,
-layers]`` (None: of all layers; with one tensor, if it is named, longer by a row), ``["adapter", path]`` (put into a
-slot), ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]`` (how many tokens were
+layers]`` (None: of all layers; with one tensor, if it is named, longer by a row, or more), ``["adapter", path]`` (put
+into a slot), ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or ``["drafted"]`` (how many tokens were
 proposed and accepted since the last time). What came of each is printed as JSON, after ``RESULTS``.
 """
 
@@ -161,12 +161,13 @@ def _push(pusher: Pusher, kind: str, seed: int, name: str = "", change: str = "p
     return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher), "mode": report.mode}
 
 
-def _push_adapter(local: LocalEngine, kind: str, seed: int, layers: list[int] | None, longer: str = "") -> Any:
+def _push_adapter(local: LocalEngine, kind: str, seed: int, layers: list[int] | None, name: str = "") -> Any:
     from vllm_loras import lora_of
 
     tensors, config = lora_of(kind, seed, layers)
-    if longer:
-        tensors[longer] = torch.cat([tensors[longer], tensors[longer][:1]])
+    if name:
+        tensor = tensors.get(name, torch.zeros(8, 128))
+        tensors[name] = torch.cat([tensor, tensor[:1]])
     with Pusher(AdapterEngine(local, "tuned", config), deadline_s=120) as pusher:
         try:
             return [worker.sent for worker in pusher.push({"model": tensors}).workers]
