@@ -10,6 +10,7 @@ the operation goes on with real numbers.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 
 from .strided import StridedView
 
-__all__ = ["Copy", "Recorder", "storage_identity"]
+__all__ = ["Copy", "Recorder", "storage_identity", "taken_when"]
 
 _aten = torch.ops.aten
 
@@ -93,6 +94,14 @@ def storage_identity(tensor: torch.Tensor) -> int:
     """The same for all views of one memory, while it lives. Tensors on the meta device have no address, but views
     share the storage object."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def taken_when(error: BaseException) -> str:
+    """The name of the stored tensor that a loader had in hand when it failed, as its assertions may say nothing; empty
+    where there was none."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    held = (value for frame in reversed(frames) for value in frame.f_locals.values())
+    return next((value.fqn for value in held if isinstance(value, _Recorded)), "")
 
 
 class _Recorded(torch.Tensor):

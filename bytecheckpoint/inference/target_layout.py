@@ -12,13 +12,12 @@ import torch
 import xxhash
 from torch import nn
 
-from ..dtypes import DType
 from ..errors import StateError
 from ..geometry import Box
 from ..shards import basic_meta
 from .layout_columns import compress
 from .layout_packing import LAYOUT_VERSION, LayoutTensor, Placement, pack_layout, unpack_layout
-from .parts import Part
+from .parts import Part, each_once
 from .recording import Copy, Recorder, storage_identity
 from .strided import StridedView, box_of
 
@@ -68,45 +67,34 @@ class TargetLayout:
 
     def parts(self) -> list[Part]:
         """What has to reach the rank, in the order of the stored tensors, nothing twice."""
-        return [
-            Part(self.stored[number].name, self.stored[number].shape, box, dtype)
-            for number in sorted(self._boxes)
-            for box, dtype in sorted(self._boxes[number])
-        ]
+        order = {tensor.name: number for number, tensor in enumerate(self.stored)}
+        return sorted(self._parts, key=lambda part: (order[part.name], part.box, part.dtype))
 
     @cached_property
-    def _boxes(self) -> dict[int, set[tuple[Box, DType]]]:
-        """By stored tensor. One that is wanted whole as it is stored is wanted once, in that form."""
-        found: dict[int, set[tuple[Box, DType]]] = {}
-        for number in self.seen:
-            tensor = self.stored[number]
-            found[number] = {(Box.whole(tensor.shape), tensor.dtype)}
-        whole_anyway = frozenset(self.seen)
+    def _parts(self) -> list[Part]:
+        seen = (self.stored[number] for number in self.seen)
+        whole = (Part(tensor.name, tensor.shape, Box.whole(tensor.shape), tensor.dtype) for tensor in seen)
+        return each_once([*whole, *(part for part, _ in self._copied)])
+
+    @cached_property
+    def _copied(self) -> list[tuple[Part, bool]]:
+        """What each placement needs, and whether it is exactly that."""
+        found, seen = [], frozenset(self.seen)
         for placement in self.placements:
-            if placement.stored in whole_anyway:
-                continue
-            shape = self.stored[placement.stored].shape
-            view = _box_of(shape, placement.view)
-            box = Box.whole(shape) if view is None else view.box
-            found.setdefault(placement.stored, set()).add((box, self.parameters[placement.parameter].dtype))
-        for number, boxes in found.items():
-            for whole, dtype in list(boxes):
-                if whole == Box.whole(self.stored[number].shape):
-                    found[number] = {other for other in found[number] if other[1] != dtype} | {(whole, dtype)}
+            if placement.stored not in seen:
+                tensor, held = self.stored[placement.stored], self.parameters[placement.parameter].dtype
+                view = _box_of(tensor.shape, placement.view)
+                box = Box.whole(tensor.shape) if view is None else view.box
+                found.append((Part(tensor.name, tensor.shape, box, held), view is not None))
         return found
 
     def figures(self) -> Figures:
-        exact, computed_with = set(), frozenset(self.seen)
-        for placement in self.placements:
-            view = _box_of(self.stored[placement.stored].shape, placement.view)
-            if view is not None and placement.stored not in computed_with:
-                exact.add((placement.stored, view.box, self.parameters[placement.parameter].dtype))
-        boxes = [(number, box, dtype) for number, found in self._boxes.items() for box, dtype in found]
+        exact = {part for part, is_exact in self._copied if is_exact}
         return Figures(
             stored=sum(tensor.nbytes for tensor in self.stored),
             parameters=sum(tensor.nbytes for tensor in self.parameters),
-            wanted=sum(box.numel * dtype.itemsize for _, box, dtype in boxes),
-            fast=sum(box.numel * dtype.itemsize for number, box, dtype in boxes if (number, box, dtype) in exact),
+            wanted=sum(part.nbytes for part in self._parts),
+            fast=sum(part.nbytes for part in self._parts if part in exact),
         )
 
     def digest(self) -> str:

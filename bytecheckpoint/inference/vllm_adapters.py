@@ -24,6 +24,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from ..errors import StateError
 from .push.adapter_model import Adapter, AdapterReceivers, Piece, Site
@@ -46,7 +47,6 @@ class VllmAdapters:
         self._pushed: dict[str, Adapter] = {}
         self._names: dict[int, str] = {}  # of numbers, as they were last asked for
         self._own: dict[int, Any] = {}  # what vLLM had before anything was pushed
-        self.pipelined = False
         self.receivers = AdapterReceivers(self)
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -65,6 +65,7 @@ class VllmAdapters:
             if isinstance(module, FusedMoEWithLoRA):
                 # As one tensor of all experts, or as many of one each.
                 found |= dict.fromkeys([name, f"{name}.base_layer", *(parts or ())], _UNKNOWN)
+                found |= zip(parts or (), _expert_sizes(module, len(parts or ())))
             elif parts is None:
                 found[name] = Site(*_sizes(module))
             else:
@@ -79,8 +80,13 @@ class VllmAdapters:
         return Piece(*parse_fine_tuned_lora_name(name, self._mapper))
 
     def is_elsewhere(self, module: str) -> bool:
-        leaf = module.rpartition(".")[2]
-        return self.pipelined and any(leaf == site.rpartition(".")[2] for site in self._sites)
+        return f"{module}.".startswith(self._of_other_stages)
+
+    @functools.cached_property
+    def _of_other_stages(self) -> tuple[str, ...]:
+        """What begins so is of another pipeline stage."""
+        named = self._manager.model.named_modules(remove_duplicate=False)
+        return tuple(f"{name}." for name, module in named if isinstance(module, PPMissingLayer))
 
     def pushed(self, name: str) -> Adapter | None:
         return self._pushed.get(name)
@@ -141,7 +147,10 @@ class VllmAdapters:
         manager.remove_adapter(model.id)
         if len(manager) + 1 > manager.capacity:
             manager.remove_oldest_adapter()
-        manager.add_adapter(model)
+        if model.loras:
+            manager.add_adapter(model)
+        else:  # all of it is on other pipeline stages; vLLM looks at the first of its layers
+            manager._registered_adapters[model.id] = model
         manager.activate_adapter(model.id)
         if pinned:
             manager.pin_adapter(model.id)
@@ -162,14 +171,12 @@ def adapters_of(manager: Any) -> VllmAdapters:
     return found
 
 
-def receivers_of(vllm_config: Any, model: Any) -> AdapterReceivers:
+def receivers_of(model: Any) -> AdapterReceivers:
     """Of a worker. Raises ``StateError`` for an engine without LoRA."""
     manager = getattr(model, "lora_manager", None)
     if manager is None:
         raise StateError("this engine was not started with LoRA; start it with --enable-lora and a --max-lora-rank")
-    adapters = adapters_of(manager)
-    adapters.pipelined = vllm_config.parallel_config.pipeline_parallel_size > 1
-    return adapters.receivers
+    return adapters_of(manager).receivers
 
 
 def _source(model: Any) -> Adapter | None:
@@ -194,6 +201,16 @@ def _packed_sizes(module: BaseLayerWithLoRA, count: int) -> Iterator[Site]:
     for number in range(count):
         # Otherwise one of the parts is of several slices, and vLLM finds out by its rows.
         yield Site(layer.input_size, sizes[number]) if len(sizes) == count else _UNKNOWN
+
+
+def _expert_sizes(module: FusedMoEWithLoRA, count: int) -> Iterator[Site]:
+    """As vLLM names them: of each expert the gate, what leads back, and, where there is a gate, what it is for."""
+    inner = module.intermediate_size_per_partition * module.tp_size
+    kinds = [Site(module.hidden_size, inner, False), Site(inner, module.hidden_size, False)]
+    kinds += kinds[:1] * (module._w13_slices - 1)
+    for number in range(count):
+        # Otherwise they are those of all experts in one.
+        yield kinds[number % len(kinds)] if count == len(kinds) * module.global_num_experts else _UNKNOWN
 
 
 def _qkv_sizes(layer: QKVParallelLinear) -> list[int]:

@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import utils as models_utils
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
@@ -59,6 +60,11 @@ class VllmModel:
 
     def make(self) -> nn.Module:
         _check_replicas(self._config)
+        if self._config.parallel_config.enable_eplb:
+            raise StateError(
+                "this engine moves experts between its workers while it serves (--enable-eplb), and vLLM's loader puts "
+                "weights where they were when it started; start it without"
+            )
         # Layers enter themselves into lists of the configuration, and those of the model that serves must stay.
         config = copy.copy(self._config)
         config.compilation_config = copy.copy(self._config.compilation_config)
@@ -86,6 +92,8 @@ class VllmModel:
         for layer in made.modules():
             if layer not in serving:
                 restore_layer_on_meta(layer, get_layerwise_info(layer))
+                # What another model of this id, which is gone, left to other stages.
+                models_utils._model_to_pp_missing_layer_names.pop(id(layer), None)
 
     def run_loader(self, model: nn.Module, weights: Weights) -> None:
         with set_current_vllm_config(self._config):
@@ -238,15 +246,17 @@ def answer(vllm_config: Any, model: nn.Module, text: str, runner: Any = None) ->
     try:
         _check_replicas(vllm_config)
         if "draft" in target:
-            receiver = _receiver_of_draft(runner)
+            receiver = _receiver_of_draft(vllm_config, runner)
         else:
-            receiver = receivers_of(vllm_config, model).receiver(target)
+            receiver = receivers_of(model).receiver(target)
     except StateError as error:
         return refusal(error, request)
     return receiver.answer(request)
 
 
-def _receiver_of_draft(runner: Any) -> Receiver:
+def _receiver_of_draft(vllm_config: Any, runner: Any) -> Receiver:
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise StateError("this engine has pipeline stages, of which the last alone has the draft model; not supported")
     drafter = getattr(runner, "drafter", None)
     # Others share layers with the model that serves, which a reload would touch.
     if not isinstance(drafter, DraftModelProposer):

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
+from joins import until
 from leak_watch import shared_memory_names
 from vllm_pushes import made, reference_tokens, run_pushes
 
@@ -43,7 +44,7 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
     steps: list[Any] = [["generate"]]
     for seed in range(1, pushes + 1):
         steps += [["push", seed], ["generate"]]
-    steps += [["stream", pushes + 1, _RING], ["generate"], ["stream", pushes + 2, _RING], ["generate"]]
+    steps += [["stream", pushes + 1, _RING], ["generate"], ["stream by group", pushes + 2, _RING], ["generate"]]
     # Where LoRA is enabled, layers have other names; the head that is the embedding is found all the same.
     lora = {"enable_lora": True, "max_lora_rank": 8} if kind == "qwen2" else {}
     found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION, **lora)
@@ -60,9 +61,9 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
     for push in found[-4::2]:
         assert max(push["set aside"]) <= 2 * 260 * 128 * 4, push
     new = [name for name in shared_memory_names() if name not in before and "vllm" not in name]
-    # Other engines, of tests that run beside this one, have theirs.
-    left = [name for name in new if not name.startswith("sem.") and not _is_mapped(name)]
-    assert not left
+    left = [name for name in new if not name.startswith("sem.")]
+    # Other engines, of tests that run beside this one, have theirs, and as they start and end nobody has mapped it.
+    until(lambda: all(map(_is_mapped, left)), "nothing is left")
 
 
 def test_failures_leave_the_old_version(tmp_path: Path) -> None:

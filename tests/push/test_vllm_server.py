@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-import vllm_pushes
 from click.testing import CliRunner
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -61,20 +61,17 @@ def _tokens(url: str, model: str = "policy") -> list[list[int]]:
     return [answer["choices"][0]["token_ids"] for answer in answers]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The model of seed 0 at two workers, with the worker extension and the transfer backend, and an adapter."""
-    folder = tmp_path_factory.mktemp("server")
+@contextlib.contextmanager
+def _serving(folder: Path, *arguments: str) -> Iterator[str]:
+    """The model of seed 0, with the worker extension and the transfer backend."""
     made("llama", 0).save_pretrained(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "64", "--enforce-eager", "--skip-tokenizer-init"]
-    command += ["--tensor-parallel-size", str(_TP), "--distributed-executor-backend", "mp"]
-    command += ["--worker-extension-cls", "vllm_fault.FaultyWorkers"]
-    command += ["--weight-transfer-config", json.dumps({"backend": "bcp"})]
-    command += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"started={store(folder, 8)}"]
+    command += ["--distributed-executor-backend", "mp", "--worker-extension-cls", "vllm_fault.FaultyWorkers"]
+    command += ["--weight-transfer-config", json.dumps({"backend": "bcp"}), *arguments]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
     environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     log = folder / "server.log"
@@ -90,10 +87,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             assert process.poll() is None, log.read_text()[-5000:]
             assert time.monotonic() < end, log.read_text()[-5000:]
             time.sleep(0.5)
+        _ask(url, "/collective_rpc", {"method": "bcp_test_make_room"})
         yield url
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of two workers, and with an adapter."""
+    folder = tmp_path_factory.mktemp("server")
+    lora_options = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"started={store(folder, 8)}"]
+    with _serving(folder, "--tensor-parallel-size", str(_TP), *lora_options) as url:
+        yield url
 
 
 def _push_sharded(rank: int, world_size: int, url: str, seeds: list[int]) -> list[tuple[PushReport, Any]]:
@@ -133,38 +140,44 @@ def test_by_its_own_weight_transfer(server: str, pause: Any) -> None:
         assert _ask(server, "/is_paused") == {"is_paused": False}
 
 
-def test_an_engine_that_joins_gets_it_from_one_that_goes_on(server: str, tmp_path: Path) -> None:
-    """The server, at two workers, gives to an engine of one worker and other weights."""
+def _digests(url: str) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = _ask(url, "/collective_rpc", {"method": "bcp_test_digest"})["results"]
+    return found
+
+
+def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: Path) -> None:
+    """The server, of two workers, gives to an engine of two pipeline stages and other weights, and gets others back."""
     with Pusher(HttpEngine(server), deadline_s=120) as pusher:
         pusher.push(made("llama", 7), version=7)
-    before, given = reference_tokens(made("llama", 0)), reference_tokens(made("llama", 7))
-    made("llama", 0).save_pretrained(tmp_path / "hf")
-    steps = [["generate"], ["join", server], ["generate"], ["digest"], ["push", 8], ["push", 7], ["digest"]]
-    engine = {"model": str(tmp_path / "hf"), "worker_extension_cls": "vllm_fault.FaultyWorkers"}
-    job = {"engine": engine, "door": "extension", "model": "llama", "steps": steps}
-    command = [sys.executable, vllm_pushes.__file__, json.dumps(job)]
-    log = tmp_path / "log"
-    with log.open("w") as opened:
-        joining = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=opened, stderr=opened)
-    try:
-        while joining.poll() is None:
-            assert _tokens(server) == given
-            time.sleep(2)
-    finally:
-        joining.kill()
-        joining.wait()
-    lines = [line for line in log.read_text().splitlines() if line.startswith("RESULTS ")]
-    assert lines, log.read_text()[-6000:]
-    found = json.loads(lines[0].removeprefix("RESULTS "))
-    version, sent, written = found[1]
-    assert version == 7
-    assert sum(written) == sum(sent)
-    assert len(written) == _TP
-    assert min(written) > 0
-    assert [found[0], found[2]] == [before, given]
-    # As if it had been pushed to.
-    assert found[3] == found[6]
-    assert _tokens(server) == given
+    given = reference_tokens(made("llama", 7))
+    with _serving(tmp_path / "hf", "--pipeline-parallel-size", "2") as stages, Pusher(HttpEngine(stages)) as pusher:
+        started = _digests(stages)
+        with ThreadPoolExecutor(1) as thread:
+            joining = thread.submit(pusher.push, HttpEngine(server))
+            while not joining.done():
+                assert _tokens(server) == given
+            report = joining.result()
+        assert report.version == 7
+        assert sum(report.written) == sum(worker.sent for worker in report.workers)
+        assert len(report.written) == _TP
+        assert min(report.written) > 0
+        assert _tokens(stages) == given
+        joined = _digests(stages)
+        pusher.push(made("llama", 8), version=8)
+        assert _tokens(stages) == reference_tokens(made("llama", 8))
+        pushed = _digests(stages)
+        for one, other in ((started, joined), (joined, pushed)):
+            assert all(before != after for before, after in zip(one, other, strict=True))
+        # As if it had been pushed to; by vLLM's own door this time.
+        with Pusher(NativeEngine(HttpEngine(stages)), deadline_s=120) as native:
+            native.push(made("llama", 7), version=7)
+        assert _digests(stages) == joined
+        assert _tokens(server) == given
+        pusher.push(made("llama", 8), version=8)
+        with Pusher(HttpEngine(server), deadline_s=120) as back:
+            assert back.push(HttpEngine(stages)).version == 8
+        assert _tokens(stages) == reference_tokens(made("llama", 8))
+    assert _tokens(server) == reference_tokens(made("llama", 8))
 
 
 def test_an_engine_gives_by_its_own_weight_transfer(server: str) -> None:

@@ -1,4 +1,5 @@
-"""vLLM workers that can be told to fail in the middle of putting weights in."""
+"""vLLM workers that can be told to fail in the middle of putting weights in. On CPUs, they can generate where they are
+pipeline stages, or have some of the experts, which vLLM (0.32) leaves out."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.inference import vllm_transfer
@@ -15,6 +17,19 @@ from bytecheckpoint.inference.vllm_adapters import VllmAdapters
 from bytecheckpoint.inference.vllm_worker import VllmModel, WorkerExtension
 
 vllm_transfer.register()
+_compute = CPUUnquantizedExperts.apply
+
+
+def _compute_own(self: Any, *, expert_map: torch.Tensor | None, **arguments: Any) -> None:
+    """vLLM's kernel for CPUs (0.32) leaves out that a worker has some of the experts only."""
+    if expert_map is not None:
+        own = expert_map[arguments["topk_ids"].long()]
+        arguments["topk_weights"] = arguments["topk_weights"] * (own >= 0)
+        arguments["topk_ids"] = own.clamp(min=0).to(arguments["topk_ids"].dtype)
+    _compute(self, expert_map=expert_map, **arguments)
+
+
+CPUUnquantizedExperts.apply = _compute_own
 
 
 class FaultyWorkers(WorkerExtension):
@@ -42,14 +57,35 @@ class FaultyWorkers(WorkerExtension):
 
         VllmAdapters._put_in = broken  # type: ignore[method-assign]
 
-    def bcp_test_digest(self) -> str:
-        """Of all that the model computes with, as its layers have packed it."""
+    def bcp_test_make_room(self) -> None:
+        """For what comes from the pipeline stage before: on CPUs, vLLM (0.32) leaves that to a rehearsal that it makes
+        for compiled models alone."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if self.vllm_config.parallel_config.pipeline_parallel_size > 1:  # type: ignore[attr-defined]
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
+
+    def bcp_test_digest(self) -> dict[str, str]:
+        """Of all that the model computes with: what is in it, and what layers make of ones that have packed their
+        weights and let them go. Of adapters, what is in their slots."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        found = xxhash.xxh3_128()
-        for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            found.update(byte_view(tensor.detach().contiguous()))
-        return found.hexdigest()
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, layer in model.named_modules():
+            if hasattr(layer, "cpu_linear"):
+                width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "input_size", None)
+                width = width or layer.embedding_dim
+                ones = torch.eye(width, dtype=layer.weight.dtype)
+                tensors[f"{name} of ones"] = layer.cpu_linear(ones, layer.weight, None)
+            for stack in ("lora_a_stacked", "lora_b_stacked"):
+                for number, slots in enumerate(getattr(layer, stack, ())):
+                    tensors[f"{name}.{stack}.{number}"] = slots
+        return {name: _digest(tensor) for name, tensor in tensors.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    bits = xxhash.xxh3_64_hexdigest(byte_view(tensor.detach().contiguous()))
+    return f"{bits} {tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _ending(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

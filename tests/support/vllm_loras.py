@@ -9,6 +9,7 @@ after ``RESULTS``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -43,6 +44,21 @@ def lora(seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def expert_lora(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """An adapter for the experts of ``made("mixtral", ...)``, by the names that vLLM has for each, and its
+    configuration."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = made("mixtral", 0).config
+    found = {}
+    for layer, expert in itertools.product(range(sizes.num_hidden_layers), range(sizes.num_local_experts)):
+        for kind in ("w1", "w2", "w3"):
+            module = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{kind}"
+            inputs, outputs = (sizes.hidden_size, sizes.intermediate_size)[:: -1 if kind == "w2" else 1]
+            found[f"{module}.lora_A.weight"] = torch.randn(4, inputs, generator=generator)
+            found[f"{module}.lora_B.weight"] = torch.randn(outputs, 4, generator=generator)
+    return found, {**CONFIG, "target_modules": ["w1", "w2", "w3"]}
+
+
 def merged(model_seed: int, lora_seed: int) -> Any:
     """The model that the adapter makes of a model."""
     model, factors = made("llama", model_seed), lora(lora_seed)
@@ -54,12 +70,23 @@ def merged(model_seed: int, lora_seed: int) -> Any:
     return model
 
 
-def store(folder: Path, seed: int) -> str:
+def lora_of(kind: str, seed: int, layers: list[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """For such a model, of these layers alone, with its configuration."""
+    if kind == "mixtral":
+        return expert_lora(seed)
+    if layers is None:
+        return lora(seed), CONFIG
+    tensors = {name: tensor for name, tensor in lora(seed).items() if int(name.split(".")[4]) in layers}
+    return tensors, {**CONFIG, "layers_to_transform": layers}
+
+
+def store(folder: Path, seed: int, layers: list[int] | None = None, kind: str = "llama") -> str:
     """As PEFT stores it."""
-    path = folder / f"lora-{seed}"
+    path = folder / f"lora-{seed}-{layers}"
     path.mkdir(parents=True, exist_ok=True)
-    save_file(lora(seed), path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    tensors, config = lora_of(kind, seed, layers)
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(config))
     return str(path)
 
 

@@ -1,6 +1,6 @@
 """One engine a process: what an engine leaves behind, in memory or of processes, goes with it.
 
-    python vllm_probe.py '{"model": ..., other arguments of vllm.LLM}' [--no-tokens]
+    python vllm_probe.py '{"model": ..., other arguments of vllm.LLM}'
 
 prints ``TOKENS <json>``, of greedy generation from two prompts, and ``DIGESTS <json>``, for each rank of its parameters
 as they were when they had been loaded, before the engine packed them in its own way.
@@ -59,10 +59,9 @@ def main() -> None:
     print("DIGESTS", json.dumps(digests))
     # Of the shared memory that vLLM leaves behind.
     print("LEAVES", json.dumps(names[0]))
-    if "--no-tokens" not in sys.argv:
-        greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        given = engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy)
-        print("TOKENS", json.dumps([list(one.outputs[0].token_ids) for one in given]))
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    given = engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], greedy)
+    print("TOKENS", json.dumps([list(one.outputs[0].token_ids) for one in given]))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["stream", seed, bytes]`` (of memory that a worker
-may take), ``["push draft", seed]``, ``["join", url]``, ``["fail next load", worker]``, ``["digest"]``, ``["generate"]``
-or ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each is printed as
-JSON, after ``RESULTS``.
+A step is ``["push", seed]``, ``["push without", seed, name]``, ``["push longer", seed, name]`` (by a row),
+``["stream", seed, bytes]`` (of memory that a worker may take), ``["stream by group", seed, bytes]``, ``["push draft",
+seed]``, ``["push adapter", seed, layers]`` (None: of all layers; with one tensor, if it is named, longer by a row, or
+more), ``["adapter", path]`` (put into a slot), ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or
+``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each is printed as JSON,
+after ``RESULTS``.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import DraftEngine, HttpEngine, LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.inference.push import AdapterEngine, DraftEngine, LocalEngine, NativeEngine, Pusher
 
 PROMPTS = ([1, 2, 3], [9, 8])
 ENVIRONMENT = {
@@ -44,6 +47,7 @@ def made(kind: str, seed: int) -> Any:
         config = transformers.LlamaConfig(initializer_range=0.15, tie_word_embeddings=False, **sizes)
         return transformers.LlamaForCausalLM(config).eval()
     if kind == "mixtral":
+        sizes["intermediate_size"] = 192
         config = transformers.MixtralConfig(
             initializer_range=0.15, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **sizes
         )
@@ -68,7 +72,7 @@ def made(kind: str, seed: int) -> Any:
 
 def run_pushes(kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
     """What came of each step in an engine of these arguments."""
-    if engine.get("tensor_parallel_size", 1) > 1:
+    if engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1) > 1:
         engine["distributed_executor_backend"] = "mp"
     job = {"engine": engine, "door": door, "model": kind, "steps": steps}
     done = subprocess.run(
@@ -108,12 +112,15 @@ def _drafted(llm: Any) -> list[int]:
 
 def _main(job: dict[str, Any]) -> None:
     from vllm import LLM
+    from vllm.lora.request import LoRARequest
 
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
     llm = LLM(**engine | job["engine"])
+    if "FaultyWorkers" in job["engine"].get("worker_extension_cls", ""):
+        llm.collective_rpc("bcp_test_make_room")
     local = LocalEngine(llm)
     results: list[Any] = []
-    counted = [0, 0]
+    counted, slotted = [0, 0], 0
     with Pusher(NativeEngine(local) if job["door"] == "native" else local, deadline_s=120) as pusher:
         for what, *arguments in job["steps"]:
             if what == "generate":
@@ -122,36 +129,64 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
             elif what == "digest":
                 results.append(llm.collective_rpc("bcp_test_digest"))
-            elif what == "join":
-                report = pusher.push(HttpEngine(arguments[0]))
-                results.append([report.version, [worker.sent for worker in report.workers], report.written])
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
-            elif what == "stream":
+            elif what in ("stream", "stream by group"):
                 seed, memory = arguments
-                with Pusher(local, deadline_s=120, memory_bytes=memory, chunk_bytes=16 << 10) as streaming:
+                group: Any = "gloo" if what == "stream by group" else None
+                options = {"deadline_s": 120, "memory_bytes": memory, "chunk_bytes": 16 << 10, "group": group}
+                with Pusher(local, **options) as streaming:
                     results.append(_push(streaming, job["model"], seed))
                     results[-1]["set aside"] = [one["set_aside"] for one in streaming.state()[0]]
             elif what == "push draft":
                 with Pusher(DraftEngine(local), deadline_s=120) as drafts:
                     results.append(_push(drafts, job["model"], *arguments))
+            elif what == "push adapter":
+                results.append(_push_adapter(local, job["model"], *arguments))
+            elif what == "adapter":
+                slotted += 1
+                results.append(llm.llm_engine.add_lora(LoRARequest("tuned", slotted, arguments[0])))
             elif what == "drafted":
                 before, counted = counted, _drafted(llm)
                 results.append([after - were for after, were in zip(counted, before, strict=True)])
             else:
-                results.append(_push(pusher, job["model"], *arguments))
+                results.append(_push(pusher, job["model"], *arguments, change=what))
     print("RESULTS", json.dumps(results), flush=True)
 
 
-def _push(pusher: Pusher, kind: str, seed: int, without: str = "") -> Any:
-    state = made(kind, seed).state_dict()
-    state.pop(without, None)
+def _push(pusher: Pusher, kind: str, seed: int, name: str = "", change: str = "push") -> Any:
+    state = _changed(made(kind, seed), name, change) if name else made(kind, seed).state_dict()
     try:
         report = pusher.push({"model": state}, version=seed)
     except BytecheckpointError as error:
         return {"error": type(error).__name__, "message": str(error), "served": _served(pusher)}
     workers = [[worker.wanted, worker.sent] for worker in report.workers]
     return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher), "mode": report.mode}
+
+
+def _push_adapter(local: LocalEngine, kind: str, seed: int, layers: list[int] | None, name: str = "") -> Any:
+    from vllm_loras import lora_of
+
+    tensors, config = lora_of(kind, seed, layers)
+    if name:
+        tensor = tensors.get(name, torch.zeros(8, 128))
+        tensors[name] = torch.cat([tensor, tensor[:1]])
+    with Pusher(AdapterEngine(local, "tuned", config), deadline_s=120) as pusher:
+        try:
+            return [worker.sent for worker in pusher.push({"model": tensors}).workers]
+        except BytecheckpointError as error:
+            return {"error": type(error).__name__, "message": str(error)}
+
+
+def _changed(model: Any, name: str, change: str) -> dict[str, torch.Tensor]:
+    """With ``name`` left out, or longer. It may be one that the hub has, and transformers has not."""
+    state = model.state_dict()
+    if name not in state:
+        state = revert_weight_conversion(model, state)
+    tensor = state.pop(name)
+    if change == "push longer":
+        state[name] = torch.cat([tensor, tensor[:1]])
+    return state
 
 
 def _served(pusher: Pusher) -> list[Any]:

@@ -29,10 +29,12 @@ _NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules", "layer
 
 
 class Site(NamedTuple):
-    """Sizes of a layer as the whole model has it, not this worker's part; None where they are not known."""
+    """Sizes of a layer as the whole model has it, not this worker's part; None where they are not known. Whether it is
+    ``named`` plainly: a trainer may know by another name what an engine calls so (experts, as one tensor)."""
 
     inputs: int | None
     outputs: int | None
+    named: bool = True
 
 
 class Piece(NamedTuple):
@@ -105,7 +107,7 @@ class AdapterModel:
         if isinstance(targets, str) or targets is None or any(config.get(key) for key in _NARROWING):
             return made
         for module, site in self._host.sites().items():
-            if site.inputs is not None and site.outputs is not None and _is_target(module, targets):
+            if site.named and site.inputs is not None and site.outputs is not None and _is_target(module, targets):
                 rank = _rank_of(config, module)
                 for leaf, shape in (("lora_A", (rank, site.inputs)), ("lora_B", (site.outputs, rank))):
                     _place(made, f"{module}.{leaf}", torch.empty(shape, dtype=self._host.dtype, device="meta"))

@@ -15,8 +15,8 @@ from ...geometry import Box
 from ...metadata import BasicMeta
 from ...shards import basic_meta
 from ..coverage import OwnWrites, uncovered
-from ..parts import Part
-from ..recording import Copy, Recorder, storage_identity
+from ..parts import Part, each_once
+from ..recording import Copy, Recorder, storage_identity, taken_when
 from ..strided import StridedView, box_of
 from .messages import Table
 from .narrowing import check_quantizable
@@ -67,18 +67,18 @@ def learn_parts(model: EngineModel, table: Table, *, strict: bool = True) -> Lea
     unless a part is of 8 bits and its tensor is not: that has to be quantised, and then learned anew.
     """
     recorder = Recorder(_no_values)
+    metas = dict(table.rows)
     made = model.make()
     try:
         with torch.no_grad(), OwnWrites() as own:
             model.run_loader(made, recorder.tensors(table.metas()))
     except Exception as error:
+        name = taken_when(error)
+        where = f"\n  at {name}, which is {metas[name]}" if name else ""
         raise MismatchError(
-            f"the engine's model does not take these tensors: {type(error).__name__}: {error}\n  nothing was sent; "
-            "compare names and shapes with the engine's configuration"
+            f"the engine's model does not take these tensors: {type(error).__name__}: {error}{where}\n  nothing was "
+            "sent; compare names and shapes with the engine's configuration"
         ) from error
-    if not recorder.copies and not recorder.seen:
-        raise MismatchError("the engine's loader took nothing of the tensors; nothing was sent")
-    metas = dict(table.rows)
     seen = frozenset(name for name, _ in recorder.seen)
     quantize = check_quantizable(model.blocks, metas, recorder.copies, seen)
     if strict and not model.quantized and not quantize:  # else it is asked again, about what it is to get
@@ -113,7 +113,7 @@ def _learned(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequence[C
             box = Box.whole(meta.shape) if found is None else found.box
             wanted.append(Part(copy.name, meta.shape, box, wire_dtype(meta.dtype, copy.target)))
     whole = [Part(name, meta.shape, Box.whole(meta.shape), meta.dtype) for name, meta in metas.items()]
-    parts = _without_contained(dict.fromkeys([*wanted, *(part for part in whole if part.name in seen and part.nbytes)]))
+    parts = each_once([*wanted, *(part for part in whole if part.name in seen and part.nbytes)])
     by_name: dict[str, list[int]] = {}
     for number, part in enumerate(parts):
         by_name.setdefault(part.name, []).append(number)
@@ -124,20 +124,6 @@ def _learned(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequence[C
 def part_with(parts: Sequence[Part], numbers: Iterable[int], box: Box, dtype: DType) -> int | None:
     """The first of those ``numbers`` whose part is of ``dtype`` and has all of ``box``."""
     return next((n for n in numbers if parts[n].dtype == dtype and parts[n].box.contains(box)), None)
-
-
-def _without_contained(parts: Iterable[Part]) -> list[Part]:
-    """What is a part of another part is there already."""
-    by_name: dict[tuple[str, DType], list[Part]] = {}
-    for part in parts:
-        by_name.setdefault((part.name, part.dtype), []).append(part)
-    largest = {
-        one
-        for same in by_name.values()
-        for one in same
-        if len(same) == 1 or not any(other != one and other.box.contains(one.box) for other in same)
-    }
-    return [part for part in parts if part in largest]
 
 
 def wire_dtype(stored: DType, target: torch.Tensor) -> DType:

@@ -71,7 +71,10 @@ def _describe(
     engine: Engine, table: Table, strict: bool, budget: Budget
 ) -> tuple[list[dict[str, Any]], list[list[Part]]]:
     answers = ask(engine, "describe", {"table": table.packed, "strict": strict}, budget.left)
-    return answers, [unpack_parts(answer["parts"]) for answer in answers]
+    parts = [unpack_parts(answer["parts"]) for answer in answers]
+    if not any(parts):  # a pipeline stage may
+        raise MismatchError(f"{engine.name} takes nothing of the tensors; nothing was sent")
+    return answers, parts
 
 
 def _narrowed(table: Table, parts: Sequence[Sequence[Part]]) -> list[str]:
