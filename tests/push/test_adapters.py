@@ -308,10 +308,11 @@ def test_the_folder_of_an_adapter_by_the_command(engine: ToyEngine, tmp_path: Pa
     assert "is this the folder of an adapter that PEFT stored?" in failed.stderr
 
 
-def test_streamed(engine: ToyEngine) -> None:
+@pytest.mark.parametrize("group", [None, "gloo"])
+def test_streamed(engine: ToyEngine, group: Any) -> None:
     """In a ring that holds a part of the adapter."""
     _push(engine, 1, "g")
-    with Pusher(_adapter(engine, "g"), deadline_s=30, memory_bytes=1500, chunk_bytes=256) as pusher:
+    with Pusher(_adapter(engine, "g"), deadline_s=30, memory_bytes=1500, chunk_bytes=256, group=group) as pusher:
         report = pusher.push({"model": _tensors(2)}, version=2)
         assert report.mode == "streamed"
         assert _served(engine, "g") == [_digest(2)] * 2

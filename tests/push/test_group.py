@@ -22,6 +22,7 @@ from bytecheckpoint.errors import (
     StateError,
 )
 from bytecheckpoint.inference.push import HttpEngine, Pusher, group_sending, steps
+from bytecheckpoint.inference.push import pusher as pusher_module
 from bytecheckpoint.inference.push.digesting import digest_on_device
 from bytecheckpoint.inference.push.staging import STREAMED
 from bytecheckpoint.testing.ranks import RankPool
@@ -248,10 +249,17 @@ def test_by_digests_of_devices(engine: ToyEngine, monkeypatch: pytest.MonkeyPatc
     _push(engine, 3)
 
 
-def test_no_device_for_nccl(engine: ToyEngine) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_device_for_nccl(engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StateError, match="nccl needs a CUDA device in each process, and this one has none"):
+        Pusher(HttpEngine(engine.url), group="nccl")
+    with pytest.raises(StateError, match="by gloo or nccl, not 'mpi'"):
+        Pusher(HttpEngine(engine.url), group="mpi")  # type: ignore[arg-type]
+    monkeypatch.setattr(pusher_module, "check_backend", lambda backend: None)
     _push(engine, 1)
-    with pytest.raises(EngineError, match="no CUDA device, so it cannot be in a group by nccl"):
+    with pytest.raises(StateError, match=r"worker 0 of .*: a group by nccl needs a CUDA device"):
         _push_and_look(0, 1, [engine.url], [9], {"group": "nccl"})
+    monkeypatch.undo()
     _push(engine, 3)
 
 

@@ -141,16 +141,17 @@ def test_engines_of_different_blocks(cut: ToyEngine, whole: ToyEngine) -> None:
     assert cut.look()["digests"] == before
 
 
-def test_streamed(cut: ToyEngine, whole: ToyEngine, pool: RankPool) -> None:
+@pytest.mark.parametrize("group", [None, "gloo"])
+def test_streamed(cut: ToyEngine, whole: ToyEngine, pool: RankPool, group: Any) -> None:
     """Scales come among the weights then, each with its layer's."""
     for engine, tp, blocks in ((cut, 1, CUT), (whole, 2, WHOLE)):
-        first, _ = pool.run(_stream, engine.url, [5, 6])
+        first, _ = pool.run(_stream, engine.url, [5, 6], group)
         assert {report.mode for report in first} == {"streamed"}
         assert engine.look()["digests"] == block_digests(_trainee(6, torch.bfloat16), tp, blocks)
 
 
-def _stream(rank: int, world_size: int, url: str, versions: list[int]) -> list[PushReport]:
-    with Pusher(HttpEngine(url), deadline_s=30, memory_bytes=16_384, chunk_bytes=4096) as pusher:
+def _stream(rank: int, world_size: int, url: str, versions: list[int], group: Any) -> list[PushReport]:
+    with Pusher(HttpEngine(url), deadline_s=30, memory_bytes=16_384, chunk_bytes=4096, group=group) as pusher:
         return [pusher.push(_trainee(version, torch.bfloat16), version=version) for version in versions]
 
 

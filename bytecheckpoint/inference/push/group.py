@@ -15,17 +15,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ...errors import EngineError
+from ...errors import EngineError, StateError
 from .tcp_wire import own_hosts
 
-__all__ = ["Gathering", "Group", "GroupAddress", "GroupBackend", "GroupBroken", "join_group"]
+__all__ = ["Gathering", "Group", "GroupAddress", "GroupBackend", "GroupBroken", "check_backend", "join_group"]
 
 GroupBackend = Literal["gloo", "nccl"]
 
@@ -70,6 +70,16 @@ class _Store:
         self.address = GroupAddress(secrets.token_hex(8), own_hosts(), self._store.port, backend, size, wait_s)
 
 
+def check_backend(backend: str) -> None:
+    """Raise ``StateError`` where this process can be in no group of it."""
+    if backend not in get_args(GroupBackend):
+        raise StateError(f"a group is by {' or '.join(get_args(GroupBackend))}, not {backend!r}")
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise StateError(
+            "a group by nccl needs a CUDA device in each process, and this one has none; use gloo, or no group"
+        )
+
+
 class Gathering:
     """A job's group as rank 0 knows it, from push to push: where it meets, and with which workers."""
 
@@ -86,6 +96,10 @@ class Gathering:
             self._store = _Store(self._backend, len(senders) + len(workers), self._wait_s)
             self._workers = list(workers)
         return self._store.address
+
+    def close(self) -> None:
+        """The next group is another."""
+        self._store = None
 
 
 class Group(ABC):
@@ -194,12 +208,12 @@ class _Nccl(Group):
             return
         try:
             with torch.cuda.device(self.device):
-                self._group._start_coalescing(self.device)
+                self._group._start_coalescing()
                 for party, tensor in receives:
                     self._group.recv([tensor], party, 0)
                 for party, tensor in sends:
                     self._group.send([tensor], party, 0)
-                work = self._group._end_coalescing(self.device)
+                work = self._group._end_coalescing()
                 self._wait_for(work, check)
         except RuntimeError as error:
             raise self._broken(f"the group broke: {error}", False) from error

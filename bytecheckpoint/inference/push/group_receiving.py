@@ -11,7 +11,7 @@ import xxhash
 
 from ...errors import BytecheckpointError, CorruptionError, EngineError
 from .digesting import digests_of
-from .group import Group, GroupAddress, GroupBackend, GroupBroken, Transfer, join_group
+from .group import Group, GroupAddress, GroupBackend, GroupBroken, Transfer, check_backend, join_group
 from .messages import SenderGone, without_frames
 from .ring import Ring
 from .steps import Take, unpack_takes
@@ -24,11 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 def group_memory(backend: GroupBackend, nbytes: int) -> torch.Tensor:
-    """For a ring: where the backend can receive. Raises ``EngineError`` where there is no such place."""
+    """For a ring: where the backend can receive. Raises as ``check_backend``."""
+    check_backend(backend)
     if backend == "gloo":
         return torch.empty(nbytes, dtype=torch.uint8)
-    if not torch.cuda.is_available():
-        raise EngineError("this worker has no CUDA device, so it cannot be in a group by nccl; use gloo, or no group")
     return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -20,7 +20,7 @@ from .messages import Table, first_cause
 from .planned import Jobs, Outcome, Planned, Worker, merged
 from .planning import Holding, plan_push
 from .report import WorkerReport
-from .report_counting import bytes_left, count_bytes
+from .report_counting import count_bytes
 from .staging import DOUBLE, MODES, STREAMED, Mode
 from .wishes import Wish, blocks_by_name, wish_of
 from .writing import UNCHANGED
@@ -258,7 +258,7 @@ class Lead:
         """Of each worker, and the bytes that left each sender."""
         names = [self._engines[worker.engine].name for worker in self.planned.workers]
         reports, written = count_bytes(self.planned, self._jobs(), outcomes, names)
-        return reports, bytes_left(self._jobs(), self.planned.in_steps(self._rings)) if self._group else written
+        return reports, self.planned.in_steps(self._rings).left if self._group else written
 
     def finish(self, budget: Budget) -> None:
         """A stream is over, and all senders have come to their end."""
@@ -270,6 +270,8 @@ class Lead:
         return self._on_all(lambda engine: ask(engine, kind, {}, budget.left))
 
     def close(self) -> None:
+        if self._gathering is not None:
+            self._gathering.close()
         for engine in self._engines:
             engine.close()
 

@@ -19,7 +19,7 @@ from .planning import Holding, Plan, Write
 from .quantizer import pack_task
 from .quantizing import Blocks, scale_name
 from .roads import Place
-from .steps import Turn, pack_takes, plan_steps, takes_by_target
+from .steps import Turn, pack_takes, plan_steps, sends_of, takes_by_target
 from .waves import Waves
 from .writing import Job, pack_writes
 
@@ -57,16 +57,22 @@ class Planned:
     def in_steps(self, rings: tuple[tuple[int, int], ...]) -> InSteps:
         """The same for a group, which has its parties do everything in steps."""
         if rings not in self._made_in_steps:
-            waves = [Waves(layout, *ring) for layout, ring in zip(self.plan.layouts, rings, strict=True)]
-            order, senders = self.plan.in_order(), len(self.plan.writes)
-            made = plan_steps(order, waves)
-            turns: list[list[Turn]] = [[] for _ in range(senders)]
-            for (sender, _), turn in zip(order, made, strict=True):
-                turns[sender].append(turn)
-            takes = [pack_takes(of_target) for of_target in takes_by_target(order, made, senders, len(waves))]
             self._made_in_steps.clear()
-            self._made_in_steps[rings] = InSteps(turns, takes)
+            self._made_in_steps[rings] = self._steps_for(rings)
         return self._made_in_steps[rings]
+
+    def _steps_for(self, rings: Sequence[tuple[int, int]]) -> InSteps:
+        waves = [Waves(layout, *ring) for layout, ring in zip(self.plan.layouts, rings, strict=True)]
+        order, senders = self.plan.in_order(), len(self.plan.writes)
+        made = plan_steps(order, waves)
+        turns: list[list[Turn]] = [[] for _ in range(senders)]
+        left = [0] * senders
+        for (sender, write), turn in zip(order, made, strict=True):
+            turns[sender].append(turn)
+            sends = sends_of(turn, write.nbytes, [target for target, _ in write.chunks])
+            left[sender] += sum(end - begin for _, begin, end in sends)
+        takes = [pack_takes(of_target) for of_target in takes_by_target(order, made, senders, len(waves))]
+        return InSteps(turns, takes, left)
 
     @cached_property
     def _made_in_steps(self) -> dict[tuple[tuple[int, int], ...], InSteps]:
@@ -109,10 +115,12 @@ class Jobs:
 
 @dataclass(frozen=True)
 class InSteps:
-    """``turns`` of each sender's jobs, and for each target what it ``takes``."""
+    """``turns`` of each sender's jobs, for each target what it ``takes``, and the bytes that have ``left`` each sender
+    when all is done: what is relayed, once."""
 
     turns: list[list[Turn]]
     takes: list[bytes]
+    left: list[int]
 
 
 @dataclass(frozen=True)

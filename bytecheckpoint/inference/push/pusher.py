@@ -12,7 +12,7 @@ from ...control import current_communicator
 from ...control.base import Communicator
 from ...errors import StateError
 from .engines import Budget, Engine
-from .group import GroupBackend
+from .group import GroupBackend, check_backend
 from .joining import Join
 from .lead import Lead
 from .planning import CHUNK_BYTES
@@ -48,6 +48,8 @@ class Pusher:
         group: GroupBackend | None = None,
         communicator: Communicator | None = None,
     ) -> None:
+        if group is not None:
+            check_backend(group)
         given = [engines] if isinstance(engines, Engine) else list(engines or ())
         self._deadline_s, self._communicator = deadline_s, communicator
         # An engine is given up before the other ranks give up rank 0, so that all raise what it is about.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .planned import InSteps, Jobs, Outcome, Planned
+from .planned import Jobs, Outcome, Planned
 from .report import WorkerReport
-from .steps import sends_of
 from .writing import KEPT, SENT, UNCHANGED
 
-__all__ = ["bytes_left", "count_bytes"]
+__all__ = ["count_bytes"]
 
 
 def count_bytes(
@@ -30,15 +29,3 @@ def count_bytes(
         for engine, worker, layout, of in zip(engines, planned.workers, planned.plan.layouts, counted, strict=True)
     ]
     return reports, written
-
-
-def bytes_left(made: Jobs, steps: InSteps) -> list[int]:
-    """By a group: what is relayed leaves its sender once."""
-    return [
-        sum(
-            message.end - message.begin
-            for job, turn in zip(jobs, turns, strict=True)
-            for message in sends_of(turn, job.write.nbytes, [place.target for place in job.places])
-        )
-        for jobs, turns in zip(made.jobs, steps.turns, strict=True)
-    ]
