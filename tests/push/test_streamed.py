@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from joins import arenas
 from leak_watch import held_now
 from torch.distributed.fsdp import fully_shard
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
@@ -153,6 +154,7 @@ def _push(engine: ToyEngine, version: int) -> None:
     _push_and_look(0, 1, engine.url, [version], RING)
     assert engine.look()["digests"] == expected_digests(version, 2)
     assert not engine.paused
+    assert arenas(engine) == [0, 0]  # whatever failed before, nothing keeps its ring
 
 
 def test_a_damaged_chunk(engine: ToyEngine, pool: RankPool) -> None:

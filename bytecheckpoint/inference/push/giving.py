@@ -228,7 +228,7 @@ class _Give:
             # which then says why.
             told = SenderGone(str(error)) if isinstance(error, StreamBroken) else without_frames(error)
             self._error = self._broken_off() if self._ended else told
-            _forget_locals(error)
+            _take_apart(error)
             _log.warning("push: giving ended: %s", self._error)
         finally:
             ways.clear()
@@ -253,14 +253,13 @@ class _Give:
             road.close()
 
 
-def _forget_locals(error: BaseException) -> None:
-    """Of the functions that it and those behind it went through, of all threads: until the interpreter next looks for
-    circles, these may keep all memory that the functions had mapped."""
+def _take_apart(error: BaseException) -> None:
+    """It and those behind it, of all threads, and what the functions that they went through knew: until the interpreter
+    next looks for circles, these might keep all memory that was mapped."""
     left: list[BaseException | None] = [error]
-    seen = set[int]()
     while left:
         one = left.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
+        if one is not None:
             traceback.clear_frames(one.__traceback__)
             left += [one.__cause__, one.__context__]
+            one.__traceback__ = one.__cause__ = one.__context__ = None

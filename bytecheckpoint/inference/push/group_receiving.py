@@ -12,7 +12,7 @@ import xxhash
 from ...errors import BytecheckpointError, CorruptionError, EngineError
 from .digesting import digests_of
 from .group import Group, GroupAddress, GroupBackend, GroupBroken, Transfer, check_backend, join_group
-from .messages import SenderGone, without_frames
+from .messages import SenderGone
 from .ring import Ring
 from .steps import Take, unpack_takes
 
@@ -78,7 +78,7 @@ class Membership:
             for step in steps.numbers:
                 steps.do(step)
         except Exception as error:  # noqa: BLE001 - the model's thread raises it
-            known = SenderGone(str(error)) if isinstance(error, GroupBroken) else without_frames(error)
+            known = SenderGone(str(error)) if isinstance(error, GroupBroken) else error
             if not isinstance(known, BytecheckpointError):
                 _log.warning("push: receiving by a group failed", exc_info=True)
                 known = EngineError(f"receiving by a group failed: {type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 import torch
@@ -39,6 +39,8 @@ __all__ = [
     "unpack_parts",
     "without_frames",
 ]
+
+E = TypeVar("E", bound=BaseException)
 
 _MAX_MESSAGE = 1 << 30  # bytes, unpacked; tables of 100,000 tensors are some 10 MB
 
@@ -106,7 +108,7 @@ class SenderGone(EngineError):
     """A sender ended too early. Senders do that when something has failed elsewhere, so others may know more."""
 
 
-def without_frames(error: BaseException) -> BaseException:
+def without_frames(error: E) -> E | EngineError:
     """The same error, to be kept: its own would keep all that the functions which it went through knew."""
     try:
         return copy.copy(error)

@@ -21,7 +21,7 @@ from ...engine.tensor_bytes import byte_view
 from ...errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ...geometry import Box
 from .arena import Address, Arena
-from .messages import SenderGone
+from .messages import SenderGone, without_frames
 from .serving import Chunks
 from .tcp_server import SenderServer
 from .tcp_wire import END, FAILED, FINISHED, FRAME, STATUS, TAKEN, TcpAddress, receive, receive_into, wait_for_ever
@@ -128,7 +128,7 @@ class Ring(Chunks):
         """Have all, on both ends, raise ``error``. The first one stays."""
         with self._changed:
             if self._failure is None:
-                self._failure = error
+                self._failure = without_frames(error)
                 self._server.tell(_failed(error))
                 self._changed.notify_all()
 
@@ -141,7 +141,9 @@ class Ring(Chunks):
     def check(self) -> None:
         """Raise what has failed."""
         if self._failure is not None:
-            raise self._failure
+            raise without_frames(
+                self._failure
+            )  # else it would keep what it is raised through, which has views of slots
 
     def make_room(self, chunks: Sequence[int]) -> None:
         """Return when there is room for all of them. The loader, where it waits itself, sets aside what is in the
