@@ -121,10 +121,11 @@ class Group(ABC):
     def leave(self) -> None:
         """The others notice when they next wait for this party. Never raises."""
 
-    def _broken(self, text: str, late: bool) -> GroupBroken:
-        broken = GroupBroken(text)
-        broken.late = late
-        return broken
+
+def _broken(text: str, *, late: bool = False) -> GroupBroken:
+    broken = GroupBroken(text)
+    broken.late = late
+    return broken
 
 
 def join_group(address: GroupAddress, rank: int) -> Group:
@@ -162,22 +163,23 @@ class _Gloo(Group):
     def exchange(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int, check: Callable[[], None]
     ) -> None:
-        if self._group is None:
-            raise self._broken("this party has left the group", False)
+        group = self._group  # another thread may leave
+        if group is None:
+            raise _broken("this party has left the group")
         begin = time.monotonic()
         works: list[Any] = []
         try:
             for party, tensor in receives:
-                works.append(self._group.recv([tensor], party, tag))
+                works.append(group.recv([tensor], party, tag))
             for party, tensor in sends:
-                works.append(self._group.send([tensor], party, tag))
+                works.append(group.send([tensor], party, tag))
             for work in works:
                 check()
                 work.wait()
         except RuntimeError as error:
             works.clear()  # they keep connections open, and the error keeps them
             late = time.monotonic() - begin >= self._wait_s
-            raise self._broken(f"the group broke: {_in_short(error)}", late) from None
+            raise _broken(f"the group broke: {_in_short(error)}", late=late) from None
 
     def leave(self) -> None:
         self._group = None  # connections end with the last work that knows them
@@ -202,28 +204,29 @@ class _Nccl(Group):
     def exchange(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int, check: Callable[[], None]
     ) -> None:
-        if self._group is None:
-            raise self._broken("this party has left the group", False)
+        group = self._group
+        if group is None:
+            raise _broken("this party has left the group")
         if not sends and not receives:
             return
         try:
             with torch.cuda.device(self.device):
-                self._group._start_coalescing()
+                group._start_coalescing()
                 for party, tensor in receives:
-                    self._group.recv([tensor], party, 0)
+                    group.recv([tensor], party, 0)
                 for party, tensor in sends:
-                    self._group.send([tensor], party, 0)
-                work = self._group._end_coalescing()
+                    group.send([tensor], party, 0)
+                work = group._end_coalescing()
                 self._wait_for(work, check)
         except RuntimeError as error:
-            raise self._broken(f"the group broke: {error}", False) from error
+            raise _broken(f"the group broke: {error}") from error
 
     def _wait_for(self, work: Any, check: Callable[[], None]) -> None:
         end = time.monotonic() + self._wait_s
         while not work.is_completed():
             check()
             if time.monotonic() > end:
-                raise self._broken(f"the group broke: a party was not there within {self._wait_s:g} s", True)
+                raise _broken(f"the group broke: a party was not there within {self._wait_s:g} s", late=True)
             time.sleep(_POLL_S)
         work.wait()  # has this thread's stream see what has come
 

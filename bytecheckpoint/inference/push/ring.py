@@ -139,11 +139,9 @@ class Ring(Chunks):
             self._server.add(connection, frame)
 
     def check(self) -> None:
-        """Raise what has failed."""
+        """Raise what has failed; not itself, as it would keep what it is raised through, which has views of slots."""
         if self._failure is not None:
-            raise without_frames(
-                self._failure
-            )  # else it would keep what it is raised through, which has views of slots
+            raise without_frames(self._failure)
 
     def make_room(self, chunks: Sequence[int]) -> None:
         """Return when there is room for all of them. The loader, where it waits itself, sets aside what is in the
