@@ -137,6 +137,9 @@ def leave():
 
 if leaver is not None and rank != leaver:
     trace.observe(hold_for_the_other)
+elif how == "dies" and rank == 1:
+    # It has no file to write, and would be through before it dies.
+    arm(lambda name, event: until(go.is_set) if name == "save.write" else None)
 elif leaver is None:
     arm(hold)
 handle = save(2, async_save=True)
