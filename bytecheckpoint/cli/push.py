@@ -49,6 +49,7 @@ __all__ = ["push_command"]
     type=click.Choice(["gloo", "nccl"]),
     help="Form a group with all workers: what several want is sent once, and passed on. Weights are streamed.",
 )
+@click.option("--cuda-ipc", is_flag=True, help="Write into the workers' GPUs, where they are on this host. Streamed.")
 @click.option(
     "--protocol",
     type=click.Choice(["checkpoint-engine"]),
@@ -69,6 +70,7 @@ def push_command(
     adapter: str | None,
     native: bool,
     group: GroupBackend | None,
+    cuda_ipc: bool,
     protocol: str | None,
     devices: tuple[str, ...],
     deadline: float,
@@ -85,12 +87,16 @@ def push_command(
     '{"backend": "bcp"}'. With --protocol checkpoint-engine it is checkpoint-engine's own extension.
     """
     from_engine = source.startswith(("http://", "https://"))
-    if from_engine and (rename or adapter is not None or group is not None):
+    if from_engine and (rename or adapter is not None or group is not None or cuda_ipc):
         raise click.UsageError(
-            "--rename, --adapter and --group are for checkpoints; an engine gives its model as it got it"
+            "--rename, --adapter, --group and --cuda-ipc are for checkpoints; an engine gives its model as it got it"
         )
-    if protocol is not None and (native or adapter is not None or group is not None):
-        raise click.UsageError(f"by --protocol {protocol} an engine takes its model, and not by --native or --group")
+    if protocol is not None and (native or adapter is not None or group is not None or cuda_ipc):
+        raise click.UsageError(
+            f"by --protocol {protocol} an engine takes its model, and not by --native, --group or --cuda-ipc"
+        )
+    if group is not None and cuda_ipc:
+        raise click.UsageError("a group receives into memory of its own; take --group or --cuda-ipc")
     storage_options = options_for(source, options)
     config = None if adapter is None else adapter_config(source, storage_options=storage_options)
     engines: list[Engine] = []
@@ -100,7 +106,7 @@ def push_command(
         )
         engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
     with ExitStack() as stack:
-        pusher = stack.enter_context(Pusher(engines, deadline_s=deadline, group=group))
+        pusher = stack.enter_context(Pusher(engines, deadline_s=deadline, group=group, cuda_ipc=cuda_ipc))
         what: Any
         if from_engine:
             what = _engine(source, pause, native)

@@ -14,7 +14,7 @@ from toy_ipc_engine import toy_ipc_engine
 
 from bytecheckpoint.errors import EngineError, StateError
 from bytecheckpoint.inference.push import IpcEngine, Pusher
-from bytecheckpoint.inference.push.ipc_buckets import gpus_here
+from bytecheckpoint.inference.push.device_memory import gpus_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from leak_watch import held_now
-from torch.distributed.fsdp import fully_shard
+from streams import RING, fail, push_and_look, same
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint.errors import (
-    BytecheckpointError,
     CorruptionError,
     DeadlineError,
     EngineError,
@@ -27,7 +25,7 @@ from bytecheckpoint.inference.push.digesting import digest_on_device
 from bytecheckpoint.inference.push.staging import STREAMED
 from bytecheckpoint.testing.ranks import RankPool
 
-RING = {"memory_bytes": 20_000, "chunk_bytes": 4096, "group": "gloo"}
+GROUP = {**RING, "group": "gloo"}
 WIDE = {"group": "gloo"}
 
 
@@ -49,100 +47,30 @@ def other() -> Iterator[ToyEngine]:
         yield started
 
 
-def _sharded(version: int, world_size: int) -> Any:
-    model = ToyTrainee(version)
-    return fully_shard(model) if world_size > 1 else model
-
-
-def _push_and_look(
-    rank: int, world_size: int, urls: list[str], versions: list[int], options: dict[str, Any]
-) -> list[Any]:
-    found = []
-    with Pusher([HttpEngine(url) for url in urls], deadline_s=30, **options) as pusher:
-        for version in versions:
-            report = pusher.push(_sharded(version, world_size), version=version)
-            found.append((report, [ToyEngine(url).look()["digests"] if rank == 0 else [] for url in urls]))
-    return found
-
-
-@pytest.mark.parametrize("options", [RING, WIDE])
+@pytest.mark.parametrize("options", [GROUP, WIDE])
 def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, options: dict[str, Any]) -> None:
-    first, *_ = pool.run(_push_and_look, [engine.url], list(range(1, 11)), options)
+    first, *_ = pool.run(push_and_look, [engine.url], list(range(1, 11)), options)
     assert [digests for _, (digests,) in first] == [expected_digests(version, 2) for version in range(1, 11)]
     assert not engine.paused
 
 
-@pytest.mark.parametrize("options", [RING, WIDE])
+@pytest.mark.parametrize("options", [GROUP, WIDE])
 def test_two_engines(engine: ToyEngine, other: ToyEngine, pool: RankPool, options: dict[str, Any]) -> None:
-    first, *_ = pool.run(_push_and_look, [engine.url, other.url], [1, 2, 3], options)
+    first, *_ = pool.run(push_and_look, [engine.url, other.url], [1, 2, 3], options)
     for version, (report, digests) in enumerate(first, 1):
         assert digests == [expected_digests(version, 2)] * 2
         assert report.mode == STREAMED
 
 
-def _fail(
-    rank: int,
-    world_size: int,
-    url: str,
-    fault: str,
-    options: dict[str, Any],
-    deadline_s: float = 30.0,
-    faulty: int = 1,
-) -> tuple[str, str]:
-    """Class and message of what this rank's push raised, in whose third step something goes wrong on the ``faulty``
-    rank. A rank that stopped is killed when the others are through."""
-    other = _pids(world_size)[-1]
-    if fault and rank == faulty:
-        _go_wrong_in_third_step(fault)
-    try:
-        with Pusher(HttpEngine(url), deadline_s=deadline_s, **options) as pusher:
-            pusher.push(_sharded(2, world_size), version=2)
-    except BytecheckpointError as error:
-        return type(error).__name__, str(error)
-    finally:
-        group_sending.digests_of = _DIGESTS  # type: ignore[attr-defined]
-        if fault == "SIGSTOP":
-            os.kill(other, signal.SIGKILL)
-    raise AssertionError("the push did not fail")
-
-
-def _pids(world_size: int) -> list[int]:
-    found: list[int] = [0] * world_size
-    torch.distributed.all_gather_object(found, os.getpid())
-    return found
-
-
-_DIGESTS = group_sending.digests_of
-
-
-def _go_wrong_in_third_step(fault: str) -> None:
-    steps = 0
-
-    def digests_of(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        if steps == 3 and fault != "damage":
-            os.kill(os.getpid(), getattr(signal, fault))
-        return _DIGESTS(chunks) ^ (1 if steps == 3 else 0)
-
-    group_sending.digests_of = digests_of  # type: ignore[attr-defined]
-
-
-def _same(raised: list[Any], kind: type[Exception]) -> str:
-    assert {name for name, _ in raised} == {kind.__name__}, raised
-    assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
-    return str(raised[0][1])
-
-
 def _push(engine: ToyEngine, version: int) -> None:
-    _push_and_look(0, 1, [engine.url], [version], RING)
+    push_and_look(0, 1, [engine.url], [version], GROUP)
     assert engine.look()["digests"] == expected_digests(version, 2)
     assert not engine.paused
 
 
 def test_a_damaged_chunk(engine: ToyEngine, pool: RankPool) -> None:
     _push(engine, 1)
-    message = _same(pool.run(_fail, engine.url, "damage", RING), CorruptionError)
+    message = same(pool.run(fail, engine.url, "damage", GROUP), CorruptionError)
     assert "did not arrive as it was sent" in message
     assert "is left paused; push again, or restart it" in message
     assert engine.paused
@@ -153,7 +81,7 @@ def test_a_damaged_chunk(engine: ToyEngine, pool: RankPool) -> None:
 def test_a_sender_killed_in_a_step(engine: ToyEngine, faulty: int) -> None:
     _push(engine, 1)
     with RankPool(2) as pool:
-        found = pool.run(_fail, engine.url, "SIGKILL", RING, 30.0, faulty, expect_death={faulty: signal.SIGKILL})
+        found = pool.run(fail, engine.url, "SIGKILL", GROUP, 30.0, faulty, expect_death={faulty: signal.SIGKILL})
     survivor = found[1 - faulty]
     assert survivor[0] == RankFailedError.__name__
     assert f"rank {faulty}" in survivor[1]
@@ -166,7 +94,7 @@ def test_a_sender_killed_in_a_step(engine: ToyEngine, faulty: int) -> None:
 def test_a_sender_stopped_in_a_step(engine: ToyEngine) -> None:
     _push(engine, 1)
     with RankPool(2) as pool:
-        (survivor, _) = pool.run(_fail, engine.url, "SIGSTOP", RING, 4.0, expect_death={1: signal.SIGKILL})
+        (survivor, _) = pool.run(fail, engine.url, "SIGSTOP", GROUP, 4.0, expect_death={1: signal.SIGKILL})
     assert survivor[0] == DeadlineError.__name__
     assert "for rank(s) 1 of 2" in survivor[1]
     assert "is left paused; push again, or restart it" in survivor[1]
@@ -177,7 +105,7 @@ def test_a_sender_stopped_in_a_step(engine: ToyEngine) -> None:
 def test_a_worker_that_fails_half_way(engine: ToyEngine, pool: RankPool, worker: int) -> None:
     _push(engine, 1)
     engine.fault(worker, "fail", 1)
-    message = _same(pool.run(_fail, engine.url, "", RING), EngineError)
+    message = same(pool.run(fail, engine.url, "", GROUP), EngineError)
     assert f"worker {worker} of" in message
     assert "the layer does not fit" in message
     assert "is left paused; push again, or restart it" in message
@@ -190,14 +118,14 @@ def test_a_worker_that_is_gone(pool: RankPool, what: str) -> None:
     with toy_engine(2) as engine:
         _push(engine, 1)
         engine.fault(1, what)
-        raised = pool.run(_fail, engine.url, "", RING, 4.0)
+        raised = pool.run(fail, engine.url, "", GROUP, 4.0)
         assert {name for name, _ in raised} <= {EngineError.__name__, DeadlineError.__name__}, raised
         assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
         assert "left paused" in raised[0][1]
 
 
 def test_the_group_stays_and_is_formed_anew(engine: ToyEngine, other: ToyEngine) -> None:
-    with Pusher([HttpEngine(engine.url), HttpEngine(other.url)], deadline_s=30, **RING) as pusher:
+    with Pusher([HttpEngine(engine.url), HttpEngine(other.url)], deadline_s=30, **GROUP) as pusher:
         names = []
         for version in range(4):
             pusher.push(ToyTrainee(version), version=version)
@@ -213,7 +141,7 @@ def test_the_group_stays_and_is_formed_anew(engine: ToyEngine, other: ToyEngine)
 def test_nothing_grows(engine: ToyEngine) -> None:
     held = []
     for versions in ([31, 32], [33, 34, 35]):
-        _push_and_look(0, 1, [engine.url], versions, RING)
+        push_and_look(0, 1, [engine.url], versions, GROUP)
         seen, mine = engine.look(), held_now()
         held.append((seen["descriptors"], seen["threads"], mine.descriptors, mine.threads, mine.shared_memory))
     assert held[0] == held[1]
@@ -223,14 +151,13 @@ def test_what_several_want_leaves_its_sender_once(
     engine: ToyEngine, other: ToyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "SPLIT_BYTES", 512)
-    ((report, digests),) = _push_and_look(0, 1, [engine.url, other.url], [7], WIDE)
+    ((report, digests),) = push_and_look(0, 1, [engine.url, other.url], [7], WIDE)
     assert digests == [expected_digests(7, 2)] * 2
     wanted = sum(worker.wanted for worker in report.workers)
     (written,) = report.written
     assert all(worker.sent == worker.wanted for worker in report.workers)
-    print(wanted, written, report.engine_bytes)
     assert report.engine_bytes <= written < 1.02 * report.engine_bytes < 0.6 * wanted  # short chunks are sent to each
-    ((plain, _),) = _push_and_look(0, 1, [engine.url, other.url], [8], {"memory_bytes": 20_000, "chunk_bytes": 4096})
+    ((plain, _),) = push_and_look(0, 1, [engine.url, other.url], [8], RING)
     assert sum(plain.written) == wanted
 
 
@@ -253,7 +180,7 @@ def test_by_digests_of_devices(engine: ToyEngine, monkeypatch: pytest.MonkeyPatc
     """What both ends of a group by NCCL compare, on this one: the worker must refuse it, as it has others."""
     monkeypatch.setattr(group_sending, "digests_of", lambda chunks: torch.stack([digest_on_device(c) for c in chunks]))
     with pytest.raises(CorruptionError, match="did not arrive as it was sent"):
-        _push_and_look(0, 1, [engine.url], [9], WIDE)
+        push_and_look(0, 1, [engine.url], [9], WIDE)
     monkeypatch.undo()
     _push(engine, 3)
 
@@ -267,7 +194,7 @@ def test_no_device_for_nccl(engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pusher_module, "check_backend", lambda backend: None)
     _push(engine, 1)
     with pytest.raises(StateError, match=r"worker 0 of .*: a group by nccl needs a CUDA device"):
-        _push_and_look(0, 1, [engine.url], [9], {"group": "nccl"})
+        push_and_look(0, 1, [engine.url], [9], {"group": "nccl"})
     monkeypatch.undo()
     _push(engine, 3)
 

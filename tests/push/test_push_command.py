@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from host_device import host_device
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 import bytecheckpoint as bcp
@@ -60,7 +61,7 @@ def test_from_an_engine_into_two_others(engine: ToyEngine, tmp_path: Path) -> No
         assert "version nine is served" in done.output
     done = CliRunner().invoke(cli, ["push", engine.url, "--to", engine.url, "--rename", "a=b"])
     assert done.exit_code == 2
-    assert "--rename, --adapter and --group are for checkpoints" in done.stderr
+    assert "--rename, --adapter, --group and --cuda-ipc are for checkpoints" in done.stderr
     done = CliRunner().invoke(cli, ["push", "http://127.0.0.1:9", "--to", engine.url])
     assert done.exit_code == 6
     assert "http://127.0.0.1:9/collective_rpc cannot be reached" in done.stderr
@@ -75,6 +76,20 @@ def test_into_two_engines_by_a_group(engine: ToyEngine, tmp_path: Path) -> None:
         assert json.loads(done.stdout)["mode"] == "streamed"
         assert engine.look()["digests"] == expected_digests(11, 2)
         assert other.look()["digests"] == expected_digests(11, 1)
+
+
+def test_by_cuda_ipc(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(12)}, step=120)
+    push = ["push", str(tmp_path / "c"), "--cuda-ipc", "--to"]
+    with toy_engine(2, devices=["host", "host"]) as engine, host_device():
+        done = CliRunner().invoke(cli, [*push, engine.url, "--json"])
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["mode"] == "streamed"
+        assert engine.look()["digests"] == expected_digests(12, 2)
+    for others in (["--group", "gloo"], ["--protocol", "checkpoint-engine"]):
+        done = CliRunner().invoke(cli, [*push, "http://127.0.0.1:9", *others])
+        assert done.exit_code == 2
+        assert "--cuda-ipc" in done.stderr
 
 
 def test_no_engine(tmp_path: Path) -> None:

@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from joins import arenas
 from leak_watch import held_now
-from torch.distributed.fsdp import fully_shard
+from streams import RING, fail, push_and_look, same
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
-from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError, RankFailedError
+from bytecheckpoint.errors import CorruptionError, DeadlineError, EngineError, RankFailedError
 from bytecheckpoint.inference.push import HttpEngine, Pusher
-from bytecheckpoint.inference.push import ring_road as ring_road_module
-from bytecheckpoint.inference.push.ring_road import RingRoad
 from bytecheckpoint.inference.push.staging import DOUBLE, SINGLE, STREAMED, choose_mode
 from bytecheckpoint.testing.ranks import RankPool
 
-RING = {"memory_bytes": 20_000, "chunk_bytes": 4096}  # of some 90,000 that a worker wants
+DEVICE = {**RING, "cuda_ipc": True}
 ONE = {"memory_bytes": 120_000}
+
+STREAMS = pytest.mark.parametrize("options", [RING, DEVICE], ids=["host", "device"])
 
 
 @pytest.fixture(scope="module")
@@ -34,29 +33,15 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ToyEngine]:
-    with toy_engine(2) as started:
+    with toy_engine(2, devices=["host", "host"]) as started:
         yield started
 
 
-def _sharded(version: int, world_size: int) -> Any:
-    model = ToyTrainee(version)
-    return fully_shard(model) if world_size > 1 else model
-
-
-def _push_and_look(rank: int, world_size: int, url: str, versions: list[int], options: dict[str, Any]) -> list[Any]:
-    found = []
-    with Pusher(HttpEngine(url), deadline_s=30, **options) as pusher:
-        for version in versions:
-            report = pusher.push(_sharded(version, world_size), version=version)
-            found.append((report, ToyEngine(url).look()["digests"] if rank == 0 else []))
-    return found
-
-
 @pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize(("options", "mode"), [(RING, STREAMED), (ONE, SINGLE)])
+@pytest.mark.parametrize(("options", "mode"), [(RING, STREAMED), (DEVICE, STREAMED), (ONE, SINGLE)])
 def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, options: dict[str, Any], mode: str, tcp: bool) -> None:
-    first, *_ = pool.run(_push_and_look, engine.url, list(range(1, 11)), {**options, "tcp_only": tcp})
-    assert [digests for _, digests in first] == [expected_digests(version, 2) for version in range(1, 11)]
+    first, *_ = pool.run(push_and_look, [engine.url], list(range(1, 11)), {**options, "tcp_only": tcp})
+    assert [digests for _, (digests,) in first] == [expected_digests(version, 2) for version in range(1, 11)]
     assert {report.mode for report, _ in first} == {mode}
     assert not engine.paused
     with Pusher(HttpEngine(engine.url)) as pusher:
@@ -68,25 +53,28 @@ def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, options: dict[s
 
 def test_from_two_arenas_to_one_to_a_ring_and_back(engine: ToyEngine) -> None:
     whole = {"memory_bytes": 1 << 30}
-    modes = [(whole, DOUBLE), (ONE, SINGLE), (RING, STREAMED)]
-    for version, (options, mode) in enumerate([modes[number] for number in (0, 0, 1, 1, 2, 2, 0, 2, 1, 0)], 20):
-        ((report, digests),) = _push_and_look(0, 1, engine.url, [version], options)
+    modes = [(whole, DOUBLE), (ONE, SINGLE), (RING, STREAMED), (DEVICE, STREAMED)]
+    for version, (options, mode) in enumerate([modes[number] for number in (0, 0, 1, 1, 2, 3, 2, 0, 3, 1, 0)], 20):
+        ((report, (digests,)),) = push_and_look(0, 1, [engine.url], [version], options)
         assert (report.mode, digests) == (mode, expected_digests(version, 2))
 
 
 def test_one_arena_is_sent_what_has_changed(engine: ToyEngine) -> None:
-    _push_and_look(0, 1, engine.url, [30], ONE)
-    ((report, _),) = _push_and_look(0, 1, engine.url, [30], ONE)
+    push_and_look(0, 1, [engine.url], [30], ONE)
+    ((report, _),) = push_and_look(0, 1, [engine.url], [30], ONE)
     assert [worker.sent for worker in report.workers] == [0, 0]
     assert all(worker.kept == worker.wanted for worker in report.workers)
 
 
-def test_nothing_grows(engine: ToyEngine) -> None:
+@STREAMS
+def test_nothing_grows(engine: ToyEngine, options: dict[str, Any]) -> None:
     held = []
     for versions in ([31, 32], [33, 34, 35]):
-        _push_and_look(0, 1, engine.url, versions, RING)
+        push_and_look(0, 1, [engine.url], versions, options)
         seen, mine = engine.look(), held_now()
-        held.append((seen["descriptors"], seen["threads"], mine.descriptors, mine.threads, mine.shared_memory))
+        held.append(
+            (seen["descriptors"], seen["threads"], seen["arenas"], mine.descriptors, mine.threads, mine.shared_memory)
+        )
     assert held[0] == held[1]
 
 
@@ -100,104 +88,58 @@ def test_what_is_free_decides() -> None:
     assert choose_mode(1 << 20, 0, None, 1 << 40) == STREAMED
 
 
-def _fail(
-    rank: int, world_size: int, url: str, fault: str, options: dict[str, Any], deadline_s: float = 30.0
-) -> tuple[str, str]:
-    """Class and message of what this rank's push raised. A rank that stopped is killed when the others are through."""
-    other = _pids(world_size)[-1]
-    if fault and rank == world_size - 1:
-        _go_wrong_in_third_write(fault)
-    try:
-        with Pusher(HttpEngine(url), deadline_s=deadline_s, **options) as pusher:
-            pusher.push(_sharded(2, world_size), version=2)
-    except BytecheckpointError as error:
-        return type(error).__name__, str(error)
-    finally:
-        ring_road_module.RingRoad.write = _WRITE  # type: ignore[method-assign]
-        if fault == "SIGSTOP":
-            os.kill(other, signal.SIGKILL)
-    raise AssertionError("the push did not fail")
-
-
-def _pids(world_size: int) -> list[int]:
-    found: list[int] = [0] * world_size
-    torch.distributed.all_gather_object(found, os.getpid())
-    return found
-
-
-_WRITE = RingRoad.write
-
-
-def _go_wrong_in_third_write(fault: str) -> None:
-    writes = 0
-
-    def write(road: RingRoad, place: Any, data: Any, digest: int) -> None:
-        nonlocal writes
-        writes += 1
-        if writes == 3:
-            if fault == "damage":
-                digest ^= 1
-            else:
-                os.kill(os.getpid(), getattr(signal, fault))
-        _WRITE(road, place, data, digest)
-
-    ring_road_module.RingRoad.write = write  # type: ignore[method-assign]
-
-
-def _same(raised: list[Any], kind: type[Exception]) -> str:
-    assert {name for name, _ in raised} == {kind.__name__}, raised
-    assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
-    return str(raised[0][1])
-
-
-def _push(engine: ToyEngine, version: int) -> None:
-    _push_and_look(0, 1, engine.url, [version], RING)
+def _push(engine: ToyEngine, version: int, options: dict[str, Any] = RING) -> None:
+    push_and_look(0, 1, [engine.url], [version], options)
     assert engine.look()["digests"] == expected_digests(version, 2)
     assert not engine.paused
     assert arenas(engine) == [0, 0]  # whatever failed before, nothing keeps its ring
 
 
-def test_a_damaged_chunk(engine: ToyEngine, pool: RankPool) -> None:
-    _push(engine, 1)
-    message = _same(pool.run(_fail, engine.url, "damage", RING), CorruptionError)
+@STREAMS
+def test_a_damaged_chunk(engine: ToyEngine, pool: RankPool, options: dict[str, Any]) -> None:
+    _push(engine, 1, options)
+    message = same(pool.run(fail, engine.url, "damage", options), CorruptionError)
     assert "did not arrive as it was sent" in message
     assert "the bytes of version 1 were not kept" in message
     assert "is left paused; push again, or restart it" in message
     assert engine.paused
-    _push(engine, 3)
+    _push(engine, 3, options)
 
 
-def test_a_sender_killed_while_it_writes(engine: ToyEngine) -> None:
-    _push(engine, 1)
+@STREAMS
+def test_a_sender_killed_while_it_writes(engine: ToyEngine, options: dict[str, Any]) -> None:
+    _push(engine, 1, options)
     with RankPool(2) as pool:
-        (survivor, _) = pool.run(_fail, engine.url, "SIGKILL", RING, expect_death={1: signal.SIGKILL})
+        (survivor, _) = pool.run(fail, engine.url, "SIGKILL", options, expect_death={1: signal.SIGKILL})
     assert survivor[0] == RankFailedError.__name__
     assert "rank 1" in survivor[1]
     assert "is left paused; push again, or restart it" in survivor[1]
     assert engine.paused
-    _push(engine, 3)
+    _push(engine, 3, options)
 
 
-def test_a_sender_stopped_while_it_writes(engine: ToyEngine) -> None:
-    _push(engine, 1)
+@STREAMS
+def test_a_sender_stopped_while_it_writes(engine: ToyEngine, options: dict[str, Any]) -> None:
+    _push(engine, 1, options)
     with RankPool(2) as pool:
-        (survivor, _) = pool.run(_fail, engine.url, "SIGSTOP", RING, 4.0, expect_death={1: signal.SIGKILL})
+        (survivor, _) = pool.run(fail, engine.url, "SIGSTOP", options, 4.0, expect_death={1: signal.SIGKILL})
     assert survivor[0] == DeadlineError.__name__
     assert "no sender wrote anything for 2.24 s" in survivor[1]
     assert "is left paused; push again, or restart it" in survivor[1]
-    _push(engine, 3)
+    _push(engine, 3, options)
 
 
+@STREAMS
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_worker_that_fails_half_way(engine: ToyEngine, pool: RankPool, worker: int) -> None:
-    _push(engine, 1)
+def test_a_worker_that_fails_half_way(engine: ToyEngine, pool: RankPool, options: dict[str, Any], worker: int) -> None:
+    _push(engine, 1, options)
     engine.fault(worker, "fail", 1)
-    message = _same(pool.run(_fail, engine.url, "", RING), EngineError)
+    message = same(pool.run(fail, engine.url, "", options), EngineError)
     assert f"worker {worker} of" in message
     assert "the layer does not fit" in message
     assert "is left paused; push again, or restart it" in message
     assert engine.paused
-    _push(engine, 3)
+    _push(engine, 3, options)
 
 
 def test_the_first_push_goes_back_to_what_the_engine_started_with(pool: RankPool) -> None:
@@ -205,7 +147,7 @@ def test_the_first_push_goes_back_to_what_the_engine_started_with(pool: RankPool
         for worker in (0, 1):
             engine.fault(worker, "can_restore")
         engine.fault(1, "fail", 1)
-        message = _same(pool.run(_fail, engine.url, "", RING), EngineError)
+        message = same(pool.run(fail, engine.url, "", RING), EngineError)
         assert "serves what it started with" in message
         assert engine.look()["digests"] == expected_digests(0, 2)
         assert not engine.paused
@@ -231,26 +173,28 @@ def test_engines_that_have_no_way_back_go_on_with_what_they_have(engine: ToyEngi
             assert not one.paused
 
 
-def test_a_worker_stopped_while_it_puts_in(engine: ToyEngine, pool: RankPool) -> None:
-    _push(engine, 1)
+@STREAMS
+def test_a_worker_stopped_while_it_puts_in(engine: ToyEngine, pool: RankPool, options: dict[str, Any]) -> None:
+    _push(engine, 1, options)
     stopped = engine.look()["pids"][1]
     engine.fault(1, "stop in apply")
     try:
-        message = _same(pool.run(_fail, engine.url, "", RING, 4.0), DeadlineError)
+        message = same(pool.run(fail, engine.url, "", options, 4.0), DeadlineError)
     finally:
         os.kill(stopped, signal.SIGCONT)
     # Noticed by who writes there, by the other worker, or by who asked, whoever is first.
     assert re.search(r"is its process stopped\?|is one of its workers stopped\?|no sender wrote anything", message)
     assert "left paused" in message
     assert "the next push resumes" in message
-    _push(engine, 3)
+    _push(engine, 3, options)
 
 
-def test_a_worker_killed_while_it_puts_in(pool: RankPool) -> None:
-    with toy_engine(2) as engine:
-        _push(engine, 1)
+@STREAMS
+def test_a_worker_killed_while_it_puts_in(pool: RankPool, options: dict[str, Any]) -> None:
+    with toy_engine(2, devices=["host", "host"]) as engine:
+        _push(engine, 1, options)
         engine.fault(1, "die in apply")
-        message = _same(pool.run(_fail, engine.url, "", RING), EngineError)
+        message = same(pool.run(fail, engine.url, "", options), EngineError)
         assert "answered 500" in message
         assert "are all workers alive" in message
 

@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from host_device import HostDevice, host_device
 from torch import nn
 from toy_adapters import ToyAdapters
 
@@ -107,7 +108,7 @@ class ToyModel(nn.Module):
     def digest(self) -> str:
         found = hashlib.sha256()
         for parameter in self.parameters():
-            found.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+            found.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
 
 
@@ -178,11 +179,21 @@ def _stalled_writes() -> threading.Event:
     return gate
 
 
-def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int, int] | None) -> None:
+def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int, int] | None, device: str) -> None:
     gc.disable()  # memory must be given back at once, and not when the collector comes by
-    worker = ToyWorker(tp, rank, getattr(torch, dtype), blocks)
+    with ExitStack() as stack:
+        if device == "host":
+            stack.enter_context(host_device())
+        worker = ToyWorker(tp, rank, getattr(torch, dtype), blocks)
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)
+            worker.model.to(device)
+        _serve(pipe, worker)
+
+
+def _serve(pipe: Connection, worker: ToyWorker) -> None:
     receiver = Receiver(worker)
-    adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), getattr(torch, dtype))
+    adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), worker.dtype)
     receivers = AdapterReceivers(adapters)
     flips, own_signal, stops, gate = 0, None, False, threading.Event()
     while True:
@@ -238,7 +249,8 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int,
         else:
             descriptors = len(os.listdir("/proc/self/fd"))
             threads = len(os.listdir("/proc/self/task"))
-            pipe.send([worker.model.digest(), worker.rehearsals, descriptors, threads, adapters.digests()])
+            held = len(HostDevice.taken)
+            pipe.send([worker.model.digest(), worker.rehearsals, descriptors, threads, adapters.digests(), held])
 
 
 class _Front(BaseHTTPRequestHandler):
@@ -262,7 +274,7 @@ class _Front(BaseHTTPRequestHandler):
             return {"results": self._all(document["method"], document["args"][0])}
         if self.path == "/look":
             seen = self._all("look", None)
-            names = ("digests", "rehearsals", "descriptors", "threads", "adapters")
+            names = ("digests", "rehearsals", "descriptors", "threads", "adapters", "arenas")
             return {**dict(zip(names, zip(*seen, strict=True), strict=True)), "pids": self.pids, "log": self.log}
         if self.path == "/fault":
             pipe = self.pipes[document["worker"]]
@@ -293,15 +305,17 @@ def _main() -> None:
     parser.add_argument("--tp", type=int)
     parser.add_argument("--dtype")
     parser.add_argument("--blocks", type=int, nargs=2)
+    parser.add_argument("--devices", nargs="*", default=[])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     pipes, pids = [], []
     for rank in range(arguments.tp):
         ours, theirs = context.Pipe()
+        device = arguments.devices[rank] if arguments.devices else ""
         blocks = tuple(arguments.blocks) if arguments.blocks else None
         process = context.Process(
-            target=_worker, args=(theirs, arguments.tp, rank, arguments.dtype, blocks), daemon=True
+            target=_worker, args=(theirs, arguments.tp, rank, arguments.dtype, blocks, device), daemon=True
         )
         process.start()
         theirs.close()
@@ -337,11 +351,15 @@ class ToyEngine:
 
 
 @contextmanager
-def toy_engine(tp: int, dtype: str = "float32", blocks: tuple[int, int] | None = None) -> Iterator[ToyEngine]:
-    """With ``blocks``, one that has its matrices in 8 bits with scales of such blocks."""
+def toy_engine(
+    tp: int, dtype: str = "float32", blocks: tuple[int, int] | None = None, devices: Sequence[str] = ()
+) -> Iterator[ToyEngine]:
+    """With ``blocks``, one that has its matrices in 8 bits with scales of such blocks. ``devices`` of its workers, in
+    whose memory weights may arrive: ``cuda:N``, or "host" for the stand-in."""
     command = [sys.executable, __file__, "--tp", str(tp), "--dtype", dtype]
     if blocks is not None:
         command += ["--blocks", *map(str, blocks)]
+    command += ["--devices", *devices]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:

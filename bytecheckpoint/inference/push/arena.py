@@ -18,7 +18,7 @@ import torch
 
 from ...errors import EngineError
 
-__all__ = ["Address", "Arena", "attach"]
+__all__ = ["Address", "Arena", "attach", "open_arena"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -69,6 +69,11 @@ class Arena:
     def address(self) -> Address:
         return Address(os.getpid(), self._descriptor, self.token, self.nbytes)
 
+    @property
+    def descriptor(self) -> int:
+        """Until ``close``."""
+        return self._descriptor
+
     def close(self) -> None:
         """Give up this process's hold; the memory goes when nobody has a view of it."""
         if self._descriptor >= 0:
@@ -81,22 +86,35 @@ class Arena:
 
 
 def attach(address: Address) -> torch.Tensor | None:
-    """The memory of another process's arena; None where this process cannot reach it (another host, user or
-    container), or where it is gone."""
+    """The memory of another process's arena; None where ``open_arena`` says so."""
+    descriptor = open_arena(address)
+    if descriptor is None:
+        return None
+    try:
+        return _mapped(descriptor, max(address.nbytes, 1))
+    finally:
+        os.close(descriptor)
+
+
+def open_arena(address: Address) -> int | None:
+    """A descriptor of another process's arena, for the caller to close; None where this process cannot reach it
+    (another host, user or container), or where it is gone."""
     try:
         descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
-    try:
-        size = max(address.nbytes, 1)
-        # On another host the same number may be anything.
-        if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:bcp-{address.token} (deleted)":
-            return None
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(descriptor).st_size != size:
-            return None
-        return _mapped(descriptor, size)
-    finally:
+    if not _is_arena(descriptor, address):
         os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _is_arena(descriptor: int, address: Address) -> bool:
+    # On another host the same number may be anything.
+    if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:bcp-{address.token} (deleted)":
+        return False
+    sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    return sealed and os.fstat(descriptor).st_size == max(address.nbytes, 1)
 
 
 def _mapped(descriptor: int, size: int) -> torch.Tensor:

@@ -1,28 +1,39 @@
 """Digests of chunks where they lie: in host memory xxh3-64, on a device a sum of mixed words, for which torch has all
-that it takes. Both ends of a group are of one kind."""
+that it takes. Both ends take the same one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import xxhash
 
 from ...engine.tensor_bytes import byte_view
 
-__all__ = ["digest_on_device", "digests_of"]
+__all__ = ["Digest", "digest_on_device", "digests_of", "words_of", "xxh3_of"]
+
+Digest = Callable[[torch.Tensor], int]
+"""Of contiguous bytes: a number of 64 bits."""
 
 # Odd numbers with bits everywhere (those of splitmix64 and xxh64), as torch's signed words.
 _STRIDE, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 _SIGN = 1 << 63
 
 
+def xxh3_of(data: torch.Tensor) -> int:
+    """Of bytes in host memory."""
+    return xxhash.xxh3_64_intdigest(byte_view(data))
+
+
+def words_of(data: torch.Tensor) -> int:
+    """``digest_on_device``, of bytes anywhere."""
+    return int(digest_on_device(data)) % (2 * _SIGN)
+
+
 def digests_of(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
     """int64, where the chunks are, which are contiguous bytes."""
     if all(chunk.device.type == "cpu" for chunk in chunks):
-        return torch.tensor(
-            [_signed(xxhash.xxh3_64_intdigest(byte_view(chunk))) for chunk in chunks], dtype=torch.int64
-        )
+        return torch.tensor([_signed(xxh3_of(chunk)) for chunk in chunks], dtype=torch.int64)
     return torch.stack([digest_on_device(chunk) for chunk in chunks])
 
 

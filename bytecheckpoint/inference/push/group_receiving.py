@@ -10,25 +10,32 @@ import torch
 import xxhash
 
 from ...errors import BytecheckpointError, CorruptionError, EngineError
+from .device_memory import compute_device
 from .digesting import digests_of
 from .group import Group, GroupAddress, GroupBackend, GroupBroken, Transfer, check_backend, join_group
 from .messages import SenderGone
 from .ring import Ring
 from .steps import Take, unpack_takes
 
-__all__ = ["Membership", "group_memory"]
+__all__ = ["GroupMemory", "Membership"]
 
 _SOON_S = 0.5  # in which a thread ends that has nothing to wait for
 
 _log = logging.getLogger(__name__)
 
 
-def group_memory(backend: GroupBackend, nbytes: int) -> torch.Tensor:
-    """For a ring: where the backend can receive. Raises as ``check_backend``."""
-    check_backend(backend)
-    if backend == "gloo":
-        return torch.empty(nbytes, dtype=torch.uint8)
-    return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+class GroupMemory:
+    """A ring's: where the backend can receive. Raises as ``check_backend``."""
+
+    address = None
+
+    def __init__(self, backend: GroupBackend, nbytes: int) -> None:
+        check_backend(backend)
+        device = torch.device("cpu") if backend == "gloo" else compute_device()
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def close(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
 
 class Membership:

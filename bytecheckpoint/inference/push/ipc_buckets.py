@@ -11,15 +11,14 @@ import torch
 
 from ...errors import StateError
 from .arena import Arena
+from .device_memory import GPU_PREFIX, gpus_here
 
-__all__ = ["ALIGNMENT", "Buckets", "Handle", "gpus_here", "gpus_of", "make_buckets"]
+__all__ = ["ALIGNMENT", "Buckets", "Handle", "gpus_of", "make_buckets"]
 
 ALIGNMENT = 256  # bytes
 
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """By calling the one with the other, a worker gets the memory of both buckets, as one tensor of bytes."""
-
-_GPU = "GPU-"
 
 
 class Buckets(ABC):
@@ -95,15 +94,9 @@ class CudaBuckets(Buckets):
             torch.cuda.empty_cache()  # engines leave little memory free
 
 
-def gpus_here() -> dict[str, int]:
-    """By the name that engines call it by, the GPUs that this process sees."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {f"{_GPU}{torch.cuda.get_device_properties(gpu).uuid}": gpu for gpu in range(count)}
-
-
 def gpus_of(devices: Sequence[str]) -> list[int]:
     """The GPUs of these names; none where the names are of CPUs. Raises ``StateError`` for what is not here."""
-    if not any(device.startswith(_GPU) for device in devices):
+    if not any(device.startswith(GPU_PREFIX) for device in devices):
         return []
     here = gpus_here()
     missing = [device for device in devices if device not in here]

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from ...errors import DeadlineError, EngineError, StateError
+from .device_memory import gpus_here
 from .engines import HttpEngine, PauseMode
-from .ipc_buckets import ALIGNMENT, Buckets, gpus_here, gpus_of, make_buckets
+from .ipc_buckets import ALIGNMENT, Buckets, gpus_of, make_buckets
 from .ipc_guard import Guard
 from .ipc_update import Update, zeromq
 from .messages import decode

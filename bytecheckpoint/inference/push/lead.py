@@ -40,6 +40,7 @@ class Lead:
         memory_bytes: int | None,
         deadline_s: float,
         group: GroupBackend | None = None,
+        cuda_ipc: bool = False,
     ) -> None:
         self._engines, self._chunk_bytes = list(engines), chunk_bytes
         self._memory_bytes, self._deadline_s = memory_bytes, deadline_s
@@ -47,6 +48,7 @@ class Lead:
         self._wanted: dict[bytes, tuple[list[Worker], list[Wish]]] = {}
         self._planned: tuple[Any, Planned] | None = None
         self._was_strict = False
+        self._cuda_ipc = cuda_ipc
         self._group, self._gathering = group, None if group is None else Gathering(group, deadline_s)
         self._transaction = ""
         self._answers: list[dict[str, Any]] = []
@@ -105,7 +107,7 @@ class Lead:
     def prepare(self, budget: Budget) -> bool:
         """Begin the transaction on every worker; False where one has been restarted and must be asked what it wants."""
         self._transaction = secrets.token_hex(16)
-        self._answers, mode = [], STREAMED if self._group else ""
+        self._answers, mode = [], STREAMED if self._group or self._cuda_ipc else ""
         with_layouts = False
         while True:
             answers = self._on_all(partial(_prepare_on, message=self._message(with_layouts, mode), budget=budget))
@@ -142,6 +144,7 @@ class Lead:
             "sharers": {worker.receiver: hosts[worker.host] for worker in self.planned.workers},
             "mode": mode,
             "group": self._group or "",
+            "cuda_ipc": self._cuda_ipc,
             "deadline_s": self._deadline_s,
         }
 
@@ -168,6 +171,7 @@ class Lead:
                 "arenas": [answer["arena"] for answer in self._answers],
                 "tokens": [token for answer in self._answers for token in answer.get("tokens", ())],
                 "rings": [answer["ring"] for answer in self._answers if "ring" in answer],
+                "on_device": self._cuda_ipc,
                 "known": known,
                 "turns": self.planned.in_steps(self._rings).turns[sender] if self._group else None,
             }

@@ -31,10 +31,15 @@ class Pusher:
     what a worker may hold in host memory beside its model; by default what is free there. Twice its weights is best,
     once its weights means that there is no way back from a version that cannot be put in, and with less weights are
     streamed: put in as they come, while the engine is paused. ``tcp_only`` keeps senders from using shared memory with
-    workers of their host. With a ``group``, senders and workers form one of that backend, by NCCL from device to
-    device: what several workers want leaves its sender once, and they pass it on. Weights are streamed then, and
-    ``memory_bytes`` is of the device. What engines want, the plan, and what workers hold are remembered from push to
-    push; where anything changes, or a worker was restarted, it is found out anew.
+    workers of their host.
+
+    Two ways go from device to device; both stream, and ``memory_bytes`` is of the device then. With ``cuda_ipc``,
+    senders write into the memory of workers' devices that are on their host, and that they see; to others they write by
+    TCP. With a ``group``, senders and workers form one of that backend (NCCL, or gloo between hosts' memories): what
+    several workers want leaves its sender once, and they pass it on.
+
+    What engines want, the plan, and what workers hold are remembered from push to push; where anything changes, or a
+    worker was restarted, it is found out anew.
     """
 
     def __init__(
@@ -46,15 +51,18 @@ class Pusher:
         chunk_bytes: int = CHUNK_BYTES,
         tcp_only: bool = False,
         group: GroupBackend | None = None,
+        cuda_ipc: bool = False,
         communicator: Communicator | None = None,
     ) -> None:
         if group is not None:
             check_backend(group)
+            if cuda_ipc:
+                raise StateError("a group receives into memory of its own; take group or cuda_ipc, not both")
         given = [engines] if isinstance(engines, Engine) else list(engines or ())
         self._deadline_s, self._communicator = deadline_s, communicator
         # An engine is given up before the other ranks give up rank 0, so that all raise what it is about.
-        self._lead = Lead(given, chunk_bytes, memory_bytes, SHARE * deadline_s, group)
-        self._has_engines, self._by_group = bool(given), group is not None
+        self._lead = Lead(given, chunk_bytes, memory_bytes, SHARE * deadline_s, group, cuda_ipc)
+        self._has_engines, self._to_devices = bool(given), group is not None or cuda_ipc
         self._sender = Sender(SHARE * deadline_s, tcp_only)
         self._version: int | str | None = None
 
@@ -89,8 +97,8 @@ class Pusher:
             with op.phase("push.begin"):
                 if op.rank == 0 and not self._has_engines:
                     raise StateError("rank 0 has no engine to push to; give Pusher its engines there")
-                if self._by_group and isinstance(what, Engine):
-                    raise StateError("engines give to others by no group; make a Pusher without one for that")
+                if self._to_devices and isinstance(what, Engine):
+                    raise StateError("engines give to others by no group, and not by CUDA IPC; make another Pusher")
                 if version is not None or not isinstance(what, Engine):
                     version = self._named(version, what)
                     op.is_about(f"push of version {version!r}")

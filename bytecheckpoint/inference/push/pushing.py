@@ -179,6 +179,7 @@ class Push:
             with self._stage("stream"), ExitStack() as stack:
                 rings = self._open_rings(mine, stack)
                 quantizer = self._quantizer(source)
+                making = self._sender.making(mine["on_device"])
                 group = self._join_group() if mine["turns"] is not None else None
                 op.gather("push.roads", b"")
                 with op.phase("push.write"):
@@ -188,7 +189,9 @@ class Push:
                         if group is not None:
                             outcome: Any = self._send_by(group, source, quantizer, mine["turns"], rings)
                         else:
-                            outcome = write_all(source, self._sender.jobs, quantizer, rings, mine["known"], op.check)
+                            outcome = write_all(
+                                source, self._sender.jobs, quantizer, rings, mine["known"], op.check, making
+                            )
                     except (StreamBroken, GroupBroken) as error:
                         outcome = [error.late, str(error)]
                         self._sender.leave()
@@ -256,7 +259,9 @@ class Push:
             for target in targets:
                 slots, _, port = mine["rings"][target]
                 memory = None if self._sender.tcp_only else mine["arenas"][target]
-                road = RingRoad(TcpAddress.from_plain(port), memory, slots, self._sender.deadline_s)
+                road = RingRoad(
+                    TcpAddress.from_plain(port), memory, slots, self._sender.deadline_s, on_device=mine["on_device"]
+                )
                 stack.callback(road.close)
                 roads[target] = road
         return roads

@@ -20,20 +20,19 @@ from typing import Any
 from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
 from .giving import Gives
 from .group import GroupAddress
-from .group_receiving import Membership, group_memory
+from .group_receiving import Membership
 from .learning import EngineModel, Learned, learn_parts
 from .messages import Failure, Table, decode, encode, pack_parts
 from .ring import Ring
+from .ring_making import make_ring
 from .serving import Chunks, ServedWeights, Staged
 from .staging import STREAMED, choose_mode
 from .tcp_server import TcpServer
 from .versions import Versions, Weights
-from .waves import SLOT_BYTES, SLOTS, ring_of
 
 __all__ = ["PROTOCOL", "Receiver"]
 
-PROTOCOL = 3
-_PATIENCE = 0.8  # of a sender's: who misses a chunk can say so, who waits for room only guesses
+PROTOCOL = 4
 _TABLES = 4  # what was learned is kept for: senders of two kinds, each as they are and quantised
 
 _log = logging.getLogger(__name__)
@@ -122,11 +121,7 @@ class Receiver:
         mode = message["mode"] or choose_mode(layout.nbytes, self._versions.held, limit, sharers)
         weights = self._versions.begin(learned[0], layout, mode, self._gives.reads)
         if mode == STREAMED:
-            waves = ring_of(layout, SLOTS * SLOT_BYTES if limit is None else limit)
-            memory = group_memory(message["group"], waves.nbytes) if message["group"] else None
-            self._ring = ring = Ring(waves, learned[1].takes, _PATIENCE * message["deadline_s"], memory)
-            place: dict[str, Any] = {"arena": ring.memory and ring.memory.plain()}
-            place |= {"ring": [waves.slots, waves.slot_bytes, ring.port.plain()]}
+            self._ring, place = make_ring(message, layout, learned[1].takes)
             place |= {"group": self._membership.name, "takes": self._membership.plan}
             return {"mode": mode, "known": [], "served": [], **place}
         known, weights.digests = weights.digests, []

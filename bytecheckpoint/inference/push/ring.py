@@ -12,26 +12,39 @@ import contextlib
 import socket
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgpack
 import torch
-import xxhash
 
 from ...engine.tensor_bytes import byte_view
 from ...errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ...geometry import Box
 from .arena import Address, Arena
+from .device_memory import settle
+from .digesting import Digest, xxh3_of
 from .messages import SenderGone, without_frames
 from .serving import Chunks
 from .tcp_server import SenderServer
 from .tcp_wire import END, FAILED, FINISHED, FRAME, STATUS, TAKEN, TcpAddress, receive, receive_into, wait_for_ever
 from .waves import Waves
 
-__all__ = ["Ring"]
+__all__ = ["Ring", "RingMemory"]
 
 _NOTHING, _COMING, _HERE = range(3)  # what is known of a chunk
 _MAX_TEXT = 4000
 _ANY = 1 << 62  # uses of a chunk that the loader computes with: nobody knows how many
+
+
+class RingMemory(Protocol):
+    """Bytes, and where senders reach them, if they do. Nothing uses them any more when they are closed."""
+
+    memory: torch.Tensor
+
+    @property
+    def address(self) -> Address | None: ...
+
+    def close(self) -> None: ...
 
 
 class Ring(Chunks):
@@ -40,16 +53,17 @@ class Ring(Chunks):
     next chunk, whichever it is, and raises ``DeadlineError``, ``CorruptionError`` for a chunk that is not as it was
     sent, ``EngineError`` where a sender ends too early.
 
-    Chunks that come by a group (``group_receiving.py``) are put into ``memory``, which no sender reaches."""
+    ``memory``, by default an arena in host memory, is the ring's from now on. ``digest`` is what senders take."""
 
     def __init__(
         self,
         waves: Waves,
         takes: Sequence[tuple[int, Box]],
         deadline_s: float,
-        memory: torch.Tensor | None = None,
+        memory: RingMemory | None = None,
+        digest: Digest = xxh3_of,
     ) -> None:
-        self._waves, self._deadline_s = waves, deadline_s
+        self._waves, self._deadline_s, self._digest = waves, deadline_s, digest
         self._left = _expected_uses(waves, takes)
         # Of vectors nobody knows how often: where vLLM counts elements before it loads, it copies biases already.
         self._vectors = [len(waves.layout.parts[part].shape) <= 1 for part, _ in waves.layout.chunks]
@@ -63,18 +77,17 @@ class Ring(Chunks):
         self.digests = [0] * count
         self.set_aside = 0
         """Bytes so far that the loader wanted in another order than it was seen to."""
-        self._arena = Arena(waves.nbytes) if memory is None else None
-        self._memory = memory if self._arena is None else self._arena.memory
+        self._memory = memory or Arena(waves.nbytes)
         try:
             self._server = _RingServer(self, deadline_s)
         except BaseException:
-            self._give_up_memory()
+            self._memory.close()
             raise
 
     @property
     def memory(self) -> Address | None:
         """Where senders reach it."""
-        return None if self._arena is None else self._arena.address
+        return self._memory.address
 
     @property
     def port(self) -> TcpAddress:
@@ -116,13 +129,8 @@ class Ring(Chunks):
         """Ends connections, and gives the memory back."""
         self._server.close()
         self.fail(EngineError("this push is over"))
-        self._give_up_memory()
+        self._memory.close()
         self._aside.clear()
-
-    def _give_up_memory(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-        self._memory = None
 
     def fail(self, error: BytecheckpointError) -> None:
         """Have all, on both ends, raise ``error``. The first one stays."""
@@ -167,9 +175,9 @@ class Ring(Chunks):
             self._state[chunk] = _COMING
             return self._slot(chunk)
 
-    def prove(self, chunk: int, place: memoryview, digest: int) -> None:
+    def prove(self, chunk: int, place: torch.Tensor, digest: int) -> None:
         """A chunk is there. Raises ``CorruptionError`` where it is not as it was sent."""
-        if xxhash.xxh3_64_intdigest(place) != digest:
+        if self._digest(place) != digest:
             raise CorruptionError(self.damaged(chunk))
         self.here(chunk, digest)
 
@@ -190,8 +198,7 @@ class Ring(Chunks):
 
     def _slot(self, chunk: int) -> torch.Tensor:
         begin = self._waves.offset(chunk)
-        assert self._memory is not None
-        return self._memory[begin : begin + self._waves.layout.sizes[chunk]]
+        return self._memory.memory[begin : begin + self._waves.layout.sizes[chunk]]
 
     def _wait(self, what: str) -> None:
         self.check()
@@ -219,8 +226,7 @@ class Ring(Chunks):
         for chunk in self._waves.chunks(self._taken):
             if self._vectors[chunk]:
                 self._aside[chunk] = self._slot(chunk).clone()
-        if self._memory is not None and self._memory.is_cuda:
-            torch.cuda.current_stream(self._memory.device).synchronize()  # copies out of it may not have begun
+        settle([self._memory.memory])  # copies out of it may not have begun
         self._taken += 1
         self._changed.notify_all()
         self._server.tell(STATUS.pack(TAKEN, self._taken))
@@ -270,9 +276,12 @@ class _RingServer(SenderServer):
         chunk, length, digest = FRAME.unpack(receive(connection, FRAME.size))
         if chunk == END:
             return None
-        place = byte_view(self._ring.claim(chunk, length))
+        place = self._ring.claim(chunk, length)
         if length:
-            receive_into(connection, place)
+            landing = torch.empty(length, dtype=torch.uint8) if place.is_cuda else place
+            receive_into(connection, byte_view(landing))
+            if landing is not place:
+                place.copy_(landing)
         self._ring.prove(chunk, place, digest)
         return int(length)
 

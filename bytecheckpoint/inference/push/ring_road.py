@@ -13,6 +13,8 @@ import torch
 from ...engine.tensor_bytes import byte_view
 from ...errors import EngineError
 from .arena import Address, attach
+from .device_arena import attach_device
+from .device_memory import settle
 from .roads import Place, Road, connect
 from .tcp_wire import END, FAILED, FRAME, STATUS, TAKEN, TcpAddress, receive, wait_for_ever
 
@@ -28,13 +30,19 @@ class StreamBroken(EngineError):
 
 
 class RingRoad(Road):
-    """``slots`` of the ring, whose memory is mapped where this process reaches it; else bytes go over the connection.
-    Raises ``StreamBroken`` where the worker gives up, or has made no room for ``deadline_s``."""
+    """``slots`` of the ring, whose memory, that of a device if it is ``on_device``, is mapped where this process
+    reaches it; else bytes go over the connection. Raises ``StreamBroken`` where the worker gives up, or has made no
+    room for ``deadline_s``."""
 
-    def __init__(self, address: TcpAddress, memory: Address | None, slots: int, deadline_s: float) -> None:
+    def __init__(
+        self, address: TcpAddress, memory: Address | None, slots: int, deadline_s: float, *, on_device: bool = False
+    ) -> None:
         self._slots, self._deadline_s = slots, deadline_s
-        self._memory = None if memory is None else attach(memory)
         self._connection, self._where = connect(address)
+        self._arena = attach_device(memory) if memory is not None and on_device else None
+        self._memory = self._arena.memory if self._arena is not None else None
+        if memory is not None and not on_device:
+            self._memory = attach(memory)
         wait_for_ever(self._connection, sending_s=deadline_s)
         self._sending = threading.Lock()
         self._heard = threading.Condition()
@@ -46,8 +54,9 @@ class RingRoad(Road):
         with self._heard:
             self._wait_until(lambda: place.wave < self._taken + self._slots, "make room")
         if self._memory is not None:
-            self._memory[place.offset : place.offset + data.numel()].copy_(data)
-        self._send(place.chunk, b"" if self._memory is not None else byte_view(data), digest)
+            self._memory[place.offset : place.offset + data.numel()].copy_(data, non_blocking=True)
+            settle([data, self._memory])
+        self._send(place.chunk, b"" if self._memory is not None else byte_view(data.cpu()), digest)
 
     def check(self) -> None:
         """Raise what the worker has told of its failure."""
@@ -58,6 +67,7 @@ class RingRoad(Road):
         self._send(END, b"", 0)
         with self._heard:
             self._wait_until(lambda: self._over, "confirm what was sent")
+        self._give_memory_up()  # a worker can give a device's memory back only then
 
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
@@ -67,7 +77,12 @@ class RingRoad(Road):
         self.interrupt()
         self._ear.join()
         self._connection.close()
+        self._give_memory_up()
+
+    def _give_memory_up(self) -> None:
         self._memory = None
+        if self._arena is not None:
+            self._arena.close()
 
     def _send(self, chunk: int, data: bytes | memoryview, digest: int) -> None:
         try:

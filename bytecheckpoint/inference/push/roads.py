@@ -1,8 +1,4 @@
-"""Roads: how a sender's bytes get into a worker's arena. One small interface, so that others fit in.
-
-A road over CUDA IPC would have an arena in the worker's device memory and ``write`` from device to device; one over
-NCCL would post sends in the order of the plan, which both ends know. Neither exists yet.
-"""
+"""Roads: how a sender's bytes get into a worker's arena. One small interface, so that others fit in."""
 
 from __future__ import annotations
 

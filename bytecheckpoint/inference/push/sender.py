@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .arena import Address
+from .device_memory import compute_device
+from .digesting import words_of
 from .group import Group, GroupAddress, join_group
 from .roads import Road, SharedMemory
-from .writing import Job
+from .writing import IN_HOST_MEMORY, Job, Making
 
 __all__ = ["Sender"]
 
@@ -40,6 +42,10 @@ class Sender:
             if road is not None:
                 found[target] = self._memories[token] = road
         return found
+
+    def making(self, on_device: bool) -> Making:
+        """How chunks are made for workers whose memory is ``on_device``."""
+        return Making(compute_device(), words_of) if on_device else IN_HOST_MEMORY
 
     def join(self, address: GroupAddress, rank: int) -> Group:
         """The group of that address, which this rank may be in already. Raises ``EngineError``."""

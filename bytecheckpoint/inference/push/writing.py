@@ -11,20 +11,30 @@ from typing import Any
 
 import msgpack
 import torch
-import xxhash
 
 from ...dtypes import dtype_named
-from ...engine.tensor_bytes import byte_view
 from ...geometry import Box
+from .device_memory import settle
+from .digesting import Digest, xxh3_of
 from .planning import Write
 from .quantizer import Quantizer, torch_dtype_of
 from .roads import Place, Road
 from .sources import Source
 
-__all__ = ["KEPT", "SENT", "THREADS", "UNCHANGED", "Job", "pack_writes", "unpack_writes", "write_all"]
+__all__ = [
+    "IN_HOST_MEMORY",
+    "KEPT",
+    "SENT",
+    "THREADS",
+    "UNCHANGED",
+    "Job",
+    "Making",
+    "pack_writes",
+    "unpack_writes",
+    "write_all",
+]
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
-_CPU = torch.device("cpu")
 _BATCH = 64 << 20  # bytes fetched at a time; a checkpoint reads them in one go
 
 SENT, UNCHANGED, KEPT = range(3)
@@ -37,6 +47,17 @@ class Job:
 
     write: Write
     places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Making:
+    """On which device chunks are made, and what their digests are."""
+
+    device: torch.device
+    digest: Digest
+
+
+IN_HOST_MEMORY = Making(torch.device("cpu"), xxh3_of)
 
 
 def pack_writes(jobs: Sequence[Job]) -> bytes:
@@ -72,6 +93,7 @@ def write_all(
     roads: Mapping[int, Road],
     known: Sequence[Sequence[Any]],
     check: Callable[[], None],
+    making: Making = IN_HOST_MEMORY,
 ) -> tuple[list[int], bytes]:
     """Digests of the jobs' chunks, and what became of each of their places, in order.
 
@@ -80,7 +102,7 @@ def write_all(
     """
     digests: list[int] = []
     became = bytearray()
-    writer = _Writer(roads, max((job.write.nbytes for job in jobs), default=0), quantizer)
+    writer = _Writer(roads, max((job.write.nbytes for job in jobs), default=0), quantizer, making)
     at = 0
     try:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="bcp-push-write") as threads:
@@ -89,7 +111,7 @@ def write_all(
                 writes = [job.write for job in batch]
                 fetches = quantizer.fetches(writes)
                 fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
-                _wait_for_devices(fetched)
+                settle(fetched)  # other threads copy from streams of their own
                 tensors = quantizer.ready(writes, fetches, fetched, threads)
                 held = []
                 for job in batch:
@@ -106,18 +128,12 @@ def write_all(
     return digests, bytes(became)
 
 
-def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
-    """Other threads copy from streams of their own, which know nothing of what this one's has yet to compute."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-
-
 class _Writer:
     """Does one job at a time in each thread. The first that fails interrupts the others, which may be waiting for what
     will not come any more."""
 
-    def __init__(self, roads: Mapping[int, Road], longest: int, quantizer: Quantizer) -> None:
-        self._roads, self._longest, self._quantizer = roads, longest, quantizer
+    def __init__(self, roads: Mapping[int, Road], longest: int, quantizer: Quantizer, making: Making) -> None:
+        self._roads, self._longest, self._quantizer, self._making = roads, longest, quantizer, making
         self._own = threading.local()
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
@@ -143,7 +159,7 @@ class _Writer:
 
     def _write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
         data = self._cast(tensor, job.write)
-        digest = xxhash.xxh3_64_intdigest(byte_view(data))
+        digest = self._making.digest(data)
         became = bytearray()
         for place, (in_arena, in_served) in zip(job.places, known, strict=True):
             if in_arena == digest:
@@ -156,11 +172,11 @@ class _Writer:
         return digest, bytes(became)
 
     def _cast(self, tensor: torch.Tensor, write: Write) -> torch.Tensor:
-        as_it_is = self._quantizer.as_they_are(tensor, write, _CPU)
+        as_it_is = self._quantizer.as_they_are(tensor, write, self._making.device)
         if as_it_is is not None:
             return as_it_is
         if not hasattr(self._own, "scratch"):
-            self._own.scratch = torch.empty(self._longest, dtype=torch.uint8)
+            self._own.scratch = torch.empty(self._longest, dtype=torch.uint8, device=self._making.device)
         out: torch.Tensor = self._own.scratch[: write.nbytes]
         self._quantizer.fill(out.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
         return out

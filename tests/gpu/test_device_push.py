@@ -1,0 +1,98 @@
+"""Weights into the memory of workers' devices by CUDA IPC: workers are processes, on one device or several."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from joins import until
+from streams import RING
+from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
+
+from bytecheckpoint.errors import BytecheckpointError, EngineError
+from bytecheckpoint.inference.push import HttpEngine, Pusher, ring_road
+from bytecheckpoint.inference.push.device_arena import DeviceArena
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+DEVICES = [f"cuda:{rank % max(torch.cuda.device_count(), 1)}" for rank in range(2)]
+
+
+@pytest.fixture
+def engine() -> Iterator[ToyEngine]:
+    with toy_engine(2, devices=DEVICES) as started:
+        yield started
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of chunks that go over connections."""
+    found: list[int] = []
+    send = ring_road.RingRoad._send
+
+    def spy(road: ring_road.RingRoad, chunk: int, data: Any, digest: int) -> None:
+        found.append(len(data))
+        send(road, chunk, data, digest)
+
+    monkeypatch.setattr(ring_road.RingRoad, "_send", spy)
+    return found
+
+
+@pytest.mark.parametrize("options", [RING, {}], ids=["a small ring", "by default"])
+@pytest.mark.parametrize("trained_on", ["cpu", "cuda"])
+def test_ten_updates_in_a_row(engine: ToyEngine, sent: list[int], trained_on: str, options: dict[str, Any]) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=60, cuda_ipc=True, **options) as pusher:
+        for version in range(1, 11):
+            pusher.push(ToyTrainee(version).to(trained_on), version=version)
+            assert engine.look()["digests"] == expected_digests(version, 2)
+    assert sent
+    assert not any(sent)
+
+
+def test_by_tcp_into_devices(engine: ToyEngine, sent: list[int]) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=60, cuda_ipc=True, tcp_only=True, **RING) as pusher:
+        pusher.push(ToyTrainee(1).cuda(), version=1)
+    assert engine.look()["digests"] == expected_digests(1, 2)
+    assert sum(sent) > 90_000
+
+
+def test_memory_is_given_back() -> None:
+    free, _ = torch.cuda.mem_get_info()
+    for _ in range(5):
+        arena = DeviceArena(64 << 20)
+        assert torch.cuda.mem_get_info()[0] <= free - (64 << 20)
+        arena.memory.fill_(3)
+        arena.close()
+    assert torch.cuda.mem_get_info()[0] >= free - (8 << 20)
+    with pytest.raises(EngineError, match="give Pusher less memory_bytes"):
+        DeviceArena(1 << 50)
+    assert int(torch.ones(3, device="cuda").sum()) == 3  # torch is not told of that failure
+
+
+def test_a_worker_that_is_killed(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=20, cuda_ipc=True, **RING) as pusher:
+        pusher.push(ToyTrainee(1).cuda(), version=1)
+        engine.fault(1, "die in apply")
+        with pytest.raises(BytecheckpointError):
+            pusher.push(ToyTrainee(2).cuda(), version=2)
+    assert int(torch.ones(3, device="cuda").sum()) == 3
+    with toy_engine(2, devices=DEVICES) as other, Pusher(HttpEngine(other.url), cuda_ipc=True, **RING) as pusher:
+        pusher.push(ToyTrainee(3).cuda(), version=3)
+        assert other.look()["digests"] == expected_digests(3, 2)
+
+
+def test_a_worker_that_is_stopped(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=5, cuda_ipc=True, **RING) as pusher:
+        pusher.push(ToyTrainee(1).cuda(), version=1)
+        stopped = engine.look()["pids"][1]
+        engine.fault(1, "stop in apply")
+        with pytest.raises(BytecheckpointError):
+            pusher.push(ToyTrainee(2).cuda(), version=2)
+        os.kill(stopped, signal.SIGCONT)
+        until(lambda: bool(engine.look()["digests"]), "the worker answers")
+        pusher.push(ToyTrainee(3).cuda(), version=3)
+        assert engine.look()["digests"] == expected_digests(3, 2)

@@ -1,0 +1,193 @@
+"""Weights that arrive in the memory of workers' devices. What the device itself does is a stand-in's (``host_device``);
+``tests/gpu`` has the real one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from host_device import HostDevice, host_device
+from joins import until
+from streams import RING, push_and_look
+from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
+
+from bytecheckpoint.errors import EngineError, StateError
+from bytecheckpoint.inference.push import HttpEngine, Pusher, ring_road
+from bytecheckpoint.inference.push.arena import Address
+from bytecheckpoint.inference.push.device_arena import DeviceArena, attach_device
+from bytecheckpoint.inference.push.digesting import words_of
+
+DEVICE = {**RING, "cuda_ipc": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ToyEngine]:
+    with toy_engine(2, devices=["host", "host"]) as started:
+        yield started
+
+
+def _push(engine: ToyEngine, version: int) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=30, **DEVICE) as pusher:
+        pusher.push(ToyTrainee(version), version=version)
+    assert engine.look()["digests"] == expected_digests(version, 2)
+    assert engine.look()["arenas"] == [0, 0]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of chunks that go over connections."""
+    found: list[int] = []
+    send = ring_road.RingRoad._send
+
+    def spy(road: ring_road.RingRoad, chunk: int, data: Any, digest: int) -> None:
+        found.append(len(data))
+        send(road, chunk, data, digest)
+
+    monkeypatch.setattr(ring_road.RingRoad, "_send", spy)
+    return found
+
+
+def test_bytes_go_from_device_to_device(engine: ToyEngine, sent: list[int]) -> None:
+    with host_device():
+        _push(engine, 1)
+        assert not HostDevice.opened
+    assert sent
+    assert not any(sent)
+
+
+def test_who_does_not_see_the_device_sends(
+    engine: ToyEngine, sent: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    _push(engine, 2)
+    assert sum(sent) > 90_000
+    assert "GPU-of-the-host is on this host, but not visible here (CUDA_VISIBLE_DEVICES); using TCP" in caplog.text
+
+
+def test_who_cannot_open_the_memory_sends(
+    engine: ToyEngine, sent: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostDevice, "refuses", True)
+    with host_device():
+        _push(engine, 3)
+    assert sum(sent) > 90_000
+    assert "a worker's memory cannot be opened (invalid argument); using TCP" in caplog.text
+
+
+def test_workers_without_a_device() -> None:
+    with toy_engine(1) as engine:
+        with pytest.raises(StateError, match=r"worker 0 of .*: this worker has no CUDA device.*push without cuda_ipc"):
+            push_and_look(0, 1, [engine.url], [1], DEVICE)
+        assert engine.look()["digests"] == expected_digests(0, 1)
+        assert not engine.paused
+
+
+def test_what_does_not_go_together() -> None:
+    with pytest.raises(StateError, match="take group or cuda_ipc, not both"):
+        Pusher(group="gloo", cuda_ipc=True)
+    with (
+        Pusher(HttpEngine("http://127.0.0.1:9"), cuda_ipc=True) as pusher,
+        pytest.raises(StateError, match="and not by CUDA IPC; make another Pusher"),
+    ):
+        pusher.push(HttpEngine("http://127.0.0.1:9"))
+
+
+# The memory
+
+
+@pytest.fixture
+def device() -> Iterator[None]:
+    with host_device():
+        yield
+    assert not HostDevice.taken
+    assert not HostDevice.opened
+
+
+@pytest.mark.usefixtures("device")
+def test_in_the_process_that_took_it() -> None:
+    arena = DeviceArena(100)
+    there = attach_device(arena.address)
+    assert there is not None
+    assert there.memory.data_ptr() == arena.memory.data_ptr()
+    there.close()
+    address = arena.address
+    arena.close()
+    arena.close()
+    assert attach_device(address) is None
+
+
+_GUEST = """
+import sys
+from host_device import HostDevice, host_device
+from bytecheckpoint.inference.push.arena import Address
+from bytecheckpoint.inference.push.device_arena import attach_device
+
+pid, descriptor, token, nbytes = sys.argv[1:]
+with host_device():
+    there = attach_device(Address(int(pid), int(descriptor), token, int(nbytes)))
+    there.memory[:5] = 7
+    print("there", flush=True)
+    sys.stdin.readline()
+    there.close()
+    print("left", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def _guest(address: Address) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _GUEST, *map(str, address.plain())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert guest.stdout is not None
+    assert guest.stdout.readline() == "there\n"
+    return guest
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("end", ["leaves", "is killed", "is stopped, and killed"])
+def test_it_stays_while_somebody_has_it_open(end: str) -> None:
+    arena = DeviceArena(100)
+    address = arena.address
+    with _guest(address) as guest:
+        assert guest.stdin is not None
+        assert words_of(arena.memory[:5]) == words_of(torch.full((5,), 7, dtype=torch.uint8))
+        if "stopped" in end:
+            os.kill(guest.pid, signal.SIGSTOP)
+        arena.close()
+        assert HostDevice.taken  # the guest is there
+        if end == "leaves":
+            guest.stdin.write("leave\n")
+            guest.stdin.flush()
+        else:
+            guest.kill()
+        until(lambda: not HostDevice.taken, "given back")
+        assert attach_device(address) is None
+        guest.stdin.close()
+
+
+@pytest.mark.usefixtures("device")
+def test_memory_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(device: HostDevice, memory: torch.Tensor) -> bytes:
+        raise EngineError("it cannot be shared")
+
+    monkeypatch.setattr(HostDevice, "handle", handle)
+    with pytest.raises(EngineError, match="it cannot be shared"):
+        DeviceArena(100)
+
+
+@pytest.mark.usefixtures("device")
+def test_memory_that_is_lost(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def give_back(device: HostDevice, memory: torch.Tensor) -> None:
+        device.taken.pop(memory.data_ptr())
+        raise EngineError("it cannot be given back")
+
+    monkeypatch.setattr(HostDevice, "give_back", give_back)
+    with caplog.at_level(logging.WARNING):
+        DeviceArena(100).close()
+    assert "100 bytes of GPU-of-the-host are lost" in caplog.text
