@@ -177,13 +177,15 @@ def test_a_long_write_leaves_the_page_cache_alone(backend: LocalBackend) -> None
     assert not _ask(f"{backend.url}/object", lambda fd: PageCache(fd).has(0, len(_CONTENT)))
 
 
-@pytest.mark.parametrize("counted", [True, False], ids=["counted", "looked at"])
+@pytest.mark.parametrize("missing", [(), ("_cached_pages",), ("_cached_pages", "_mapped_pages")], ids=len)
 def test_a_cold_read_is_direct_and_a_warm_one_is_not(
-    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, counted: bool
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
 ) -> None:
-    """Whether the kernel counts cached pages, or (before Linux 6.5, or on overlayfs) has to be tried."""
-    if not counted:
-        monkeypatch.setattr(page_cache, "_cached_pages", lambda fd, offset, length: 0)
+    """Whether the kernel counts cached pages, or (before Linux 6.5, or on overlayfs) those of a mapping, or (of others'
+    files) it has to be tried."""
+    count = page_cache._mapped_pages
+    for name in missing:
+        monkeypatch.setattr(page_cache, name, lambda fd, offset, length: None)
     _write(backend, "object", _CONTENT)
     direct: list[bool] = []
     real = os.preadv
@@ -191,6 +193,8 @@ def test_a_cold_read_is_direct_and_a_warm_one_is_not(
     def spy(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         if sum(map(len, buffers)) > PAGE:
             direct.append(_is_direct(fd))
+        elif flags and not count(fd, offset, 1):
+            raise BlockingIOError  # where the device is done before the kernel looks again, a cold page seems warm
         return real(fd, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", spy)
@@ -208,15 +212,17 @@ def test_a_cold_read_is_direct_and_a_warm_one_is_not(
     assert np.array_equal(buffer, _CONTENT)
 
 
-def test_pages_are_counted_and_left_alone(backend: LocalBackend) -> None:
+@pytest.mark.parametrize("count", ["_cached_pages", "_mapped_pages"])
+def test_pages_are_counted_and_left_alone(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, count: str) -> None:
     """Single pages in the cache would keep the kernel from reading the others ahead in large folios."""
     _write(backend, "object", _CONTENT)
     path = f"{backend.url}/object"
     fd = os.open(path, os.O_RDONLY)
     try:
         os.preadv(fd, [bytearray(1)], 0)
-        if not page_cache._cached_pages(fd, 0, 1):
+        if not getattr(page_cache, count)(fd, 0, 1):
             pytest.skip("this kernel does not count cached pages (cachestat, Linux 6.5)")
+        monkeypatch.setattr(page_cache, "_cached_pages", getattr(page_cache, count))
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         cache = PageCache(fd)
         for at in range(0, len(_CONTENT), _MIB):
