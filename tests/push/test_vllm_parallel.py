@@ -45,8 +45,8 @@ def _check(folder: Path, kind: str, own: list[Any], missing: str, hole: str, lon
     more = engine.pop("more", [])
     versions = [
         (["push", 1], 1), (["push", 2], 2), (["push without", 3, missing], 2), (["push longer", 3, longer], 2),
-        (["fail next load", 1], 2), (["push", 3], 2), (["stream", 4, _RING], 4), (["push", 1], 1),
-        (["stream by group", 0, _RING], 0), (["push", 1], 1), (["push", 0], 0),
+        (["fail next load", 1], 2), (["push", 3], 2), (["stream", 4, _RING], 4),
+        (["stream by group", 1, _RING], 1), (["push", 0], 0),
     ]  # fmt: skip
     steps = [each for step, _ in versions for each in (step, ["generate"], ["digest"])]
     start, *found = _ours(folder, kind, [["generate"], *steps, *more], **engine)
