@@ -1,11 +1,15 @@
 """How long weights take into engines on the same host, by every road: against one copy of the bytes, and one stream.
 
     python -m benchmarks.push [--mebibytes 512] [--rounds 5] [--json FILE] [--page docs/push.md]
+    python -m benchmarks.push --cuda --workers 4 --mebibytes 16384 --json FILE
 
 One sender; engines of two processes with the real receiver (``push_engine``), which put layers into parameters and do
 nothing else. Before each push all weights change. In each round the floors and all ways take turns; what is told are
 medians. The machine's host memory takes the place of what lies between hosts, so the figures say what a push costs
 beside the network, and nothing of networks.
+
+With ``--cuda``, weights are on GPUs on both sides, all workers on one where there is one: by CUDA IPC, against the ways
+through host memory and a copy on the device. (Not run where this was written, which had no GPU.)
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from benchmarks.push_engine import PipeEngine, trainee
 from benchmarks.results import header
 from benchmarks.tables import Grid, show
 from bytecheckpoint.inference.push import Pusher, PushReport
+from bytecheckpoint.inference.push.device_memory import settle
 
 __all__ = ["COPY", "JOIN", "NOTHING", "STREAM", "WAYS", "grid", "main", "measure", "with_table"]
 
@@ -48,23 +53,33 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Engines, and options of ``Pusher``; a fraction is one of a worker's weights."""
 
+CUDA_WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "through host memory, two versions held": (1, {}),
+    "through host memory, streamed": (1, {"memory_bytes": 4 * RING}),
+    "CUDA IPC, streamed": (1, {"cuda_ipc": True}),
+}
+
 COPY, STREAM = "floor: one copy", "floor: one TCP stream"
 NOTHING, JOIN = "nothing has changed", "from the first engine into the second, which joins"
 
 
-def measure(nbytes: int, rounds: int) -> dict[str, Any]:
+def measure(nbytes: int, rounds: int, workers: int = 2, device: str = "cpu") -> dict[str, Any]:
     """Seconds of every round by way and by floor, and the bytes that left the sender."""
-    model = trainee(nbytes)
+    model = trainee(nbytes).to(device)
+    offered = CUDA_WAYS if device == "cuda" else WAYS
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     with ExitStack() as stack:
-        engines = [PipeEngine(f"engine {n}", len(list(model.parameters())), 2) for n in range(2)]
+        layers, most = len(list(model.parameters())), max(count for count, _ in offered.values())
+        engines = [PipeEngine(f"engine {n}", layers, workers, device) for n in range(most)]
         for engine in engines:
             stack.callback(engine.end)
-        ways = {name: _way(engines, model, nbytes, stack, *way) for name, way in WAYS.items()}
+        ways = {name: _way(engines, model, nbytes // workers, stack, *way) for name, way in offered.items()}
         seconds: dict[str, list[float]] = {}
         left: dict[str, int] = {}
         for number in range(rounds + 1):
-            found = {COPY: _copy(model), STREAM: _stream(nbytes)}
+            found = {COPY: _copy(model)}
+            if device == "cpu":
+                found[STREAM] = _stream(nbytes)
             for name, push in ways.items():
                 for _ in range(3):  # the first two give up the memory of the way before, and take their own
                     _change(model)
@@ -74,18 +89,18 @@ def measure(nbytes: int, rounds: int) -> dict[str, Any]:
                     found[NOTHING], _ = push()
                     found[JOIN] = _join(engines)
                     _check(model, engines)
-                _check(model, engines[: WAYS[name][0]])
+                _check(model, engines[: offered[name][0]])
             for name, value in found.items() if number else ():  # in the first round everything is learned and planned
                 seconds.setdefault(name, []).append(value)
     return {"bytes": nbytes, "seconds": seconds, "left": left}
 
 
 def _way(
-    engines: list[PipeEngine], model: nn.Module, nbytes: int, stack: ExitStack, count: int, options: dict[str, Any]
+    engines: list[PipeEngine], model: nn.Module, wanted: int, stack: ExitStack, count: int, options: dict[str, Any]
 ) -> Callable[[], tuple[float, PushReport]]:
     memory = options.get("memory_bytes")
     if isinstance(memory, float):
-        options = {**options, "memory_bytes": int(memory * nbytes / 2)}
+        options = {**options, "memory_bytes": int(memory * wanted)}
     pusher = stack.enter_context(Pusher(engines[:count], **options))
 
     def push() -> tuple[float, PushReport]:
@@ -117,9 +132,11 @@ def _check(model: nn.Module, engines: list[PipeEngine]) -> None:
 
 def _copy(model: nn.Module) -> float:
     copies = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    settle(copies)
     begin = time.perf_counter()
     for copied, parameter in zip(copies, model.parameters(), strict=True):
         copied.copy_(parameter)
+    settle(copies)
     return time.perf_counter() - begin
 
 
@@ -180,11 +197,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2, help="of an engine")
+    parser.add_argument("--cuda", action="store_true", help="weights on GPUs, on both sides")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--page", type=Path, help="rewrite the table of this page of the documentation")
     options = parser.parse_args()
-    settings = {"mebibytes": options.mebibytes, "rounds": options.rounds}
-    found = measure(options.mebibytes << 20, options.rounds)
+    settings = {"mebibytes": options.mebibytes, "rounds": options.rounds, "workers": options.workers}
+    found = measure(options.mebibytes << 20, options.rounds, options.workers, "cuda" if options.cuda else "cpu")
     document = {"header": header("python -m benchmarks.push", settings, Path.cwd()), **found}
     show(grid(document), Console())
     if options.json:

@@ -73,15 +73,16 @@ class _Worker:
 
 
 class PipeEngine(Engine):
-    """``tp`` processes, which answer through pipes."""
+    """``tp`` processes, which answer through pipes. Their layers are on the CPU or, by "cuda", on all GPUs in turn."""
 
-    def __init__(self, name: str, layers: int, tp: int) -> None:
+    def __init__(self, name: str, layers: int, tp: int, device: str = "cpu") -> None:
         self.name = name
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         for rank in range(tp):
             ours, theirs = context.Pipe()
-            context.Process(target=_serve, args=(theirs, layers, tp, rank), daemon=True).start()
+            arguments = theirs, layers, tp, rank, device
+            context.Process(target=_serve, args=arguments, daemon=True).start()
             theirs.close()
             self._pipes.append(ours)
 
@@ -112,9 +113,12 @@ class PipeEngine(Engine):
             raise EngineError(f"a process of {self.name} has ended: {error!r}") from error
 
 
-def _serve(pipe: Connection, layers: int, tp: int, rank: int) -> None:
+def _serve(pipe: Connection, layers: int, tp: int, rank: int, device: str) -> None:
     torch.set_num_threads(1)
     worker = _Worker(layers, tp, rank)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        worker.model.cuda()
     receiver = Receiver(worker)
     while True:
         try:
