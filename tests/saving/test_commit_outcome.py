@@ -53,8 +53,11 @@ def _die_after_confirm(rank: int, world_size: int, path: str) -> tuple[str, set[
 
 
 def _runs(pid: object) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it may go while it is read
+        return False
+    return state.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_rank_that_dies_after_confirming_cannot_undo_the_save(pool: RankPool, tmp_path: Path) -> None:
