@@ -7,14 +7,13 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
-import msgpack
 import torch
 
 from ..at_exit import before_exit
@@ -23,7 +22,6 @@ from ..checkpointer import Checkpointer, default_checkpointer
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
 from ..errors import CheckpointError, KeyNotFoundError, StateError, UnsupportedVersionError
-from ..finding import find_newest
 from ..handle import SaveHandle
 from ..loading import LoadReport
 from ..planners import Layout
@@ -35,6 +33,7 @@ from .cadence import Cadence
 from .housekeeping import METRICS_KEY, STEP_NAME, Housekeeping
 from .in_flight import SavesInFlight
 from .lease import Lease
+from .meetings import Meetings
 from .retention import Retention
 from .signals import SignalWatch
 
@@ -116,6 +115,7 @@ class CheckpointManager:
         self.preempted = False
         self._pid = os.getpid()
         self._checkpointer = checkpointer if checkpointer is not None else default_checkpointer()
+        self._ranks = Meetings(self._checkpointer, deadline_s)
         self._storage_options = dict(storage_options or {})
         self._deadline_s, self._async, self._exits = deadline_s, async_save, on_preempt == "exit"
         self._metadata = dict(metadata or {})
@@ -127,7 +127,7 @@ class CheckpointManager:
         self._lease: Lease | None = None
         self._housekeeping: Housekeeping | None = None
         self._closed = False
-        op = self._operation()
+        op = self._ranks.operation()
         try:
             with op.phase("lease"):
                 check_arguments(
@@ -174,8 +174,8 @@ class CheckpointManager:
         As ``bytecheckpoint.latest``, but that rank 0 alone looks. Raises ``NoValidCheckpointError`` where there are
         traces of saves and no checkpoint that holds, unless ``allow_fresh``.
         """
-        with self._meeting() as op:
-            name = self._find(op, (), allow_fresh)
+        with self._ranks.meeting() as op:
+            name = self._ranks.newest(op, self.root, (), allow_fresh, self._storage_options)
         if name is None:
             return None
         return self._checkpointer.open(join(self.root, name), storage_options=self._storage_options)
@@ -192,8 +192,8 @@ class CheckpointManager:
         """
         damaged: list[str] = []
         while True:
-            with self._meeting("load") as op:
-                name = self._find(op, damaged, allow_fresh)
+            with self._ranks.meeting("load") as op:
+                name = self._ranks.newest(op, self.root, damaged, allow_fresh, self._storage_options)
             if name is None:
                 return None
             try:
@@ -241,7 +241,7 @@ class CheckpointManager:
         is_due = force or self._agenda.is_due(step)
         if not self._agenda.must_meet(is_due):
             return None
-        with self._meeting("save") as op:
+        with self._ranks.meeting("save") as op:
             verdict, plain_metrics = self._meet(op, step, is_due, metrics)
         handle = None
         if verdict.save:
@@ -258,7 +258,7 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Until all saves are committed. Raises, on every rank, what any of them failed with."""
-        with self._meeting() as op, self._settling():
+        with self._ranks.meeting() as op, self._settling():
             self._in_flight.finish(op)
 
     def close(self) -> None:
@@ -281,49 +281,11 @@ class CheckpointManager:
             self.close()
         else:
             # The others may be elsewhere, or gone: nothing is asked of them.
-            self._tell(error)
+            if not self._closed:
+                self._ranks.tell(error)
             self._let_go()
 
-    # -- the ranks -----------------------------------------------------------------------------------------------
-
-    def _operation(self) -> Operation:
-        return self._checkpointer.operation("manager", self._deadline_s)
-
-    @contextmanager
-    def _meeting(self, leads_to: str = "") -> Iterator[Operation]:
-        """One operation of all ranks. Where it fails on this rank, others may have gone on already to what it
-        ``leads_to``: they hear of it there."""
-        op = self._operation()
-        try:
-            yield op
-        except BaseException as error:
-            op.close()
-            if leads_to:
-                next_op = op.follow(leads_to, deadline_s=self._deadline_s)
-                next_op.fail("meet", error)
-                next_op.close()
-            raise
-        finally:
-            op.close()
-
-    def _tell(self, error: BaseException) -> None:
-        """Let the other ranks raise, where they meet next, what ended the training on this one."""
-        if not self._closed:
-            op = self._operation()
-            op.fail("training", error)
-            op.close()
-
-    def _find(self, op: Operation, excluding: Sequence[str], allow_fresh: bool) -> str | None:
-        """Rank 0 looks: ranks on a network file system may see different things."""
-        answer = None
-        with op.phase("find"):
-            if op.rank == 0:
-                found = find_newest(
-                    self.root, excluding=excluding, allow_fresh=allow_fresh, storage_options=self._storage_options
-                )
-                answer = msgpack.packb(None if found is None else found.name)
-        name: str | None = msgpack.unpackb(op.broadcast("found", answer))
-        return name
+    # -- what the ranks settle -------------------------------------------------------------------------------------
 
     def _meet(
         self, op: Operation, step: int, is_due: bool, metrics: Mapping[str, float] | None
