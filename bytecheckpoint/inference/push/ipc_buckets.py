@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ...errors import StateError
+from ...errors import EngineError, StateError
 from .arena import Arena
 from .device_memory import GPU_PREFIX, gpus_here
 
-__all__ = ["ALIGNMENT", "Buckets", "Handle", "gpus_of", "make_buckets"]
+__all__ = ["ALIGNMENT", "Buckets", "Handle", "aligned", "gpus_of", "make_buckets"]
 
 ALIGNMENT = 256  # bytes
 
@@ -108,7 +108,24 @@ def gpus_of(devices: Sequence[str]) -> list[int]:
     return [here[device] for device in devices]
 
 
-def make_buckets(devices: Sequence[str], nbytes: int) -> Buckets:
-    """For a worker on each of the ``devices``. Raises as ``gpus_of``."""
-    gpus = gpus_of(devices)
-    return CudaBuckets(gpus, nbytes) if gpus else HostBuckets(len(devices), nbytes)
+def make_buckets(devices: Sequence[str], most: int, least: int) -> Buckets:
+    """For a worker on each of the ``devices``: of ``most`` bytes, or as many less as it takes for memory to suffice.
+    Raises ``EngineError`` where it does not for ``least``, and as ``gpus_of``."""
+    gpus, nbytes = gpus_of(devices), most
+    while True:
+        try:
+            return CudaBuckets(gpus, nbytes) if gpus else HostBuckets(len(devices), nbytes)
+        except (EngineError, RuntimeError) as error:  # torch's lack of memory is one of the latter
+            if nbytes <= least:
+                raise EngineError(
+                    f"no memory for two buckets of {nbytes:,} bytes, which the longest tensor takes, on "
+                    f"{', '.join(devices)} and on the host; the engine must leave so much ({error})"
+                ) from error
+            nbytes = max(aligned(nbytes // 2), least)
+        if gpus:
+            torch.cuda.empty_cache()
+
+
+def aligned(nbytes: int) -> int:
+    """So many, or a few more."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

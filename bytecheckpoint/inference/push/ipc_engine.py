@@ -18,7 +18,7 @@ from torch import nn
 from ...errors import DeadlineError, EngineError, StateError
 from .device_memory import gpus_here
 from .engines import HttpEngine, PauseMode
-from .ipc_buckets import ALIGNMENT, Buckets, gpus_of, make_buckets
+from .ipc_buckets import Buckets, aligned, gpus_of, make_buckets
 from .ipc_guard import Guard
 from .ipc_update import Update, zeromq
 from .messages import decode
@@ -184,8 +184,9 @@ class _WholeModel:
                 f"{self._engine.name} has not ended an earlier update, which failed; is one of its workers stopped?"
             )
         named = [(name, tensor, self._sent_as(tensor.dtype)) for name, tensor in weights]
-        sizes = [_aligned(tensor.numel() * dtype.itemsize) for _, tensor, dtype in named]
-        buckets = make_buckets(self.devices, max(min(_aligned(self._bucket_bytes), sum(sizes)), *sizes))
+        sizes = [aligned(tensor.numel() * dtype.itemsize) for _, tensor, dtype in named]
+        longest = max(sizes)
+        buckets = make_buckets(self.devices, max(min(aligned(self._bucket_bytes), sum(sizes)), longest), longest)
         try:
             update = self._begin()
             try:
@@ -236,10 +237,6 @@ class _WholeModel:
         if self._guard is not None and (self._last is None or self._last.join(0)):
             self._guard.close()
             self._guard = None
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
