@@ -79,13 +79,44 @@ class Output:
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar over ``total`` bytes on standard error, where that is a terminal; yields the function that moves it."""
-        console = Console(file=sys.stderr, markup=False, highlight=False)
-        if not console.is_terminal:
-            yield lambda nbytes: None
-            return
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
-        with Progress(
-            *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True
-        ) as progress:
-            task = progress.add_task(what, total=total)
-            yield lambda nbytes: progress.advance(task, nbytes)
+        with _bars() as bars:
+            if bars is None:
+                yield lambda nbytes: None
+            else:
+                task = bars.add_task(what, total=total)
+                yield lambda nbytes: bars.advance(task, nbytes)
+
+    @contextmanager
+    def stages(self) -> Iterator[Callable[[str, int, int], None]]:
+        """The same over stages, one after the other. The function takes a stage, the bytes done in it, and how many
+        there are, 0 where that is not known."""
+        with _bars() as bars:
+            if bars is None:
+                yield lambda stage, done, total: None
+            else:
+                yield _StageBar(bars)
+
+
+class _StageBar:
+    def __init__(self, bars: Progress) -> None:
+        self._bars, self._stage = bars, ""
+        self._task = bars.add_task("", total=None)
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            self._bars.reset(self._task, description=stage)
+        self._bars.update(self._task, completed=done, total=total or None)
+
+
+@contextmanager
+def _bars() -> Iterator[Progress | None]:
+    """None where standard error is no terminal."""
+    console = Console(file=sys.stderr, markup=False, highlight=False)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
+    speed = (TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *speed, console=console, transient=True) as bars:
+        yield bars

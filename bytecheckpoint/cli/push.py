@@ -113,7 +113,9 @@ def push_command(
             stack.callback(what.close)
         else:
             what = api.open(source, storage_options=storage_options)
-        report = pusher.push(what, version=version, section=section, rename=prefix_renaming(rename), strict=not partial)
+        renaming, strict = prefix_renaming(rename), not partial
+        with out.stages() as told:
+            report = pusher.push(what, version=version, section=section, rename=renaming, strict=strict, progress=told)
     out.document({"source": what.name if from_engine else what.url, **report.plain()})
     _show(out, report)
 

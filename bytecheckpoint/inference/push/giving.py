@@ -99,8 +99,9 @@ class Gives:
         return {"unreached": []}
 
     def given(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """What came of it, None while it goes on. Raises what it failed with."""
-        return {"outcome": self._of(message["transaction"]).outcome()}
+        """What came of it, None while it goes on, and the bytes written. Raises what it failed with."""
+        give = self._of(message["transaction"])
+        return {"outcome": give.outcome(), "written": give.written}
 
     def let_go(self, message: Mapping[str, Any]) -> dict[str, Any]:
         give = self._gives.pop(message["transaction"], None)
@@ -162,6 +163,7 @@ class _Give:
         self._thread: threading.Thread | None = None
         self._outcome: bytes | None = None
         self._error: BaseException | None = None
+        self.written = 0
 
     @property
     def begun(self) -> bool:
@@ -239,11 +241,17 @@ class _Give:
         for target, open_road in ways.items():
             self._check()
             self._roads[target] = open_road(max(self._deadline - time.monotonic(), 0.05))
-        digests, became = write_all(self._source, jobs, Quantizer(self._source, task), self._roads, known, self._check)
+        quantizer = Quantizer(self._source, task)
+        digests, became = write_all(
+            self._source, jobs, quantizer, self._roads, known, self._check, wrote=self._count_written
+        )
         if self._ended:
             raise self._broken_off()
         packed: bytes = msgpack.packb([digests, became])
         return packed
+
+    def _count_written(self, nbytes: int) -> None:
+        self.written += nbytes
 
     def _drop(self) -> None:
         """Nothing is read or written any more."""

@@ -38,6 +38,7 @@ def send_all(
     group: Group,
     senders: int,
     check: Callable[[], None],
+    wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[list[int], bytes]:
     """As ``write_all``, to the parties of ``group`` behind the ``senders``; digests go with the chunks. Raises
     ``GroupBroken``, and what ``check`` raises."""
@@ -57,6 +58,7 @@ def send_all(
             group.exchange(_transfers(ready, senders), [], ready.step, check)
             for job, _ in ready.jobs:
                 became += bytes([SENT]) * len(job.places)
+                wrote(job.nbytes)
     return [], bytes(became)
 
 

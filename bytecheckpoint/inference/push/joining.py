@@ -23,6 +23,7 @@ from .arena_source import HeldType, held_type
 from .engines import Budget, Engine, ask, ask_all, failure_of
 from .lead import Lead
 from .messages import SenderGone, first_cause
+from .progress import Progress
 from .pushing import Push
 from .report import PushReport
 from .sender import Sender
@@ -42,8 +43,16 @@ class Join(Push):
     Until it returns, the holder keeps the version, whatever is pushed into it meanwhile.
     """
 
-    def __init__(self, op: Operation, lead: Lead | None, sender: Sender, strict: bool, holder: Engine) -> None:
-        super().__init__(op, lead, sender, strict)
+    def __init__(
+        self,
+        op: Operation,
+        lead: Lead | None,
+        sender: Sender,
+        strict: bool,
+        holder: Engine,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(op, lead, sender, strict, progress)
         self._holder, self._deadline_s = holder, sender.deadline_s
         # It gives up after who drives it has, which says more.
         self._kept_s = 2 * sender.deadline_s
@@ -190,6 +199,7 @@ class Join(Push):
         self._is_held = False
 
     def _begin_all(self, lead: Lead, budget: Budget) -> None:
+        self._told.expect(lead.nbytes)
         message = {
             "transaction": self._transaction,
             "receivers": [worker.receiver for worker in lead.planned.workers],
@@ -224,6 +234,7 @@ class Join(Push):
                     raise first_cause(errors)
                 was_left = True
                 continue
+            self._told.reached(sum(answer["written"] for answer in answers))
             outcomes = [answer["outcome"] for answer in answers]
             if all(outcome is not None for outcome in outcomes):
                 return outcomes

@@ -178,6 +178,11 @@ class Lead:
         )
         return packed
 
+    @property
+    def nbytes(self) -> int:
+        """That all senders write, where nothing is there already."""
+        return sum(job.nbytes for jobs in self._jobs().jobs for job in jobs)
+
     def merge_maxima(self, said: Sequence[bytes]) -> list[bytes]:
         """For each sender, of the blocks that are cut, the maxima that it needs."""
         return self.planned.exchange.merged(said)

@@ -16,6 +16,7 @@ from .group import GroupBackend, check_backend
 from .joining import Join
 from .lead import Lead
 from .planning import CHUNK_BYTES
+from .progress import Progress
 from .pushing import SHARE, Push
 from .report import PushReport
 from .sender import Sender
@@ -75,6 +76,7 @@ class Pusher:
         framework: str | None = None,
         rename: Rename | None = None,
         strict: bool = True,
+        progress: Progress | None = None,
     ) -> PushReport:
         """Make every engine serve ``what``: a module, a state as for ``bytecheckpoint.save``, an opened checkpoint, or
         another ``Engine`` that was pushed to, whose workers then give what it serves. Rank 0 alone talks to that one.
@@ -82,7 +84,9 @@ class Pusher:
         ``version`` is what engines call it: by default a checkpoint's step, what the other engine calls it, else one
         more than the last. ``rename`` turns the names of the state into those that the engine's model loads. With
         ``strict``, every element of every parameter of an engine must get something, an engine must take all of a
-        tensor or nothing, and one that gives must have the exact values. Returns when every engine serves it.
+        tensor or nothing, and one that gives must have the exact values. ``progress`` is called
+        by this thread when a stage begins and as this rank writes (or on rank 0, as another engine gives); what it
+        raises is logged, and it is called no more. Returns when every engine serves it.
 
         Where it raises, on any rank, every engine serves the version before, and the next push works; where one cannot
         (as when weights are streamed), the error says so, and the engine is left paused. Raises ``MismatchError`` or
@@ -103,10 +107,10 @@ class Pusher:
                     version = self._named(version, what)
                     op.is_about(f"push of version {version!r}")
             if isinstance(what, Engine):
-                report = Join(op, lead, self._sender, strict, what).join(version, rename)
+                report = Join(op, lead, self._sender, strict, what, progress).join(version, rename)
             else:
                 assert version is not None
-                report = Push(op, lead, self._sender, strict).run(what, version, section, framework, rename)
+                report = Push(op, lead, self._sender, strict, progress).run(what, version, section, framework, rename)
             self._version = report.version
             return report
         finally:

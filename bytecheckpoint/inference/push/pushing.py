@@ -19,6 +19,7 @@ from .group import Group, GroupAddress, GroupBroken
 from .group_sending import send_all
 from .lead import Lead
 from .planned import Outcome
+from .progress import Progress, Telling
 from .quantizer import Quantizer
 from .report import PushReport
 from .ring_road import RingRoad, StreamBroken
@@ -42,8 +43,11 @@ _log = logging.getLogger(__name__)
 class Push:
     """One push on one rank; ``lead`` is there on rank 0."""
 
-    def __init__(self, op: Operation, lead: Lead | None, sender: Sender, strict: bool) -> None:
+    def __init__(
+        self, op: Operation, lead: Lead | None, sender: Sender, strict: bool, progress: Progress | None = None
+    ) -> None:
         self._op, self._lead, self._sender, self._strict = op, lead, sender, strict
+        self._told = Telling(progress)
         self._seconds: dict[str, float] = {}
         self._time = self._budget()  # of the stages that other ranks wait for in one go
 
@@ -118,8 +122,11 @@ class Push:
         with self._stage("write"), ExitStack() as stack:
             roads = self._open_roads(mine["arenas"], mine["tokens"], stack)
             quantizer = self._quantizer(source)
+            self._told.expect(self._sender.nbytes)
             with op.phase("push.write"):
-                outcome = write_all(source, self._sender.jobs, quantizer, roads, mine["known"], op.check)
+                outcome = write_all(
+                    source, self._sender.jobs, quantizer, roads, mine["known"], op.check, wrote=self._told.wrote
+                )
             return op.gather("push.write", msgpack.packb(outcome))
 
     def _quantizer(self, source: Source) -> Quantizer:
@@ -182,6 +189,7 @@ class Push:
                 making = self._sender.making(mine["on_device"])
                 group = self._join_group() if mine["turns"] is not None else None
                 op.gather("push.roads", b"")
+                self._told.expect(self._sender.nbytes)
                 with op.phase("push.write"):
                     if self._lead:
                         stream = Stream(self._lead, version, self._sender.deadline_s)
@@ -189,9 +197,9 @@ class Push:
                         if group is not None:
                             outcome: Any = self._send_by(group, source, quantizer, mine["turns"], rings)
                         else:
-                            outcome = write_all(
-                                source, self._sender.jobs, quantizer, rings, mine["known"], op.check, making
-                            )
+                            jobs, known = self._sender.jobs, mine["known"]
+                            told = self._told.wrote
+                            outcome = write_all(source, jobs, quantizer, rings, known, op.check, making, told)
                     except (StreamBroken, GroupBroken) as error:
                         outcome = [error.late, str(error)]
                         self._sender.leave()
@@ -246,7 +254,8 @@ class Push:
                 ring.check()
 
         jobs = self._sender.jobs
-        return send_all(source, jobs, [Turn(*turn) for turn in turns], quantizer, group, op.world_size, check)
+        turned = [Turn(*turn) for turn in turns]
+        return send_all(source, jobs, turned, quantizer, group, op.world_size, check, self._told.wrote)
 
     def _open_rings(self, mine: dict[str, Any], stack: ExitStack) -> dict[int, RingRoad]:
         """Those of the workers that this sender writes to. By a group nothing is written there: rank 0 hears from all
@@ -282,6 +291,7 @@ class Push:
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
+        self._told.begin(name)
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
 

@@ -28,6 +28,11 @@ class Sender:
     def targets(self) -> list[int]:
         return sorted({place.target for job in self.jobs for place in job.places})
 
+    @property
+    def nbytes(self) -> int:
+        """That it writes, where nothing is there already."""
+        return sum(job.nbytes for job in self.jobs)
+
     def shared(self, arenas: Sequence[Address], there: Sequence[str]) -> dict[int, Road]:
         """Roads to those targets that shared memory reaches. Mappings are kept until the worker has given up the arena,
         and it is not ``there`` any more: the first touch of each page costs as much as a copy of it."""

@@ -48,6 +48,11 @@ class Job:
     write: Write
     places: tuple[Place, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """In all places."""
+        return self.write.nbytes * len(self.places)
+
 
 @dataclass(frozen=True)
 class Making:
@@ -94,11 +99,12 @@ def write_all(
     known: Sequence[Sequence[Any]],
     check: Callable[[], None],
     making: Making = IN_HOST_MEMORY,
+    wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[list[int], bytes]:
     """Digests of the jobs' chunks, and what became of each of their places, in order.
 
     ``known``: for each place ``(digest in the arena, digest in what is served)``, None where unknown. ``check`` is
-    called now and then, and raises where the push is over.
+    called now and then, and raises where the push is over; ``wrote`` with the bytes of each job that is done.
     """
     digests: list[int] = []
     became = bytearray()
@@ -117,9 +123,10 @@ def write_all(
                 for job in batch:
                     held.append(known[at : at + len(job.places)])
                     at += len(job.places)
-                for digest, kinds in threads.map(writer.write, batch, tensors, held):
+                for job, (digest, kinds) in zip(batch, threads.map(writer.write, batch, tensors, held), strict=True):
                     digests.append(digest)
                     became += kinds
+                    wrote(job.nbytes)
     except BaseException:
         writer.raise_failure()  # other threads were only interrupted; all have ended
         raise

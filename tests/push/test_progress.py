@@ -1,0 +1,105 @@
+"""What is told of a push while it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from joins import giving
+from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
+from bytecheckpoint.inference.push import HttpEngine, Pusher
+from bytecheckpoint.testing.ranks import RankPool
+
+RING = {"memory_bytes": 20_000, "chunk_bytes": 4096}
+Told = list[tuple[str, int, int]]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ToyEngine]:
+    with toy_engine(2) as started:
+        yield started
+
+
+def _push(rank: int, world_size: int, url: str, options: dict[str, Any]) -> tuple[Told, Told, list[int]]:
+    """What was told of two pushes, and the bytes that each rank has written in the first."""
+    first: Told = []
+    second: Told = []
+    with Pusher(HttpEngine(url), deadline_s=30, **options) as pusher:
+        report = pusher.push(ToyTrainee(1), version=1, progress=lambda *one: first.append(one))
+        pusher.push(ToyTrainee(1), version=2, progress=lambda *one: second.append(one))
+    return first, second, report.written
+
+
+def _bytes(told: Told, stage: str) -> list[tuple[int, int]]:
+    return [(done, total) for name, done, total in told if name == stage]
+
+
+@pytest.mark.parametrize("options", [{}, RING, {**RING, "group": "gloo"}], ids=["double", "streamed", "group"])
+def test_each_rank_hears_of_what_it_writes(engine: ToyEngine, options: dict[str, Any]) -> None:
+    stages = [
+        "describe",
+        "plan",
+        "prepare",
+        *(["stream"] if "memory_bytes" in options else ["write", "verify", "apply"]),
+    ]
+    with RankPool(2) as pool:
+        found = pool.run(_push, engine.url, options)
+    for rank, (first, second, written) in enumerate(found):
+        for told in (first, second):
+            assert list(dict.fromkeys(stage for stage, _, _ in told)) == stages
+            begin, *moved = _bytes(told, stages[3])
+            assert begin == (0, 0)
+            assert [done for done, _ in moved] == sorted({done for done, _ in moved})
+            assert moved[0][0] == 0
+            assert {total for _, total in moved} == {moved[-1][0]}
+            if "group" not in options:  # there, pieces go to one each
+                assert moved[-1] == (written[rank], written[rank])
+        assert len(_bytes(first, stages[3])) > 5
+
+
+def test_of_a_join(engine: ToyEngine) -> None:
+    _push(0, 1, engine.url, {})
+    told: Told = []
+    with toy_engine(1) as other, Pusher(HttpEngine(other.url), deadline_s=30) as pusher, giving(engine) as begun:
+        with ThreadPoolExecutor(1) as threads:
+            join = threads.submit(pusher.push, HttpEngine(engine.url), progress=lambda *one: told.append(one))
+            begun(join)
+            for worker in (0, 1):
+                engine.fault(worker, "go on")
+            report = join.result()
+        assert other.look()["digests"] == expected_digests(1, 1)
+    wrote = _bytes(told, "write")
+    assert wrote[1] == (0, sum(report.written))
+    assert wrote[-1] == (sum(report.written), sum(report.written))
+
+
+def test_what_raises_is_told_no_more(engine: ToyEngine, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+
+    def progress(stage: str, done: int, total: int) -> None:
+        told.append(stage)
+        raise ValueError("the screen is full")
+
+    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+        pusher.push(ToyTrainee(3), version=3, progress=progress)
+    assert engine.look()["digests"] == expected_digests(3, 2)
+    assert told == ["describe"]
+    assert "the screen is full" in caplog.text
+
+
+def test_on_a_terminal(engine: ToyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(4)}, step=4)
+    push = ["push", str(tmp_path / "c"), "--to", engine.url]
+    assert CliRunner().invoke(cli, push).stderr == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = CliRunner().invoke(cli, push)
+    assert done.exit_code == 0
+    assert "apply" in done.stderr
+    assert "version 4 is served" in done.stdout
