@@ -19,8 +19,8 @@ from streams import RING, push_and_look
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint.errors import EngineError, StateError
-from bytecheckpoint.inference.push import HttpEngine, Pusher, ring_road
-from bytecheckpoint.inference.push.arena import Address
+from bytecheckpoint.inference.push import HttpEngine, Pusher, device_arena, ring_road
+from bytecheckpoint.inference.push.arena import Address, open_arena
 from bytecheckpoint.inference.push.device_arena import DeviceArena, attach_device
 from bytecheckpoint.inference.push.digesting import words_of
 
@@ -70,16 +70,22 @@ def test_who_does_not_see_the_device_sends(
     assert "GPU-of-the-host is on this host, but not visible here (CUDA_VISIBLE_DEVICES); using TCP" in caplog.text
 
 
+@pytest.mark.parametrize("error", [EngineError, RuntimeError])
 def test_who_cannot_open_the_memory_sends(
-    engine: ToyEngine, sent: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    engine: ToyEngine,
+    sent: list[int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
 ) -> None:
-    monkeypatch.setattr(HostDevice, "refuses", True)
+    monkeypatch.setattr(HostDevice, "refusal", error)
     with host_device():
         _push(engine, 3)
     assert sum(sent) > 90_000
-    assert "a worker's memory cannot be opened (invalid argument); using TCP" in caplog.text
+    assert "it cannot be opened; using TCP" in caplog.text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_workers_without_a_device() -> None:
     with toy_engine(1) as engine:
         with pytest.raises(StateError, match=r"worker 0 of .*: this worker has no CUDA device.*push without cuda_ipc"):
@@ -169,6 +175,27 @@ def test_it_stays_while_somebody_has_it_open(end: str) -> None:
         until(lambda: not HostDevice.taken, "given back")
         assert attach_device(address) is None
         guest.stdin.close()
+
+
+@pytest.mark.usefixtures("device")
+def test_who_comes_while_it_is_given_back_opens_nothing() -> None:
+    arena = DeviceArena(100)
+    address = arena.address
+    descriptor = open_arena(address)
+    assert descriptor is not None
+    arena.close()
+    assert device_arena._opened(address, descriptor) is None
+    os.close(descriptor)
+
+
+@pytest.mark.usefixtures("device")
+def test_memory_that_cannot_be_shut(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def shut(device: HostDevice, memory: torch.Tensor) -> None:
+        raise EngineError("it cannot be shut")
+
+    monkeypatch.setattr(HostDevice, "shut", shut)
+    device_arena.OpenArena(os.open("/dev/null", os.O_RDONLY), torch.zeros(1), HostDevice()).close()
+    assert "it cannot be shut" in caplog.text
 
 
 @pytest.mark.usefixtures("device")

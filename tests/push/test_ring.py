@@ -19,6 +19,7 @@ from bytecheckpoint.dtypes import dtype_named
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from bytecheckpoint.geometry import Box
 from bytecheckpoint.inference.parts import Part
+from bytecheckpoint.inference.push.arena import attach
 from bytecheckpoint.inference.push.layout import ALIGNMENT, Layout
 from bytecheckpoint.inference.push.ring import Ring
 from bytecheckpoint.inference.push.ring_road import RingRoad, StreamBroken
@@ -227,3 +228,28 @@ def test_a_sender_that_breaks_the_rules(announce: Callable[[Sender], object], te
         announce(sender)
         with pytest.raises(BytecheckpointError, match=text):
             ring.drain()
+
+
+def test_a_failure_of_the_device_is_heard_of() -> None:
+    def digest(data: torch.Tensor) -> int:
+        raise RuntimeError("out of memory")
+
+    waves = ring_of(_layout([100, 100]), 1000)
+    ring = Ring(waves, _takes(waves.layout, [1, 1]), 10.0, digest=digest)
+    with _senders(ring, waves, 1, shared=True) as (sender,):
+        sender.write(0)
+        with pytest.raises(EngineError, match="receiving failed: RuntimeError: out of memory"):
+            ring.get(0)
+        ring.close()
+    assert ring.memory is not None
+    assert attach(ring.memory) is None
+
+
+def test_nothing_is_written_into_what_has_failed() -> None:
+    waves = ring_of(_layout([100, 100]), 1000)
+    with _ring(waves, [1, 1]) as ring, _senders(ring, waves, 1, shared=True) as (sender,):
+        ring.fail(EngineError("the layer does not fit"))
+        sender.road._ear.join()  # it has heard
+        with pytest.raises(StreamBroken, match="the layer does not fit"):
+            sender.write(0)
+        assert not ring.claim(0, 0).any()

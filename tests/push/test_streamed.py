@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from joins import arenas
+import torch
+from joins import arenas, until
 from leak_watch import held_now
 from streams import RING, fail, push_and_look, same
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
@@ -78,6 +79,13 @@ def test_nothing_grows(engine: ToyEngine, options: dict[str, Any]) -> None:
     assert held[0] == held[1]
 
 
+@pytest.mark.parametrize("options", [{}, RING, DEVICE, {**RING, "group": "gloo"}], ids=str)
+def test_in_inference_mode(engine: ToyEngine, options: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        ((_, (digests,)),) = push_and_look(0, 1, [engine.url], [36], options)
+    assert digests == expected_digests(36, 2)
+
+
 def test_what_is_free_decides() -> None:
     assert choose_mode(100, 0, 200, 8) == DOUBLE
     assert choose_mode(100, 0, 199, 8) == SINGLE
@@ -103,6 +111,7 @@ def test_a_damaged_chunk(engine: ToyEngine, pool: RankPool, options: dict[str, A
     assert "the bytes of version 1 were not kept" in message
     assert "is left paused; push again, or restart it" in message
     assert engine.paused
+    until(lambda: arenas(engine) == engine.look()["arenas"] == [0, 0], "the ring is given back")
     _push(engine, 3, options)
 
 

@@ -60,8 +60,8 @@ class HostDevice(DeviceMemory):
     name = "GPU-of-the-host"
     taken: dict[int, Arena] = {}
     opened: set[int] = set()
-    refuses = False
-    """To be opened by other processes."""
+    refusal: type[Exception] | None = None
+    """What other processes get that open it."""
 
     def take(self, nbytes: int) -> torch.Tensor:
         arena = Arena(nbytes)
@@ -77,8 +77,10 @@ class HostDevice(DeviceMemory):
 
     def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
         memory = attach(Address.from_plain(msgpack.unpackb(handle)))
-        if memory is None or HostDevice.refuses:
-            raise EngineError("a worker's memory cannot be opened (invalid argument)")
+        if HostDevice.refusal is not None:
+            raise HostDevice.refusal("it cannot be opened")
+        if memory is None:
+            raise EngineError("the device does not know that handle")
         self.opened.add(memory.data_ptr())
         return memory.as_subclass(_OnDevice)
 

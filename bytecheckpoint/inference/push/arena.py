@@ -119,4 +119,5 @@ def _is_arena(descriptor: int, address: Address) -> bool:
 
 def _mapped(descriptor: int, size: int) -> torch.Tensor:
     # Tensors keep the mapping alive, and the last of them ends it.
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    with torch.inference_mode(False):  # other threads write to it
+        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)

@@ -56,6 +56,7 @@ class DeviceArena:
         if self._is_closed:
             return
         self._is_closed = True
+        _own.pop(self._card.token, None)
         memory, self.memory = self.memory, torch.empty(0, dtype=torch.uint8)
         try:
             fcntl.flock(self._card.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,11 +71,12 @@ class DeviceArena:
         self._give_back(memory)
 
     def _give_back(self, memory: torch.Tensor) -> None:
-        """This has the lock, and nobody else can open it."""
+        """This has the lock. Who has the card open already, and locks it next, finds nothing on it."""
+        self._card.memory.zero_()
         self._card.close()
         try:
             self._device.give_back(memory)
-        except EngineError:
+        except (EngineError, RuntimeError):
             _log.warning("push: %d bytes of %s are lost", memory.numel(), self._device.name, exc_info=True)
 
 
@@ -86,12 +88,14 @@ class OpenArena:
         self.memory = memory
 
     def close(self) -> None:
-        """No view of the memory may be used after this."""
+        """No view of the memory may be used after this. Never raises."""
         if self._descriptor >= 0:
             memory, self.memory = self.memory, torch.empty(0, dtype=torch.uint8)
             try:
                 if self._device is not None:
                     self._device.shut(memory)
+            except (EngineError, RuntimeError):
+                _log.warning("push: a worker's memory stays open here", exc_info=True)
             finally:
                 # By name, as processes that were forked meanwhile have the descriptor too.
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -123,13 +127,16 @@ def _opened(address: Address, descriptor: int) -> OpenArena | None:
     own = _own.get(address.token)
     if own is not None:
         return OpenArena(descriptor, own.memory, None)
-    name, handle, nbytes = msgpack.unpackb(os.pread(descriptor, address.nbytes, 0))
+    card = os.pread(descriptor, address.nbytes, 0)
+    if not card.strip(b"\0"):
+        return None  # it has been given back
+    name, handle, nbytes = msgpack.unpackb(card)
     device = device_memory.memory_of(name)
     if device is None:
         _log.warning("push: %s is on this host, but not visible here (CUDA_VISIBLE_DEVICES); using TCP", name)
         return None
     try:
         return OpenArena(descriptor, device.open(handle, nbytes), device)
-    except EngineError as error:
+    except (EngineError, RuntimeError) as error:  # torch makes a context on the device, which takes memory
         _log.warning("push: %s; using TCP", error)
         return None

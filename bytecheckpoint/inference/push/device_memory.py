@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ GPU_PREFIX = "GPU-"
 _HANDLE_BYTES = 64
 _PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: the only flag that there is
 _OUT_OF_MEMORY = 2
+_BLOCK = 2 << 20  # CUDA shares whole blocks, with whatever lies in them
 
 
 class DeviceMemory(ABC):
@@ -91,15 +92,15 @@ class _Cuda(DeviceMemory):
         self._gpu, self.name = gpu, _name_of(gpu)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        pointer = ctypes.c_void_p()
+        pointer, taken = ctypes.c_void_p(), -(-nbytes // _BLOCK) * _BLOCK
         with torch.cuda.device(self._gpu):
-            code = _cuda().cudaMalloc(ctypes.byref(pointer), nbytes)
+            code = _cuda().cudaMalloc(ctypes.byref(pointer), taken)
             if code == _OUT_OF_MEMORY:
                 _cuda().cudaGetLastError()
                 torch.cuda.empty_cache()  # torch may keep memory that nobody uses
-                code = _cuda().cudaMalloc(ctypes.byref(pointer), nbytes)
+                code = _cuda().cudaMalloc(ctypes.byref(pointer), taken)
         _check(code, f"no memory for {nbytes:,} bytes on {self.name}; give Pusher less memory_bytes")
-        return self._tensor(pointer, nbytes)
+        return self._tensor(pointer, nbytes, _cuda().cudaFree)
 
     def give_back(self, memory: torch.Tensor) -> None:
         with torch.cuda.device(self._gpu):
@@ -118,15 +119,21 @@ class _Cuda(DeviceMemory):
             given = _Handle.from_buffer_copy(handle)
             code = _cuda().cudaIpcOpenMemHandle(ctypes.byref(pointer), given, _PEER_ACCESS)
         _check(code, f"a worker's memory on {self.name} cannot be opened")
-        return self._tensor(pointer, nbytes)
+        return self._tensor(pointer, nbytes, _cuda().cudaIpcCloseMemHandle)
 
     def shut(self, memory: torch.Tensor) -> None:
         with torch.cuda.device(self._gpu):
             _check(_cuda().cudaIpcCloseMemHandle(memory.data_ptr()), f"memory of {self.name} cannot be closed")
 
-    def _tensor(self, pointer: ctypes.c_void_p, nbytes: int) -> torch.Tensor:
+    def _tensor(self, pointer: ctypes.c_void_p, nbytes: int, undo: Callable[[ctypes.c_void_p], int]) -> torch.Tensor:
         assert pointer.value is not None
-        return torch.as_tensor(_Bytes(pointer.value, nbytes), device=f"cuda:{self._gpu}")
+        try:
+            with torch.inference_mode(False):  # other threads write to it
+                return torch.as_tensor(_Bytes(pointer.value, nbytes), device=f"cuda:{self._gpu}")
+        except BaseException:
+            with torch.cuda.device(self._gpu):
+                undo(pointer)
+            raise
 
 
 class _Bytes:

@@ -41,7 +41,8 @@ def digest_on_device(data: torch.Tensor) -> torch.Tensor:
     """Of bytes: each word of 8 is mixed with its place, so that words that were damaged, moved or left out are noticed;
     not made to withstand who means harm."""
     whole = data.numel() // 8 * 8
-    words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
+    is_aligned = data.data_ptr() % 8 == data.storage_offset() % 8 == 0
+    words = data[:whole].view(torch.int64) if is_aligned else data[:whole].clone().view(torch.int64)
     found = _mixed(words, 0)
     if whole < data.numel():
         rest = torch.zeros(8, dtype=torch.uint8, device=data.device)

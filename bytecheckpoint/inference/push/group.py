@@ -7,12 +7,14 @@ no list of torch's, so that neither the job's nor the engine's own are touched.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -132,6 +134,7 @@ def join_group(address: GroupAddress, rank: int) -> Group:
     """Returns when all parties are there. Raises ``EngineError`` where that is not so in time."""
     try:
         store = _connected(address)
+        _meet(store, rank, address)
         return _Gloo(address, store, rank) if address.backend == "gloo" else _Nccl(address, store, rank)
     except (RuntimeError, ValueError) as error:  # torch's errors are among them
         raise EngineError(
@@ -152,6 +155,12 @@ def _connected(address: GroupAddress) -> Store:
         else:
             return PrefixStore(address.name, store)
     raise failed
+
+
+def _meet(store: Store, rank: int, address: GroupAddress) -> None:
+    """All are there: NCCL itself waits for ever for who does not come."""
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{party}" for party in range(address.size)], timedelta(seconds=address.wait_s))
 
 
 class _Gloo(Group):
@@ -198,7 +207,8 @@ class _Nccl(Group):
         self.device = torch.device("cuda", torch.cuda.current_device())
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _FOR_EVER
-        self._group: Any = dist.ProcessGroupNCCL(store, rank, address.size, options)
+        with _without_watchdog():
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, address.size, options)
         self._group.eager_connect_single_device(self.device)
 
     def exchange(
@@ -209,17 +219,27 @@ class _Nccl(Group):
             raise _broken("this party has left the group")
         if not sends and not receives:
             return
+        # Of what fails between the first of it and the last, NCCL keeps in the thread that there was no last.
+        error = _in_a_thread_of_its_own(lambda: self._do(group, sends, receives, check))
         try:
-            with torch.cuda.device(self.device):
-                group._start_coalescing()
-                for party, tensor in receives:
-                    group.recv([tensor], party, 0)
-                for party, tensor in sends:
-                    group.send([tensor], party, 0)
-                work = group._end_coalescing()
-                self._wait_for(work, check)
-        except RuntimeError as error:
-            raise _broken(f"the group broke: {error}") from error
+            if isinstance(error, RuntimeError):
+                raise _broken(f"the group broke: {error}") from error
+            if error is not None:
+                raise error
+        finally:
+            del error  # it has this frame
+
+    def _do(
+        self, group: Any, sends: Sequence[Transfer], receives: Sequence[Transfer], check: Callable[[], None]
+    ) -> None:
+        with torch.cuda.device(self.device):
+            group._start_coalescing()
+            for party, tensor in receives:
+                group.recv([tensor], party, 0)
+            for party, tensor in sends:
+                group.send([tensor], party, 0)
+            work = group._end_coalescing()
+            self._wait_for(work, check)
 
     def _wait_for(self, work: Any, check: Callable[[], None]) -> None:
         end = time.monotonic() + self._wait_s
@@ -235,3 +255,34 @@ class _Nccl(Group):
         if group is not None:
             with contextlib.suppress(RuntimeError):
                 group.abort()  # what others of this process's kernels wait for would never end
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """A group that is made meanwhile has none: at the first error of the network, torch's ends the process."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _in_a_thread_of_its_own(function: Callable[[], None]) -> BaseException | None:
+    """What it raised. A daemon, as the interpreter must be able to end while NCCL waits."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="bcp-push-nccl", daemon=True)
+    thread.start()
+    thread.join()
+    return raised.pop() if raised else None

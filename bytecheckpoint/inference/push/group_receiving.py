@@ -32,7 +32,8 @@ class GroupMemory:
     def __init__(self, backend: GroupBackend, nbytes: int) -> None:
         check_backend(backend)
         device = torch.device("cpu") if backend == "gloo" else compute_device()
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # another thread writes to it
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)

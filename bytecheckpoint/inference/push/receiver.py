@@ -197,6 +197,7 @@ class Receiver:
             )
             self._membership.leave()  # the others notice
             self._go_back(f"version {weights.version!r} was not put in whole: {type(error).__name__}: {error}")
+            self._stop_listening()  # nobody says that it is over
             raise
         weights.digests, self._set_aside = ring.digests, ring.set_aside
         self._versions.serve_next(self._transaction)

@@ -127,10 +127,12 @@ class Ring(Chunks):
 
     def close(self) -> None:
         """Ends connections, and gives the memory back."""
-        self._server.close()
-        self.fail(EngineError("this push is over"))
-        self._memory.close()
-        self._aside.clear()
+        try:
+            self._server.close()
+            self.fail(EngineError("this push is over"))
+        finally:
+            self._memory.close()
+            self._aside.clear()
 
     def fail(self, error: BytecheckpointError) -> None:
         """Have all, on both ends, raise ``error``. The first one stays."""
@@ -261,11 +263,9 @@ class _RingServer(SenderServer):
                 received += chunk
             with self._sending:
                 connection.sendall(STATUS.pack(FINISHED, received))
-        except (OSError, EngineError, CorruptionError) as error:
+        except Exception as error:
             if not self._ring.is_complete:
-                self._ring.fail(
-                    error if isinstance(error, CorruptionError) else SenderGone(f"a sender is gone: {error}")
-                )
+                self._ring.fail(_what_ended(error))
             raise
         finally:
             with self._sending:
@@ -284,6 +284,15 @@ class _RingServer(SenderServer):
                 place.copy_(landing)
         self._ring.prove(chunk, place, digest)
         return int(length)
+
+
+def _what_ended(error: Exception) -> BytecheckpointError:
+    """A connection."""
+    if isinstance(error, CorruptionError):
+        return error
+    if isinstance(error, (OSError, EngineError)):
+        return SenderGone(f"a sender is gone: {error}")
+    return EngineError(f"receiving failed: {type(error).__name__}: {error}")  # a device has no memory left, say
 
 
 def _failed(error: BytecheckpointError) -> bytes:

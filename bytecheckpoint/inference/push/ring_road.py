@@ -13,7 +13,7 @@ import torch
 from ...engine.tensor_bytes import byte_view
 from ...errors import EngineError
 from .arena import Address, attach
-from .device_arena import attach_device
+from .device_arena import OpenArena, attach_device
 from .device_memory import settle
 from .roads import Place, Road, connect
 from .tcp_wire import END, FAILED, FRAME, STATUS, TAKEN, TcpAddress, receive, wait_for_ever
@@ -38,17 +38,30 @@ class RingRoad(Road):
         self, address: TcpAddress, memory: Address | None, slots: int, deadline_s: float, *, on_device: bool = False
     ) -> None:
         self._slots, self._deadline_s = slots, deadline_s
-        self._connection, self._where = connect(address)
-        self._arena = attach_device(memory) if memory is not None and on_device else None
-        self._memory = self._arena.memory if self._arena is not None else None
-        if memory is not None and not on_device:
-            self._memory = attach(memory)
-        wait_for_ever(self._connection, sending_s=deadline_s)
+        self._memory: torch.Tensor | None = None
+        self._arena: OpenArena | None = None
         self._sending = threading.Lock()
         self._heard = threading.Condition()
         self._taken, self._over, self._failure = 0, False, ""
-        self._ear = threading.Thread(target=self._listen, name="bcp-push-ring", daemon=True)
-        self._ear.start()
+        self._connection, self._where = connect(address)
+        try:
+            wait_for_ever(self._connection, sending_s=deadline_s)
+            if memory is not None:
+                self._attach(memory, on_device)
+            self._ear = threading.Thread(target=self._listen, name="bcp-push-ring", daemon=True)
+            self._ear.start()
+        except BaseException:
+            self._connection.close()
+            self._give_memory_up()
+            raise
+
+    def _attach(self, memory: Address, on_device: bool) -> None:
+        if not on_device:
+            self._memory = attach(memory)
+            return
+        self._arena = attach_device(memory)
+        if self._arena is not None:
+            self._memory = self._arena.memory
 
     def write(self, place: Place, data: torch.Tensor, digest: int) -> None:
         with self._heard:
@@ -99,9 +112,10 @@ class RingRoad(Road):
             ) from error
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        while not condition():
-            if self._failure:
-                raise StreamBroken(self._failure)
+        while True:
+            self.check()
+            if condition():
+                return
             if self._over:
                 raise StreamBroken(f"the worker at {self._where} ended the stream")
             before = self._taken

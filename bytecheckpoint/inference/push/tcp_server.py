@@ -82,6 +82,8 @@ class SenderServer(ABC):
                 self._converse(connection)
         except (OSError, EngineError, CorruptionError) as error:
             _log.warning("push: a sender's connection ended: %s", error)
+        except Exception:  # noqa: BLE001 - whoever waits for what it brings hears of it by the deadline, or before
+            _log.exception("push: receiving from a sender failed")
         finally:
             with self._lock:
                 self._connections.discard(connection)
