@@ -219,3 +219,10 @@ def test_as_a_process_of_its_own(one: Path, tmp_path: Path) -> None:
     assert missing.returncode == 3
     assert missing.stdout == ""
     assert missing.stderr.startswith("bcp: no checkpoint at")
+
+
+def test_nothing_slow_is_imported_for_nothing() -> None:
+    """What only some commands need, or only some states: it would take as long as torch itself."""
+    slow = {"torch.distributed.fsdp", "torch.distributed.tensor", "fsspec", "s3fs", "vllm", "transformers"}
+    check = f"import sys, bytecheckpoint.cli; found = {slow} & set(sys.modules); assert not found, found"
+    subprocess.run([sys.executable, "-c", check], check=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ...errors import FormatError, KeyNotFoundError, StateError
+from ...frameworks.module_tree import has_fsdp1
 from ...storage_backends import open_backend
 from .engines import Engine
 from .targets import TargetEngine
@@ -45,7 +45,7 @@ def adapter_state(model: nn.Module, adapter: str = "default") -> dict[str, torch
     whose parameters have not their own shapes, and for an adapter with whole modules (``modules_to_save``), which is
     more than LoRA.
     """
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    if has_fsdp1(model):
         raise StateError("the tensors of an adapter under FSDP-1 are not found by name; shard it with FSDP-2")
     found: dict[str, torch.Tensor] = {}
     others: set[str] = set()

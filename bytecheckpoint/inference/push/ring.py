@@ -8,31 +8,27 @@ and a slot that is complete can always be emptied.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-import msgpack
 import torch
 
-from ...engine.tensor_bytes import byte_view
 from ...errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ...geometry import Box
 from .arena import Address, Arena
 from .device_memory import settle
 from .digesting import Digest, xxh3_of
-from .messages import SenderGone, without_frames
+from .messages import without_frames
+from .ring_server import RingServer
 from .serving import Chunks
-from .tcp_server import SenderServer
-from .tcp_wire import END, FAILED, FINISHED, FRAME, STATUS, TAKEN, TcpAddress, receive, receive_into, wait_for_ever
+from .tcp_wire import TcpAddress
 from .waves import Waves
 
 __all__ = ["Ring", "RingMemory"]
 
 _NOTHING, _COMING, _HERE = range(3)  # what is known of a chunk
-_MAX_TEXT = 4000
 _ANY = 1 << 62  # uses of a chunk that the loader computes with: nobody knows how many
 
 
@@ -79,7 +75,7 @@ class Ring(Chunks):
         """Bytes so far that the loader wanted in another order than it was seen to."""
         self._memory = memory or Arena(waves.nbytes)
         try:
-            self._server = _RingServer(self, deadline_s)
+            self._server = RingServer(self, deadline_s)
         except BaseException:
             self._memory.close()
             raise
@@ -139,14 +135,13 @@ class Ring(Chunks):
         with self._changed:
             if self._failure is None:
                 self._failure = without_frames(error)
-                self._server.tell(_failed(error))
+                self._server.tell_failed(error)
                 self._changed.notify_all()
 
     def join(self, connection: socket.socket) -> None:
         """A sender is there: it hears how things stand, and of every change from now on."""
         with self._changed:
-            frame = STATUS.pack(TAKEN, self._taken) if self._failure is None else _failed(self._failure)
-            self._server.add(connection, frame)
+            self._server.add(connection, self._taken, self._failure)
 
     def check(self) -> None:
         """Raise what has failed; not itself, as it would keep what it is raised through, which has views of slots."""
@@ -231,73 +226,7 @@ class Ring(Chunks):
         settle([self._memory.memory])  # copies out of it may not have begun
         self._taken += 1
         self._changed.notify_all()
-        self._server.tell(STATUS.pack(TAKEN, self._taken))
-
-
-class _RingServer(SenderServer):
-    def __init__(self, ring: Ring, deadline_s: float) -> None:
-        self._ring = ring
-        self._sending = threading.Lock()
-        self._senders: set[socket.socket] = set()
-        super().__init__(deadline_s)
-
-    def add(self, connection: socket.socket, frame: bytes) -> None:
-        with self._sending:
-            self._senders.add(connection)
-            connection.sendall(frame)
-
-    def tell(self, frame: bytes) -> None:
-        """Say something to all senders that are there."""
-        with self._sending:
-            for connection in self._senders:
-                with contextlib.suppress(OSError):  # whoever has gone is noticed where its chunks are awaited
-                    connection.sendall(frame)
-
-    def _converse(self, connection: socket.socket) -> None:
-        # A sender is silent for as long as the model takes for a layer: who stalls is noticed where chunks are awaited.
-        wait_for_ever(connection, sending_s=self._deadline_s)
-        try:
-            self._ring.join(connection)
-            received = 0
-            while (chunk := self._receive_chunk(connection)) is not None:
-                received += chunk
-            with self._sending:
-                connection.sendall(STATUS.pack(FINISHED, received))
-        except Exception as error:
-            if not self._ring.is_complete:
-                self._ring.fail(_what_ended(error))
-            raise
-        finally:
-            with self._sending:
-                self._senders.discard(connection)
-
-    def _receive_chunk(self, connection: socket.socket) -> int | None:
-        """Bytes received; None where the sender has come to its end."""
-        chunk, length, digest = FRAME.unpack(receive(connection, FRAME.size))
-        if chunk == END:
-            return None
-        place = self._ring.claim(chunk, length)
-        if length:
-            landing = torch.empty(length, dtype=torch.uint8) if place.is_cuda else place
-            receive_into(connection, byte_view(landing))
-            if landing is not place:
-                place.copy_(landing)
-        self._ring.prove(chunk, place, digest)
-        return int(length)
-
-
-def _what_ended(error: Exception) -> BytecheckpointError:
-    """A connection."""
-    if isinstance(error, CorruptionError):
-        return error
-    if isinstance(error, (OSError, EngineError)):
-        return SenderGone(f"a sender is gone: {error}")
-    return EngineError(f"receiving failed: {type(error).__name__}: {error}")  # a device has no memory left, say
-
-
-def _failed(error: BytecheckpointError) -> bytes:
-    text = msgpack.packb([type(error).__name__, str(error)[:_MAX_TEXT]])
-    return bytes(STATUS.pack(FAILED, len(text)) + text)
+        self._server.tell_taken(self._taken)
 
 
 def _expected_uses(waves: Waves, takes: Sequence[tuple[int, Box]]) -> list[int]:
