@@ -97,9 +97,7 @@ class OpenArena:
             except (EngineError, RuntimeError):
                 _log.warning("push: a worker's memory stays open here", exc_info=True)
             finally:
-                # By name, as processes that were forked meanwhile have the descriptor too.
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-                os.close(self._descriptor)
+                _leave(self._descriptor)
                 self._descriptor = -1
 
 
@@ -112,10 +110,10 @@ def attach_device(address: Address) -> OpenArena | None:
     try:
         found = _opened(address, descriptor)
     except BaseException:
-        os.close(descriptor)
+        _leave(descriptor)
         raise
     if found is None:
-        os.close(descriptor)
+        _leave(descriptor)
     return found
 
 
@@ -140,3 +138,9 @@ def _opened(address: Address, descriptor: int) -> OpenArena | None:
     except (EngineError, RuntimeError) as error:  # torch makes a context on the device, which takes memory
         _log.warning("push: %s; using TCP", error)
         return None
+
+
+def _leave(descriptor: int) -> None:
+    # The lock by name, as processes that were forked meanwhile have the descriptor too.
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
