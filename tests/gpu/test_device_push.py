@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from joins import until
-from streams import RING
+from streams import RING, watch_sent
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint.errors import BytecheckpointError, EngineError
-from bytecheckpoint.inference.push import HttpEngine, Pusher, ring_road
+from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push.device_arena import DeviceArena
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -30,16 +30,7 @@ def engine() -> Iterator[ToyEngine]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of chunks that go over connections."""
-    found: list[int] = []
-    send = ring_road.RingRoad._send
-
-    def spy(road: ring_road.RingRoad, chunk: int, data: Any, digest: int) -> None:
-        found.append(len(data))
-        send(road, chunk, data, digest)
-
-    monkeypatch.setattr(ring_road.RingRoad, "_send", spy)
-    return found
+    return watch_sent(monkeypatch)
 
 
 @pytest.mark.parametrize("options", [RING, {}], ids=["a small ring", "by default"])

@@ -9,17 +9,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from host_device import HostDevice, host_device
 from joins import until
-from streams import RING, push_and_look
+from streams import RING, push_and_look, watch_sent
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint.errors import EngineError, StateError
-from bytecheckpoint.inference.push import HttpEngine, Pusher, device_arena, ring_road
+from bytecheckpoint.inference.push import HttpEngine, Pusher, device_arena
 from bytecheckpoint.inference.push.arena import Address, open_arena
 from bytecheckpoint.inference.push.device_arena import DeviceArena, attach_device
 from bytecheckpoint.inference.push.digesting import words_of
@@ -42,16 +41,7 @@ def _push(engine: ToyEngine, version: int) -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of chunks that go over connections."""
-    found: list[int] = []
-    send = ring_road.RingRoad._send
-
-    def spy(road: ring_road.RingRoad, chunk: int, data: Any, digest: int) -> None:
-        found.append(len(data))
-        send(road, chunk, data, digest)
-
-    monkeypatch.setattr(ring_road.RingRoad, "_send", spy)
-    return found
+    return watch_sent(monkeypatch)
 
 
 def test_bytes_go_from_device_to_device(engine: ToyEngine, sent: list[int]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from host_device import host_device
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +18,7 @@ from bytecheckpoint.errors import BytecheckpointError
 from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport, group_sending
 from bytecheckpoint.inference.push.ring_road import RingRoad
 
-__all__ = ["RING", "fail", "push_and_look", "same"]
+__all__ = ["RING", "fail", "push_and_look", "same", "watch_sent"]
 
 RING: dict[str, Any] = {"memory_bytes": 20_000, "chunk_bytes": 4096}
 """Options of ``Pusher``; a worker wants some 90,000 bytes."""
@@ -65,6 +66,19 @@ def same(raised: Sequence[tuple[str, str]], kind: type[Exception]) -> str:
     assert {name for name, _ in raised} == {kind.__name__}, raised
     assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
     return raised[0][1]
+
+
+def watch_sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of chunks that go over connections from now on, of this process's streams."""
+    found: list[int] = []
+    send = RingRoad._send
+
+    def spy(road: RingRoad, chunk: int, data: bytes | memoryview, digest: int) -> None:
+        found.append(len(data))
+        send(road, chunk, data, digest)
+
+    monkeypatch.setattr(RingRoad, "_send", spy)
+    return found
 
 
 def _sharded(version: int, world_size: int) -> Any:
