@@ -7,6 +7,7 @@ import gc
 import os
 import statistics
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +18,10 @@ from pathlib import Path
 
 import psutil
 
+from bytecheckpoint.storage_backends.keys import TEMPORARY
+
 _LOOKS = 5
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,13 @@ def median(samples: Sequence[int]) -> int:
 
 
 def _descriptors() -> Counter[str]:
-    """What each descriptor is of that stays open: a lease, say, is written from time to time, and closed again."""
-    return reduce(and_, (_open_now() for _ in range(_LOOKS)))
+    """What each descriptor is of that stays open: a lease, say, is written from time to time, and closed again, which
+    takes as long as the disk does."""
+    found, end = reduce(and_, (_open_now() for _ in range(_LOOKS))), time.monotonic() + _PATIENCE_S
+    while any(TEMPORARY in name for name in found) and time.monotonic() < end:
+        time.sleep(0.01)
+        found &= _open_now()
+    return found
 
 
 def _open_now() -> Counter[str]:
