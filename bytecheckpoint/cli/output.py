@@ -105,7 +105,9 @@ class _StageBar:
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage:
             self._stage = stage
-            self._bars.reset(self._task, description=stage)
+            # Another task: none forgets a total that it had.
+            self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(stage, total=None)
         self._bars.update(self._task, completed=done, total=total or None)
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from joins import giving
+from rich.console import Console
+from rich.progress import Progress as RichProgress
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
+from bytecheckpoint.cli.output import _StageBar
 from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -92,6 +96,17 @@ def test_what_raises_is_told_no_more(engine: ToyEngine, caplog: pytest.LogCaptur
     assert engine.look()["digests"] == expected_digests(3, 2)
     assert told == ["describe"]
     assert "the screen is full" in caplog.text
+
+
+def test_a_stage_has_no_bytes_of_the_one_before() -> None:
+    with RichProgress(console=Console(file=StringIO())) as bars:
+        tell = _StageBar(bars)
+        seen = []
+        for told in (("write", 0, 0), ("write", 0, 10), ("write", 7, 10), ("apply", 0, 0)):
+            tell(*told)
+            (task,) = bars.tasks
+            seen.append((task.description, task.completed, task.total))
+    assert seen == [("write", 0, None), ("write", 0, 10), ("write", 7, 10), ("apply", 0, None)]
 
 
 def test_on_a_terminal(engine: ToyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
