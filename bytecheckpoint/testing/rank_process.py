@@ -17,6 +17,7 @@ import pickle
 import random
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -76,8 +77,9 @@ class Call:
 def serve(connection: Connection, output_file: str, stack_file: str, import_path: list[str]) -> None:
     """Run calls until the parent goes away.
 
-    For each ``Call`` the answers are ``("returned" | "raised", payload, text)`` and then, once the process group is
-    gone, ``("idle", b"", "")``. A rank that returned keeps its group until the parent says that all others are done.
+    For each ``Call`` the answers are ``("returned" | "raised", payload, text, at)`` and then, once the process group
+    is gone, ``("idle", b"", "", at)``; ``at`` is the ``time.monotonic`` of the answer, which all processes of a host
+    share. A rank that returned keeps its group until the parent says that all others are done.
     """
     _prepare_process(output_file, stack_file, import_path)
     while True:
@@ -92,7 +94,7 @@ def serve(connection: Connection, output_file: str, stack_file: str, import_path
             _answer(connection, call)
         _flush()
         gc.collect()
-        connection.send(("idle", b"", ""))
+        connection.send(("idle", b"", "", time.monotonic()))
 
 
 def load_function(reference: FunctionReference) -> Callable[..., Any]:
@@ -189,11 +191,13 @@ def _answer(connection: Connection, call: Call) -> None:
         result = function(call.rank, call.world_size, *arguments)
         answer = pickle.dumps(result)
     except BaseException:  # noqa: BLE001 - everything, SystemExit too, is reported to the parent as text
+        # Taken first: nobody has failed because of this rank yet, as its group lives until the end of this call.
+        at = time.monotonic()
         _flush()
-        connection.send(("raised", b"", traceback.format_exc()))
+        connection.send(("raised", b"", traceback.format_exc(), at))
     else:
         _flush()
-        connection.send(("returned", answer, ""))
+        connection.send(("returned", answer, "", time.monotonic()))
         # Peers may still be inside a collective with this rank: the group lives until all have returned.
         connection.recv()
     finally:

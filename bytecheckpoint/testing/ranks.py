@@ -222,7 +222,8 @@ class _OneCall:
         self._deaths: dict[int, str] = {}
         self._stacks: dict[int, str] = {}
         self._late: list[int] = []
-        self._order: list[int] = []
+        self._failed_at: dict[int, float] = {}
+        self._looked_at = 0.0
 
     @property
     def failed(self) -> bool:
@@ -239,7 +240,8 @@ class _OneCall:
             self.ranks[number].connection: number for number in range(len(self.ranks)) if number not in self.dead
         }
         while waiting:
-            remaining = self._deadline - time.monotonic()
+            self._looked_at = time.monotonic()
+            remaining = self._deadline - self._looked_at
             ready = connections.wait(list(waiting), timeout=max(0.0, remaining))
             if not ready and remaining <= 0:
                 self._late = sorted(waiting.values())
@@ -253,13 +255,14 @@ class _OneCall:
     def failure(self, what: str) -> RanksFailed:
         outputs = {number: _tail(rank.output_file) for number, rank in enumerate(self.ranks)}
         lines = [f"{what} failed."]
-        for number in self._order:
+        # Answers of a busy machine come together, so it is not their coming that tells the cause from what it caused.
+        for number in sorted(self._failed_at, key=self._failed_at.__getitem__):
             if number in self._tracebacks:
                 lines.append(f"\n--- rank {number} raised ---\n{self._tracebacks[number].rstrip()}")
             if number in self._deaths:
                 lines.append(f"\n--- rank {number} {self._deaths[number]} ---\n{self._stacks.get(number, '').rstrip()}")
         for number in self._late:
-            why = "when the others had failed" if self._order else f"after {self._timeout_s:g} s"
+            why = "when the others had failed" if self._failed_at else f"after {self._timeout_s:g} s"
             lines.append(f"\n--- rank {number} was still running {why} ---\n{self._stacks[number].rstrip()}")
         lines += [
             f"\n--- output of rank {number} ---\n{text.rstrip()}" for number, text in outputs.items() if text.strip()
@@ -268,19 +271,19 @@ class _OneCall:
 
     def _take(self, number: int, kinds: set[str]) -> bool:
         try:
-            kind, payload, text = self.ranks[number].connection.recv()
+            kind, payload, text, at = self.ranks[number].connection.recv()
         except (EOFError, OSError):
             self._died(number)
             return True
         if kind == "returned":
             if number in self._expect_death:
                 self._deaths[number] = f"returned, but should have died by {_signal_name(self._expect_death[number])}"
-                self._note(number)
+                self._note(number, at)
             else:
                 self.results[number] = payload
         elif kind == "raised":
             self._tracebacks[number] = text
-            self._note(number)
+            self._note(number, at)
         return kind in kinds
 
     def _died(self, number: int) -> None:
@@ -292,10 +295,11 @@ class _OneCall:
             return
         self._deaths[number] = f"died by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
         self._stacks[number] = _with_source(rank.stack_file.read_text(errors="replace"))
-        self._note(number)
+        # The dead tell no time: some moment since the last look, and so before all that others raised because of it.
+        self._note(number, self._looked_at)
 
-    def _note(self, number: int) -> None:
-        self._order.append(number)
+    def _note(self, number: int, at: float) -> None:
+        self._failed_at.setdefault(number, at)
         self._deadline = min(self._deadline, time.monotonic() + _AFTER_FAILURE_S)
 
     def _take_stacks(self) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,13 +9,15 @@ import textwrap
 import time
 import warnings
 from dataclasses import dataclass
+from multiprocessing import connection
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from bytecheckpoint.testing import RankPool, RanksFailed, run_ranks
+from bytecheckpoint.testing import RankPool, RanksFailed, ranks, run_ranks
 
 
 @dataclass
@@ -47,6 +50,12 @@ def raise_on(rank, world_size, ranks):
 def raise_while_others_wait(rank, world_size):
     if rank == 1:
         raise ValueError("the cause")
+    dist.barrier()
+
+
+def die_while_others_wait(rank, world_size):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
@@ -130,12 +139,32 @@ def test_tracebacks_of_all_failing_ranks_and_their_output(pool):
     assert pool.run(total_of_ranks, 0) == [6] * 4
 
 
+def failures_in_order(failed):
+    return [int(number) for number in re.findall(r"^--- rank (\d) (?:raised|died)", str(failed.value), re.MULTILINE)]
+
+
 def test_the_cause_comes_before_its_consequences(pool):
     with pytest.raises(RanksFailed) as failed:
         pool.run(raise_while_others_wait)
     assert "the cause" in failed.value.tracebacks[1]
-    text = str(failed.value)
-    assert all(text.index("--- rank 1 raised") < text.index(f"--- rank {rank} raised") for rank in (0, 2, 3))
+    order = failures_in_order(failed)
+    assert order[0] == 1
+    assert sorted(order) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("fault", [raise_while_others_wait, die_while_others_wait])
+def test_the_cause_comes_first_where_all_answers_come_together(pool, fault, monkeypatch):
+    def wait_for_all(pipes, timeout):
+        for pipe in pipes:
+            assert connection.wait([pipe], timeout)
+        return connection.wait(pipes, timeout)
+
+    monkeypatch.setattr(ranks, "connections", SimpleNamespace(wait=wait_for_all))
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(fault)
+    order = failures_in_order(failed)
+    assert order[0] == 1
+    assert sorted(order) == [0, 1, 2, 3]
 
 
 def test_a_hang_shows_the_line_that_hangs(pool):
