@@ -6,6 +6,8 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,15 +165,20 @@ def test_the_first_push_goes_back_to_what_the_engine_started_with(pool: RankPool
         _push(engine, 3)
 
 
-def test_engines_that_have_no_way_back_go_on_with_what_they_have(engine: ToyEngine) -> None:
-    with toy_engine(2) as other:
+def test_engines_that_have_no_way_back_go_on_with_what_they_have(engine: ToyEngine, tmp_path: Path) -> None:
+    gate = tmp_path / "the first has it whole"
+    os.mkfifo(gate)
+    with toy_engine(2) as other, gate.open("rb+", buffering=0) as opened:
         _push(engine, 1)
         _push(other, 1)
-        other.fault(0, "fail", 1)
+        other.fault(0, "fail after", str(gate))
         engines = [HttpEngine(engine.url), HttpEngine(other.url)]
-        with Pusher(engines, deadline_s=30, **RING) as pusher:
+        with Pusher(engines, deadline_s=30, **RING) as pusher, ThreadPoolExecutor(1) as thread:
+            push = thread.submit(pusher.push, ToyTrainee(2), version=2)
+            until(lambda: engine.look()["digests"] == expected_digests(2, 2), "the first has it whole")
+            opened.write(b"!")
             with pytest.raises(EngineError, match="the layer does not fit") as raised:
-                pusher.push(ToyTrainee(2), version=2)
+                push.result()
             assert f"{engine.url} has no way back and goes on with version 2" in str(raised.value)
             assert engine.look()["digests"] == expected_digests(2, 2)
             assert not engine.paused

@@ -124,14 +124,15 @@ def digest_of(trainee: nn.Module, tp: int, rank: int, dtype: torch.dtype = torch
 
 
 class ToyWorker:
-    """An ``EngineModel``, of which so many loads as there are ``failures`` break off, having changed the model."""
+    """An ``EngineModel``, of which so many loads as there are ``failures`` break off, having changed the model. With a
+    path in ``fails_after``, the next one takes all, and breaks off when this pipe has been written to."""
 
     def __init__(self, tp: int, rank: int, dtype: torch.dtype, blocks: tuple[int, int] | None = None) -> None:
         self.tp, self.rank, self.dtype, self.blocks = tp, rank, dtype, blocks
         self.quantized = blocks is not None
         self.model = self._made()
         self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
-        self.rehearsals, self.failures, self.can_restore = 0, 0, False
+        self.rehearsals, self.failures, self.can_restore, self.fails_after = 0, 0, False, ""
         self.serves_own = self.served_own = True
 
     def _made(self) -> ToyModel:
@@ -153,6 +154,11 @@ class ToyWorker:
         self.served_own, self.serves_own = self.serves_own, False
         if not self.failures:
             self.model.load_weights(weights)
+            if self.fails_after:
+                path, self.fails_after = self.fails_after, ""
+                with open(path, "rb") as pipe:
+                    pipe.read(1)
+                raise RuntimeError("the layer does not fit")
             return
         self.failures -= 1
         self.model.load_weights((name, tensor) for name, tensor in weights if name < "n")
@@ -235,6 +241,9 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             pipe.send(None)
         elif kind == "fail":
             worker.failures += argument
+            pipe.send(None)
+        elif kind == "fail after":
+            worker.fails_after = argument
             pipe.send(None)
         elif kind == "fail adapter":
             adapters.failures += argument
