@@ -1,0 +1,196 @@
+"""Objects that are put and got whole, and what they may be called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ...errors import KeyExistsError, KeyNotFoundError, StorageError
+from ...storage_backends.base import StorageBackend
+from .store_tests import StoreTests, content_of, reads_of
+
+__all__ = ["HOSTILE_KEYS", "ObjectTests"]
+
+HOSTILE_KEYS = (
+    "",
+    ".",
+    "..",
+    "/",
+    "/etc/passwd",
+    "../x",
+    "a/../../x",
+    "a/..",
+    "a/./b",
+    "./a",
+    "a//b",
+    "a/",
+    "a\\b",
+    "..\\x",
+    "a\0b",
+    "a\nb",
+    "\ud800",
+    "x" * 256,
+    "/".join(["d"] * 600),
+)
+"""Names that a manifest may contain and that no operation may accept."""
+
+_UNICODE_KEYS = (
+    "größe/Ω",
+    "数据/チェック",
+    "emoji-\U0001f9ea",
+    "space in name",
+    "percent%20",
+    "a+b=c&d?e#f",
+    "quo'te\"s",
+)
+
+
+class ObjectTests(StoreTests):
+    @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 100_000])
+    def test_put_then_get(self, backend: StorageBackend, size: int) -> None:
+        data = content_of(size)
+        backend.put("dir/object", data)
+        assert backend.get("dir/object") == data
+        assert backend.stat("dir/object").key == "dir/object"
+        assert backend.stat("dir/object").size == size
+
+    @pytest.mark.parametrize("make", [bytes, bytearray, memoryview], ids=lambda make: make.__name__)
+    def test_put_takes_any_buffer(self, backend: StorageBackend, make: Callable[[bytes], Any]) -> None:
+        backend.put("object", make(b"some bytes"))
+        got = backend.get("object")
+        assert got == b"some bytes"
+        assert type(got) is bytes
+
+    def test_put_does_not_keep_the_buffer(self, backend: StorageBackend) -> None:
+        data = bytearray(b"before")
+        backend.put("object", data)
+        data[:] = b"after!"
+        assert backend.get("object") == b"before"
+
+    def test_put_replaces(self, backend: StorageBackend) -> None:
+        for content in (b"first, long", b"second", b"", b"third, the longest of all"):
+            backend.put("object", content)
+            assert backend.get("object") == content
+        assert [found.key for found in backend.list()] == ["object"]
+
+    def test_version_changes(self, backend: StorageBackend) -> None:
+        if not self.tells_versions:
+            pytest.skip("this store tells no versions")
+        backend.put("object", b"one")
+        first = backend.stat("object").version
+        assert first == backend.stat("object").version
+        backend.put("object", b"three")
+        assert first
+        assert backend.stat("object").version != first
+
+    def test_get_max_size(self, backend: StorageBackend) -> None:
+        backend.put("object", b"12345")
+        assert backend.get("object", max_size=5) == b"12345"
+        with pytest.raises(StorageError, match="object") as caught:
+            backend.get("object", max_size=4)
+        assert not isinstance(caught.value, KeyNotFoundError)
+
+    def test_missing_keys(self, backend: StorageBackend) -> None:
+        backend.put("there/object", b"x")
+        for key in ("missing", "there", "there/missing", "there/object/below"):
+            for operation in reads_of(backend, key):
+                with pytest.raises(KeyNotFoundError, match=key):
+                    operation()
+
+    def test_unicode_keys(self, backend: StorageBackend) -> None:
+        for key in _UNICODE_KEYS:
+            backend.put(key, key.encode())
+        for key in _UNICODE_KEYS:
+            assert backend.get(key) == key.encode()
+        assert [found.key for found in backend.list()] == sorted(_UNICODE_KEYS)
+        backend.delete(_UNICODE_KEYS)
+        assert [*backend.list()] == []
+
+    @pytest.mark.parametrize("key", HOSTILE_KEYS, ids=lambda key: ascii(key[:12]))
+    def test_hostile_keys_are_refused(self, backend: StorageBackend, key: str) -> None:
+        operations: list[Callable[[], object]] = [
+            *reads_of(backend, key),
+            lambda: backend.put(key, b"x"),
+            lambda: backend.create(key, 1),
+            lambda: backend.delete([key]),
+        ]
+        for operation in operations:
+            with pytest.raises(StorageError) as caught:
+                operation()
+            # "Not found" would mean that it was looked for.
+            assert not isinstance(caught.value, KeyNotFoundError)
+        assert [*backend.list()] == []
+
+    def test_hostile_prefixes_are_refused(self, backend: StorageBackend) -> None:
+        for prefix in ("../", "/", "a/../", "a//", "\0"):
+            with pytest.raises(StorageError):
+                backend.list(prefix)
+            with pytest.raises(StorageError):
+                backend.list_children(prefix)
+        with pytest.raises(StorageError):
+            backend.list_children("no-slash-at-the-end")
+
+    # Conditional writes
+
+    def test_if_absent(self, backend: StorageBackend) -> None:
+        if not self.supports_if_absent:
+            with pytest.raises(StorageError) as caught:
+                backend.put("object", b"first", if_absent=True)
+            assert not isinstance(caught.value, KeyExistsError)
+            return
+        backend.put("dir/object", b"first", if_absent=True)
+        with pytest.raises(KeyExistsError, match="dir/object"):
+            backend.put("dir/object", b"second", if_absent=True)
+        assert backend.get("dir/object") == b"first"
+        assert [found.key for found in backend.list()] == ["dir/object"]
+
+    def test_if_absent_has_one_winner(self, backend: StorageBackend) -> None:
+        if not self.supports_if_absent:
+            pytest.skip("this store has no conditional put")
+        gate = threading.Barrier(self.writers)
+
+        def write(me: int) -> bytes | None:
+            mine = f"writer {me}".encode()
+            gate.wait(60)
+            try:
+                backend.put("race/object", mine, if_absent=True)
+            except KeyExistsError:
+                return None
+            return mine
+
+        with ThreadPoolExecutor(self.writers) as pool:
+            won = [result for result in pool.map(write, range(self.writers)) if result is not None]
+        assert len(won) == 1
+        assert backend.get("race/object") == won[0]
+        assert [found.key for found in backend.list()] == ["race/object"]
+
+    def test_readers_see_old_or_new(self, backend: StorageBackend) -> None:
+        if not self.atomic_replace:
+            pytest.skip("replacing is not atomic on this store")
+        versions = [bytes([65 + index]) * (20_000 + 1000 * index) for index in range(12)]
+        backend.put("object", versions[0])
+        done = threading.Event()
+
+        def read() -> int:
+            last = 0
+            while not done.is_set():
+                content = backend.get("object")
+                assert content in versions
+                assert versions.index(content) >= last
+                last = versions.index(content)
+            return last
+
+        with ThreadPoolExecutor(3) as pool:
+            readers = [pool.submit(read) for _ in range(3)]
+            try:
+                for content in versions[1:]:
+                    backend.put("object", content)
+            finally:
+                done.set()
+            for reader in readers:
+                reader.result(60)
+        assert backend.get("object") == versions[-1]

@@ -1,0 +1,139 @@
+"""Objects that are written in pieces."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ...errors import KeyNotFoundError, StorageError
+from ...storage_backends.base import StorageBackend
+from .store_tests import StoreTests, content_of
+
+__all__ = ["WritingTests"]
+
+
+class WritingTests(StoreTests):
+    @pytest.mark.parametrize("size", [0, 1, 5000])
+    def test_create_small(self, backend: StorageBackend, size: int) -> None:
+        data = content_of(size)
+        with backend.create("dir/object", size) as writer:
+            writer.write(0, data)
+            writer.complete()
+        assert backend.get("dir/object") == data
+        assert [(found.key, found.size) for found in backend.list()] == [("dir/object", size)]
+
+    @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
+    def test_pieces_in_any_order_from_one_thread(self, backend: StorageBackend, order: str) -> None:
+        data = content_of(self.large_bytes)
+        pieces = self._pieces(order)
+        buffer = bytearray(self.piece_bytes)
+        with backend.create("large", len(data)) as writer:
+            for start, end in pieces:
+                # One buffer for all: a piece may be reused as soon as write returns.
+                buffer[: end - start] = data[start:end]
+                writer.write(start, memoryview(buffer)[: end - start])
+            writer.complete()
+        self._check_large(backend, data)
+
+    def test_pieces_from_many_threads(self, backend: StorageBackend) -> None:
+        data = content_of(self.large_bytes)
+        with backend.create("large", len(data)) as writer, ThreadPoolExecutor(4) as pool:
+            for _ in pool.map(
+                lambda piece: writer.write(piece[0], data[piece[0] : piece[1]]), self._pieces("shuffled")
+            ):
+                pass
+            writer.complete()
+        self._check_large(backend, data)
+
+    def test_create_replaces(self, backend: StorageBackend) -> None:
+        backend.put("object", b"an older and longer object")
+        with backend.create("object", 3) as writer:
+            writer.write(0, b"new")
+            writer.complete()
+        assert backend.get("object") == b"new"
+
+    def test_incomplete_object_does_not_complete(self, backend: StorageBackend) -> None:
+        writer = backend.create("object", 10)
+        writer.write(0, b"abc")
+        writer.write(6, b"ghij")
+        with pytest.raises(StorageError, match=r"\[3, 6\)"):
+            writer.complete()
+        writer.abort()
+        assert [*backend.list()] == []
+
+    @pytest.mark.parametrize("piece", [(8, b"xyz"), (-1, b"x"), (0, b"x" * 11), (2, b"x"), (0, b"x" * 4), (4, b"xx")])
+    def test_stray_pieces_are_refused(self, backend: StorageBackend, piece: tuple[int, bytes]) -> None:
+        writer = backend.create("object", 10)
+        writer.write(2, b"abc")
+        with pytest.raises(StorageError, match="object"):
+            writer.write(*piece)
+        writer.abort()
+        assert [*backend.list()] == []
+
+    @pytest.mark.parametrize("written", [0.0, 0.6, 1.0])
+    @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+    def test_abort_leaves_nothing(self, backend: StorageBackend, written: float, large: bool) -> None:
+        data = content_of(self.large_bytes if large else 1000)
+        writer = backend.create("dir/sub/object", len(data))
+        writer.write(0, data[: int(len(data) * written)])
+        writer.abort()
+        writer.abort()
+        with pytest.raises(StorageError):
+            writer.write(0, b"x")
+        with pytest.raises(StorageError):
+            writer.complete()
+        del writer
+        assert [*backend.list()] == []
+        assert list(backend.list_children()) == []
+        self.check_no_leftovers(backend)
+
+    def test_error_in_a_with_block_aborts(self, backend: StorageBackend) -> None:
+        def fail() -> None:
+            with backend.create("object", 10) as writer:
+                writer.write(0, b"abc")
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert [*backend.list()] == []
+
+    def test_abort_after_complete_does_nothing(self, backend: StorageBackend) -> None:
+        writer = backend.create("object", 3)
+        writer.write(0, b"abc")
+        writer.complete()
+        writer.abort()
+        assert backend.get("object") == b"abc"
+        with pytest.raises(StorageError):
+            writer.write(0, b"abc")
+
+    def test_unfinished_object_is_not_visible(self, backend: StorageBackend) -> None:
+        if not backend.atomic_writer:
+            pytest.skip("this store writes in place")
+        data = content_of(self.large_bytes)
+        writer = backend.create("object", len(data))
+        writer.write(0, data)
+        with pytest.raises(KeyNotFoundError):
+            backend.stat("object")
+        assert [*backend.list()] == []
+        writer.complete()
+        assert backend.stat("object").size == len(data)
+
+    def _pieces(self, order: str) -> Sequence[tuple[int, int]]:
+        size, step = self.large_bytes, self.piece_bytes
+        pieces = [(start, min(size, start + step)) for start in range(0, size, step)]
+        if order == "backwards":
+            pieces.reverse()
+        elif order == "shuffled":
+            random.Random(size).shuffle(pieces)
+        return pieces
+
+    def _check_large(self, backend: StorageBackend, data: bytes) -> None:
+        assert backend.stat("large").size == len(data)
+        assert backend.get("large") == data
+        middle = len(data) // 2
+        buffer = bytearray(1000)
+        backend.read_into("large", middle, buffer)
+        assert buffer == data[middle : middle + 1000]
