@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.inference.push import HttpEngine, Pusher, group_sending, steps
 from bytecheckpoint.inference.push import pusher as pusher_module
 from bytecheckpoint.inference.push.digesting import digest_on_device
+from bytecheckpoint.inference.push.group import Gathering, GroupBroken, join_group
 from bytecheckpoint.inference.push.staging import STREAMED
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -197,6 +200,31 @@ def test_no_device_for_nccl(engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) 
         push_and_look(0, 1, [engine.url], [9], {"group": "nccl"})
     monkeypatch.undo()
     _push(engine, 3)
+
+
+def test_nccl_is_not_waited_for_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a party that ended when all had met. What stands in for NCCL waits, as NCCL does."""
+    ended = threading.Event()
+
+    class Connecting:
+        class Options:
+            pass
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            ended.wait()
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Connecting, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    gathering = Gathering("nccl", 0.5)
+    with pytest.raises(GroupBroken, match=r"NCCL did not connect all parties within 0\.5 s") as raised:
+        join_group(gathering.address([""], [], []), 0)
+    assert raised.value.late
+    ended.set()
+    assert join_group(gathering.address([""], [], []), 0).device == torch.device("cuda", 0)
 
 
 def test_engines_that_join_have_no_group(engine: ToyEngine, other: ToyEngine) -> None:

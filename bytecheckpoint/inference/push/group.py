@@ -208,8 +208,20 @@ class _Nccl(Group):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _FOR_EVER
         with _without_watchdog():
-            self._group: Any = dist.ProcessGroupNCCL(store, rank, address.size, options)
-        self._group.eager_connect_single_device(self.device)
+            group: Any = dist.ProcessGroupNCCL(store, rank, address.size, options)
+
+        def connect() -> None:
+            with torch.cuda.device(self.device):
+                group.eager_connect_single_device(self.device)
+
+        # NCCL itself waits for ever for a party that ends meanwhile.
+        error = _in_a_thread_of_its_own(connect, address.wait_s)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it has this frame
+        self._group = group
 
     def exchange(
         self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int, check: Callable[[], None]
@@ -272,8 +284,9 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _in_a_thread_of_its_own(function: Callable[[], None]) -> BaseException | None:
-    """What it raised. A daemon, as the interpreter must be able to end while NCCL waits."""
+def _in_a_thread_of_its_own(function: Callable[[], None], wait_s: float | None = None) -> BaseException | None:
+    """What it raised, or ``GroupBroken`` where it takes longer; then it goes on, and nobody hears of it. A daemon, as
+    the interpreter must be able to end while NCCL waits."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -284,5 +297,11 @@ def _in_a_thread_of_its_own(function: Callable[[], None]) -> BaseException | Non
 
     thread = threading.Thread(target=run, name="bcp-push-nccl", daemon=True)
     thread.start()
-    thread.join()
+    thread.join(wait_s)
+    if thread.is_alive():
+        return _broken(
+            f"{socket.gethostname()}: NCCL did not connect all parties within {wait_s:g} s; has one of them ended, and "
+            "does NCCL_SOCKET_IFNAME name an interface by which they reach each other?",
+            late=True,
+        )
     return raised.pop() if raised else None
