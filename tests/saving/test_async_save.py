@@ -428,6 +428,9 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
             while not interrupted.wait(_LOST_SIGNAL_S):
                 signal.pthread_kill(main, signal.SIGINT)
 
+    handler = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # it is ignored where tests run in the background
     stop = trace.observe(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -435,6 +438,7 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
     finally:
         interrupted.set()
         stop()
+        signal.signal(signal.SIGINT, handler)
     bcp.save(tmp_path, training(2.0), step=2)
     assert bcp.open(tmp_path).step == 2
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
