@@ -427,7 +427,7 @@ def test_dead_jobs_attempts_go_and_others_stay(tmp_path: Path) -> None:
 
 
 def test_two_jobs_on_one_root_are_told_so(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, lease_s=0.6):
+    with bcp.CheckpointManager(tmp_path, lease_s=6.0):
         with pytest.raises(RootInUseError, match=f"process {os.getpid()} on "):
             bcp.CheckpointManager(tmp_path)
         bcp.CheckpointManager(tmp_path / "another").close()

@@ -259,7 +259,7 @@ def _second_job(rank: int, world_size: int, root: str) -> str:
 
 
 def test_two_jobs_are_told_so_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, lease_s=0.6):
+    with bcp.CheckpointManager(tmp_path, lease_s=6.0):
         said = pool.run(_second_job, str(tmp_path))
     assert said == [said[0]] * WORLD
     assert said[0].startswith("RootInUseError: ")

@@ -59,7 +59,7 @@ def test_ranks_save_to_s3_and_one_process_loads(rank_pool: RankPool, bucket: str
 def test_a_manager_on_s3(bucket: str, s3: dict[str, Any]) -> None:
     root = f"s3://{bucket}/managed"
     state = {"model": _model(0.0), "extra_state": {"value": 0.0}}
-    with bcp.CheckpointManager(root, every_steps=1, keep_last=2, lease_s=3.0, storage_options=s3) as manager:
+    with bcp.CheckpointManager(root, every_steps=1, keep_last=2, lease_s=9.0, storage_options=s3) as manager:
         assert manager.resume(state) is None
         for step in range(1, 5):
             manager.save(step, {"model": _model(float(step)), "extra_state": {"value": float(step)}})
