@@ -103,9 +103,10 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None,
     ) -> SaveHandle:
         """As ``save``, for the manager, with a function that makes the state."""
-        backend, op = self._begin("save", path, storage_options, options.deadline_s)
-        state = self._made(op, make_state)
-        return run_save(self._engine, backend, op, state, options, background=async_save)
+        with self._engine.calling():
+            backend, op = self._begin("save", path, storage_options, options.deadline_s)
+            state = self._made(op, make_state)
+            return run_save(self._engine, backend, op, state, options, background=async_save)
 
     def warmup(
         self,
@@ -119,7 +120,8 @@ class Checkpointer:
     ) -> None:
         """See ``bytecheckpoint.warmup``."""
         options = SaveOptions(framework, allow_pickle=allow_pickle, layout=layout, deadline_s=deadline_s)
-        warm_up(self._engine, self.operation("warmup", deadline_s), state, options, slots)
+        with self._engine.calling():
+            warm_up(self._engine, self.operation("warmup", deadline_s), state, options, slots)
 
     def load(
         self,
@@ -144,10 +146,11 @@ class Checkpointer:
         rules = Rules(include, exclude, rename, strict, cast)
         place = None if device is None else torch.device(device)
         options = LoadOptions(framework, rules, per_rank, allow_pickle, verify, place, deadline_s, share_reads)
-        for checkpointer in tuple(_checkpointers):
-            checkpointer._engine.pass_gates()
-        backend, op = self._begin("load", path, storage_options, deadline_s)
-        return run_load(self._engine, backend, op, state, options)
+        with self._engine.calling():
+            for checkpointer in tuple(_checkpointers):
+                checkpointer._engine.pass_gates()
+            backend, op = self._begin("load", path, storage_options, deadline_s)
+            return run_load(self._engine, backend, op, state, options)
 
     def open(self, path: URL, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
         """See ``bytecheckpoint.open``."""

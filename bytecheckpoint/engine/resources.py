@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
@@ -28,12 +29,15 @@ MERGE_MEMORY = 64 << 20
 _IO_THREADS = 8
 _START_S = 1.0
 _MOST_COPIERS = 4  # threads that together copy as fast as a processor's memory goes
+_AT_EXIT_S = 5.0
+_LOOK_EVERY_S = 0.002
 
 
 def _finish(engine: weakref.ref[Engine]) -> None:
     alive = engine()
     if alive is not None and alive.pid == os.getpid():
         alive.close()
+        alive.wait_for_calls(_AT_EXIT_S)
 
 
 def _ranks_here() -> int:
@@ -79,6 +83,7 @@ class Engine:
         self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
         self.ring = BounceRing()
         self._gates: list[Gate] = []
+        self._calls: list[threading.Thread] = []
         self._closed = False
         self._own = threading.local()
         before_exit(partial(_finish, weakref.ref(self)))
@@ -92,6 +97,24 @@ class Engine:
                 "a synchronous save inside the done callback of a save waits for the very thread that runs the "
                 "callback; use async_save=True there, or save from another thread"
             )
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """This thread is inside a save or a load."""
+        thread = threading.current_thread()
+        self._calls.append(thread)
+        try:
+            yield
+        finally:
+            self._calls.remove(thread)
+
+    def wait_for_calls(self, timeout_s: float) -> None:
+        """Wait for daemon threads that are ``calling``. Python ends those when they next ask for its lock, by unwinding
+        their stacks; in the middle of C++, which torch is, that is ``std::terminate``, and the process dies of it."""
+        # Nothing is locked here or there: whoever is interrupted would leave it so.
+        end = time.monotonic() + timeout_s
+        while any(thread.daemon for thread in self._calls) and time.monotonic() < end:
+            time.sleep(_LOOK_EVERY_S)
 
     @property
     def is_background_thread(self) -> bool:

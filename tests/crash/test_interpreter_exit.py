@@ -103,10 +103,29 @@ else:
     elif how == "daemon-loop":
         begun = threading.Event()
         def train():
+            # Made once: it is for the script itself to have no daemon in the middle of torch when it ends.
+            same = state(2)
             for value in range(2, 10_000):
-                save(value, async_save=value % 2 == 0)
+                path = f"{root}/step-{value}"
+                bcp.save(path, same, step=value, async_save=value % 2 == 0, deadline_s=60)
                 begun.set()
         threading.Thread(target=train, daemon=True).start()
+        begun.wait(60)
+    elif how == "daemon-in-torch":
+        class Slow:
+            def __del__(self):
+                for _ in range(10_000_000):
+                    pass
+        slow = Slow()  # goes while Python ends, which then lets other threads run, and so ends them
+        begun = threading.Event()
+        def compute(name, event):
+            if name == "save.plan" and not begun.is_set():
+                begun.set()
+                end = time.monotonic() + 2
+                while time.monotonic() < end:
+                    torch.ones(1_000_000).sum()
+        arm(compute)
+        threading.Thread(target=save, args=(2,), daemon=True).start()
         begun.wait(60)
     elif how == "thread":
         def late():
@@ -261,6 +280,13 @@ def test_a_daemon_thread_that_goes_on_saving(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon-loop")
     assert ended.code == 0, ended.err
     assert _newest(tmp_path / "root") >= 2
+
+
+def test_a_daemon_thread_is_in_the_middle_of_torch(tmp_path: Path) -> None:
+    """Python would unwind its stack through torch's, which ends the process by SIGABRT."""
+    (ended,) = _run(_ALONE, tmp_path / "root", "daemon-in-torch")
+    assert ended.code == 0, ended.err
+    assert _newest(tmp_path / "root") == 1
 
 
 def test_a_thread_that_saves_when_the_main_thread_has_ended_is_refused(tmp_path: Path) -> None:
