@@ -29,7 +29,7 @@ MERGE_MEMORY = 64 << 20
 _IO_THREADS = 8
 _START_S = 1.0
 _MOST_COPIERS = 4  # threads that together copy as fast as a processor's memory goes
-_AT_EXIT_S = 5.0
+_IN_CALL_S, _TO_END_S = 5.0, 1.0
 _LOOK_EVERY_S = 0.002
 
 
@@ -37,7 +37,14 @@ def _finish(engine: weakref.ref[Engine]) -> None:
     alive = engine()
     if alive is not None and alive.pid == os.getpid():
         alive.close()
-        alive.wait_for_calls(_AT_EXIT_S)
+        alive.wait_for_daemons()
+
+
+def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait for it, holding nothing: whoever is interrupted would leave a lock held."""
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _ranks_here() -> int:
@@ -83,7 +90,8 @@ class Engine:
         self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
         self.ring = BounceRing()
         self._gates: list[Gate] = []
-        self._calls: list[threading.Thread] = []
+        self._callers: list[threading.Thread] = []  # daemons
+        self._calls: list[threading.Thread] = []  # of these
         self._closed = False
         self._own = threading.local()
         before_exit(partial(_finish, weakref.ref(self)))
@@ -102,19 +110,24 @@ class Engine:
     def calling(self) -> Iterator[None]:
         """This thread is inside a save or a load."""
         thread = threading.current_thread()
+        if not thread.daemon:
+            yield
+            return
+        if thread not in self._callers:
+            self._callers = [*filter(threading.Thread.is_alive, self._callers), thread]
         self._calls.append(thread)
         try:
             yield
         finally:
             self._calls.remove(thread)
 
-    def wait_for_calls(self, timeout_s: float) -> None:
-        """Wait for daemon threads that are ``calling``. Python ends those when they next ask for its lock, by unwinding
-        their stacks; in the middle of C++, which torch is, that is ``std::terminate``, and the process dies of it."""
-        # Nothing is locked here or there: whoever is interrupted would leave it so.
-        end = time.monotonic() + timeout_s
-        while any(thread.daemon for thread in self._calls) and time.monotonic() < end:
-            time.sleep(_LOOK_EVERY_S)
+    def wait_for_daemons(self) -> None:
+        """Wait until no daemon thread is ``calling`` any more, and a moment for those to end that have called: they are
+        told that no more saves are taken. Python ends daemons when they next ask for its lock, by unwinding their
+        stacks; in the middle of C++ (torch lets go of the lock to compute, and to free a tensor) that is
+        ``std::terminate``, and the process dies of it."""
+        _until(lambda: not self._calls, _IN_CALL_S)
+        _until(lambda: not any(thread.is_alive() for thread in self._callers), _TO_END_S)
 
     @property
     def is_background_thread(self) -> bool:

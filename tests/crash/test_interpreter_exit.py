@@ -55,6 +55,12 @@ def hold(name, event):
     if name == "save.write.file" and not go.is_set():
         until(go.is_set)
 
+class Slow:
+    # Goes while Python ends, which then lets other threads run, and so ends them.
+    def __del__(self):
+        for _ in range(10_000_000):
+            pass
+
 def save(value, **options):
     return bcp.save(f"{root}/step-{value}", state(value), step=value, deadline_s=60, **options)
 """
@@ -95,6 +101,7 @@ else:
         save(2, async_save=True)
         os._exit(6)
     elif how == "daemon":
+        slow = Slow()
         begun = threading.Event()
         trace.observe(lambda name, event: begun.set() if name == "save.write" else None)
         arm(hold)
@@ -107,16 +114,14 @@ else:
             same = state(2)
             for value in range(2, 10_000):
                 path = f"{root}/step-{value}"
+                same["extra_state"]["value"] = value
+                same["extra_state"]["weight"].numpy().fill(value)
                 bcp.save(path, same, step=value, async_save=value % 2 == 0, deadline_s=60)
                 begun.set()
         threading.Thread(target=train, daemon=True).start()
         begun.wait(60)
     elif how == "daemon-in-torch":
-        class Slow:
-            def __del__(self):
-                for _ in range(10_000_000):
-                    pass
-        slow = Slow()  # goes while Python ends, which then lets other threads run, and so ends them
+        slow = Slow()
         begun = threading.Event()
         def compute(name, event):
             if name == "save.plan" and not begun.is_set():
