@@ -29,7 +29,7 @@ MERGE_MEMORY = 64 << 20
 _IO_THREADS = 8
 _START_S = 1.0
 _MOST_COPIERS = 4  # threads that together copy as fast as a processor's memory goes
-_IN_CALL_S, _TO_END_S = 5.0, 1.0
+_IN_CALL_S, _TO_END_S = 5.0, 1.0  # of daemon threads, when the interpreter ends
 _LOOK_EVERY_S = 0.002
 
 

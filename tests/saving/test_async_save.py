@@ -428,9 +428,8 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
             while not interrupted.wait(_LOST_SIGNAL_S):
                 signal.pthread_kill(main, signal.SIGINT)
 
-    handler = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # it is ignored where tests run in the background
+    # It is ignored where tests run in the background.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = trace.observe(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):

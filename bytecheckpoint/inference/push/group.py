@@ -285,8 +285,8 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _in_a_thread_of_its_own(function: Callable[[], None], wait_s: float | None = None) -> BaseException | None:
-    """What it raised, or ``GroupBroken`` where it takes longer; then it goes on, and nobody hears of it. A daemon, as
-    the interpreter must be able to end while NCCL waits."""
+    """What it raised, or that it takes longer; then it goes on, and nobody hears of it. A daemon, as the interpreter
+    must be able to end while NCCL waits."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -299,9 +299,8 @@ def _in_a_thread_of_its_own(function: Callable[[], None], wait_s: float | None =
     thread.start()
     thread.join(wait_s)
     if thread.is_alive():
-        return _broken(
-            f"{socket.gethostname()}: NCCL did not connect all parties within {wait_s:g} s; has one of them ended, and "
-            "does NCCL_SOCKET_IFNAME name an interface by which they reach each other?",
-            late=True,
+        return RuntimeError(
+            f"NCCL took longer than {wait_s:g} s; has a party ended, or does NCCL_SOCKET_IFNAME name no interface by "
+            "which they reach each other?"
         )
     return raised.pop() if raised else None
