@@ -1,1 +1,1 @@
-"""Speed, as ratios to what the machine can do, measured in the same run. ``python -m benchmarks.run --help``."""
+"""Measure speed as a ratio to what the machine can do, within one run. See ``python -m benchmarks.run --help``."""

@@ -1,4 +1,4 @@
-"""The simulation behind ``scale_delivery``: bytes over links, and the seconds that they take. Pure arithmetic."""
+"""Simulate bytes over links, and the seconds that they take, for ``scale_delivery``. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from bytecheckpoint.geometry import Box, contiguous_runs
-from bytecheckpoint.inference.parts import Part
+from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.tensors.geometry import Box, contiguous_runs
 
 __all__ = ["ASSUMPTIONS", "H20", "H800", "SOURCES", "Composition", "Machine", "Prediction", "broadcast", "slices"]
 
 GPUS_PER_NODE = 8
-BUCKET = 256 << 20  # bytes on the way at a time, of slices
-BROADCAST_BUCKET = 8 << 30  # and of checkpoint-engine, by default
-PER_BUCKET_S = 1e-3  # starting copies and waiting for events, in each stage
-AGREEING_S = 0.12  # before the first byte: what checkpoint-engine publishes for gathering its metadata
+BUCKET = 256 << 20  # bytes of slices in flight
+BROADCAST_BUCKET = 8 << 30  # checkpoint-engine's default
+PER_BUCKET_S = 1e-3  # to start copies and wait for events, in each stage
+AGREEMENT_S = 0.12  # before the first byte: checkpoint-engine's published time to gather metadata
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes a second and direction of one GPU's links, and of a host's memory: published peaks; then what part of a
-    peak is taken to be had."""
+    """Published peak rates of one GPU's links and of a host's memory, in bytes per second and direction.
+
+    The ``_share`` fields are the assumed achievable shares of these peaks.
+    """
 
     name: str
     pcie: float = 63.0e9
@@ -35,8 +37,8 @@ class Machine:
     nic_share: float = 0.88
     memory_share: float = 0.70
 
-    def had(self) -> Machine:
-        """With the rates that are taken to be had."""
+    def achievable(self) -> Machine:
+        """Return the machine with its achievable rates."""
         return replace(
             self,
             pcie=self.pcie * self.pcie_share,
@@ -64,12 +66,12 @@ SOURCES = {
 }
 
 ASSUMPTIONS = (
-    "The model's bytes lie once in the cluster, in pinned host memory, evenly on all hosts; nobody prepared slices.",
-    "A part that is one stretch of its tensor goes straight to the one rank that wants it: by PCIe on the same host, "
-    "else by the network from host memory into the GPU.",
-    "Column slices are never sent as rows: each rank takes 1/t of the tensor in one stretch, then ranks exchange; "
+    "The cluster holds the model's bytes once, in pinned host memory, evenly on all hosts, without prepared slices.",
+    "A contiguous part of a tensor goes directly to the only rank that needs it: over PCIe on the same host, otherwise "
+    "over the network from host memory into the GPU.",
+    "Column slices are not sent row by row: each rank receives a contiguous 1/t of the tensor, then ranks exchange; "
     "within a host over NVLink, between hosts over the network.",
-    "What several ranks want alike is taken once by shares and gathered, once over the network for each further host.",
+    "Bytes that several ranks need are received once, in shares, and gathered; over the network once per further host.",
     "Copies from the host and from the network share a GPU's PCIe link, and the switch's link to the host.",
     "Stages overlap by buckets of 256 MiB (broadcast: 8 GiB): the slowest one counts in full, the others for one "
     "bucket; 1 ms a bucket, and 0.12 s before the first.",
@@ -81,8 +83,11 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Composition:
-    """Bytes that one rank of ``ranks`` wants: in one stretch and for it alone, as column slices for it alone, and
-    also for others, of which ``share`` is its part."""
+    """Bytes that one of ``ranks`` ranks needs.
+
+    ``plain`` bytes are contiguous and for this rank only, ``columns`` are column slices for this rank only, and
+    ``shared`` bytes are needed by several ranks; this rank's share of them is ``share``.
+    """
 
     ranks: int
     plain: float
@@ -91,16 +96,16 @@ class Composition:
     share: float
 
     @property
-    def wanted(self) -> float:
+    def needed(self) -> float:
         return self.plain + self.columns + self.shared
 
     @classmethod
     def of(cls, parts: Iterable[Part], ranks: int) -> Composition:
-        """Of a rank of a tensor-parallel engine, in which ranks have equal parts of what they share."""
+        """Return the composition of one rank of a tensor-parallel engine. Ranks have equal parts of shared bytes."""
         plain = columns = shared = share = 0.0
         for (shape, box, dtype), count in Counter((part.shape, part.box, part.dtype) for part in parts).items():
             nbytes = count * box.numel * dtype.itemsize
-            # Of a tensor that is cut into fewer parts than there are ranks, several have the same.
+            # If a tensor is split into fewer parts than there are ranks, several ranks have the same part.
             others = ranks * box.numel / math.prod(shape)
             if others > 1.5:
                 shared, share = shared + nbytes, share + nbytes / round(others)
@@ -113,7 +118,7 @@ class Composition:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds by stage, of the whole, and of the floor: wanted bytes at the published peak of the link they cross."""
+    """Seconds by stage, in total, and of the floor: the needed bytes at the published peak of the slowest link."""
 
     stages: dict[str, float]
     seconds: float
@@ -121,9 +126,9 @@ class Prediction:
 
 
 def slices(composition: Composition, gpus: int, machine: Machine) -> Prediction:
-    """Each rank gets its parts."""
-    had, ranks = machine.had(), composition.ranks
-    local = min(GPUS_PER_NODE, gpus) / gpus  # of the model, on a rank's own host
+    """Predict the time if each rank receives only its parts."""
+    rates, ranks = machine.achievable(), composition.ranks
+    local = min(GPUS_PER_NODE, gpus) / gpus  # share of the model on the rank's host
     hosts = max(1, ranks // GPUS_PER_NODE)  # of one engine
     near = min(ranks, GPUS_PER_NODE)
     taken = composition.plain + composition.columns + composition.share
@@ -134,30 +139,33 @@ def slices(composition: Composition, gpus: int, machine: Machine) -> Prediction:
     by_network = taken * (1 - local)
     between = exchanged - exchanged_near + gathered_far
     stages = {
-        "host link": (from_host + by_network) / had.pcie,  # copies to GPUs, and sends out of host memory
-        "host memory": min(gpus, GPUS_PER_NODE) * (from_host + by_network) / had.host_memory,
-        "network": (by_network + between) / had.nic,
-        "GPU link": (from_host + by_network + between) / had.pcie,
-        "NVLink": (exchanged_near + composition.shared - composition.share - gathered_far) / had.nvlink,
-        "device memory": 4 * composition.wanted / had.hbm,
+        "host link": (from_host + by_network) / rates.pcie,  # copies to GPUs, and sends out of host memory
+        "host memory": min(gpus, GPUS_PER_NODE) * (from_host + by_network) / rates.host_memory,
+        "network": (by_network + between) / rates.nic,
+        "GPU link": (from_host + by_network + between) / rates.pcie,
+        "NVLink": (exchanged_near + composition.shared - composition.share - gathered_far) / rates.nvlink,
+        "device memory": 4 * composition.needed / rates.hbm,
     }
-    after = 2 * composition.wanted / had.hbm
-    floor = max(composition.wanted / machine.pcie, composition.wanted * (1 - local) / machine.nic)
-    return Prediction(stages | {"after": after}, _pipelined(stages, composition.wanted / BUCKET) + after, floor)
+    after = 2 * composition.needed / rates.hbm
+    floor = max(composition.needed / machine.pcie, composition.needed * (1 - local) / machine.nic)
+    return Prediction(stages | {"after": after}, _pipelined(stages, composition.needed / BUCKET) + after, floor)
 
 
 def broadcast(model: float, composition: Composition, gpus: int, machine: Machine) -> Prediction:
-    """Every GPU gets the whole model, as checkpoint-engine does: copies to GPUs, then broadcasts, which do not overlap
-    (its README: on PCIe they share the link); engines cut their parts out meanwhile."""
-    had = machine.had()
+    """Predict the time if every GPU receives the whole model, as with checkpoint-engine.
+
+    Copies to GPUs and broadcasts do not overlap (according to its README they share the PCIe link). Engines extract
+    their parts during the broadcasts.
+    """
+    rates = machine.achievable()
     hosts = max(1, gpus // GPUS_PER_NODE)
-    copying = model / gpus / had.pcie
+    copying = model / gpus / rates.pcie
     sending = {
-        "NVLink": model / had.nvlink,
-        "network": (model / GPUS_PER_NODE / had.nic) if hosts > 1 else 0.0,
-        "device memory": (2 * model + 2 * composition.wanted) / had.hbm,
+        "NVLink": model / rates.nvlink,
+        "network": (model / GPUS_PER_NODE / rates.nic) if hosts > 1 else 0.0,
+        "device memory": (2 * model + 2 * composition.needed) / rates.hbm,
     }
-    after = 2 * composition.wanted / had.hbm
+    after = 2 * composition.needed / rates.hbm
     floor = max(model / machine.nvlink, (model / GPUS_PER_NODE / machine.nic) if hosts > 1 else 0.0)
     seconds = copying + _pipelined(sending, model / BROADCAST_BUCKET) + after
     return Prediction({"host link": copying} | sending | {"after": after}, seconds, floor)
@@ -166,4 +174,4 @@ def broadcast(model: float, composition: Composition, gpus: int, machine: Machin
 def _pipelined(stages: dict[str, float], buckets: float) -> float:
     buckets = max(1.0, buckets)
     slowest = max(stages.values())
-    return AGREEING_S + slowest + (sum(stages.values()) - slowest) / buckets + PER_BUCKET_S * buckets
+    return AGREEMENT_S + slowest + (sum(stages.values()) - slowest) / buckets + PER_BUCKET_S * buckets

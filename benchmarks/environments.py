@@ -1,4 +1,4 @@
-"""Environments for peers that must not meet: each on top of the benchmark's own, made once and kept."""
+"""Create separate Python environments for peers that conflict, each on top of the benchmark's environment."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _TIMEOUT_S = 600
 
 
 class PeerUnavailable(Exception):
-    """A peer cannot take part; the message says why."""
+    """A peer cannot take part; the message gives the reason."""
 
 
 class Environments:
-    """Makes environments below ``cache`` and remembers which could not be made."""
+    """Creates environments below ``cache``, and records which could not be created."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
         self._failed: dict[tuple[str, ...], str] = {}
 
     def python(self, install: tuple[str, ...]) -> str:
-        """The interpreter of an environment that has these distributions. Raises ``PeerUnavailable``."""
+        """Return the interpreter of an environment with these distributions. Raises ``PeerUnavailable``."""
         if not install:
             return sys.executable
         if install in self._failed:
@@ -58,8 +58,8 @@ def _make(folder: Path, python: Path, install: tuple[str, ...]) -> None:
     except subprocess.TimeoutExpired as error:
         raise PeerUnavailable(f"not installed: pip took more than {_TIMEOUT_S} s") from error
     if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise PeerUnavailable(f"not installed: {said[-1].removeprefix('ERROR: ')}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise PeerUnavailable(f"not installed: {errors[-1].removeprefix('ERROR: ')}")
 
 
 def _fingerprint(install: tuple[str, ...]) -> str:

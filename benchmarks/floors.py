@@ -1,14 +1,14 @@
-"""What the machine can do with so many bytes: the floors that everything else is a multiple of.
+"""Measure the floors: the machine's best times for a number of bytes. All results are multiples of them.
 
-memcpy, memcpy_2         from ordinary into huge pages, all of them warm, 1 and 2 threads
+memcpy, memcpy_2         from ordinary to huge pages, all warm, 1 and 2 threads
 direct_write             aligned memory on huge pages, O_DIRECT, preallocated, 4 threads, fdatasync, directory synced
 buffered_write           1 thread, fdatasync, directory synced
 direct_read              cold, O_DIRECT, 4 threads, into warm aligned memory on huge pages
 buffered_read            cold, 1 stream (the kernel reads ahead), into warm memory
-cached_read, cached_read_2   out of the page cache into warm memory, 1 and 2 threads
+cached_read, cached_read_2   from the page cache into warm memory, 1 and 2 threads
 
-Buffered reads end in ordinary pages, where a trainer's tensors are. A direct read into those takes two to three times
-as long as into huge ones, so that the floor is what a ring of huge pages could reach.
+Buffered reads fill ordinary pages, like those of a trainer's tensors. A direct read into ordinary pages takes two to
+three times as long as into huge pages, so its floor is what a buffer of huge pages can reach.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BLOCK = 4096
 
 
 class Floors:
-    """Measures all floors for ``nbytes``, in files of a folder that it is given."""
+    """Measures all floors for ``nbytes``."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -55,11 +55,11 @@ class Floors:
         self._threads = ThreadPoolExecutor(_THREADS)
 
     def measure(self, folder: str) -> dict[str, float | None]:
-        """Seconds by floor; None where the file system cannot do it, or where a cold file could not be had."""
+        """Return seconds by floor; None if the file system does not support it, or the file stays cached."""
         os.makedirs(folder, exist_ok=True)
         self._ordinary.touch()
         self._huge.touch()
-        wait([self._threads.submit(time.sleep, 0.001) for _ in range(_THREADS)])  # all threads are up
+        wait([self._threads.submit(time.sleep, 0.001) for _ in range(_THREADS)])  # start all threads
         direct, buffered = os.path.join(folder, "direct"), os.path.join(folder, "buffered")
         seconds: dict[str, float | None] = {}
         try:
@@ -81,7 +81,7 @@ class Floors:
         return seconds
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown()
 
     def _copy(self, threads: int) -> None:
@@ -147,7 +147,7 @@ class Floors:
 
 
 def _expect(moved: int, nbytes: int) -> None:
-    # A call that moves less than it was given would make the floor look better than it is.
+    # A call that moves fewer bytes than requested would make the floor look better than it is.
     if moved != nbytes:
         raise OSError(f"moved {moved} bytes of {nbytes}")
 

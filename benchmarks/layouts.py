@@ -1,7 +1,7 @@
-"""GPT-2 with Adam, cut over ranks: what a checkpoint of many processes is measured with.
+"""GPT-2 with Adam, sharded over ranks: the state for benchmarks of many processes.
 
-Content is a function of a tensor's name and an element's global place, and of nothing else, so that every layout of
-every world size knows by itself what a load must bring back.
+The content depends only on a tensor's name and an element's global position, so every layout of every world size can
+check what a load restores.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SCRAMBLED = 0x5A
 
 
 class _Block(nn.Module):
-    """One of the repeated layers: the unit that FSDP shards."""
+    """One of the repeated layers, which FSDP shards as a unit."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to cut the model over ``world_size`` ranks."""
+    """A way to shard the model over ``world_size`` ranks."""
 
     name: str
     title: str
@@ -51,27 +51,27 @@ class RankState:
         self._expected = {name: _digest(tensor) for name, tensor in self._tensors()}
 
     def scramble(self) -> None:
-        """Overwrite every local tensor, so that only a load can bring the content back."""
+        """Overwrite every local tensor, so that only a load can restore the content."""
         with torch.no_grad():
             for _, tensor in self._tensors():
                 tensor.view(-1).view(torch.uint8).fill_(_SCRAMBLED)
 
     def difference(self) -> str | None:
-        """The first local tensor that is not, bit for bit, what it was when this was made."""
+        """Return the first local tensor that differs in any bit from its original content, or None."""
         found = {name: _digest(tensor) for name, tensor in self._tensors()}
         names = [*self._expected, *found]
         return next((name for name in names if found.get(name) != self._expected.get(name)), None)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            padding = getattr(parameter, "_shard_numel_padded", 0)  # of FSDP-1's flat parameters: means nothing
+            padding = getattr(parameter, "_shard_numel_padded", 0)  # padding of FSDP-1's flat parameters has no meaning
             yield name, _local(parameter, padding)
             for key, value in sorted(self.optimizer.state[parameter].items()):
                 yield f"{name}.{key}", _local(value, padding if value.shape == parameter.shape else 0)
 
 
 def build(name: str, scale: float) -> RankState:
-    """The layout on the process group there is, with the content that every layout agrees on."""
+    """Build the layout on the default process group, with the content that all layouts share."""
     shapes = gpt2(scale)
     model = _module(shapes)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def build(name: str, scale: float) -> RankState:
     optimizer.zero_grad()
     with torch.no_grad():
         for parameter in wrapped.parameters():
-            # Powers of two: exact in every element, however the tensor is cut.
+            # Powers of two are exact in every element, however the tensor is sharded.
             _local(optimizer.state[parameter]["exp_avg"]).copy_(_local(parameter)).mul_(0.5)
             _local(optimizer.state[parameter]["exp_avg_sq"]).copy_(_local(parameter)).mul_(0.25)
     total = sum(torch.Size(shape).numel() for _, shape in shapes) * _BYTES_PER_PARAMETER
@@ -106,7 +106,7 @@ def _module(shapes: list[tuple[str, tuple[int, ...]]]) -> nn.Module:
 
 
 def _content(number: int, count: int) -> torch.Tensor:
-    """``count`` floats from 1 to 2, no two neighbours alike, other ones for each tensor."""
+    """Return ``count`` floats from 1 to 2. Neighbours differ, and so do tensors."""
     mantissa = torch.arange(count, dtype=torch.int64).add_(number * 7919).mul_(2654435761).bitwise_and_(0x7FFFFF)
     return mantissa.bitwise_or_(0x3F800000).to(torch.int32).view(torch.float32)
 
@@ -122,7 +122,7 @@ def _fsdp2(model: nn.Module) -> nn.Module:
 
 def _fsdp1_flat(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it announces its deprecation
+        warnings.simplefilter("ignore")  # FSDP-1 announces its deprecation
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({_Block}),
@@ -133,7 +133,7 @@ def _fsdp1_flat(model: nn.Module) -> nn.Module:
 
 
 def _tensor_parallel(model: nn.Module) -> nn.Module:
-    """Matrices cut by rows and by columns in turn, vectors on every rank."""
+    """Shard matrices by rows and by columns in turn; replicate vectors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     matrices = 0
     for module in list(model.modules()):

@@ -1,7 +1,7 @@
-"""How near the local storage backend alone comes to the floors, past the page cache and through it.
+"""Compare the local storage backend with the floors, with and without the page cache.
 
 ``python -m benchmarks.local_backend --folder DIR``: one file is written in pieces by a few threads and made durable,
-then read back into ordinary memory, cold and warm. Medians of rounds in which the floors and both ways alternate.
+then read back into ordinary memory, cold and warm. The floors and both ways alternate; medians are shown.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 from benchmarks.floors import Floors
 from benchmarks.page_cache import evict, warm
 from benchmarks.workloads import Memory
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
 
 __all__ = ["main"]
 
 _PIECE = 8 << 20
-_HEAD = 4096  # tensors lie behind a header
-_MISALIGNED = 64  # where an allocator puts a tensor in a page
+_HEAD = 4096  # tensors follow a header
+_MISALIGNED = 64  # a typical offset of a tensor in a page
 
 
 class Ways:
-    """Writes and reads ``nbytes`` through a backend, by ``threads`` threads."""
+    """Writes and reads ``nbytes`` through a backend with ``threads`` threads."""
 
     def __init__(self, nbytes: int, threads: int) -> None:
         self._nbytes = nbytes
@@ -44,18 +44,18 @@ class Ways:
             self._staged.view[at : min(at + _PIECE, nbytes)] = memoryview(noise)[: nbytes - at]  # type: ignore[arg-type]
 
     def write(self, backend: LocalBackend) -> None:
-        """One durable file."""
+        """Write one durable file."""
         with backend.create("file", self._nbytes) as writer:
             self._pieces(lambda at, end: writer.write(at, self._staged.view[at:end]), 0)
             writer.complete()
 
     def read(self, backend: LocalBackend) -> None:
-        """All but the head, to where no page begins."""
+        """Read everything except the head, to memory that is not page-aligned."""
         into = self._target.view[_MISALIGNED:]
         self._pieces(lambda at, end: backend.read_into("file", at, into[at:end]), _HEAD)
 
     def check(self) -> None:
-        """Raise unless what was read is what was written, and forget it."""
+        """Raise unless the bytes read are those written; then overwrite them."""
         read = self._target.tensor[_MISALIGNED + _HEAD : _MISALIGNED + self._nbytes]
         if not torch.equal(read, self._staged.tensor[_HEAD : self._nbytes]):
             raise AssertionError("other bytes came back than were written")
@@ -69,7 +69,7 @@ class Ways:
 
 
 def measure(folder: str, nbytes: int, threads: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round, by what was done."""
+    """Return the seconds of every round by operation."""
     ways, floors = Ways(nbytes, threads), Floors(nbytes)
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):

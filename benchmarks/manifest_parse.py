@@ -1,10 +1,10 @@
-"""How long a manifest of a million shards takes to read, for several ways a model may be cut.
+"""Measure how long it takes to read a manifest of a million shards, for several ways of sharding a model.
 
     python benchmarks/manifest_parse.py [--shards 1000000] [--repeat 3] [--json benchmarks/results/manifest_parse.json]
 
-``decode`` is everything a reader does: checksum, decompression, columns, and the proof that every rule of the format
-holds (of which ``validate`` is a part). The floor is what the bytes alone cost: checksum and decompression. Times are
-of the processor, which are those of the clock on an idle core: nothing here waits for anything.
+``decode`` is everything that a reader does: checksum, decompression, columns, and checking every rule of the format
+(``validate`` is part of this). The floor is checksum and decompression alone. Times are processor times, which equal
+wall times on an idle core because nothing here waits.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ import numpy as np
 import xxhash
 import zstandard
 
-from bytecheckpoint.dtypes import DTYPES
-from bytecheckpoint.manifest import FileTable, Manifest, SectionInfo, decode, encode, validate
-from bytecheckpoint.tables import BoxTable, TensorTable
+from bytecheckpoint.format.manifest import FileTable, Manifest, SectionInfo, decode, encode, validate
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 CHUNK = 1 << 20
 FILES = 1024
 
 
 def whole(count: int) -> tuple[int, list[tuple[int, ...]]]:
-    """Every tensor in one piece."""
+    """Keep every tensor whole."""
     return count, [(0, 0)]
 
 
 def rows(count: int) -> tuple[int, list[tuple[int, ...]]]:
-    """FSDP: dimension 0 cut into 100."""
+    """Split dimension 0 into 100, as FSDP does."""
     return count // 100, [(i, 0) for i in range(100)]
 
 
 def columns(count: int) -> tuple[int, list[tuple[int, ...]]]:
-    """Row-wise tensor parallel: dimension 1 cut into 8."""
+    """Split dimension 1 into 8, as row-wise tensor parallelism does."""
     return count // 8, [(0, i) for i in range(8)]
 
 
 def grid(count: int) -> tuple[int, list[tuple[int, ...]]]:
-    """Tensor parallel times FSDP: 16 by 8."""
+    """Split 16 by 8: tensor parallelism times FSDP."""
     return count // 128, [(i, j) for i in range(16) for j in range(8)]
 
 
@@ -57,7 +57,7 @@ CASES: dict[str, Callable[[int], tuple[int, list[tuple[int, ...]]]]] = {
 
 
 def build(case: str, count: int) -> Manifest:
-    """A manifest of about ``count`` shards: each 4 x 8 elements of bfloat16, files filled one after the other."""
+    """Build a manifest of about ``count`` shards of 4 x 8 bfloat16 elements, in files filled one after the other."""
     tensors, cells = CASES[case](count)
     total = tensors * len(cells)
     unit = np.array([4, 8], np.int64)
@@ -74,7 +74,7 @@ def build(case: str, count: int) -> Manifest:
     file = np.sort(np.arange(total) % FILES)
     first = np.searchsorted(file, np.arange(FILES))
     nbytes = int(unit.prod()) * 2
-    # As in a real save, where neighbours in one file are of different tensors: shards are dealt out at random.
+    # Distribute shards at random: in a real save, neighbours in a file belong to different tensors.
     deal = np.random.default_rng(0).permutation(total)
     held = np.bincount(file, minlength=FILES)
     files = FileTable(
@@ -109,7 +109,7 @@ def build(case: str, count: int) -> Manifest:
 
 
 def seconds(call: Callable[[], object], repeat: int) -> float:
-    """Median processor time."""
+    """Return the median processor time of several calls."""
     times = []
     for _ in range(repeat):
         begin = time.process_time()
@@ -119,7 +119,7 @@ def seconds(call: Callable[[], object], repeat: int) -> float:
 
 
 def floor(data: bytes) -> None:
-    """What no reader can do without."""
+    """Do only what every reader must do."""
     xxhash.xxh3_128_digest(data[:-16])
     _, _, codec, _, payload, _ = msgpack.unpackb(data)
     if codec == "zstd":

@@ -1,6 +1,6 @@
-"""One save or load, measured: what the training loop waits for, when it is durable, processor, memory, bytes read.
+"""Measure one save or load: stall of the training loop, time until durable, processor time, memory and bytes read.
 
-Linux only. Everything is of this process and the processes it started.
+Linux only. Figures cover this process and its children.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["Meter", "Sample", "TrainingStep", "wire_bytes"]
 Sample = dict[str, Any]
 """Figures by name; times in seconds, everything else in bytes or shares."""
 
-_BASELINE_S = 0.3  # long enough for a mean that other tenants of the machine do not make
-_GATED_STEP_S = 1.0  # of a training step whose optimizer waits for the copy: longer than the copy of any workload
+_BASELINE_S = 0.3  # long enough that other tenants of the machine do not dominate the mean
+_GATED_STEP_S = 1.0  # a training step that is longer than the copy of any workload
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
 class TrainingStep:
-    """A few milliseconds of matrix products on one thread: what a save must not slow down.
+    """A few milliseconds of matrix products on one thread, which a save must not slow down.
 
-    Between the products it is Python, as training is, so that a save that holds the interpreter lock shows.
+    Python runs between the products, as in training, so a save that holds the GIL shows.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class TrainingStep:
         self._out = torch.empty(256, 256)
 
     def __call__(self) -> float:
-        """Run one step; the seconds it took."""
+        """Run one step; return its seconds."""
         begin = time.perf_counter()
         for _ in range(10):
             torch.mm(self._a, self._b, out=self._out)
@@ -51,7 +51,7 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class _Durable:
-    """When the bytes were durable on the clock of ``time.perf_counter``."""
+    """The ``time.perf_counter`` value at which the bytes were durable."""
 
     at: float
 
@@ -59,8 +59,8 @@ class _Durable:
 class Meter:
     """Measures the saves and loads of one contestant in this process.
 
-    Make it when the state is in memory and before the contestant did anything: a save's peak memory is growth since
-    then, a load's is growth since its first load began.
+    Create it when the state is in memory, before the contestant does anything: the peak memory of a save is the growth
+    since then, and that of a load is the growth since the first load began.
     """
 
     def __init__(self, contestant: Contestant) -> None:
@@ -71,11 +71,11 @@ class Meter:
         self._before_loads: int | None = None
 
     def save(self, path: str, state: Any) -> Sample:
-        """Save, with a training loop that goes on until the bytes are durable.
+        """Save, while a training loop runs until the bytes are durable.
 
-        ``return_s`` is the call; ``excess_s`` what later steps took longer than before, gates included; ``stall_s``
-        both; ``durable_s`` from the call until everything is synced: where the contestant does not sync, it is done
-        here and counted.
+        ``return_s`` is the time of the call, ``excess_s`` the slowdown of later steps including gates, and ``stall_s``
+        the sum of both. ``durable_s`` lasts from the call until everything is synced. If the contestant does not sync,
+        this method does, and counts it.
         """
         ordinary = statistics.mean(self._steps_for(_BASELINE_S))
         _reset_peak()
@@ -103,7 +103,7 @@ class Meter:
         }
 
     def load(self, path: str, state: Any) -> Sample:
-        """Load into ``state``. ``read_bytes`` is what came from the disk, not from the page cache."""
+        """Load into ``state``. ``read_bytes`` counts bytes from the disk, not from the page cache."""
         if self._before_loads is None:
             self._before_loads = _status("VmRSS")
         _reset_peak()
@@ -119,7 +119,7 @@ class Meter:
         }
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._syncer.shutdown()
 
     def _make_durable(self, path: str, pending: Pending | None) -> _Durable:
@@ -135,8 +135,10 @@ class Meter:
             yield self._step()
 
     def _steps_until(self, future: Future[_Durable], gate: Callable[[], object] | None) -> Iterator[float]:
-        """Steps until the save is durable. With a gate, they are parts of steps of ``_GATED_STEP_S``, at whose ends the
-        optimizer must wait for what is not copied yet."""
+        """Run steps until the save is durable.
+
+        With a gate, an optimizer step follows every ``_GATED_STEP_S``, and waits for tensors that are not copied yet.
+        """
         optimizer_at = time.perf_counter() + _GATED_STEP_S
         while True:
             seconds = self._step()
@@ -151,7 +153,7 @@ class Meter:
 
 
 def wire_bytes() -> int:
-    """Bytes that all processes of the machine have sent over the loopback interface."""
+    """Return the bytes that all processes have sent over the loopback interface."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":
@@ -160,7 +162,7 @@ def wire_bytes() -> int:
 
 
 def _cpu_seconds() -> float:
-    """Of all threads, of ended children, and of descendants that still run (these in hundredths)."""
+    """Return the processor time of all threads and descendants; running descendants count in hundredths."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime + sum(_ticks(pid) for pid in _descendants()) / _TICK
 
@@ -181,7 +183,7 @@ def _descendants(pid: int | str = "self") -> Iterator[int]:
 
 
 def _status(key: str, pid: int | str = "self") -> int:
-    """Bytes of one line of a process's status; 0 where the process is gone."""
+    """Return one line of a process's status in bytes; 0 if the process has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -195,7 +197,7 @@ def _peak_growth(before: int) -> int:
 
 
 def _own_peak(pid: int) -> int:
-    """About what a child had at most for itself: memory shared with others is counted where it was made."""
+    """Return the approximate peak of a child's private memory; shared memory counts in its creator."""
     return _status("VmHWM", pid) - _status("RssFile", pid) - _status("RssShmem", pid)
 
 

@@ -1,11 +1,12 @@
-"""The merge stage against decomposition and against the blocking way, for FSDP-1's flat parameters.
+"""Compare the merge stage with decomposition and with blocking gathers, for FSDP-1's flat parameters.
 
     python -m benchmarks.merge_stage [--ranks 2 4] [--scale 1] [--rounds 5] [--json benchmarks/results/merge_stage.json]
 
-GPT-2 with Adam under FSDP-1, whose shards are no regular grid. Contestants take turns in every round: this library
-with ``layout`` "shards" (decomposed where they lie), "merged" and "whole", asynchronously; and DCP, which lets FSDP
-gather every parameter before it saves, as sharded and as full state dict. Times are of the slowest rank; bytes on the
-wire are those of the loopback interface; reads are the calls of all ranks together in a warm load of the same layout.
+The state is GPT-2 with Adam under FSDP-1, whose shards do not form a regular grid. Contestants take turns in every
+round: this library, asynchronously, with ``layout`` "shards" (decomposed in place), "merged" and "whole"; and DCP with
+sharded and with full state dicts, for which FSDP gathers every parameter before the save. Times are those of the
+slowest rank. Bytes sent are those of the loopback interface. Reads count the calls of all ranks in a warm load of the
+same layout.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _TIMEOUT_S = 1500.0
 
 
 class _Merging(Contestant):
-    """This library, asynchronously, with one layout."""
+    """This library: asynchronous saves with one layout."""
 
     durable = True
 
@@ -72,9 +73,9 @@ class _Merging(Contestant):
 
 
 class _DcpFull(Dcp):
-    """Full state dicts: every rank gathers everything into its memory before DCP writes each tensor once.
+    """DCP with full state dicts: every rank gathers all tensors, then DCP writes each tensor once.
 
-    Without ``cpu_offload``, with which torch cannot do this to parameters that are on the CPU already.
+    Without ``cpu_offload``, which torch does not support for parameters that are already on the CPU.
     """
 
     _OPTIONS = StateDictOptions(full_state_dict=True)
@@ -85,7 +86,7 @@ class _DcpFull(Dcp):
         return None
 
     def load(self, path: str, state: Any) -> None:
-        # The same files, read by every rank into sharded state dicts, as one would.
+        # Every rank reads the same files into sharded state dicts, as a user would.
         model, optimizer = get_state_dict(state.model, state.optimizer)
         values = {"model": model, "optimizer": optimizer}
         load(values, checkpoint_id=path)
@@ -103,7 +104,7 @@ def _contestants() -> dict[str, Contestant]:
 
 
 def _measure(rank: int, world_size: int, scale: float, rounds: int, work: str) -> dict[str, Any]:
-    """On every rank: rounds of saves and warm loads, samples by contestant; the first round warms up and is dropped."""
+    """Run rounds of saves and warm loads on every rank; return samples by contestant, without the warm-up round."""
     warnings.simplefilter("ignore")
     state = build(_LAYOUT, scale)
     found: dict[str, list[Sample]] = {}
@@ -154,7 +155,7 @@ def _read_calls() -> int:
 
 
 def _merged(samples: list[Sample]) -> Sample:
-    """One sample of all ranks': times of the slowest, sums of what each did, and the machine's figures once."""
+    """Merge the samples of all ranks: the slowest rank's times, sums of work, and the machine's figures once."""
     merged: Sample = {}
     for key in samples[0]:
         values = [sample[key] for sample in samples]
@@ -168,7 +169,7 @@ def _merged(samples: list[Sample]) -> Sample:
 
 
 def measure(ranks: int, scale: float, rounds: int, folder: Path) -> dict[str, Any]:
-    """Samples by contestant, of the slowest rank."""
+    """Return the slowest rank's samples by contestant."""
     with tempfile.TemporaryDirectory(prefix="merge-", dir=folder) as work, RankPool(ranks) as pool:
         answers = pool.run(_measure, scale, rounds, work, timeout_s=_TIMEOUT_S)
     names = answers[0]["samples"]
@@ -177,7 +178,7 @@ def measure(ranks: int, scale: float, rounds: int, folder: Path) -> dict[str, An
 
 
 def table(result: dict[str, Any]) -> Grid:
-    """Medians; of the call also the least, as a multiple of the least with decomposition: what other load leaves be."""
+    """Show medians, and the fastest call relative to the fastest one with decomposition (least affected by noise)."""
     columns = (
         "",
         "returns after, s",

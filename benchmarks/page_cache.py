@@ -1,4 +1,4 @@
-"""The page cache: what of a checkpoint's files is in it, and how to bring it in or out before a load is timed."""
+"""Query the page cache for a checkpoint's files, fill it or evict from it before a load is timed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PIECE = 8 << 20
 
 
 def sync_tree(path: str) -> None:
-    """Make everything at and below ``path`` durable: files, directories, and the name of ``path`` itself."""
+    """Sync all files and directories at and below ``path``, and the directory that contains it."""
     for file in _files(path):
         _sync(file)
     for folder, _, _ in os.walk(path):
@@ -24,15 +24,15 @@ def sync_tree(path: str) -> None:
 
 
 def tree_bytes(path: str) -> int:
-    """Bytes of all files at and below ``path``."""
+    """Return the bytes of all files at and below ``path``."""
     return sum(os.path.getsize(file) for file in _files(path))
 
 
 def evict(path: str) -> float:
-    """Drop the files at and below ``path`` from the page cache; the share of their pages that is still in it.
+    """Evict the files at and below ``path`` from the page cache; return the share of their pages that remains.
 
-    Dirty and mapped pages stay silently, so the share must be looked at: 0.0 proves that the next read is cold (for
-    this machine; a hypervisor may cache on its own).
+    The kernel silently keeps dirty and mapped pages, so check the share: 0.0 means that the next read is cold on this
+    machine (a hypervisor may have another cache).
     """
     for file in _files(path):
         fd = os.open(file, os.O_RDONLY)
@@ -45,7 +45,7 @@ def evict(path: str) -> float:
 
 
 def warm(path: str) -> float:
-    """Read the files at and below ``path`` into the page cache; the share of their pages that is in it then."""
+    """Read the files at and below ``path`` into the page cache; return the share of their pages in it."""
     buffer = bytearray(_PIECE)
     for file in _files(path):
         with open(file, "rb", buffering=0) as stream:
@@ -55,7 +55,7 @@ def warm(path: str) -> float:
 
 
 def resident(path: str) -> float:
-    """The share of the pages of all files at and below ``path`` that is in the page cache, as mincore(2) says."""
+    """Return the share of all pages at and below ``path`` that is in the page cache, according to mincore(2)."""
     pages = present = 0
     for file in _files(path):
         if size := os.path.getsize(file):

@@ -1,4 +1,4 @@
-"""Worker processes: forked with torch loaded for what runs in this environment, started afresh in a peer's."""
+"""Worker processes: forked with torch loaded, or started in a peer's environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREPARE_S, _TURN_S, _END_S = 180.0, 900.0, 30.0
 
 
 class Worker:
-    """The parent's end of one worker. ``failure`` is empty while it takes part, and afterwards says why it does not."""
+    """The parent's side of one worker. ``failure`` is empty while the worker takes part, else the reason."""
 
     def __init__(self, name: str, job: Job, environments: Environments) -> None:
         self.name = name
@@ -44,12 +44,12 @@ class Worker:
         self.versions = self._ask(job, _PREPARE_S) or {}
 
     def turn(self) -> dict[str, Any] | None:
-        """One turn's samples; None if it failed, and from then on."""
+        """Run one turn and return its samples; None after a failure."""
         answer: dict[str, Any] | None = self._ask("turn", _TURN_S)
         return answer
 
     def close(self) -> None:
-        """End the process, and wait until it is gone."""
+        """Stop the process and wait for its end."""
         if self._connection is None:
             return
         try:
@@ -81,10 +81,10 @@ class Worker:
 
     def _fork(self, log: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The rank harness asks for the same, so that there is one fork server for both.
+        # The same modules as in the rank harness, so that both share one fork server.
         context.set_forkserver_preload(["bytecheckpoint.testing._preload"])
         ours, theirs = context.Pipe()
-        # No daemon: some contestants have processes of their own.
+        # Not a daemon: some contestants start processes.
         process = context.Process(target=serve, args=(theirs, log), name=self.name)
         process.start()
         theirs.close()

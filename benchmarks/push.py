@@ -1,15 +1,14 @@
-"""How long weights take into engines on the same host, by every road: against one copy of the bytes, and one stream.
+"""Time pushes into engines on the same host over every transport, next to one copy of the bytes and one TCP stream.
 
     python -m benchmarks.push [--mebibytes 512] [--rounds 5] [--json FILE] [--page docs/push.md]
     python -m benchmarks.push --cuda --workers 4 --mebibytes 16384 --json FILE
 
-One sender; engines of two processes with the real receiver (``push_engine``), which put layers into parameters and do
-nothing else. Before each push all weights change. In each round the floors and all ways take turns; what is told are
-medians. The machine's host memory takes the place of what lies between hosts, so the figures say what a push costs
-beside the network, and nothing of networks.
+One sender pushes to engines of two processes with the real receiver (``push_engine``), which only copy layers into
+parameters. All weights change before each push. Each round measures the floors and all transports in turn; the results
+are medians. Host memory replaces the network between hosts, so the figures show the cost of a push without a network.
 
-With ``--cuda``, weights are on GPUs on both sides, all workers on one where there is one: by CUDA IPC, against the ways
-through host memory and a copy on the device. (Not run where this was written, which had no GPU.)
+With ``--cuda``, weights are on GPUs on both sides (all workers on one GPU where there is only one): CUDA IPC next to
+the transports through host memory and a copy on the device. This has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from benchmarks.push_engine import PipeEngine, trainee
 from benchmarks.results import header
 from benchmarks.tables import Grid, show
 from bytecheckpoint.inference.push import Pusher, PushReport
-from bytecheckpoint.inference.push.device_memory import settle
+from bytecheckpoint.inference.push.transports.cuda_ipc import synchronize
 
 __all__ = ["COPY", "JOIN", "NOTHING", "STREAM", "WAYS", "grid", "main", "measure", "with_table"]
 
@@ -64,7 +63,7 @@ NOTHING, JOIN = "nothing has changed", "from the first engine into the second, w
 
 
 def measure(nbytes: int, rounds: int, workers: int = 2, device: str = "cpu") -> dict[str, Any]:
-    """Seconds of every round by way and by floor, and the bytes that left the sender."""
+    """Seconds of every round by transport and by floor, and the bytes that left the sender."""
     model = trainee(nbytes).to(device)
     offered = CUDA_WAYS if device == "cuda" else WAYS
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -96,11 +95,11 @@ def measure(nbytes: int, rounds: int, workers: int = 2, device: str = "cpu") -> 
 
 
 def _way(
-    engines: list[PipeEngine], model: nn.Module, wanted: int, stack: ExitStack, count: int, options: dict[str, Any]
+    engines: list[PipeEngine], model: nn.Module, requested: int, stack: ExitStack, count: int, options: dict[str, Any]
 ) -> Callable[[], tuple[float, PushReport]]:
     memory = options.get("memory_bytes")
     if isinstance(memory, float):
-        options = {**options, "memory_bytes": int(memory * wanted)}
+        options = {**options, "memory_bytes": int(memory * requested)}
     pusher = stack.enter_context(Pusher(engines[:count], **options))
 
     def push() -> tuple[float, PushReport]:
@@ -132,16 +131,16 @@ def _check(model: nn.Module, engines: list[PipeEngine]) -> None:
 
 def _copy(model: nn.Module) -> float:
     copies = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    settle(copies)
+    synchronize(copies)
     begin = time.perf_counter()
     for copied, parameter in zip(copies, model.parameters(), strict=True):
         copied.copy_(parameter)
-    settle(copies)
+    synchronize(copies)
     return time.perf_counter() - begin
 
 
 def _stream(nbytes: int) -> float:
-    """Into one buffer, so that it takes no memory but the socket's."""
+    """Receive into one buffer, so that only the socket needs memory."""
     piece = bytes(1 << 22)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -163,7 +162,7 @@ def _stream(nbytes: int) -> float:
 
 
 def grid(document: dict[str, Any]) -> Grid:
-    """What was measured, as a table."""
+    """Return the results as a table."""
     nbytes, left = document["bytes"], document["left"]
     medians = {name: statistics.median(values) for name, values in document["seconds"].items()}
     rows: list[tuple[str, ...]] = [
@@ -186,7 +185,7 @@ def grid(document: dict[str, Any]) -> Grid:
 
 
 def with_table(page: str, found: Grid) -> str:
-    """The page with what stands behind its mark made anew."""
+    """Return the page with a new table after its mark."""
     text, mark, _ = page.partition(_MARK)
     aligned = ("---", *["---:"] * (len(found.columns) - 1))
     rows = ["| " + " | ".join(cells) + " |" for cells in (found.columns, aligned, *found.rows)]

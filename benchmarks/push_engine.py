@@ -1,4 +1,4 @@
-"""An engine for measurements: processes with the real receiver and layers that are cut between them, and no model."""
+"""An engine for benchmarks: processes with the real receiver and layers split between them, without a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import Engine, Receiver
-from bytecheckpoint.inference.push.quantizing import Blocks
+from bytecheckpoint.inference.push.quantization.blocks import Blocks
 
 __all__ = ["LAYER_ROWS", "PipeEngine", "trainee"]
 
@@ -21,7 +21,7 @@ _COLUMNS = 2048
 
 
 def trainee(nbytes: int) -> nn.Module:
-    """Layers in bfloat16, of so many bytes at least."""
+    """Layers in bfloat16, of at least this many bytes."""
     count = -(-nbytes // (LAYER_ROWS * _COLUMNS * 2))
     return nn.ModuleList(_Layer(LAYER_ROWS) for _ in range(count))
 
@@ -33,7 +33,7 @@ class _Layer(nn.Module):
 
 
 class _Model(nn.Module):
-    """Worker ``rank`` of ``tp`` has its rows of every layer."""
+    """Worker ``rank`` of ``tp`` holds its rows of every layer."""
 
     def __init__(self, layers: int, tp: int, rank: int) -> None:
         super().__init__()
@@ -90,17 +90,17 @@ class PipeEngine(Engine):
         return self._ask(request)
 
     def first_values(self) -> set[float]:
-        """Of all layers of all workers."""
+        """Return a digest of all layers of all workers."""
         return {value for values in self._ask(None) for value in values}
 
     def pause(self, timeout_s: float) -> None:
-        """It serves nobody."""
+        """Do nothing: no request is running."""
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        """As before."""
+        """Do nothing: no request is running."""
 
     def end(self) -> None:
-        """Its processes end."""
+        """End the processes."""
         for pipe in self._pipes:
             pipe.close()
 

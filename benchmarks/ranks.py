@@ -1,6 +1,6 @@
-"""Save and load over ranks: the same layout, and one layout's checkpoint into another.
+"""Measure saves and loads over ranks, into the same layout and into other layouts.
 
-Every rank measures itself; what is reported is the slowest rank's time, everybody's processor time, memory and bytes.
+Every rank measures itself. Reports give the slowest rank's time, and the sums of processor time, memory and bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 def measure(
     layouts: Sequence[str], *, scale: float, rounds: int, folder: Path, say: Say, names: Sequence[str] = CONTESTANTS
 ) -> dict[str, Any]:
-    """``{"layouts": {layout: {...}}, "reshard": {"a to b": {...}}}``, samples by round, the first round dropped."""
+    """Return ``{"layouts": {layout: {...}}, "reshard": {"a to b": {...}}}``: samples without the warm-up round."""
     chosen = [name for name in CONTESTANTS if name in names]
     found: dict[str, Any] = {"layouts": {}, "reshard": {}}
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as work:
@@ -88,7 +88,7 @@ def _in_pool(layout: str, function: Callable[..., Any], *arguments: Any) -> dict
 def _save_and_load(
     rank: int, world_size: int, layout: str, scale: float, rounds: int, work: str, names: Sequence[str]
 ) -> dict[str, Any]:
-    """On every rank: save, load cold, load warm; the last checkpoint of whoever loads is kept for other layouts."""
+    """Save, load cold and load warm on every rank; keep the last checkpoint of each contestant for other layouts."""
 
     def turn(name: str, contestant: Contestant, meter: Meter, state: RankState, last: bool) -> dict[str, Sample]:
         path = _path(work, layout, name)
@@ -120,7 +120,7 @@ def _load_from_all(
     names: Sequence[str],
     sources: Sequence[str],
 ) -> dict[str, Any]:
-    """On every rank: load what each of the sources saved, the own layout's first, cold and warm."""
+    """Load the checkpoint of every source layout on every rank, cold and warm, the same layout first."""
 
     def turn(name: str, contestant: Contestant, meter: Meter, state: RankState, last: bool) -> dict[str, Sample]:
         return {
@@ -165,11 +165,11 @@ def _rounds(
                 failure = reason(error)
             meter.close()
             for part, sample in samples.get(name, {}).items():
-                # Of the first turn: what stays from turn to turn is grown by then, and is hidden later on.
+                # From the first turn: memory that is kept between turns has grown by then, and is hidden later.
                 sample["peak_bytes"] = peaks.setdefault((name, part), sample["peak_bytes"])
-            said: list[str] = [""] * dist.get_world_size()
-            dist.all_gather_object(said, failure)
-            failures[name] = next((text for text in said if text), "")
+            reasons: list[str] = [""] * dist.get_world_size()
+            dist.all_gather_object(reasons, failure)
+            failures[name] = next((text for text in reasons if text), "")
         found.append({name: sample for name, sample in samples.items() if not failures[name]})
     for contestant in contestants.values():
         contestant.close()
@@ -196,7 +196,7 @@ def _path(work: str, layout: str, name: str) -> str:
 
 
 def _merged(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One turn as all ranks saw it."""
+    """Merge the samples that all ranks took in one turn."""
     return {
         name: {part: _merged_sample([answer[name][part] for answer in answers]) for part in parts}
         for name, parts in answers[0].items()

@@ -1,4 +1,4 @@
-"""From stored samples to ``docs/performance.md`` and its plots.
+"""Write ``docs/performance.md`` and its plots from stored samples.
 
 python -m benchmarks.report [benchmarks/results/performance.json] [--docs docs]
 """
@@ -31,34 +31,32 @@ _OURS, _THEIRS = "#1b6ca8", "#b9c4cc"
 _INTRODUCTION = """\
 # Performance
 
-<!-- Written by `python -m benchmarks.report`; change that, not this. -->
+<!-- Written by `python -m benchmarks.report`; do not edit. -->
 
-Every number is a multiple of a *floor*: what the machine itself takes for the same bytes, measured in the same run.
-Contestants take turns (A B C A B C ...), each in a process of its own that stays up, as a trainer does; the first
-round warms up and is dropped; medians are shown. A load counts only if every tensor came back bit for bit.
+Every number is a multiple of a *floor*: the time that the machine itself takes for the same bytes, measured in the same
+run. Contestants take turns (A B C A B C ...), each in a separate process that keeps running, as a trainer does. The
+first round warms up and is dropped; medians are shown. A load counts only if it restores every tensor bit for bit.
 
-- **stall** is what training waits for: the return of the call, plus what later steps take longer than before (on
-  average, over 0.3 s) until the save is durable. Floor: *memcpy*, one thread, into warm memory. A synchronous save
-  stalls until it returns. Where a system copies behind the training, its lock is waited for once a second, as an
-  optimizer would, and the wait counts.
-- **durable** ends when files and directories are synced. Where a system does not sync, the benchmark does it and
-  counts it. Floor: *direct write*: aligned memory, O_DIRECT from 4 threads, preallocated, fdatasync, directory
-  synced.
-- **load, cold**: the files were dropped from the page cache, and mincore(2) says that no page of them is left. Floor:
-  the better of O_DIRECT from 4 threads and one buffered stream.
-- **load, warm**: all of it is in the page cache. Floor: *cached read*, `preadv` from one thread into warm memory.
-- A load ends with the bytes in the tensors that were there before, which is what resuming needs, and not in a memory
-  map.
-- **memory** is what a process and its children grew by at most, as a share of the state: over saves with all that
-  stays from save to save, over loads without. **CPU** is of all threads and children, in seconds, without the
-  training steps. **bytes read / wanted** counts what came from the disk in the cold load.
-- Over ranks: the slowest rank's time, everybody's CPU, memory and bytes; the memory floors are those of two threads.
-  Bytes sent are what the whole machine sent over its loopback interface meanwhile.
+- **stall** is the time that training loses: the time of the call, plus the slowdown of later steps (compared with their
+  average over 0.3 s) until the save is durable. Floor: *memcpy*, one thread, into warm memory. A synchronous save
+  stalls until it returns. If a system copies during training, the benchmark waits for its lock once per second, as
+  an optimizer would, and counts the wait.
+- **durable** ends when files and directories are synced. If a system does not sync, the benchmark does, and counts it.
+  Floor: *direct write*: aligned memory, O_DIRECT from 4 threads, preallocated, fdatasync, directory synced.
+- **load, cold**: the files were evicted from the page cache, and mincore(2) confirms that no page remains. Floor: the
+  faster of O_DIRECT from 4 threads and one buffered stream.
+- **load, warm**: all files are in the page cache. Floor: *cached read*, `preadv` from one thread into warm memory.
+- A load fills existing tensors, as resuming requires; a memory map does not count.
+- **memory** is the peak growth of a process and its children, as a share of the state; for saves it includes memory
+  that is kept between saves. **CPU** covers all threads and children, in seconds, without the training steps.
+  **bytes read / requested** counts bytes from the disk in the cold load.
+- Over ranks: the slowest rank's time, and all ranks' CPU, memory and bytes. The memory floors use two threads. Bytes
+  sent are those of the machine's loopback interface during the save.
 """
 
 
 def write(results: Path, docs: Path) -> Path:
-    """Write ``performance.md`` and ``performance/*.svg`` below ``docs``; returns the page."""
+    """Write ``performance.md`` and ``performance/*.svg`` below ``docs``; return the page."""
     document = json.loads(results.read_text())
     pictures = docs / "performance"
     pictures.mkdir(parents=True, exist_ok=True)
@@ -71,7 +69,7 @@ def write(results: Path, docs: Path) -> Path:
 
 
 def _merge_stage(results: Path) -> list[str]:
-    """What ``benchmarks.merge_stage`` has found, where it was run."""
+    """Return the section on ``benchmarks.merge_stage``, if there are results."""
     if not results.exists():
         return []
     document = json.loads(results.read_text())
@@ -79,9 +77,9 @@ def _merge_stage(results: Path) -> list[str]:
     return [
         "## Whole tensors\n",
         *textwrap.wrap(
-            "The merge stage beside decomposition, and beside DCP, for which FSDP gathers every parameter. Medians, "
-            "but for the second column, which is the least of all rounds as a multiple of that of decomposition. The "
-            "first two are of the call alone. All samples are in "
+            "The merge stage, decomposition, and DCP, for which FSDP gathers every parameter. The figures are medians, "
+            "except for the second column: the fastest round as a multiple of the fastest one with decomposition. The "
+            "first two columns cover the call alone. All samples are in "
             "[merge_stage.json](../benchmarks/results/merge_stage.json). To reproduce:",
             118,
         ),
@@ -93,7 +91,7 @@ def _merge_stage(results: Path) -> list[str]:
 
 
 def _planning(results: Path) -> list[str]:
-    """What ``benchmarks.scale_planning`` has found, where it was run."""
+    """Return the section on ``benchmarks.scale_planning``, if there are results."""
     if not results.exists():
         return []
     rows = json.loads(results.read_text())
@@ -102,9 +100,9 @@ def _planning(results: Path) -> list[str]:
         "## Planning at scale\n",
         *textwrap.wrap(
             "Simulated jobs of 1T parameters, planned, committed and opened with the library's own protocol code in "
-            "one process; seconds are of one CPU. ZeRO-1 with tensor parallel 8 x pipeline 16 over a dense model and "
-            "over experts (cut by tensor parallelism, or whole on 8 ranks: ep); FSDP over all ranks, or over 512 with "
-            f"replicas. One checksum for {chunk_size >> 20} MiB. All figures are in "
+            "one process; seconds are those of one CPU. ZeRO-1 with tensor parallel 8 x pipeline 16 over a dense model "
+            "and over experts (sharded by tensor parallelism, or whole on 8 ranks: ep); FSDP over all ranks, or over "
+            f"512 with replicas. One checksum per {chunk_size >> 20} MiB. All figures are in "
             "[scale_planning.json](../benchmarks/results/scale_planning.json). To reproduce:",
             118,
         ),
@@ -140,10 +138,10 @@ def _sections(document: Mapping[str, Any], pictures: Path) -> list[str]:
 
 
 def _where(run: Mapping[str, Any]) -> str:
-    """When, how and on what a run was made, where that is not the run of the whole page."""
+    """Describe when, how and on what machine a run was made, if it is not the run of the whole page."""
     machine, settings = run["machine"], run["settings"]
     lines = [
-        f"Run of {run['created']}: {settings['rounds']} rounds, {settings['threads']} torch thread(s) a process;",
+        f"Run of {run['created']}: {settings['rounds']} rounds, {settings['threads']} torch thread(s) per process;",
         f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Linux {machine['kernel']},",
         f"{machine['file_system']}, huge pages: {machine['huge_pages']}. To reproduce:",
         "",
@@ -193,7 +191,7 @@ def _markdown(grid: Grid, *, titled: bool = True) -> str:
 
 
 def _draw(result: Mapping[str, Any], path: Path) -> None:
-    """One panel a figure: multiples of the floor, medians as bars, least and greatest as whiskers."""
+    """Draw one panel per figure: multiples of the floor, medians as bars, minimum and maximum as whiskers."""
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 8})
     names = [name for name, contestant in result["contestants"].items() if not contestant["failure"]]
     picture, axes = plt.subplots(
@@ -222,7 +220,7 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Read the arguments and write."""
+    """Read the arguments and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?", default=_ROOT / "benchmarks" / "results" / "performance.json")
     parser.add_argument("--docs", type=Path, default=_ROOT / "docs")

@@ -1,4 +1,4 @@
-"""From samples to figures: medians, spreads, and ratios to the floors of the same run; and what is stored with them."""
+"""Compute figures from samples: medians, spreads, ratios to the floors of the same run; and describe the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Samples = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of some runs, their least and their greatest."""
+    """Median, minimum and maximum of some runs."""
 
     median: float
     low: float
@@ -41,8 +41,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figure:
-    """One thing that is measured: where it is in a sample, and the floors (the lowest counts) it is a multiple of; with
-    no floor but ``of_state`` it is a multiple of the state's bytes."""
+    """One figure: its place in a sample, and the floors that it is a multiple of (the lowest counts).
+
+    With ``of_state`` and no floor it is a multiple of the state's bytes.
+    """
 
     title: str
     part: str
@@ -61,18 +63,18 @@ FIGURES = {
     "load_cpu": Figure("CPU of load", "warm", "cpu_s"),
     "save_peak": Figure("memory of save / state", "save", "peak_bytes", of_state=True),
     "load_peak": Figure("memory of load / state", "cold", "peak_bytes", of_state=True),
-    "read": Figure("bytes read / wanted", "cold", "read_bytes", of_state=True),
+    "read": Figure("bytes read / requested", "cold", "read_bytes", of_state=True),
     "wire": Figure("bytes sent by save", "save", "wire_bytes"),
 }
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None of no values."""
+    """Return the spread, or None without values."""
     return Spread(statistics.median(values), min(values), max(values), len(values)) if values else None
 
 
 def floors(result: Mapping[str, Any]) -> dict[str, Spread]:
-    """Every floor that could be measured, of one workload or layout."""
+    """Return every measured floor of one workload or layout."""
     found: dict[str, list[float]] = {}
     for sample in result["floors"]:
         for name, seconds in sample.items():
@@ -82,7 +84,7 @@ def floors(result: Mapping[str, Any]) -> dict[str, Spread]:
 
 
 def figure(which: Figure, samples: Samples) -> Spread | None:
-    """One figure of one contestant; None if it was not measured. Cold loads that were not cold do not count."""
+    """Return one figure of a contestant, or None if it was not measured. Cold loads of cached files do not count."""
     values = []
     for sample in samples:
         part = sample.get(which.part, {})
@@ -92,7 +94,7 @@ def figure(which: Figure, samples: Samples) -> Spread | None:
 
 
 def floor_of(which: Figure, result: Mapping[str, Any]) -> float | None:
-    """What the figure is a multiple of: seconds, or bytes. None if there is no such thing."""
+    """Return the seconds or bytes that the figure is a multiple of, or None."""
     if which.of_state:
         return float(result["bytes"])
     known = floors(result)
@@ -101,12 +103,12 @@ def floor_of(which: Figure, result: Mapping[str, Any]) -> float | None:
 
 
 def resharding(result: Mapping[str, Any], name: str, source: str, part: str, key: str = "seconds") -> Spread | None:
-    """A load of what ``source`` saved, by contestant ``name`` of a resharding result."""
+    """Return the figure of a load by contestant ``name`` from a checkpoint of layout ``source``."""
     return figure(Figure("", f"{source} {part}", key), result["contestants"].get(name, {}).get("samples", []))
 
 
 def stages(samples: Samples, part: str) -> dict[str, float]:
-    """Median seconds of the inner steps of a save or load."""
+    """Return the median seconds of the inner steps of a save or load."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for step, seconds in sample.get(part, {}).get("stages", {}).items():
@@ -115,8 +117,7 @@ def stages(samples: Samples, part: str) -> dict[str, float]:
 
 
 def publishable(value: Any, folders: Sequence[Path]) -> Any:
-    """The same document with seconds to a microsecond (more digits are noise) and without the paths of this machine,
-    which may stand in errors."""
+    """Return the document with seconds rounded to microseconds, and without this machine's paths in errors."""
     if isinstance(value, dict):
         return {key: publishable(inner, folders) for key, inner in value.items()}
     if isinstance(value, list):
@@ -129,7 +130,7 @@ def publishable(value: Any, folders: Sequence[Path]) -> Any:
 
 
 def header(command: str, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What a reader must know of a run: how, when, with what, and on what kind of machine (but not which)."""
+    """Describe a run: how, when, with which versions, and on what kind of machine (but not which one)."""
     return {
         "schema": 1,
         "created": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -158,7 +159,7 @@ def _chosen(path: str) -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system that is mounted deepest above ``folder``."""
+    """Return the type of the file system that contains ``folder``."""
     found = ("", "unknown")
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, kind, *_ = line.split(" ")

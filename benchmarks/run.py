@@ -1,9 +1,9 @@
 """Run the benchmarks: ``python -m benchmarks.run``, or ``make bench``.
 
-    --peers all                     also those that need environments of their own (made below --cache)
+    --peers all                     also those that need separate environments (created below --cache)
     --peers bytecheckpoint DCP      only these
-    --parts save_load ranks         not the scripts that stand for themselves
-    --scale 0.01 --rounds 1         small and quick: shows that it runs, says nothing about speed
+    --parts save_load ranks         not the separate scripts
+    --scale 0.01 --rounds 1         small and quick: checks that it runs; the figures are meaningless
 
 Writes all samples as JSON (--out) and shows tables. ``--report`` also redraws the plots and docs/performance.md.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Read by libraries as they load, in this process and in those it starts.
+# Libraries read these when they are loaded, in this process and in its children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from rich.console import Console
@@ -46,21 +46,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--scale", type=float, default=1.0, help="share of the bytes (default: all)")
-    parser.add_argument(
-        "--rounds", type=int, default=_LEAST_ROUNDS, help="interleaved runs after the one that warms up"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="torch's threads in a process, as torchrun sets them")
-    parser.add_argument("--folder", type=Path, default=_ROOT / "runs", help="on the disk to be measured")
-    parser.add_argument("--cache", type=Path, default=_ROOT / ".venv-peers", help="where peers' environments are kept")
+    parser.add_argument("--rounds", type=int, default=_LEAST_ROUNDS, help="interleaved rounds after the warm-up round")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads per process, as torchrun sets them")
+    parser.add_argument("--folder", type=Path, default=_ROOT / "runs", help="folder on the disk to measure")
+    parser.add_argument("--cache", type=Path, default=_ROOT / ".venv-peers", help="folder for the peers' environments")
     parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "results", help="folder of the JSON files")
     parser.add_argument("--report", action="store_true", help="write docs/performance.md and its plots")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 1 if the library itself failed somewhere."""
+    """Run the benchmarks; return the exit status, 1 if the library itself failed."""
     options = _parser().parse_args(arguments)
-    options.folder = options.folder.resolve()  # workers have folders of their own
+    options.folder = options.folder.resolve()  # workers have other working directories
     console = Console(width=None if sys.stdout.isatty() else 190)
     entries = select(options.peers)
     for folder in (options.folder, options.out):
@@ -74,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.out / "performance.json"
 
     def keep() -> dict[str, Any]:
-        """Write what there is: a run of hours may be cut off."""
+        """Write the results so far: a run of hours may be interrupted."""
         found: dict[str, Any] = results.publishable(document, [options.folder, options.cache, options.out, _ROOT])
         path.write_text(json.dumps(found, indent=1) + "\n")
         return found
@@ -113,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """What reproduces the run. Folders are left out: they are this machine's."""
+    """Return the command that reproduces the run, without this machine's folders."""
     parts = ["python -m benchmarks.run"]
     defaults = _parser().parse_args([])
     for name in ("parts", "peers", "workloads", "layouts", "scale", "rounds", "threads"):
@@ -138,20 +136,20 @@ def _show(document: dict[str, Any], console: Console) -> None:
         tables.show(tables.profile({**by_workload, **layouts}, name), console)
 
 
-def _report(path: Path, document: dict[str, Any], wanted: bool, say: Callable[[str], None]) -> None:
-    if not wanted:
+def _report(path: Path, document: dict[str, Any], is_requested: bool, say: Callable[[str], None]) -> None:
+    if not is_requested:
         return
     settings = document["settings"]
     if settings["scale"] != 1.0 or settings["rounds"] < _LEAST_ROUNDS:
         say(f"no report: it needs --scale 1 and at least {_LEAST_ROUNDS} rounds")
     else:
-        from benchmarks import report  # not above: every worker imports this module, and none should carry matplotlib
+        from benchmarks import report  # not at the top: every worker imports this module, and none needs matplotlib
 
         say(f"report: {report.write(path, _ROOT / 'docs')}")
 
 
 def _scripts(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
-    """The scripts that stand for themselves, each with a table of its own. Whether one failed."""
+    """Run the separate scripts, which print their tables. Return whether one failed."""
     scale, failed = options.scale, False
     with tempfile.TemporaryDirectory(prefix="scripts-", dir=options.folder) as work:
         arguments: dict[str, dict[str, object]] = {
@@ -164,7 +162,7 @@ def _scripts(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
             arguments[name]["json"] = options.out.resolve() / f"{name}.json"
         for name, values in arguments.items():
             if name in options.parts:
-                say(f"{name}, its own table:")
+                say(f"table of {name}:")
                 words = [f"--{key}={value}" for key, value in values.items()]
                 done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *words], cwd=_ROOT)
                 failed |= done.returncode != 0

@@ -1,4 +1,4 @@
-"""Save and load in one process: the floors and every contestant, turn by turn, A B C A B C."""
+"""Measure saves and loads in one process: the floors and all contestants take turns (A B C A B C)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def measure(
     environments: Environments,
     say: Say,
 ) -> dict[str, Any]:
-    """All samples of one workload. The first round warms everything up (arenas, pools, guest memory) and is dropped.
+    """Return all samples of one workload, without the first round, which warms up arenas, pools and guest memory.
 
     ``{"bytes", "tensors", "title", "floors": [...], "contestants": {name: {"versions", "failure", "samples"}}}``,
-    samples by round. A contestant that cannot run, fails or brings back a wrong byte is out, with the reason.
+    samples by round. A contestant that cannot run, fails or restores a wrong byte is excluded, with the reason.
     """
     workload = workloads.make(workload_name, scale)
     floors: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ def measure(
 
 
 def _wrong(samples: Sequence[dict[str, Any]]) -> str:
-    """What a load brought back wrong, if one did."""
+    """Return the fault of a load that restored wrong bytes, or None."""
     for sample in samples:
         for part in ("cold", "warm"):
             if (name := sample.get(part, {}).get("wrong")) is not None:

@@ -1,12 +1,12 @@
-"""What each GPU of an inference engine is sent, and how long fresh weights take: slices against whole models.
+"""Compare slices with whole models: bytes sent to each GPU of an inference engine, and time for new weights.
 
     python -m benchmarks.scale_delivery [--json FILE] [--page docs/inference-layouts.md]
 
-*Bytes* are exact: of the layouts that vLLM's own loaders gave (``tests/inference/golden``), for every rank. Beside them
-stands checkpoint-engine, which sends the whole model to every GPU. *Times* are simulated over published speeds of
-links (``delivery_links``): for the rows of checkpoint-engine's own table, with the times it publishes. The same
-simulation is made of its broadcast. What it publishes is longer by some factor, for reasons that the simulation leaves
-out; the last column takes it that slices miss their simulation by the same factor. Nothing of this was measured here.
+*Bytes* are exact, for every rank, from the layouts that vLLM's loaders produce (``tests/inference/golden``). They are
+compared with checkpoint-engine, which sends the whole model to every GPU. *Times* are simulated from published link
+speeds (``delivery_links``), for the rows of checkpoint-engine's published table, and so is its broadcast. Its
+published times are longer than the simulated ones by some factor, for reasons that the simulation ignores; the last
+column assumes that slices exceed their simulation by the same factor. None of these times was measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarks.delivery_links import ASSUMPTIONS, H20, H800, SOURCES, Composition, Machine, broadcast, slices
 from benchmarks.tables import Grid, show
-from bytecheckpoint.inference.target_layout import TargetLayout
+from bytecheckpoint.inference.layouts.target import TargetLayout
 
 __all__ = ["bytes_per_gpu", "grids", "main", "simulate", "with_tables"]
 
@@ -30,7 +30,7 @@ _GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "inference" / "golden"
 
 _MARK = "<!-- The rest is written by `python -m benchmarks.scale_delivery --page`. -->"
 
-# Model, its layouts, GPUs, machine, and the seconds that checkpoint-engine publishes, where it does.
+# Model, its layouts, GPUs, machine, and the seconds that checkpoint-engine publishes, if any.
 _ROWS: list[tuple[str, str, int, Machine, float | None]] = [
     ("GLM-4.5-Air BF16", "glm-4.5-air-tp8", 8, H800, 3.47),
     ("Qwen3-235B-A22B BF16", "qwen3-235b-a22b-tp8", 8, H800, 6.22),
@@ -44,27 +44,27 @@ _ROWS: list[tuple[str, str, int, Machine, float | None]] = [
 
 
 def bytes_per_gpu(golden: Path = _GOLDEN) -> list[dict[str, Any]]:
-    """For each file of layouts: the model, and of the ranks the least and the most."""
+    """Return the model's bytes and the ranks' minimum and maximum for each file of layouts."""
     found = []
     for name, entry in json.loads((golden / "index.json").read_text()).items():
-        wanted = [rank["wanted"] for rank in entry["ranks"]]
+        requested = [rank["requested"] for rank in entry["ranks"]]
         model = entry["ranks"][0]["stored"]
         found.append(
             {
                 "layouts": name.removesuffix(".layouts"),
-                "ranks": len(wanted),
+                "ranks": len(requested),
                 "model": model,
-                "least": min(wanted),
-                "most": max(wanted),
-                "share": max(wanted) / model,
-                "fast": sum(rank["fast"] for rank in entry["ranks"]) / sum(wanted),
+                "least": min(requested),
+                "most": max(requested),
+                "share": max(requested) / model,
+                "fast": sum(rank["fast"] for rank in entry["ranks"]) / sum(requested),
             }
         )
     return sorted(found, key=lambda row: (str(row["layouts"]).rpartition("-tp")[0], row["ranks"]))
 
 
 def simulate(golden: Path = _GOLDEN) -> list[dict[str, Any]]:
-    """The rows of checkpoint-engine's table, and some between."""
+    """Return the rows of checkpoint-engine's table, and some in between."""
     found = []
     compositions: dict[str, tuple[Composition, float]] = {}
     for title, name, gpus, machine, published in _ROWS:
@@ -83,7 +83,7 @@ def simulate(golden: Path = _GOLDEN) -> list[dict[str, Any]]:
                 "gpus": gpus,
                 "machine": machine.name,
                 "bytes": model,
-                "composition": asdict(composition) | {"wanted": composition.wanted},
+                "composition": asdict(composition) | {"needed": composition.needed},
                 "slices": asdict(ours),
                 "broadcast": asdict(theirs),
                 "published": published,
@@ -95,7 +95,7 @@ def simulate(golden: Path = _GOLDEN) -> list[dict[str, Any]]:
 
 
 def grids(found: dict[str, Any]) -> list[Grid]:
-    """The tables, for the console and for the documentation."""
+    """Return the tables for the console and the documentation."""
     nbytes: list[tuple[str, ...]] = [
         (
             row["layouts"],
@@ -111,7 +111,7 @@ def grids(found: dict[str, Any]) -> list[Grid]:
         (
             row["model"],
             f"{row['gpus']} {row['machine']}",
-            f"{row['composition']['wanted'] / 1e9:.1f}",
+            f"{row['composition']['needed'] / 1e9:.1f}",
             f"{row['slices']['floor']:.2f}",
             f"{row['slices']['seconds']:.2f} ({_slowest(row['slices']['stages'])})",
             f"{row['broadcast']['seconds']:.2f} ({_slowest(row['broadcast']['stages'])})",
@@ -145,7 +145,7 @@ def grids(found: dict[str, Any]) -> list[Grid]:
 
 
 def with_tables(page: str, found: dict[str, Any]) -> str:
-    """The page with what stands behind its mark made anew."""
+    """Return the page with the part after its mark replaced."""
     text, mark, _ = page.partition(_MARK)
     tables = []
     for grid in grids(found):

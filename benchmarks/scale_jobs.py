@@ -1,6 +1,6 @@
-"""What planning, committing and opening a checkpoint of a simulated job costs, with the library's own protocol code.
+"""Measure planning, committing and opening a checkpoint of a simulated job, with the library's own protocol code.
 
-Every rank's message is made, only their travel is not: rank 0 hears them, asks, plans and answers as in a real save.
+The messages of all ranks are built but not sent: rank 0 receives them, requests tables, plans and answers as in a save.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 
 from benchmarks.scale_worlds import GROUP, STEP, World, make_world, parameters
 from bytecheckpoint.engine.checksums import chunk_size_for
-from bytecheckpoint.engine.writing.confirmation import Confirmed
-from bytecheckpoint.engine.writing.record import record
-from bytecheckpoint.local_state import LocalState
-from bytecheckpoint.manifest import decode, encode
-from bytecheckpoint.mesh_layout import MeshPlace
+from bytecheckpoint.format.manifest import decode, encode
+from bytecheckpoint.format.values import decode_path
 from bytecheckpoint.planners import OWN_BOXES, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
-from bytecheckpoint.save_planning import PlanningDesk, Told
-from bytecheckpoint.shards import IrregularShard, MeshShard, SectionSource, torch_dtype
-from bytecheckpoint.tables import BoxTable
-from bytecheckpoint.values import decode_path
+from bytecheckpoint.save.agreement import RankSummary
+from bytecheckpoint.save.local_state import Listing, LocalState
+from bytecheckpoint.save.planning import PlanNegotiation
+from bytecheckpoint.save.record import Confirmations, build_manifest
+from bytecheckpoint.tensors.mesh_layout import MeshPlace
+from bytecheckpoint.tensors.shards import IrregularShard, MeshShard, SectionSource, torch_dtype
+from bytecheckpoint.tensors.tables import BoxTable
 from bytecheckpoint.version import VERSION
 
 __all__ = ["measure_job"]
 
-_FACTS = {
+_ARGUMENTS = {
     "path": "s3://bucket/runs/1t/step-00012000",
     "step": "12000",
     "sections": "model, optimizer, rng",
@@ -44,7 +44,7 @@ _FACTS = {
 
 
 class _Clock:
-    """CPU seconds of this process (which computes with one thread) by what they were spent on."""
+    """CPU seconds of this single-threaded process, by activity."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -60,58 +60,59 @@ class _Clock:
 
 
 def measure_job(name: str, ranks: int) -> dict[str, Any]:
-    """One save and one load of a job, as seen by its ranks."""
+    """Simulate one save and one load of a job on its ranks."""
     world, clock, other = make_world(name, ranks), _Clock(), ranks // 2 + 3
     root = _local(_sources(world, 0), 0, ranks)
     sources = _sources(world, other)
     with clock.on("describe"):
         local = _local(sources, other, ranks)
-    with clock.on("tell"):
-        word = msgpack.packb(Told.of(local, _FACTS))
-    told = _told(world)
-    assert told[0] == msgpack.packb(Told.of(root, _FACTS))
-    assert told[other] == word
-    # What the simulation holds is no burden to the ranks that it simulates.
+    with clock.on("summary"):
+        listing = local.list_items()
+        summary = msgpack.packb(RankSummary.of(local, listing, _ARGUMENTS))
+    sent = _summaries(world)
+    root_listing = root.list_items()
+    assert sent[0] == msgpack.packb(RankSummary.of(root, root_listing, _ARGUMENTS))
+    assert sent[other] == summary
+    # The garbage collector must not scan the simulated world during measurements.
     gc.collect()
     gc.freeze()
     with clock.on("root"):
-        heard = [Told(*msgpack.unpackb(one)) for one in told]
-        assert all(one.facts == heard[0].facts for one in heard)
-        desk = PlanningDesk(root, heard)
-        questions = desk.answers()
+        summaries = [RankSummary(*msgpack.unpackb(message)) for message in sent]
+        assert all(one.arguments == summaries[0].arguments for one in summaries)
+        negotiation = PlanNegotiation(root, root_listing, summaries, b"")
+        requests = negotiation.messages()
     replies = [b""] * ranks
-    if desk.plan is None:
-        replies = [_reply(world, rank, *msgpack.unpackb(one)[1:]) for rank, one in enumerate(questions)]
+    if negotiation.plan is None:
+        replies = [_reply(world, rank, *msgpack.unpackb(message)[1:]) for rank, message in enumerate(requests)]
         gc.freeze()
         with clock.on("root"):
-            desk.hear([msgpack.unpackb(one) for one in replies])
-            shares = desk.answers()
+            negotiation.receive([msgpack.unpackb(message) for message in replies], root_listing)
+            shares = negotiation.messages()
     else:
-        questions, shares = replies, questions
-    plan, comparison = desk.plan, desk.comparison
+        requests, shares = replies, requests
+    plan, comparison = negotiation.plan, negotiation.comparison
     assert plan is not None
     assert comparison is not None
     with clock.on("share"):
-        _, _, plan_id, _, share, _, told_checks = msgpack.unpackb(shares[other])
-        files = local.lay_out(Assignment.from_bytes(share, local.plan))
-        checks = ContentChecks.from_bytes(told_checks, other, ranks, len(local.contents))
-    everywhere = msgpack.packb([plan_id, sorted(_FACTS.items())])
+        _, _, plan_id, _, share, _, packed_checks = msgpack.unpackb(shares[other])
+        files = local.lay_out(Assignment.from_bytes(share, listing.plan), listing.order)
+        checks = ContentChecks.from_bytes(packed_checks, other, ranks, len(local.contents))
+    everywhere = msgpack.packb([plan_id, sorted(_ARGUMENTS.items())])
     sources = _sources(world, other)
     with clock.on("second"):
         again = _local(sources, other, ranks)
-        checks.tell(again.contents, everywhere)
-        again.follow([], local.order)
-        again.images(files, Assignment.from_bytes(share), "attempt-1")
+        checks.summarize(again.contents, everywhere)
+        again.images(files, Assignment.from_bytes(share), again.shards(listing.order), "attempt-1")
     assert again.fingerprint == local.fingerprint
     contents = _by_kind(world, world.contents)
     words = []
     for rank, one in enumerate(comparison.checks()):
         of_rank = ContentChecks.from_bytes(one, rank, ranks, len(contents[rank]))
-        words.append(of_rank.tell(contents[rank], everywhere))
+        words.append(of_rank.summarize(contents[rank], everywhere))
     with clock.on("root second"):
-        assert comparison.holds(words)
-    up = [len(a) + len(b) for a, b in zip(told, replies)]
-    down = [len(a) + len(b) for a, b in zip(questions, shares)]
+        assert comparison.is_unchanged(words)
+    up = [len(a) + len(b) for a, b in zip(sent, replies)]
+    down = [len(a) + len(b) for a, b in zip(requests, shares)]
     loads = np.bincount([file.rank for file in plan.files], [file.data_size for file in plan.files], ranks)
     return {
         "case": name,
@@ -120,12 +121,12 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
         "tensors": len(plan.tensors),
         "shards": len(plan.shards),
         "files": len(plan.files),
-        "tables": len({one.table for one in heard}),
+        "tables": len({one.table_digest for one in summaries}),
         "max_over_mean": round(float(loads.max() / loads.mean()), 4),
         "first_save": {
             "root_plan_s": clock.rounded("root"),
             "rank_describe_s": clock.rounded("describe"),
-            "rank_plan_s": clock.rounded("tell", "share"),
+            "rank_plan_s": clock.rounded("summary", "share"),
             "rank_sends": [int(np.mean(up)), max(up)],
             "rank_gets": [int(np.mean(down)), max(down)],
             "root_gets": sum(up),
@@ -142,7 +143,7 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
 
 
 def _sources(world: World, rank: int) -> dict[str, SectionSource]:
-    """What adapters would find on this rank, on the meta device."""
+    """Return what adapters would find on this rank, on the meta device."""
     plan = world.plan(rank)
     found = {name: SectionSource() for name, _ in plan.sections}
     names = []
@@ -164,9 +165,9 @@ def _sources(world: World, rank: int) -> dict[str, SectionSource]:
         tensor = torch.empty(box.lengths, dtype=torch_dtype(meta), device="meta")
         held = int(plan.held[row])
         if held == OWN_BOXES:
-            found[section].shards.append(IrregularShard.proved(fqn, meta, box, tensor))
+            found[section].shards.append(IrregularShard.unchecked(fqn, meta, box, tensor))
             continue
-        shard = MeshShard.proved(fqn, meta, box, tensor)
+        shard = MeshShard.unchecked(fqn, meta, box, tensor)
         shard.find_place = partial(MeshPlace, plan.layouts[held - 1], plan.coordinates[held - 1], held)
         found[section].shards.append(shard)
     for value in plan.values:
@@ -185,7 +186,7 @@ def _local(sources: dict[str, SectionSource], rank: int, ranks: int) -> LocalSta
 
 
 def _by_kind(world: World, make: Any) -> list[Any]:
-    """What ``make`` makes of each rank, where it is the same for all of a kind."""
+    """Yield ``make``'s result for each rank, computed once for ranks of the same kind."""
     made: dict[Hashable, Any] = {}
     found = []
     for rank in range(world.ranks):
@@ -196,46 +197,44 @@ def _by_kind(world: World, make: Any) -> list[Any]:
     return found
 
 
-def _told(world: World) -> list[bytes]:
-    """What every rank tells rank 0."""
-    digests = _by_kind(world, lambda rank: _alike(world, rank))
+def _summaries(world: World) -> list[bytes]:
+    """Yield the summary that each rank sends to rank 0."""
+    digests = _by_kind(world, lambda rank: _shared_part(world, rank))
     words = []
-    for rank, alike in enumerate(digests):
+    for rank, shared in enumerate(digests):
         plan = world.plan(rank)
         boxes = pack_boxes(plan.own_boxes())
-        words.append(msgpack.packb([*alike, plan.places().astype("<i4").tobytes(), boxes]))
+        words.append(msgpack.packb([*shared, plan.flat_coordinates().astype("<i4").tobytes(), boxes]))
     return words
 
 
-def _alike(world: World, rank: int) -> tuple[bytes, bytes, bytes]:
-    """What a rank tells as others of its kind do."""
-    local: Any = SimpleNamespace(
-        plan=world.plan(rank), table=world.plan(rank).table().to_bytes(), contents=world.contents(rank)
-    )
-    told = Told.of(local, _FACTS)
-    return told.facts, told.table, told.contents
+def _shared_part(world: World, rank: int) -> tuple[bytes, bytes, bytes]:
+    """Return the part of a summary that ranks of the same kind share."""
+    local: Any = SimpleNamespace(contents=world.contents(rank))
+    summary = RankSummary.of(local, Listing(world.plan(rank), None), _ARGUMENTS)
+    return summary.arguments, summary.table_digest, summary.contents_digest
 
 
-def _reply(world: World, rank: int, wants_table: bool, wants_contents: bool) -> bytes:
-    table = world.plan(rank).table().to_bytes() if wants_table else b""
-    packed: bytes = msgpack.packb([table, world.contents(rank).tobytes() if wants_contents else b""])
+def _reply(world: World, rank: int, needs_table: bool, needs_contents: bool) -> bytes:
+    table = world.plan(rank).table().to_bytes() if needs_table else b""
+    packed: bytes = msgpack.packb([table, world.contents(rank).tobytes() if needs_contents else b""])
     return packed
 
 
 def _manifest(plan: SavePlan, world: World, name: str) -> dict[str, Any]:
     clock = _Clock()
     random = np.random.default_rng(0)
-    told = []
+    packed = []
     chunk_size = chunk_size_for(int(plan.shards.nbytes(plan.tensors).sum()))
-    counts = Confirmed(plan, attempt="attempt-1", chunk_size=chunk_size).chunk_counts
+    counts = Confirmations(plan, attempt="attempt-1", chunk_size=chunk_size).chunk_counts
     for rank in range(world.ranks):
         files = plan.files_of(rank)
         words = len(files) + sum(0 if row is None else int(counts[row]) for _, _, row in files)
-        told.append(msgpack.packb([[4096] * len(files), random.bytes(8 * words)]))
+        packed.append(msgpack.packb([[4096] * len(files), random.bytes(8 * words)]))
     with clock.on("record"):
-        confirmed = Confirmed(plan, attempt="attempt-20300101T000000Z-0123456789abcdef", chunk_size=chunk_size)
-        everyone = [confirmed.unpack(rank, one) for rank, one in enumerate(told)]
-        manifest = record(
+        confirmed = Confirmations(plan, attempt="attempt-20300101T000000Z-0123456789abcdef", chunk_size=chunk_size)
+        everyone = [confirmed.unpack(rank, one) for rank, one in enumerate(packed)]
+        manifest = build_manifest(
             plan,
             everyone,
             attempt="attempt-20300101T000000Z-0123456789abcdef",
@@ -250,18 +249,18 @@ def _manifest(plan: SavePlan, world: World, name: str) -> dict[str, Any]:
     with clock.on("open"):
         found = decode(data)
     half = make_world(name, world.ranks // 2)
-    wanted = half.plan(half.ranks // 2 + 3)
+    requested = half.plan(half.ranks // 2 + 3)
     with clock.on("load plan"):
-        rows = [found.tensor_row(name) for name in wanted.tensors.names[:-1]]
-        mine = np.flatnonzero(wanted.shards.tensor < len(rows))
-        shards = wanted.shards.take(mine)
+        rows = [found.tensor_row(name) for name in requested.tensors.names[:-1]]
+        kept = np.flatnonzero(requested.shards.tensor < len(rows))
+        shards = requested.shards.take(kept)
         tensor = np.array(rows, np.int64)[shards.tensor]
         load = plan_load(found.tensors, found.shards, BoxTable(tensor, shards.offsets, shards.lengths, shards.starts))
     return {
         "chunk_size": chunk_size,
         "bytes": len(data),
         "checksums": checksums,
-        "confirm_bytes": sum(map(len, told)),
+        "confirm_bytes": sum(map(len, packed)),
         "record_s": clock.rounded("record"),
         "encode_s": clock.rounded("encode"),
         "open_s": clock.rounded("open"),

@@ -1,23 +1,23 @@
-"""What it takes to plan, commit and open checkpoints of up to 16,384 ranks, simulated in one process.
+"""Measure planning, committing and opening checkpoints of up to 16,384 ranks, simulated in one process.
 
     python -m benchmarks.scale_planning [--ranks 16384] [--case moe] [--json benchmarks/results/scale_planning.json]
 
-*Jobs* of 1T parameters, with the library's own protocol code and every rank's messages (see ``scale_worlds``): the CPU
-seconds that rank 0 and another rank take to plan, the bytes they exchange on the first and the second save, the size
-of the manifest, and the time to open it and plan one rank's load in a job of half as many ranks. Pure FSDP is measured
-on at most 1,024 ranks: cut over 16,384, the tensors of such a model are rows of 100 kB, and nobody trains so.
+*Jobs* have 1T parameters, and use the library's own protocol code and every rank's messages (see ``scale_worlds``).
+Figures: CPU seconds that rank 0 and another rank take to plan, bytes that they exchange in the first and the second
+save, size of the manifest, and time to open it and plan one rank's load in a job with half as many ranks. Pure FSDP is
+measured on at most 1,024 ranks: over 16,384 ranks, the shards of such a model would be rows of 100 kB.
 
-*Columns*: the planner alone, on many boxes. Four layouts, each ``--tensors`` tensors (or so many on every rank):
+*Columns* measure the planner alone, on many boxes. Four layouts have ``--tensors`` tensors each (or on every rank):
 
-* ``sharded``: every tensor cut along its first axis over all ranks (ranks x tensors boxes);
+* ``sharded``: every tensor split along its first axis over all ranks (ranks x tensors boxes);
 * ``replicated``: tensor parallel 8 x pipeline 16, the rest data parallel replicas of the same boxes, so that one
   rank of each group of replicas must be chosen (ranks x tensors boxes);
-* ``hybrid``: every tensor cut along its last axis over half the ranks and held twice, as HSDP does: a choice for
-  each of ranks / 2 x tensors boxes, and none of them contiguous;
+* ``hybrid``: every tensor split along its last axis over half the ranks and held twice, as HSDP does: a choice for
+  each of ranks / 2 x tensors boxes, none of them contiguous;
 * ``flat``: every rank holds one range of the flattened concatenation of all tensors, in three optimizer states and
   decomposed into boxes, as ZeRO-1 does.
 
-Making the input is not timed. Each case runs in a process of its own, so that its peak memory is its own.
+Creating the input is not timed. Each case runs in a separate process, which isolates its peak memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ import numpy as np
 
 from benchmarks.scale_jobs import measure_job
 from benchmarks.scale_worlds import WORLDS
-from bytecheckpoint.dtypes import DTYPES
-from bytecheckpoint.geometry import decompose
-from bytecheckpoint.metadata import BasicMeta
 from bytecheckpoint.planners import SavePlan, plan_columns
-from bytecheckpoint.tables import BoxTable, Int64, TensorTable
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import decompose
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.tables import BoxTable, Int64, TensorTable
 
 Case = tuple[TensorTable, BoxTable, Int64, Int64]
 
@@ -55,13 +55,13 @@ def _table(section: str, count: int, meta: BasicMeta) -> TensorTable:
 
 
 def _local_rows(rank: Int64, ranks: int) -> Int64:
-    """Row numbers within each rank, for rows in the order of ranks."""
+    """Return row numbers within each rank, for rows in the order of ranks."""
     counts = np.bincount(rank, minlength=ranks)
     return np.arange(len(rank)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def sharded(ranks: int, tensors: int) -> Case:
-    """1-D tensors cut evenly over all ranks."""
+    """Return 1-D tensors split evenly over all ranks."""
     piece = 1024
     table = _table("model", tensors, BasicMeta(_BF16, (ranks * piece,)))
     rank = np.repeat(np.arange(ranks), tensors)
@@ -72,7 +72,7 @@ def sharded(ranks: int, tensors: int) -> Case:
 
 
 def replicated(ranks: int, tensors: int) -> Case:
-    """2-D tensors, ``tensors`` of them on each of 16 stages, cut over 8 ranks along one axis or the other."""
+    """Return ``tensors`` 2-D tensors on each of 16 stages, split over 8 ranks along either axis."""
     stages = min(_STAGES, max(1, ranks // _TENSOR_PARALLEL))
     width = 512
     table = _table("model", tensors * stages, BasicMeta(_BF16, (_TENSOR_PARALLEL * width, _TENSOR_PARALLEL * width)))
@@ -89,7 +89,7 @@ def replicated(ranks: int, tensors: int) -> Case:
 
 
 def hybrid(ranks: int, tensors: int) -> Case:
-    """2-D tensors cut along the last axis over half the ranks, held by two ranks each."""
+    """Return 2-D tensors split along the last axis over half the ranks; two ranks hold each box."""
     half, piece = max(1, ranks // 2), 16
     table = _table("model", tensors, BasicMeta(_BF16, (64, half * piece)))
     rank = np.repeat(np.arange(half * 2), tensors)
@@ -102,7 +102,7 @@ def hybrid(ranks: int, tensors: int) -> Case:
 
 
 def flat(ranks: int, tensors: int) -> Case:
-    """Flat ranges of the concatenated tensors, aligned to nothing, for three states."""
+    """Return unaligned flat ranges of the concatenated tensors, for three states."""
     shape = (4096 + 3, 1024 + 7)
     size = shape[0] * shape[1]
     states = ("exp_avg", "exp_avg_sq", "master")
@@ -169,13 +169,13 @@ def measure(name: str, ranks: int, tensors: int) -> dict[str, object]:
 
 
 def _jobs(ranks: int) -> list[tuple[str, int]]:
-    """Which jobs are run on how many ranks."""
+    """Return the jobs to run and their numbers of ranks."""
     sizes = {"fsdp": [min(ranks, _FSDP_RANKS)]}
     return [(name, size) for name in WORLDS for size in sizes.get(name, sorted({max(ranks // 16, 256), ranks}))]
 
 
 def _run(case: str, ranks: int, tensors: int) -> dict[str, object]:
-    """One case in a process of its own."""
+    """Run one case in a separate process."""
     command = [sys.executable, "-m", "benchmarks.scale_planning", "--in-process", "--case", case]
     command += ["--ranks", str(ranks), "--tensors", str(tensors)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""What ``scale_planning`` found of simulated jobs, as tables."""
+"""Tables of the results of ``scale_planning``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["job_grids"]
 
 
 def job_grids(rows: Sequence[Mapping[str, Any]]) -> list[Grid]:
-    """Planning and its bytes; the manifest. Rows of the planner alone are left out."""
+    """Return tables of planning and of manifests, without the rows of the planner alone."""
     jobs = [row for row in rows if "manifest" in row]
     planning: list[tuple[str, ...]] = [
         (

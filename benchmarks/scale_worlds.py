@@ -1,14 +1,15 @@
-"""Simulated training jobs of 1T parameters, as the plans of their ranks: what each rank would tell of its state.
+"""Simulated training jobs of 1T parameters: the local plans and the contents of their ranks.
 
-A ``World`` makes the ``LocalPlan`` of any of its ranks, without tensors. Ranks are numbered as Megatron does: tensor
+A ``World`` creates the ``LocalPlan`` of any of its ranks, without tensors. Ranks are numbered as Megatron does: tensor
 parallel ranks are neighbours, then data parallel ones, then pipeline stages.
 
 * ``dense``: 128 layers of width 25,600; ``moe``: 64 layers of width 7,168 with 352 experts, every expert's three
-  matrices tensors of their own. Both with tensor parallel 8, pipeline parallel 16, the rest data parallel: parameters
-  in bfloat16, replicated over the data parallel ranks; master weights and moments in float32, flattened for each
-  tensor parallel rank of a stage and cut into equal ranges over its data parallel ranks, wherever that may fall
-  (ZeRO-1). ``moe-ep`` has whole experts on 8 ranks instead of parts of all of them.
-* ``fsdp``: the dense model in float32 with moments, every tensor cut along its first axis over all ranks; ``hsdp``:
+  matrices being separate tensors. Both have tensor parallelism 8, pipeline parallelism 16, and data parallelism over
+  the rest. Parameters are in bfloat16, replicated over the data parallel ranks. Master weights and moments are in
+  float32, flattened for each tensor parallel rank of a stage and divided into equal ranges over its data parallel
+  ranks, regardless of tensor boundaries (ZeRO-1). ``moe-ep`` has whole experts on 8 ranks instead of parts of all
+  experts.
+* ``fsdp``: the dense model in float32 with moments, every tensor split along its first axis over all ranks; ``hsdp``:
   over 512 ranks, and replicated over the others.
 
 Every rank has its own random number state, and values of its optimizer's groups for each parameter.
@@ -24,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from bytecheckpoint.dtypes import DTYPES
-from bytecheckpoint.geometry import Box, decompose
-from bytecheckpoint.mesh_layout import MeshLayout
-from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.planners import OWN_BOXES, WHOLE, Contents, LocalPlan, ValueEntry, as_contents
-from bytecheckpoint.tables import BoxTable, TensorTable
-from bytecheckpoint.values import encode_path, encode_value, value_digest
+from bytecheckpoint.format.values import encode_path, encode_value, value_digest
+from bytecheckpoint.planners import OWN_BOXES, WHOLE, ContentDigests, LocalPlan, ValueEntry, stack_digests
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box, decompose
+from bytecheckpoint.tensors.mesh_layout import MeshLayout
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 __all__ = ["GROUP", "STEP", "WORLDS", "World", "make_world", "parameters"]
 
@@ -46,7 +47,7 @@ STEP = np.float32(12_000).tobytes()
 
 @dataclass(frozen=True)
 class Param:
-    """``cut``: the axis that tensor parallelism cuts; None for a replica. ``expert``: its number, where it is one's."""
+    """``cut`` is the axis that tensor parallelism splits, or None for a replica; ``expert`` is the expert's number."""
 
     name: str
     shape: tuple[int, ...]
@@ -99,24 +100,24 @@ def _stage_params(kind: str, stage: int) -> list[Param]:
 
 
 class World:
-    """``ranks`` plans, one after the other; cheap ones, as they share what they can."""
+    """The plans of all ranks, which share as much as possible."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
     def plan(self, rank: int) -> LocalPlan:
-        """What ``rank`` holds."""
+        """Return the local plan of ``rank``."""
         raise NotImplementedError
 
     def kind(self, rank: int) -> Hashable:
-        """Ranks of one kind have equal tables and contents."""
+        """Return the kind of a rank. Ranks of the same kind have equal tables and contents."""
         raise NotImplementedError
 
-    def contents(self, rank: int) -> Contents:
-        """What ``rank`` would compare."""
+    def contents(self, rank: int) -> ContentDigests:
+        """Return the content of ``rank`` that ranks compare."""
         plan = self.plan(rank)
         digests = [value.digest for value in plan.values if not value.per_rank]
-        return as_contents([*digests, *([STEP] * int(plan.table().compared.sum()))])
+        return stack_digests([*digests, *([STEP] * int(plan.table().compared.sum()))])
 
     def _assemble(
         self,
@@ -125,7 +126,7 @@ class World:
         shards: BoxTable,
         coordinates: list[tuple[int, ...]],
     ) -> LocalPlan:
-        """A rank's plan: its table, and its random number state as the last tensor."""
+        """Build a rank's plan: its table, with its random number state as the last tensor."""
         names = [*table.tensors.names, f"rng.cpu@{rank}"]
         old = table.tensors
         tensors = TensorTable(
@@ -156,7 +157,7 @@ class World:
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """What ranks of one kind have in common."""
+    """What ranks of the same kind share."""
 
     tensors: TensorTable
     held: np.ndarray
@@ -170,7 +171,7 @@ class _Table:
 
 
 def _values(params: list[Param]) -> list[ValueEntry]:
-    """Hyper-parameters of every parameter, and some numbers of the whole job."""
+    """Return hyper-parameters of every parameter, and some numbers of the whole job."""
     group, number = encode_value(GROUP, "group"), encode_value(7, "number")
     entries = [
         ValueEntry("optimizer", encode_path(("param_groups", p.name)), value_digest(group), len(group)) for p in params
@@ -198,7 +199,7 @@ class MegatronWorld(World):
         self._made: dict[tuple[int, int], _Cell] = {}
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """Stage, data parallel and tensor parallel rank."""
+        """Return stage, data parallel rank and tensor parallel rank."""
         rest, tensor_rank = divmod(rank, TENSOR_PARALLEL)
         stage, data_rank = divmod(rest, self._data_parallel)
         return stage, data_rank, tensor_rank
@@ -219,11 +220,11 @@ class MegatronWorld(World):
         params = _stage_params("moe" if self._kind == "moe-ep" else self._kind, stage)
         if self._kind != "moe-ep":
             return params
-        mine = [p for p in params if p.expert is None or p.expert % TENSOR_PARALLEL == tensor_rank]
-        return [p if p.expert is None else Param(p.name, p.shape, None, p.expert) for p in mine]
+        own = [p for p in params if p.expert is None or p.expert % TENSOR_PARALLEL == tensor_rank]
+        return [p if p.expert is None else Param(p.name, p.shape, None, p.expert) for p in own]
 
     def _cell(self, stage: int, tensor_rank: int) -> _Cell:
-        """One tensor parallel rank of a stage: its table, its parameters, and the ranges of its data parallel ranks."""
+        """Return the table, parameters, and data parallel ranges of one tensor parallel rank of a stage."""
         params = self._params(stage, tensor_rank)
         layouts = [MeshLayout((TENSOR_PARALLEL,), cuts) for cuts in (((0,), ()), ((), (0,)), ((0,),))]
         if not any(param.cut == 0 and len(param.shape) == 1 for param in params):
@@ -255,7 +256,7 @@ def _tensor_parallel_part(param: Param, tensor_rank: int) -> Box:
 
 
 def _ranges(local: list[Box], pieces: int, first_row: int) -> Iterator[list[tuple[int, Box]]]:
-    """Equal ranges of the local tensors laid end to end, in three states, decomposed into boxes."""
+    """Divide the concatenated local tensors into equal ranges, for three states, and decompose these into boxes."""
     bounds = np.cumsum([0, *(box.numel for box in local)]).tolist()
     total, at = bounds[-1], 0
     for piece in range(pieces):
@@ -273,7 +274,7 @@ def _ranges(local: list[Box], pieces: int, first_row: int) -> Iterator[list[tupl
 
 
 class ShardedWorld(World):
-    """Every tensor cut along its first axis over ``ways`` ranks, and replicated over the others."""
+    """Every tensor is split along its first axis over ``ways`` ranks, and replicated over the others."""
 
     def __init__(self, ways: int, ranks: int) -> None:
         super().__init__(ranks)
@@ -334,11 +335,11 @@ WORLDS: dict[str, Callable[[int], World]] = {
 
 
 def make_world(name: str, ranks: int) -> World:
-    """The job of this name on so many ranks."""
+    """Create the job of this name on so many ranks."""
     return WORLDS[name](ranks)
 
 
 def parameters(name: str) -> int:
-    """How many parameters the model has."""
+    """Return the number of parameters of the model."""
     kind = "moe" if name.startswith("moe") else "dense"
     return sum(prod(p.shape) for stage in range(STAGES) for p in _stage_params(kind, stage))

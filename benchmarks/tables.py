@@ -1,4 +1,4 @@
-"""The same rows for the console and for the documentation."""
+"""Build tables for the console and for the documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHERS = ("save_cpu", "load_cpu", "save_peak", "load_peak", "read")
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as text: a title, column heads, rows, and remarks below it."""
+    """A table: title, column headings, rows, and remarks below it."""
 
     title: str
     columns: tuple[str, ...]
@@ -28,7 +28,7 @@ class Grid:
 
 
 def floor_grid(results: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """Every floor of every workload, as seconds and GB/s."""
+    """Return every floor of every workload, in seconds and GB/s."""
     names = sorted({name for result in results.values() for name in floors(result)})
     rows = []
     for result in results.values():
@@ -41,7 +41,7 @@ def floor_grid(results: Mapping[str, Mapping[str, Any]]) -> Grid:
 
 
 def contestants(result: Mapping[str, Any]) -> Grid:
-    """Everyone on one workload or layout: seconds with their multiple of the floor, then what they cost."""
+    """Return all contestants on one workload or layout: seconds, multiples of the floor, and costs."""
     on_ranks = "ranks" in result
     keys = (*_SECONDS, *_OTHERS, *(("wire",) if on_ranks else ()))
     rows, remarks = [], []
@@ -64,8 +64,8 @@ def contestants(result: Mapping[str, Any]) -> Grid:
 
 
 def reshard(results: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """One layout's checkpoint into another, as a multiple of the same-layout load of the same bytes."""
-    columns = ("", "from", "into", "cold", "/ same layout", "warm", "/ same layout", "bytes read / wanted")
+    """Return loads into other layouts, as multiples of the same-layout load of the same bytes."""
+    columns = ("", "from", "into", "cold", "/ same layout", "warm", "/ same layout", "bytes read / requested")
     rows, remarks = [], []
     for target, result in results.items():
         if result["failure"]:
@@ -88,7 +88,7 @@ def reshard(results: Mapping[str, Mapping[str, Any]]) -> Grid:
 
 
 def profile(results: Mapping[str, Mapping[str, Any]], name: str) -> Grid:
-    """Where the time of one contestant goes: median milliseconds of its steps."""
+    """Return the median milliseconds of one contestant's steps."""
     found = []
     for result in results.values():
         samples = result["contestants"].get(name, {}).get("samples", [])
@@ -102,7 +102,7 @@ def profile(results: Mapping[str, Mapping[str, Any]], name: str) -> Grid:
 
 
 def show(grid: Grid, console: Console) -> None:
-    """On the console."""
+    """Print a table on the console."""
     if not grid.rows and not grid.remarks:
         return
     table = Table(title=grid.title, title_justify="left")

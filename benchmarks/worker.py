@@ -1,7 +1,6 @@
-"""One contestant in a process of its own, on one workload, turn after turn.
+"""Run one contestant in a separate process on one workload, turn after turn.
 
-Started by ``processes.py``; the other end of the connection says what to do. Imports nothing that a peer's
-environment may lack.
+``processes.py`` starts it and sends requests over a connection. It imports nothing that a peer's environment may lack.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["Job", "create", "play", "serve"]
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is for: an entry (None: the floors) on a workload, in files of a folder that exists."""
+    """The task of a worker: an entry (None for the floors) on a workload, with files in an existing folder."""
 
     entry: Entry | None
     workload: str
@@ -48,14 +47,14 @@ class _Player(Protocol):
 
 
 def create(entry: Entry) -> Contestant:
-    """The contestant of an entry. Raises whatever stands in its way."""
+    """Create the contestant of an entry. Raises whatever error prevents it."""
     module, _, name = entry.factory.partition(":")
     contestant: Contestant = getattr(importlib.import_module(f"benchmarks.peers.{module}"), name)(**entry.options)
     return contestant
 
 
 def play(meter: Meter, contestant: Contestant, state: Any, path: str, parts: tuple[str, ...]) -> dict[str, Sample]:
-    """Save to ``path``, load cold, load warm: those of the parts that are asked for, by their names."""
+    """Run the requested parts: save to ``path``, load cold, load warm. Return samples by part."""
     samples: dict[str, Sample] = {}
     gc.collect()
     if "save" in parts:
@@ -114,7 +113,7 @@ class _FloorPlayer:
 
 
 def serve(connection: Connection, log: str) -> None:
-    """Answer a ``Job`` and then any number of "turn" with ``(True, result)`` or ``(False, reason)``; end at "end"."""
+    """Answer a ``Job`` and then "turn" requests with ``(True, result)`` or ``(False, reason)``, until "end"."""
     os.makedirs(os.path.dirname(log), exist_ok=True)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
@@ -136,20 +135,20 @@ def serve(connection: Connection, log: str) -> None:
                 connection.send((False, reason(error)))
         if player is not None:
             player.close()
-    except EOFError:  # the parent is gone
+    except EOFError:  # the parent has ended
         return
     finally:
         connection.close()
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 if __name__ == "__main__":
-    # Under its importable name, so that what is sent means the same on both ends.
+    # Under its importable name, so that both sides pickle the same classes.
     from benchmarks.worker import serve as serve_by_name
 
     serve_by_name(Connection(int(sys.argv[1])), sys.argv[2])

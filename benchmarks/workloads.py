@@ -1,7 +1,7 @@
-"""What is saved and loaded: tensors made from shapes alone, in memory as a trainer has them.
+"""The states that are saved and loaded: tensors made from shapes, in memory like a trainer's.
 
-Every 8-byte word of the memory is a function of its place, so that a worker in any environment can fill the state and
-prove bit for bit what a load brought back, without a second copy.
+Every 8-byte word of the memory is a function of its position, so a worker in any environment can fill the state and
+check a load bit by bit without a second copy.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 
 __all__ = ["WORKLOADS", "Memory", "State", "TensorSpec", "Workload", "gpt2", "make"]
 
-_ALIGNMENT = 64  # of torch's own allocator: tensors do not begin on pages, and the benchmark must not pretend so
-_ODD = 0x61C8864680B583EB  # multiplied by it, every word's number gives another word
-_CHUNK = 1 << 18  # words handled at once: small enough for the processor's cache
+_ALIGNMENT = 64  # as torch's allocator: tensors do not start on page boundaries
+_ODD = 0x61C8864680B583EB  # odd, so the product with every word's number is unique
+_CHUNK = 1 << 18  # words processed at once; they fit into the processor's cache
 _POPULATE_WRITE = 23  # madvise(2), Linux 5.14
 _SCRAMBLED = 0x5A
-_LEAST_DEEP_SCALE = 0.01  # what is smaller only shows that everything runs
+_MIN_DEEP_SCALE = 0.01  # smaller workloads only check that everything runs
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: the section of the state it belongs to, its name there, dtype and shape."""
+    """One tensor: its section, its name in it, dtype and shape."""
 
     section: str
     name: str
@@ -35,13 +35,13 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the elements."""
         return torch.Size(self.shape).numel() * _DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A state by its shapes."""
+    """A state described by shapes."""
 
     name: str
     title: str
@@ -57,9 +57,9 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 def gpt2(scale: float = 1.0) -> Shapes:
-    """Names and shapes of the parameters of GPT-2 small (124M)."""
+    """Return names and shapes of the parameters of GPT-2 small (124M)."""
     width = 768
-    layers = 12 if scale >= _LEAST_DEEP_SCALE else 2
+    layers = 12 if scale >= _MIN_DEEP_SCALE else 2
     shapes: Shapes = [("transformer.wte.weight", (50257, width)), ("transformer.wpe.weight", (1024, width))]
     for layer in range(layers):
         at = f"transformer.h.{layer}"
@@ -77,7 +77,7 @@ def gpt2(scale: float = 1.0) -> Shapes:
 
 
 def _llama(scale: float) -> Shapes:
-    """Names and shapes of a 135M Llama: 30 layers, grouped-query attention, tied embeddings."""
+    """Return names and shapes of a 135M Llama: 30 layers, grouped-query attention, tied embeddings."""
     width, inner, keys = 576, 1536, 192
     shapes: Shapes = [("model.embed_tokens.weight", (49152, width))]
     for layer in range(30):
@@ -136,15 +136,15 @@ WORKLOADS: dict[str, tuple[str, Callable[[float], Iterator[TensorSpec]]]] = {
 
 
 def make(name: str, scale: float = 1.0) -> Workload:
-    """The workload of this name, shrunk to about ``scale`` of its bytes."""
+    """Return the workload of this name, reduced to about ``scale`` of its bytes."""
     title, tensors = WORKLOADS[name]
     return Workload(name, title, tuple(tensors(scale)))
 
 
 class Memory:
-    """Private anonymous memory that can be given back and faulted in again at the same address.
+    """Private anonymous memory that can be released and faulted in again at the same address.
 
-    ``huge`` asks for huge pages, as staging memory would; a trainer's tensors are on ordinary ones.
+    ``huge`` requests huge pages, as staging memory does; a trainer's tensors are on ordinary pages.
     """
 
     def __init__(self, nbytes: int, *, huge: bool = False) -> None:
@@ -162,7 +162,7 @@ class Memory:
             self.tensor[:: mmap.PAGESIZE] = 0
 
     def release(self) -> None:
-        """Give the pages back; what was in them is lost."""
+        """Release the pages and their content."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
@@ -170,7 +170,7 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class State:
-    """The tensors of a workload. They stay the same objects at the same addresses from turn to turn."""
+    """The tensors of a workload. They remain the same objects at the same addresses in all turns."""
 
     def __init__(self, workload: Workload) -> None:
         self.nbytes = workload.nbytes
@@ -188,7 +188,7 @@ class State:
         self.flat: dict[str, torch.Tensor] = {}
         for spec, place in zip(workload.tensors, places):
             piece = self._memory.tensor[place : place + spec.nbytes]
-            # A storage of its own, as every real tensor has: some savers write whole storages.
+            # A separate storage, like that of a real tensor: some savers write whole storages.
             tensor = torch.frombuffer(piece.numpy(), dtype=_DTYPES[spec.dtype]).view(spec.shape)
             self.sections.setdefault(spec.section, {})[spec.name] = tensor
             self.flat[f"{spec.section}.{spec.name}"] = tensor
@@ -200,12 +200,12 @@ class State:
             words.copy_(expected)
 
     def scramble(self) -> None:
-        """Overwrite every tensor, so that only a load can bring the content back."""
+        """Overwrite every tensor, so that only a load can restore the content."""
         for tensor in self.flat.values():
             tensor.view(-1).view(torch.uint8).fill_(_SCRAMBLED)
 
     def difference(self) -> str | None:
-        """The first tensor that is not, bit for bit, what ``fill`` wrote; None if all are."""
+        """Return the first tensor that differs in any bit from what ``fill`` wrote, or None."""
         at = 0
         for words, expected in self._chunks():
             if not torch.equal(words, expected):
@@ -216,7 +216,7 @@ class State:
         return None
 
     def release(self) -> None:
-        """Give the memory back until the next ``fill``."""
+        """Release the memory until the next ``fill``."""
         self._memory.release()
 
     def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

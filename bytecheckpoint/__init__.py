@@ -1,34 +1,37 @@
-"""Unified checkpointing for PyTorch: any layout to any layout, asynchronous, checked, with nothing to convert.
+"""Checkpointing for PyTorch: save from any parallel layout, load into any other, asynchronously and with checksums.
 
-import bytecheckpoint as bcp
-
-handle = bcp.save("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": {"step": 1000}})
-bcp.load("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": extra})
+Example:
+    >>> import bytecheckpoint as bcp
+    >>> bcp.save("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": {"step": 1000}})
+    >>> bcp.load("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": extra})
 """
 
 from __future__ import annotations
 
 from . import errors
 from .api import latest, load, open, save, warmup
-from .checkpoint import Checkpoint, StoredTensor, VerifyReport
+from .checkpoint.checkpoint import Checkpoint, StoredTensor, VerifyReport
 from .checkpointer import Checkpointer
-from .chrome_trace import TraceFiles
 from .frameworks.per_rank import PerRank
 from .frameworks.registry import register_adapter
 from .frameworks.rng import RNGState
-from .handle import SaveHandle, SaveResult
-from .loading import LoadReport
-from .manager import CheckpointManager
-from .trace import Timings
+from .load.report import LoadReport
+from .manager import Cadence, CheckpointManager, Preemption, Retention
+from .save.handle import SaveHandle, SaveResult
+from .telemetry.trace import Timings
+from .telemetry.trace_files import TraceFiles
 from .version import VERSION as __version__
 
 __all__ = [
+    "Cadence",
     "Checkpoint",
     "CheckpointManager",
     "Checkpointer",
     "LoadReport",
     "PerRank",
+    "Preemption",
     "RNGState",
+    "Retention",
     "SaveHandle",
     "SaveResult",
     "StoredTensor",

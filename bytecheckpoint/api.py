@@ -1,4 +1,4 @@
-"""The public surface: ``save``, ``load``, ``open``, ``latest`` and ``warmup``."""
+"""The public functions ``save``, ``load``, ``open``, ``latest`` and ``warmup``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Checkpoint
-from .checkpointer import DEADLINE_S, URL, default_checkpointer
-from .handle import SaveHandle
-from .loading import LoadReport
-from .matching import Cast, Strictness
+from .checkpoint.checkpoint import Checkpoint
+from .checkpointer import URL, default_checkpointer
+from .frameworks.per_rank import OnResize
+from .load.options import Cast, Strictness
+from .load.report import LoadReport
+from .load.shared_reads.negotiation import ShareReads
 from .planners import Layout
-from .save_options import WhenBusy
+from .runtime.limits import DEFAULT_DEADLINE_S
+from .save.handle import SaveHandle
+from .save.options import WhenBusy
 
 __all__ = ["latest", "load", "open", "save", "warmup"]
 
@@ -27,7 +30,7 @@ def save(
     step: int | None = None,
     metadata: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
-    deadline_s: float = DEADLINE_S,
+    deadline_s: float = DEFAULT_DEADLINE_S,
     chunk_size: int | None = None,
     when_busy: WhenBusy = "wait",
     layout: Layout = "shards",
@@ -36,43 +39,68 @@ def save(
 ) -> SaveHandle:
     """Save ``state`` as one checkpoint at ``path``. Call it on every rank with the same arguments.
 
-    ``path`` is a local path or a URL of any fsspec filesystem. ``state`` maps section names to modules, optimizers,
-    objects with ``state_dict`` and ``load_state_dict``, or trees of tensors and plain values. The checkpoint appears
-    all at once when everything is durable; until then, whatever was at ``path`` stays, and a failure leaves it so.
+    The checkpoint appears atomically once all data is durable. Until then, and after a failure, whatever was at
+    ``path`` before is still there.
 
-    A synchronous save returns when the checkpoint is committed, or raises. With ``async_save`` it returns as soon as
-    the state is copied, so that training may go on; ``handle.result()`` waits for the commit and raises what went
-    wrong. What is stored is the state at the moment of the call. Tensors on a CUDA device are copied by streams of the
-    library's own, for which the streams wait that were current in the call: later kernels may change the tensors, and
-    the host does not wait for anything.
+    The state at the moment of the call is stored. A synchronous save returns when the checkpoint is committed. An
+    asynchronous save returns as soon as the state is copied to host memory, and a background thread writes and commits
+    it. CUDA tensors are copied on internal streams, and the caller's current streams wait for these copies: kernels
+    launched after the call may change the tensors, and the host thread does not block.
 
-    With ``gate`` (and ``async_save``) the call returns before parameters and optimizer state are copied: that goes on
-    behind the forward and backward pass, while the steps of the state's ``torch.optim.Optimizer``s wait until it is
-    done, and so do ``load_state_dict`` of these and of the modules, and ``load``. Everything else, such as buffers and
-    parameters that none of these optimizers steps, is copied before the call returns. If one of the tensors that are
-    copied late is changed in place by anything else before ``handle.staged()``, the save fails; not seen is only what
-    hides from PyTorch: changes through ``tensor.data`` and replayed CUDA graphs. Call it from the thread that trains.
-    Where the state does not fit into the staging memory, it is copied before the call returns, as without a gate.
+    A value that several ranks hold is written once. For parameters and optimizer state, the layout states which ranks
+    hold the same values, and any one of them writes. Module buffers may have diverged between ranks, so those of the
+    lowest rank are stored. Tensors and values in trees are compared; if they differ, the value of each rank is stored.
 
-    What several ranks hold alike is written once. Parameters and optimizer state are taken to be alike where their
-    layout says so, and any one rank writes them. Buffers of modules may have drifted apart: all come from the lowest
-    rank that has them. Tensors and values of trees are compared; where they differ, each rank's own is stored.
+    Args:
+        path: Local path, or URL of any fsspec filesystem.
+        state: Maps section names to modules, optimizers, objects with ``state_dict`` and ``load_state_dict``, or trees
+            of tensors and plain values. A list of modules or optimizers stands for pipeline stages.
+        framework: Name of the adapter to use for all sections; by default it is inferred from each object.
+        async_save: Return before the checkpoint is written.
+        step: Training step to store with the checkpoint.
+        metadata: Plain values to store with the checkpoint.
+        allow_pickle: Store values that are not plain as pickles. ``load`` refuses them unless it is called with
+            ``allow_pickle=True``.
+        deadline_s: Seconds that each single wait may take: for another rank, for staging memory, or for storage.
+        chunk_size: Bytes under one checksum. By default 256 KiB, and more if the checkpoint exceeds 1 TiB.
+        when_busy: What an asynchronous save does if earlier ones still occupy the staging memory. "wait" waits until
+            they have written enough. "skip" makes no save on any rank if it would have to wait on one of them;
+            ``SaveHandle.skipped`` is then True.
+        layout: How to store tensors that are sharded across ranks. "shards" stores each shard as it is. "merged"
+            merges irregular shards (flat parameters of FSDP-1 and ZeRO) into whole tensors. "whole" merges all
+            shards, and also writes the index and configuration with which Hugging Face libraries and vLLM load the
+            model from ``Checkpoint.model_directory``. Merging runs in the background and does not delay the call.
+        gate: With ``async_save``, return before parameters and optimizer state are copied. The copy overlaps with the
+            next forward and backward pass; ``torch.optim.Optimizer.step`` of the optimizers in ``state``,
+            ``load_state_dict`` of its optimizers and modules, and ``load`` wait until it is done. Call it from the
+            training thread. Everything else, such as buffers and parameters that none of these optimizers updates, is
+            copied before the call returns. If other code changes one of the tensors in place before
+            ``SaveHandle.staged()``, the save fails; changes through ``tensor.data`` and by replayed CUDA graphs are
+            not detected. If the state does not fit into the staging memory, the call copies it as it does without a
+            gate.
+        storage_options: Options for the storage backend, such as credentials or ``endpoint_url``.
 
-    ``layout`` says what is stored of a tensor that ranks hold in parts: "shards", the parts, where they lie; "merged",
-    the whole tensor where the parts are no regular grid (flat parameters of FSDP-1, ZeRO); "whole", always the whole
-    tensor. Fragments then travel to one rank for each tensor in the background, and the call takes no longer. With
-    "whole", Hugging Face's libraries and vLLM load the model as it is, from ``Checkpoint.model_directory``.
+    Returns:
+        A handle, already done if ``async_save`` is False.
 
-    ``framework`` forces an adapter. ``step`` and ``metadata`` (plain values) are stored for readers.
-    ``allow_pickle`` stores values that are not plain as pickles, which ``load`` then refuses unless asked too.
-    ``deadline_s`` bounds each single wait, for another rank or for staging memory; ``chunk_size`` is the number of
-    bytes under one checksum (by default 256 KiB, and more in checkpoints of more than 1 TiB). An asynchronous save
-    for which staging memory has no room waits until earlier ones have written enough; with ``when_busy="skip"`` it
-    is made on no rank if it would have to wait on any, ``handle.skipped`` says so and ``handle.result()`` raises
-    ``SaveSkippedError``.
+    Raises:
+        UsageError: An argument is invalid.
+        StateError: The state cannot be saved. Subclasses: ``UnknownObjectError``, ``UnserializableError``,
+            ``NameCollisionError``, ``UnsupportedTensorError``.
+        DisagreementError: The ranks passed different arguments.
+        StorageError: A storage operation failed, for example because the disk is full.
+        RankFailedError: One rank failed; all ranks raise the same cause.
+        DeadlineError: A wait exceeded ``deadline_s``.
+        CommitUnknownError: The checkpoint may or may not exist. After any other error it does not; see
+            ``BytecheckpointError.may_have_committed``.
 
-    Raises ``StateError`` for a state that cannot be stored, ``DisagreementError`` where ranks called with different
-    arguments, ``StorageError`` for I/O, ``RankFailedError`` with the same cause on every rank where one rank failed.
+        An asynchronous save raises failures after the copy from ``SaveHandle.result``.
+
+    Example:
+        >>> state = {"model": model, "optimizer": optimizer, "extra_state": {"step": step}}
+        >>> handle = bcp.save(f"runs/7b/step-{step}", state, step=step, async_save=True)
+        >>> train_step()
+        >>> handle.result()
     """
     return default_checkpointer().save(
         path,
@@ -98,17 +126,33 @@ def warmup(
     framework: str | None = None,
     allow_pickle: bool = False,
     layout: Layout = "shards",
-    deadline_s: float = DEADLINE_S,
+    deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> None:
-    """Make the first save of ``state`` as quick as the second. Call it on every rank, once, before training begins.
+    """Prepare for saves of ``state``, so that the first save is as fast as the second.
 
-    It plans the save and keeps the plan, takes and faults in the staging memory of ``slots`` asynchronous saves (0 for
-    who saves synchronously only; no more than the memory budget), pins it where tensors are on a CUDA device, and
-    starts the threads. Nothing is copied and nothing is written. The plan is good for states of the same structure:
-    where an optimizer has no state yet, that of the first save is made later, and planned then; the memory it needs
-    beside is taken then too. ``framework``, ``allow_pickle`` and ``layout`` are those of the saves to come.
+    Call it once on every rank before training begins. It plans the save and caches the plan, allocates the staging
+    memory of ``slots`` asynchronous saves and faults it in, pins it if tensors are on a CUDA device, and starts the
+    threads. Nothing is copied or written.
 
-    Raises like ``save``, for what can be wrong with a state.
+    The cached plan applies to states with the same structure. If an optimizer has no state yet, its part is planned,
+    and the memory for it allocated, in the first save.
+
+    Args:
+        state: As in ``save``.
+        slots: Number of asynchronous saves to allocate staging memory for, limited by the memory budget of the
+            ``Checkpointer``. Use 0 if you only save synchronously.
+        framework: As in the saves to come.
+        allow_pickle: As in the saves to come.
+        layout: As in the saves to come.
+        deadline_s: Seconds that each single wait may take.
+
+    Raises:
+        UsageError: An argument is invalid.
+        StateError: The state cannot be saved.
+        ControlError: The ranks passed different arguments, one of them failed, or a wait exceeded ``deadline_s``.
+
+    Example:
+        >>> bcp.warmup({"model": model, "optimizer": optimizer})
     """
     default_checkpointer().warmup(
         state, slots=slots, framework=framework, allow_pickle=allow_pickle, layout=layout, deadline_s=deadline_s
@@ -125,37 +169,71 @@ def load(
     exclude: Sequence[str] = (),
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     cast: Cast = "widen",
-    per_rank: str = "error",
+    per_rank: OnResize = "error",
     allow_pickle: bool = False,
     verify: bool = True,
     device: torch.device | str | None = None,
-    share_reads: str = "auto",
-    deadline_s: float = DEADLINE_S,
+    share_reads: ShareReads = "auto",
+    deadline_s: float = DEFAULT_DEADLINE_S,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Fill ``state`` in place from the checkpoint at ``path``, whatever layout and world size saved it.
 
-    Call it on every rank. Sections that are stored but not in ``state`` are left unread. Every missing, unexpected or
-    mismatched name of every rank is found before a tensor changes and raised as one ``MismatchError``.
+    Call it on every rank. Tensors keep their identity and are overwritten; plain values are replaced inside the given
+    trees. Sections that are stored but not in ``state`` are not read. All missing, unexpected and mismatched names of
+    all ranks are found before any tensor changes, and are raised as one ``MismatchError``.
 
-    ``strict`` may be given for each section: True allows only what the section's adapter knows to be harmless (such as
-    optimizer state that was never created), "exact" not even that, False allows and reports everything but mismatched
-    shapes and dtypes. ``include`` and ``exclude`` are shell patterns on full names (``optimizer.*``); ``rename`` maps
-    stored full names to the state's. ``cast``: "exact", "widen" (keeps every value) or "any" (rounds where it must).
-    ``per_rank`` is the policy for values that were stored for each rank when the world size changed: "error",
-    "lowest", "modulo" or "skip". ``verify=False`` skips checksums. ``device`` is where meta tensors get memory.
+    If reading fails on any rank after that, tensors may already hold loaded values, while plain values and newly
+    created optimizer state are unchanged. Load again, or initialize the state, before you continue.
 
-    What several ranks want alike is read by one of them and passed on, over connections of the library's own, where
-    ``share_reads`` is "always", and where it is "auto" and that is likely to be faster: not where all those ranks are
-    on one host that has the files in memory, or are fewer than four on one host with the files on its own disk. Ranks
-    that want different columns of the same stored matrices read a share of the rows each, and send each other their
-    parts. With "never" each rank reads all that it wants.
+    Args:
+        path: Local path, or URL of any fsspec filesystem.
+        state: As in ``save``. Tensors on the meta device get memory.
+        framework: Name of the adapter to use for all sections; by default it is inferred from each object.
+        strict: One rule, or a rule for each section name. True (the same as "strict") tolerates only differences that
+            the section's adapter declares harmless, such as optimizer state that was never created. "exact" tolerates
+            none. False (the same as "lenient") tolerates missing and unexpected names and reports them; shapes and
+            dtypes must still match.
+        include: Shell patterns of full names to load (``"optimizer.*"``).
+        exclude: Shell patterns of full names not to load; applied after ``include``.
+        rename: Mapping from stored full names to those of ``state``, or a function that maps one to the other.
+        cast: Which dtype conversions are allowed. "exact": none. "widen": those that keep every value. "any": also
+            those that round.
+        per_rank: What to do with values that were stored for each rank if the world size has changed. "error" raises.
+            "lowest" gives rank 0's value to every rank. "modulo" gives rank ``r`` the value of saved rank
+            ``r % saved_world_size``. "skip" leaves the present value.
+        allow_pickle: Load values that are stored as pickles. Unpickling can run arbitrary code: use it only if you
+            trust the author of the checkpoint.
+        verify: Check all bytes that are read against their checksums.
+        device: Where meta tensors get memory.
+        share_reads: Whether one rank reads bytes that several ranks need and forwards them to the others. "auto" does
+            so where it is likely to be faster: always among ranks on several hosts; on a single host only if the files
+            are not in its page cache, and for files on its own disk only among four or more ranks. Ranks that need
+            different columns of the same matrices each read some of the rows and exchange their parts. "always" and
+            "never" override this.
+        deadline_s: Seconds that each single wait may take: for another rank or for storage.
+        storage_options: Options for the storage backend.
 
-    Where reading fails half-way, on whichever rank, tensors may hold loaded values already, while plain values and
-    newly made optimizer state are as before: load again, or start afresh, before going on.
+    Returns:
+        What was loaded, missing, unexpected and cast, and how many bytes this rank read.
 
-    Raises ``CheckpointNotFoundError``, ``NotACheckpointError``, ``UnsupportedVersionError``, ``FormatError``,
-    ``CorruptionError`` (naming file, tensor and range), ``MismatchError``, ``StorageError``, ``ControlError``.
+    Raises:
+        UsageError: An argument is invalid.
+        StateError: An object in ``state`` cannot be filled.
+        MismatchError: The state and the checkpoint do not fit together; lists every name of every rank.
+        CheckpointNotFoundError: Nothing is stored at ``path``. Also a ``FileNotFoundError``.
+        NotACheckpointError: Something is stored at ``path``, but no committed checkpoint.
+        UnsupportedVersionError: A newer library saved the checkpoint.
+        FormatError: A file violates the format.
+        CorruptionError: Stored bytes are damaged; states file, tensor and range.
+        StorageError: A storage operation failed.
+        ControlError: The ranks could not work together: ``RankFailedError``, ``DeadlineError``, ``DisagreementError``.
+
+    Example:
+        >>> extra = {"step": 0}
+        >>> report = bcp.load("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": extra})
+        >>> extra["step"]
+        1000
     """
     return default_checkpointer().load(
         path,
@@ -176,14 +254,33 @@ def load(
     )
 
 
-def open(  # named like the builtin on purpose: bcp.open(path)
+def open(  # shadows the builtin on purpose: bcp.open(path)
     path: URL, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """A read-only handle on the checkpoint at ``path``; needs no process group and no model.
+    """Open the checkpoint at ``path`` for reading. Needs no process group and no model.
 
-    A folder of safetensors files that others wrote (a ``model.safetensors``, an index, or one file), or one such file,
-    is opened too: its tensors are the section ``model``, and are not checked. Raises a ``CheckpointError`` that tells
-    nothing there, something else there, and something broken apart.
+    Also opens safetensors files that other libraries wrote: one file, or a folder with ``model.safetensors`` or an
+    index. Their tensors form the section ``model``. They have no checksums and are not verified.
+
+    Args:
+        path: Local path, or URL of any fsspec filesystem.
+        verify: Check all bytes that are read against their checksums.
+        storage_options: Options for the storage backend.
+
+    Returns:
+        A mapping from full tensor names to tensors, which are read when they are indexed or loaded.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is stored at ``path``. Also a ``FileNotFoundError``.
+        NotACheckpointError: Something is stored at ``path``, but no committed checkpoint.
+        UnsupportedVersionError: A newer library saved the checkpoint.
+        FormatError: A file violates the format.
+        CorruptionError: The manifest is damaged.
+        StorageError: A storage operation failed.
+
+    Example:
+        >>> checkpoint = bcp.open("s3://runs/7b/step-1000")
+        >>> checkpoint["model.wte.weight"][0:128]     # reads only these rows
     """
     return default_checkpointer().open(path, verify=verify, storage_options=storage_options)
 
@@ -191,12 +288,29 @@ def open(  # named like the builtin on purpose: bcp.open(path)
 def latest(
     root: URL, *, allow_fresh: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint | None:
-    """The checkpoint of the highest step among the direct children of ``root`` that holds; None where nothing was ever
-    saved.
+    """Open the newest valid checkpoint among the direct children of ``root``.
 
-    Children whose names end in a number are tried from the highest number down. One holds if its manifest decodes and
-    every file is there in full length (``Checkpoint.verify`` reads the bytes too). A checkpoint's step is the one
-    stored with it, else the number in its name. What does not hold, or was never committed, is passed over with a
-    warning; where nothing else is there, that is a ``NoValidCheckpointError``, and with ``allow_fresh`` None.
+    A checkpoint is valid if its manifest can be decoded and every file exists with its full length; use
+    ``Checkpoint.verify`` to check the bytes too. The newest one has the highest step: the step stored in it, or the
+    number at the end of its name if none is stored. Children whose names end in a number are tried from the highest
+    number down. Invalid checkpoints are skipped with a warning.
+
+    Args:
+        root: Local path or URL whose children are checkpoints.
+        allow_fresh: Return None if saves were made below ``root`` but none of them is valid.
+        storage_options: Options for the storage backend.
+
+    Returns:
+        The checkpoint, or None if nothing was ever saved below ``root``.
+
+    Raises:
+        NoValidCheckpointError: Saves were made below ``root``, but none of them is valid.
+        UnsupportedVersionError: A newer library saved the newest checkpoint.
+        StorageError: A storage operation failed.
+
+    Example:
+        >>> newest = bcp.latest("runs/7b")
+        >>> if newest is not None:
+        ...     bcp.load(newest.url, state)
     """
     return default_checkpointer().latest(root, allow_fresh=allow_fresh, storage_options=storage_options)

@@ -1,39 +1,54 @@
-"""Every error this library raises.
+"""Every error this library raises, in one hierarchy.
+
+Builtin base classes are in parentheses: ``except FileNotFoundError`` also catches a missing checkpoint.
 
     BytecheckpointError
-    ├── StateError                  what the caller handed in cannot be saved or filled
-    │   ├── UnknownObjectError      no adapter knows this object
-    │   ├── UnserializableError     a value that is neither plain nor a tensor, or a key that is not one
-    │   ├── NameCollisionError      two entries flatten to one name
-    │   └── UnsupportedTensorError  sparse, quantised, partial, or otherwise not a dense tensor
-    ├── PlanError                   boxes that overlap, leave holes, or leave their tensor
-    ├── MismatchError               the state asked for and the checkpoint do not fit (lists every name)
-    ├── CheckpointError             what is on storage is not a checkpoint that can be read
-    │   ├── CheckpointNotFoundError   nothing there
-    │   ├── NotACheckpointError       something there, but no committed checkpoint
-    │   ├── NoValidCheckpointError    saves were made below this root, and none can be loaded
-    │   ├── UnsupportedVersionError   written by a newer (or unknown) format version
-    │   ├── FormatError               breaks a rule of docs/format.md; refused before any large allocation
-    │   └── CorruptionError           bytes differ from what the manifest promises (flipped, cut, missing, swapped)
-    ├── StorageError                a storage operation failed
-    │   ├── KeyNotFoundError          no such key
-    │   ├── KeyExistsError            a conditional put found the key taken
-    │   ├── StorageFullError          no space or quota left
-    │   ├── AccessDeniedError         permission or read-only
-    │   └── UnsupportedURLError       no backend for this scheme
-    ├── RootInUseError              another job saves below this root
-    ├── SaveSkippedError            the save would have had to wait, and was asked not to
-    ├── CommitUnknownError          the commit may or may not have landed; read before retrying
-    └── ControlError                the ranks could not work together
-        ├── RankFailedError           one rank failed; the same cause is raised on every rank
-        ├── DisagreementError         the ranks were called with different arguments
-        ├── EngineError               an inference engine failed, or does not answer as it should
-        └── DeadlineError             a wait ran out of time; names who was waited for
+    ├── UsageError (ValueError)         an argument is invalid, or the call is not allowed at this point
+    │   └── StateError                    the given objects cannot be saved, loaded or pushed as they are
+    │       ├── UnknownObjectError (TypeError)      no adapter supports this object
+    │       ├── UnserializableError (TypeError)     a value or a key has no stored form
+    │       ├── NameCollisionError                  two entries have the same name
+    │       └── UnsupportedTensorError (TypeError)  a tensor has no dense bytes (sparse, quantized, partial)
+    ├── PlanError (ValueError)          boxes overlap, leave holes, or exceed their tensor
+    ├── MismatchError                   the state and the checkpoint do not fit together; lists every name
+    ├── NameNotFoundError (KeyError)    the checkpoint has no tensor or section of this name
+    ├── TensorIndexError (IndexError)   an index does not fit a stored tensor
+    ├── CheckpointError                 the stored bytes cannot be read as a checkpoint
+    │   ├── CheckpointNotFoundError (FileNotFoundError)  nothing is stored at this path
+    │   ├── NotACheckpointError           something is stored there, but no committed checkpoint
+    │   ├── NoValidCheckpointError        saves were made below this root, but none can be loaded
+    │   ├── UnsupportedVersionError       a newer or unknown format version
+    │   ├── FormatError                   a file violates docs/format.md; refused before any large allocation
+    │   └── CorruptionError               bytes differ from the manifest (flipped, truncated, missing, swapped)
+    ├── StorageError (OSError)          a storage operation failed
+    │   ├── KeyNotFoundError (FileNotFoundError)  the key does not exist
+    │   ├── KeyExistsError (FileExistsError)      a conditional put found that the key exists
+    │   ├── StorageFullError              no space or quota is left
+    │   ├── AccessDeniedError (PermissionError)   no permission, or the storage is read-only
+    │   └── UnsupportedURLError (ValueError)      no backend serves this URL scheme
+    ├── RootInUseError                  another job saves below this root
+    ├── SaveSkippedError                the save would have had to wait, and when_busy="skip" was set
+    ├── SavePendingError (TimeoutError) SaveHandle.result(timeout) timed out; the save continues
+    ├── CommitUnknownError              the checkpoint may or may not be committed; read it before you retry
+    └── ControlError                    the ranks could not work together
+        ├── RankFailedError               one rank failed; every rank raises this same cause
+        ├── DisagreementError             the ranks passed different arguments
+        ├── EngineError                   an inference engine failed or sent an invalid response
+        └── DeadlineError (TimeoutError)  a wait exceeded its deadline; names the ranks that did not arrive
 
-All are ``Exception``s. A message says what happened, where (rank, file, tensor, range), and what to do.
+Did a failed save commit? ``error.may_have_committed`` answers it for every error in the tree:
+
+- False: the checkpoint is certainly not committed. What was at the path before is still there. It is safe to remove
+  the attempt's files and to save again.
+- True (``CommitUnknownError``, ``SavePendingError``): the checkpoint may exist. Nothing was deleted. Open the path to
+  find out.
+
+A message states what happened, where (rank, file, tensor, range), and what to do.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 __all__ = [
     "AccessDeniedError",
@@ -51,56 +66,78 @@ __all__ = [
     "KeyNotFoundError",
     "MismatchError",
     "NameCollisionError",
+    "NameNotFoundError",
     "NoValidCheckpointError",
     "NotACheckpointError",
     "PlanError",
     "RankFailedError",
     "RootInUseError",
+    "SavePendingError",
     "SaveSkippedError",
     "StateError",
     "StorageError",
     "StorageFullError",
+    "TensorIndexError",
     "UnknownObjectError",
     "UnserializableError",
     "UnsupportedTensorError",
     "UnsupportedURLError",
     "UnsupportedVersionError",
+    "UsageError",
 ]
 
 
 class BytecheckpointError(Exception):
-    """Root of the tree."""
+    """Base class of all errors of this library.
+
+    Attributes:
+        may_have_committed: Whether a save that raised this error may have committed its checkpoint. If it is False,
+            the checkpoint is certainly not committed, and it is safe to clean up and to save again.
+    """
+
+    may_have_committed: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        # KeyError.__str__ would return the message as a quoted repr.
+        return Exception.__str__(self)
 
 
-class StateError(BytecheckpointError):
-    """The state handed to ``save`` or ``load`` cannot be used. Nothing was changed."""
+class UsageError(BytecheckpointError, ValueError):
+    """An argument is invalid, or the call is not allowed at this point (for example after ``close``)."""
 
 
-class UnknownObjectError(StateError):
-    """No adapter recognises an object of the state."""
+class StateError(UsageError):
+    """The given objects cannot be saved, loaded or pushed as they are. Nothing was changed."""
 
 
-class UnserializableError(StateError):
-    """A leaf (or key) of a tree is not a plain value; the message names its path."""
+class UnknownObjectError(StateError, TypeError):
+    """No adapter supports an object of the state."""
+
+
+class UnserializableError(StateError, TypeError):
+    """A value or a key of a tree has no stored form; the message contains its path."""
 
 
 class NameCollisionError(StateError):
-    """Two entries of the state flatten to the same name."""
+    """Two entries of the state have the same name once they are flattened."""
 
 
-class UnsupportedTensorError(StateError):
-    """A tensor has a layout that has no dense bytes of its own (sparse, quantised, partial sums, ...)."""
+class UnsupportedTensorError(StateError, TypeError):
+    """A tensor has a layout without dense bytes (sparse, quantized, partial sums, ...)."""
 
 
-class PlanError(BytecheckpointError):
+class PlanError(BytecheckpointError, ValueError):
     """Boxes overlap, leave a hole, or reach outside their tensor."""
 
 
 class MismatchError(BytecheckpointError):
-    """What was asked for and what is stored do not fit together. Nothing was changed.
+    """The state and the checkpoint do not fit together. Nothing was changed.
 
-    One error lists every fault. ``faults`` holds them as ``(kind, name, detail)``, ``kind`` being one of
-    ``missing``, ``unexpected``, ``shape``, ``dtype``, ``coverage``, ``value``, ``per_rank``.
+    One error lists the faults of all ranks.
+
+    Attributes:
+        faults: One ``(kind, name, detail)`` for each fault. ``kind`` is one of ``missing``, ``unexpected``, ``shape``,
+            ``dtype``, ``coverage``, ``value``, ``per_rank``.
     """
 
     def __init__(self, message: str, faults: list[tuple[str, str, str]] | None = None) -> None:
@@ -111,11 +148,19 @@ class MismatchError(BytecheckpointError):
         return (type(self), (self.args[0], self.faults))
 
 
+class NameNotFoundError(BytecheckpointError, KeyError):
+    """The checkpoint, or the state, has no tensor or section of this name."""
+
+
+class TensorIndexError(BytecheckpointError, IndexError):
+    """An index expression does not fit the shape of a stored tensor, or is not supported."""
+
+
 class CheckpointError(BytecheckpointError):
-    """What is on storage cannot be read as a checkpoint."""
+    """The stored bytes cannot be read as a checkpoint."""
 
 
-class CheckpointNotFoundError(CheckpointError):
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """Nothing is stored at this path."""
 
 
@@ -124,56 +169,66 @@ class NotACheckpointError(CheckpointError):
 
 
 class NoValidCheckpointError(CheckpointError):
-    """There are traces of saves below a root, and no checkpoint that holds; lists what is wrong with each. Not raised
-    for a root where nothing was ever saved: that is a fresh start, this is a loss."""
+    """Saves were made below a root, but none of them can be loaded; the message states what is wrong with each.
+
+    Not raised for a root where nothing was ever saved: that is a fresh start, this is a loss.
+    """
 
 
 class UnsupportedVersionError(CheckpointError):
-    """The checkpoint's format version is not one this library reads; the message names both."""
+    """This library does not read the checkpoint's format version; the message contains both versions."""
 
 
 class FormatError(CheckpointError):
-    """A file breaks a rule of ``docs/format.md``. Refused before any large allocation and with no code run."""
+    """A file violates a rule of ``docs/format.md``. Refused before any large allocation; no stored code was run."""
 
 
 class CorruptionError(CheckpointError):
-    """Stored bytes are not those the manifest promises; names file, tensor and byte range."""
+    """Stored bytes differ from the manifest; the message contains file, tensor and byte range."""
 
 
-class StorageError(BytecheckpointError):
-    """A storage operation failed; names backend and key."""
+class StorageError(BytecheckpointError, OSError):
+    """A storage operation failed; the message contains backend and key. ``errno`` is always None."""
 
 
-class KeyNotFoundError(StorageError):
+class KeyNotFoundError(StorageError, FileNotFoundError):
     """The key does not exist."""
 
 
-class KeyExistsError(StorageError):
-    """``put(if_absent=True)`` found the key taken."""
+class KeyExistsError(StorageError, FileExistsError):
+    """``put(if_absent=True)`` found that the key exists."""
 
 
 class StorageFullError(StorageError):
-    """No space, quota or file-size limit left."""
+    """No space, quota or file-size limit is left."""
 
 
-class AccessDeniedError(StorageError):
-    """Permission denied, or the storage is read-only."""
+class AccessDeniedError(StorageError, PermissionError):
+    """Permission was denied, or the storage is read-only."""
 
 
-class UnsupportedURLError(StorageError):
+class UnsupportedURLError(StorageError, ValueError):
     """No storage backend serves this URL scheme."""
 
 
 class RootInUseError(BytecheckpointError):
-    """Another job holds the lease of this root, or took it away from this one; names job, host and process."""
+    """Another job holds the lease of this root, or took it over; the message contains job, host and process."""
 
 
 class SaveSkippedError(BytecheckpointError):
     """A save with ``when_busy="skip"`` was not made: some rank would have had to wait for staging memory."""
 
 
+class SavePendingError(BytecheckpointError, TimeoutError):
+    """``SaveHandle.result`` or ``exception`` reached its ``timeout``. The save continues in the background."""
+
+    may_have_committed = True
+
+
 class CommitUnknownError(BytecheckpointError):
-    """The commit's outcome is not known: it may have landed. Nothing was deleted; open the path to find out."""
+    """It is unknown whether the checkpoint is committed. Nothing was deleted; open the path to find out."""
+
+    may_have_committed = True
 
 
 class ControlError(BytecheckpointError):
@@ -181,10 +236,16 @@ class ControlError(BytecheckpointError):
 
 
 class RankFailedError(ControlError):
-    """One rank failed and every rank raises this same cause.
+    """One rank failed, and every rank raises this same cause.
 
-    ``rank``, ``host``, ``phase`` say where; ``error_type`` and ``traceback_text`` are the original's. On the failing
-    rank the original exception is also ``__cause__``.
+    On the failing rank, the original exception is also ``__cause__``.
+
+    Attributes:
+        rank: The rank that failed, or -1 if it is unknown.
+        host: The host of that rank.
+        phase: The step in which it failed, such as ``write``.
+        error_type: The class name of the original exception; ``ProcessDied`` if the process ended.
+        traceback_text: The original traceback as text; empty if the process ended.
     """
 
     def __init__(
@@ -206,12 +267,12 @@ class RankFailedError(ControlError):
 
 
 class DisagreementError(ControlError):
-    """The ranks entered one call with different arguments (path, step, names); lists who said what."""
+    """The ranks called one function with different arguments (path, step, names); the message lists who passed what."""
 
 
 class EngineError(ControlError):
-    """An inference engine failed, or cannot be reached; says which version of the weights it serves, where known."""
+    """An inference engine failed or is unreachable; the message contains the version it serves, if that is known."""
 
 
-class DeadlineError(ControlError):
-    """A wait ran out of time; names the phase and the ranks that never came."""
+class DeadlineError(ControlError, TimeoutError):
+    """A wait exceeded its deadline; the message contains the phase and the ranks that did not arrive."""

@@ -1,7 +1,7 @@
-"""The same model and optimizer saved and loaded by this library and by ``torch.distributed.checkpoint``, side by side.
+"""Save and load the same model and optimizer with this library and with ``torch.distributed.checkpoint``.
 
-Both write durably and both are timed from the caller's objects and back into them: what a training script waits for.
-Repeats are interleaved, the first of each is thrown away, and every number is the slowest rank's.
+Both write durably. The times are those that a training script waits, from its objects and back into them. Repeats are
+interleaved, the first of each is discarded, and every number is that of the slowest rank.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Train on four processes, lose one in the middle of a save, go on with two until they are told to leave, then with
-one: the curve does not notice.
+"""Train on four processes, kill one during a save, resume on two, preempt them, and resume on one.
 
     python examples/demo.py
 
-Every stage runs ``train_gpt.py``: FSDP-2 on 4 processes until one of them is killed while a checkpoint is being
-written; tensor parallelism on 2 processes from the newest checkpoint that is whole, until SIGTERM, as a scheduler sends
-it, makes all save and leave; then a single process, from that very step. An uninterrupted run of the same job is the
-reference. Exits nonzero if anything is not as it should be.
+Every stage runs ``train_gpt.py``. FSDP-2 runs on 4 processes until one of them is killed while it writes a checkpoint.
+Tensor parallelism resumes on 2 processes from the newest complete checkpoint, until SIGTERM makes both save and exit. A
+single process resumes from that step. The loss curve must equal that of an uninterrupted run. The exit code is nonzero
+if a check fails.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ matplotlib.use("Agg")
 
 TRAIN = Path(__file__).with_name("train_gpt.py")
 STEPS, SAVE_EVERY, KILL_AT, COMPARE_AT, TERMINATE_AT = 120, 8, 48, 64, 73
-TOLERANCE = 1e-4  # of a loss of about 3: sums in another order, through 120 steps of Adam
+TOLERANCE = 1e-4  # for a loss of about 3: the order of sums differs, over 120 steps of Adam
 STAGE_DEADLINE_S = 300
 
 console = Console()
@@ -61,7 +60,7 @@ class Stage:
         return out / f"{self.name}.jsonl"
 
     def events(self, out: Path, kind: str) -> list[dict[str, Any]]:
-        """What the run wrote down; a line that a killed process left unfinished is passed over."""
+        """Return the events of the run's journal, without a line that a killed process left incomplete."""
         path = self.journal(out)
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         events = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -101,32 +100,32 @@ TP = Stage(
 SINGLE = Stage("single", "Resumed on 1 process", 1, ())
 
 
-class Wrong(Exception):
-    """Something is not as the demo promises."""
+class DemoError(Exception):
+    """A check of the demo failed."""
 
 
 def expect(fact: bool, message: str) -> None:
     if not fact:
-        raise Wrong(message)
+        raise DemoError(message)
 
 
 def run(stage: Stage, out: Path) -> None:
-    """Run one stage to its end. Its output goes to a log file, of which the end is shown where it fails."""
+    """Run one stage. Its output goes to a log file; the error of a failed stage shows the end of it."""
     console.print(f"[bold]{stage.title}[/bold]")
     log = out / f"{stage.name}.log"
     begin = time.perf_counter()
     with log.open("w") as file, console.status("starting ...") as status:
         process = subprocess.Popen(stage.command(out), stdout=file, stderr=subprocess.STDOUT)
-        told = False
+        is_terminated = False
         try:
             while process.poll() is None:
                 if time.perf_counter() - begin > STAGE_DEADLINE_S:
-                    raise Wrong(f"{stage.name} took more than {STAGE_DEADLINE_S} s; see {log}")
+                    raise DemoError(f"{stage.name} took more than {STAGE_DEADLINE_S} s; see {log}")
                 for event in stage.events(out, "step")[-1:]:
                     status.update(f"step {event['step']}  loss {event['loss']:.4f}")
-                    if not told and stage.terminate_at is not None and event["step"] >= stage.terminate_at:
+                    if not is_terminated and stage.terminate_at is not None and event["step"] >= stage.terminate_at:
                         process.terminate()
-                        told = True
+                        is_terminated = True
                 time.sleep(0.2)
         finally:
             if process.poll() is None:
@@ -134,39 +133,45 @@ def run(stage: Stage, out: Path) -> None:
                 process.wait()
     if (process.returncode != 0) != stage.dies:
         tail = "\n".join(log.read_text().splitlines()[-40:])
-        ended = "was to be stopped but ended well" if stage.dies else f"failed with exit code {process.returncode}"
-        raise Wrong(f"{stage.name} {ended}; the end of {log}:\n{tail}")
+        ended = (
+            "exited normally although it should have been killed"
+            if stage.dies
+            else f"failed with exit code {process.returncode}"
+        )
+        raise DemoError(f"{stage.name} {ended}; the end of {log}:\n{tail}")
     steps = sorted(stage.losses(out))
-    expect(bool(steps), f"{stage.name} made no step; see {log}")
+    expect(bool(steps), f"{stage.name} made no steps; see {log}")
     console.print(f"  steps {steps[0]} to {steps[-1]} in {time.perf_counter() - begin:.0f} s", highlight=False)
 
 
 def check_after_the_kill(out: Path) -> None:
-    """The save in which a rank died must not exist, and the one before must be whole."""
+    """Check that the save in which a rank died does not exist, and that the one before is complete."""
     interrupted = out / "checkpoints" / f"step-{KILL_AT}"
     try:
         bcp.open(interrupted)
     except bcp.errors.CheckpointError as error:
-        console.print(f"  {interrupted.name}: [green]no checkpoint[/green], as it must be ({type(error).__name__})")
+        console.print(f"  {interrupted.name}: [green]not a checkpoint[/green], as expected ({type(error).__name__})")
     else:
-        raise Wrong(f"{interrupted} can be opened although a rank died while writing it")
+        raise DemoError(f"{interrupted} can be opened although a rank died while writing it")
     newest = bcp.latest(out / "checkpoints")
     expect(newest is not None and newest.step == KILL_AT - SAVE_EVERY, f"newest checkpoint is {newest}")
     assert newest is not None
     report = newest.verify()
     expect(report.ok, f"{newest.url} is damaged: {report}")
-    console.print(f"  step-{newest.step}: [green]whole[/green], every checksum right; training goes on from here")
+    console.print(f"  step-{newest.step}: [green]complete[/green], all checksums match; training resumes from here")
 
 
 def check_after_the_signal(out: Path) -> int:
-    """All ranks saved the step they were at, between two saves that were due; that step."""
+    """Check that all ranks saved the current step on SIGTERM, between two regular saves, and return that step."""
     newest = bcp.latest(out / "checkpoints")
     assert newest is not None
     steps = TP.losses(out)
     last = max(steps)
-    expect(newest.step == last, f"the newest checkpoint is of step {newest.step}, but training went on to {last}")
+    expect(
+        newest.step == last, f"the newest checkpoint is of step {newest.step}, but training continued to step {last}"
+    )
     expect(newest.verify().ok, f"{newest.url} is damaged")
-    console.print(f"  step-{last}: [green]saved on SIGTERM[/green] by both ranks, and nothing of the work is lost")
+    console.print(f"  step-{last}: [green]saved on SIGTERM[/green] by both ranks; no work is lost")
     return last
 
 
@@ -176,7 +181,7 @@ def check_resumed(stage: Stage, step: int, out: Path) -> None:
 
 
 def compare_curves(out: Path) -> float:
-    """The largest difference between any resumed or interrupted step's loss and the reference's."""
+    """Compare the losses of all stages with the reference, and return the largest difference."""
     reference = REFERENCE.losses(out)
     worst = 0.0
     table = Table(title="The loss curve, against the run that was never interrupted", title_justify="left")
@@ -185,7 +190,7 @@ def compare_curves(out: Path) -> float:
     for stage in (REFERENCE, FSDP2, TP, SINGLE):
         losses = stage.losses(out)
         steps = sorted(losses)
-        expect(steps == list(range(steps[0], steps[-1] + 1)), f"{stage.name} left out a step")
+        expect(steps == list(range(steps[0], steps[-1] + 1)), f"{stage.name} skipped a step")
         difference = max(abs(loss - reference[step]) for step, loss in losses.items())
         worst = max(worst, difference)
         span, first, last = f"{steps[0]}-{steps[-1]}", f"{losses[steps[0]]:.4f}", f"{losses[steps[-1]]:.4f}"
@@ -199,7 +204,7 @@ def compare_curves(out: Path) -> float:
 
 
 def show_times(out: Path) -> None:
-    """Side by side, from the same processes, model and optimizer; medians of interleaved repeats, slowest rank."""
+    """Show the times of both systems, from the same processes, model and optimizer: medians of the slowest rank."""
     table = Table(title="Model + optimizer, milliseconds (median; slowest rank)", title_justify="left")
     for column in ("", "layout", "bytecheckpoint", "torch DCP", "ratio"):
         table.add_column(column, justify="right" if column in ("bytecheckpoint", "torch DCP", "ratio") else "left")
@@ -251,7 +256,7 @@ def draw(out: Path) -> Path:
 
 
 def prepare(out: Path) -> None:
-    """Remove what an earlier demo left; nothing else in the folder is touched."""
+    """Remove the files of an earlier demo, and no others."""
     out.mkdir(parents=True, exist_ok=True)
     for folder in ("checkpoints", "checkpoints-compare"):
         shutil.rmtree(out / folder, ignore_errors=True)
@@ -276,7 +281,7 @@ def demo(out: Path) -> None:
     show_times(out)
     console.print(f"\nLoss curves: {draw(out)}", highlight=False)
     console.print(
-        f"[bold green]The loss curve went on as if nothing had happened[/bold green]: it differs from the "
+        f"[bold green]The interruptions did not change the loss curve[/bold green]: it differs from the "
         f"uninterrupted run by at most {worst:.1e}. ({time.perf_counter() - begin:.0f} s)",
         highlight=False,
     )
@@ -284,15 +289,15 @@ def demo(out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where everything is written")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all output")
     out = parser.parse_args().out
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # The demo says itself which checkpoint was passed over, and why.
+    # The demo itself reports which checkpoint it skipped, and why.
     logging.getLogger("bytecheckpoint").setLevel(logging.ERROR)
     try:
         demo(out)
-    except Wrong as error:
-        console.print("[bold red]Not as it should be:[/bold red]", end=" ")
+    except DemoError as error:
+        console.print("[bold red]The demo failed:[/bold red]", end=" ")
         console.print(str(error), highlight=False, markup=False)
         return 1
     return 0

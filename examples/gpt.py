@@ -1,7 +1,7 @@
-"""A small byte-level GPT and its data: what ``train_gpt.py`` trains. Nothing here knows of checkpoints.
+"""A small byte-level GPT and its data: what ``train_gpt.py`` trains. This module does no checkpointing.
 
-The text is the Python standard library's own source, which every machine that runs this has. A batch is a function of
-the global step alone, so the loss curve does not depend on how many processes share the work.
+The text is the source of the Python standard library, which every machine has. A batch depends only on the global
+step, so the loss curve does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Config:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with separate q, k and v, so that tensor parallelism can cut them by heads."""
+    """Causal self-attention with separate q, k and v, so that tensor parallelism can split them by heads."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(config.d_model, config.d_model)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # -1 is the number of heads on this rank: all of them, or a share under tensor parallelism.
+        # -1 is the number of heads on this rank: all of them, or a part with tensor parallelism.
         q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))
@@ -98,7 +98,7 @@ class GPT(nn.Module):
 
 
 def parallelize(model: GPT, layout: str, mesh: DeviceMesh | None) -> nn.Module:
-    """The model laid out over ``mesh`` as ``layout`` says: ``none``, ``ddp``, ``fsdp2`` or ``tp``."""
+    """Distribute the model over ``mesh``; ``layout`` is ``none``, ``ddp``, ``fsdp2`` or ``tp``."""
     if mesh is None or layout == "none":
         return model
     if layout == "ddp":
@@ -134,11 +134,11 @@ class Corpus:
         self.fingerprint = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
     def batch(self, step: int, size: int, context: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole (global) batch of this step: tokens and the bytes that follow them."""
+        """Return the global batch of this step: tokens and the bytes that follow them."""
         return self._draw(self.train, torch.Generator().manual_seed(seed * 1_000_003 + step), size, context)
 
     def validation(self, size: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same held-out batch every time."""
+        """Return the held-out batch, always the same."""
         return self._draw(self.valid, torch.Generator().manual_seed(0), size, context)
 
     @staticmethod

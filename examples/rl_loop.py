@@ -1,10 +1,10 @@
-"""A reinforcement-learning loop in small: an FSDP-2 trainer on two processes, vLLM with two workers, a push each step.
+"""A small reinforcement-learning loop: an FSDP-2 trainer on two processes, vLLM with two workers, a push each step.
 
     python examples/rl_loop.py --steps 4
 
-Needs vLLM and transformers; on CPUs, see docs/push.md. In each step the engine samples with the weights that it was
-pushed, the trainer rewards even tokens and takes a step, pushes, and the engine's greedy tokens must be those that the
-trainer's own weights give.
+Needs vLLM and transformers; for CPUs, see docs/push.md. In each step the engine samples with the weights of the last
+push, and the trainer rewards even tokens, makes a step and pushes. The engine's greedy tokens must equal those of the
+trainer's weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def configuration() -> Any:
 
 @contextlib.contextmanager
 def engine(folder: Path) -> Iterator[str]:
-    """vLLM's server; its address. It starts with weights of its own, as the first push replaces them."""
+    """Start vLLM's server, and return its address. The first push replaces the weights with which it starts."""
     configuration().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
@@ -63,7 +63,7 @@ def engine(folder: Path) -> Iterator[str]:
     command += ["--load-format", "dummy", "--dtype", "float32", "--max-model-len", "64", "--enforce-eager"]
     command += ["--skip-tokenizer-init", "--tensor-parallel-size", str(WORKERS)]
     command += ["--distributed-executor-backend", "mp"]
-    command += ["--worker-extension-cls", "bytecheckpoint.inference.vllm_worker.WorkerExtension"]
+    command += ["--worker-extension-cls", "bytecheckpoint.inference.vllm.worker.WorkerExtension"]
     environment = {**os.environ, **CPU_SETTINGS, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / "engine.log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -97,7 +97,7 @@ def ask(url: str, prompt: list[int], temperature: float) -> list[int]:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int]) -> list[int]:
-    """With the trainer's own weights; all ranks take part."""
+    """Generate with the trainer's weights, on all ranks."""
     tokens = list(prompt)
     for _ in range(LENGTH):
         logits = model(torch.tensor([tokens]), use_cache=False).logits
@@ -106,7 +106,7 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, samples: list[tuple[list[int], list[int]]]) -> float:
-    """REINFORCE: what earned more than the mean becomes likelier. The mean reward, the share of even tokens."""
+    """Make one REINFORCE step, and return the mean reward: the share of even tokens."""
     rewards = torch.tensor([sum(token % 2 == 0 for token in given) / len(given) for _, given in samples])
     for (prompt, given), advantage in zip(samples, (rewards - rewards.mean()).tolist(), strict=True):
         tokens = torch.tensor([prompt + given])
@@ -144,7 +144,7 @@ def trainer(rank: int, port: int, url: str, steps: int) -> None:
                     flush=True,
                 )
                 if found != expected:
-                    raise SystemExit(f"the engine gives {found}, the trainer's weights {expected}")
+                    raise SystemExit(f"the engine generates {found}, but the trainer's weights generate {expected}")
             dist.barrier()
         if rank == 0:
             print(report, flush=True)

@@ -1,13 +1,13 @@
 """Train a small GPT on any layout, saving as it goes, and resume on any other.
 
     torchrun --nproc-per-node 4 examples/train_gpt.py --parallel fsdp2 --root runs/gpt
-    torchrun --nproc-per-node 2 examples/train_gpt.py --parallel tp    --root runs/gpt     # goes on where that stopped
+    torchrun --nproc-per-node 2 examples/train_gpt.py --parallel tp    --root runs/gpt     # resumes where that stopped
     python examples/train_gpt.py                      --parallel none  --root runs/gpt
 
-Send it SIGTERM (to torchrun, or to any process): all ranks save the step they are at and leave.
+After SIGTERM to torchrun or to any process, all ranks save the current step and exit.
 
-The global batch is fixed and a function of the step, so the loss curve is the same on every layout, up to the order in
-which floating-point numbers are added.
+The global batch depends only on the step, so the loss curve is the same in every layout, up to the order of
+floating-point additions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gpt import GPT, Config, Corpus, parallelize
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
+from bytecheckpoint import telemetry
 
 
 def arguments() -> argparse.Namespace:
@@ -42,18 +42,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--root", default="runs/gpt", help="where checkpoints go, a folder or a URL (step-10, ...)")
     parser.add_argument("--journal", type=Path, help="append one JSON line per step and per save to this file")
     parser.add_argument(
-        "--steps", type=int, default=200, help="the whole run's length; the learning rate depends on it"
+        "--steps", type=int, default=200, help="length of the entire run; the learning rate depends on it"
     )
     parser.add_argument("--stop-at", type=int, help="stop after this step instead")
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--keep-last", type=int, help="how many checkpoints stay (default: all)")
+    parser.add_argument("--keep-last", type=int, help="number of checkpoints to keep (default: all)")
     parser.add_argument("--no-save", action="store_true", help="train only: neither save nor resume")
     parser.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--compare-at", type=int, metavar="STEP", help="after this step, time saves and loads beside DCP"
+        "--compare-at", type=int, metavar="STEP", help="after this step, compare the times of saves and loads with DCP"
     )
     kill = parser.add_argument_group("fault injection, for the demo and the tests")
     kill.add_argument("--kill-rank", type=int, default=os.environ.get("TRAIN_GPT_KILL_RANK"))
@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Job:
-    """Model, optimizer, schedule and data of one process, and the state that a checkpoint holds of them."""
+    """Model, optimizer, schedule and data of one process, and the state that a checkpoint stores."""
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
         self.args = args
@@ -102,7 +102,7 @@ class Job:
         }
 
     def _my_part(self, batch: torch.Tensor) -> torch.Tensor:
-        if self.args.parallel != "tp":  # under tensor parallelism all ranks work on the whole batch together
+        if self.args.parallel != "tp":  # with tensor parallelism all ranks process the full batch together
             batch = batch.chunk(self.world)[self.rank]
         return batch.to(self.args.device)
 
@@ -118,7 +118,7 @@ class Job:
         return float(mean)
 
     def train_step(self) -> float:
-        """One step; returns the global mean loss before it."""
+        """Make one step, and return the global mean loss before it."""
         step = self.extra["step"]
         loss = self._loss(self.corpus.batch(step, self.args.batch, self.config.context, self.args.seed))
         loss.backward()
@@ -134,7 +134,7 @@ class Job:
 
 
 class Journal:
-    """One JSON object a line, from rank 0 only; each line is on its way to the disk when ``write`` returns."""
+    """Writes one JSON object per line, on rank 0 only; ``write`` flushes each line."""
 
     def __init__(self, path: Path | None, enabled: bool, layout: str) -> None:
         self.layout = layout
@@ -160,8 +160,8 @@ class Journal:
 def managed(args: argparse.Namespace) -> AbstractContextManager[bcp.CheckpointManager | None]:
     if args.no_save:
         return nullcontext()
-    # Steps of this model take a tenth of a second: ask often enough to leave within a few of them.
-    return bcp.CheckpointManager(args.root, every_steps=args.save_every, keep_last=args.keep_last, meet_every_s=0.25)
+    # Steps of this model take a tenth of a second: coordinate often enough to exit within a few steps.
+    return bcp.CheckpointManager(args.root, cadence=args.save_every, keep=args.keep_last, coordinate_every_s=0.25)
 
 
 def resume(job: Job, manager: bcp.CheckpointManager, journal: Journal) -> None:
@@ -186,7 +186,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
         journal.write("start", parameters=sum(p.numel() for p in job.model.parameters()))
         if manager:
             resume(job, manager, journal)
-            trace.observe(partial(kill_here, job))
+            telemetry.observe(partial(kill_here, job))
         while job.extra["step"] < (args.stop_at or args.steps):
             start = time.perf_counter()
             loss = job.train_step()
@@ -194,7 +194,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
             journal.write("step", step=step, loss=loss, seconds=time.perf_counter() - start)
             if manager:
                 start = time.perf_counter()
-                # On SIGTERM, to any process: all save this step, and leave from in here.
+                # After SIGTERM to any process, all save this step and exit inside this call.
                 if manager.save(step, job.state):
                     journal.write("save", step=step, stall_s=time.perf_counter() - start)
                 if step == args.compare_at:
@@ -204,9 +204,9 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
 
 
 def kill_here(job: Job, phase: str, event: str) -> None:
-    """Die where the arguments say, in the middle of a save."""
+    """Kill this process at the given point of a save."""
     args, step = job.args, job.extra["step"]
-    saving = step - step % args.save_every  # training may have gone on
+    saving = step - step % args.save_every  # training may have continued
     here = (job.rank, saving, phase) == (args.kill_rank, args.kill_at_step, f"save.{args.kill_phase}")
     if here and event in ("enter", "point"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -230,8 +230,8 @@ def main() -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-        # gloo's threads drop a collective's tensors a little after it returned, and abort the process where the
-        # interpreter is gone by then. They are joined when the last reference to the group goes, so it must go now.
+        # gloo's threads release a collective's tensors shortly after it has returned, and abort the process if the
+        # interpreter has ended by then. Dropping the last reference to the group joins them, so drop it now.
         gc.collect()
 
 

@@ -1,35 +1,54 @@
-"""Planners: who writes which bytes where, and what to read for what is wanted. Pure: no torch, no I/O."""
+"""Plan saves and loads: which rank writes which bytes, and which stored bytes a load reads.
+
+Planners are pure: no torch, no I/O, no collectives. They work on tables of integers (``tensors.tables``), so that a
+plan for thousands of ranks and millions of shards takes about a second.
+
+- ``save``: from the ``LocalPlan`` of every rank to a ``SavePlan``, and from that to an ``Assignment`` for each rank.
+- ``gather``: which tensors are stored whole although several ranks hold parts of them.
+- ``load``: ``plan_load`` intersects requested boxes with stored boxes. Resharding needs nothing else.
+- ``share``: which ranks read the same boxes, so that one of them reads and forwards them.
+
+All functions raise ``PlanError`` for inconsistent input and for malformed messages of other ranks.
+"""
 
 from __future__ import annotations
 
-from .assignment import Assignment
-from .contents import CONTENT_BYTES, Comparison, ContentChecks, Contents, Held, as_contents, compare_contents
-from .gather_plan import LAYOUTS, GatherPlan, Layout, plan_gather
-from .gather_share import PIECE_SIZE, Cuts, GatherShare
-from .load_plan import LoadPlan, plan_load
-from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, ValueKey, pack_boxes, unpack_boxes
-from .merge import PlannedValues
-from .mesh_boxes import mesh_boxes
-from .plan_cache import CachedPlan, PlanCache
-from .plan_groups import PlanGroup
-from .save_plan import PlannedFile, SavePlan, layout, plan_columns, plan_groups, plan_save
-from .share_classes import (
-    Groups,
-    Offer,
+from .gather.plan import LAYOUTS, GatherPlan, Layout, plan_gather
+from .gather.share import PIECE_SIZE, FragmentSlices, GatherShare
+from .load.plan import LoadPlan, plan_load
+from .load.split import byte_span, split_box
+from .save.assignment import Assignment
+from .save.contents import (
+    DIGEST_BYTES,
+    ContentChecks,
+    ContentComparison,
+    ContentDigests,
+    HeldContents,
+    compare_contents,
+    stack_digests,
+)
+from .save.local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, ValueKey, pack_boxes, unpack_boxes
+from .save.merge import PlannedValues
+from .save.mesh_boxes import mesh_boxes
+from .save.plan import PlannedFile, SavePlan, consecutive_offsets, plan_columns, plan_groups, plan_save
+from .save.plan_cache import CachedPlan, PlanCache
+from .save.plan_groups import PlanGroup
+from .share.classes import (
+    ClassSummary,
+    RankGroups,
+    Request,
+    RequestClass,
     Stripe,
-    Want,
-    WantClass,
-    classify_wants,
+    classify_requests,
+    find_rings,
+    find_scatters,
     group_ranks,
     is_scattered,
-    rings_of,
-    scatters_of,
 )
-from .share_plan import Batch, Piece, Ring, SharedPart, Slab, plan_ring
-from .slabs import slabs, span
+from .share.plan import Batch, Packet, PartBox, Ring, SharedPart, plan_ring
 
 __all__ = [
-    "CONTENT_BYTES",
+    "DIGEST_BYTES",
     "LAYOUTS",
     "OWN_BOXES",
     "PIECE_SIZE",
@@ -37,39 +56,41 @@ __all__ = [
     "Assignment",
     "Batch",
     "CachedPlan",
-    "Comparison",
+    "ClassSummary",
     "ContentChecks",
-    "Contents",
-    "Cuts",
+    "ContentComparison",
+    "ContentDigests",
+    "FragmentSlices",
     "GatherPlan",
     "GatherShare",
-    "Groups",
-    "Held",
+    "HeldContents",
     "Layout",
     "LoadPlan",
     "LocalPlan",
-    "Offer",
-    "Piece",
+    "Packet",
+    "PartBox",
     "PlanCache",
     "PlanGroup",
     "PlanTable",
     "PlannedFile",
     "PlannedValues",
+    "RankGroups",
+    "Request",
+    "RequestClass",
     "Ring",
     "SavePlan",
     "SharedPart",
-    "Slab",
     "Stripe",
     "ValueEntry",
     "ValueKey",
-    "Want",
-    "WantClass",
-    "as_contents",
-    "classify_wants",
+    "byte_span",
+    "classify_requests",
     "compare_contents",
+    "consecutive_offsets",
+    "find_rings",
+    "find_scatters",
     "group_ranks",
     "is_scattered",
-    "layout",
     "mesh_boxes",
     "pack_boxes",
     "plan_columns",
@@ -78,9 +99,7 @@ __all__ = [
     "plan_load",
     "plan_ring",
     "plan_save",
-    "rings_of",
-    "scatters_of",
-    "slabs",
-    "span",
+    "split_box",
+    "stack_digests",
     "unpack_boxes",
 ]

@@ -1,4 +1,4 @@
-"""Proof that boxes tile their tensors: nothing twice, nothing missing. Faults are found for all tensors at once."""
+"""Check that boxes tile their tensors: no element is held twice or missing. All tensors are checked at once."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..errors import PlanError
-from ..geometry import Box, find_overlap, inseparable
-from ..tables import BoxTable, Int64, TensorTable, ragged_starts
+from ..tensors.geometry import Box, find_overlap, inseparable
+from ..tensors.tables import BoxTable, Int64, TensorTable, ragged_starts
 from .dedup import ElementNumbers, differs, matrices
 
 __all__ = ["Describe", "first_uncovered", "tiling_faults"]
 
 Describe = Callable[[int], str]
-"""Says of a row of the box table who holds it."""
+"""Returns a text that names the ranks that hold a row of the box table."""
 
-# Cuts tried before a missing region is only counted, not located.
-_MAX_CUTS = 200_000
-# Boxes looked at together: temporaries stay small beside the tables.
+# Splits after which a missing region is reported without its location.
+_MAX_SPLITS = 200_000
+# Boxes per step, so that temporary arrays stay small compared with the tables.
 _CHUNK = 1 << 17
 
 
 def first_uncovered(region: Box, offsets: Int64, lengths: Int64) -> Box | None:
-    """The first part of ``region`` (as the boxes' own faces cut it) that no box, by row of ``[n, d]``, covers.
+    """Return the first part of ``region`` that no box covers, or None if the boxes cover all of it.
 
-    None when all of it is covered. Boxes may overlap. Raises ``PlanError`` when the boxes are too many to tell.
+    The boxes are rows of ``[n, d]`` arrays and may overlap. A part is bounded by faces of boxes. Raises ``PlanError``
+    if there are too many boxes to locate a part.
     """
     if region.numel == 0:
         return None
     pending = [(region, np.arange(len(offsets), dtype=np.int64))]
-    cuts = 0
+    splits = 0
     while pending:
         part, rows = pending.pop()
         starts, stops = offsets[rows], offsets[rows] + lengths[rows]
@@ -42,17 +43,17 @@ def first_uncovered(region: Box, offsets: Int64, lengths: Int64) -> Box | None:
             return part
         if ((starts <= low) & (stops >= high)).all(axis=1).any():
             continue
-        cuts += 1
-        if cuts > _MAX_CUTS:
-            raise PlanError(f"cannot say which part of {region} is missing: {len(offsets)} boxes are too many")
-        lower, upper = _cut(part, starts, stops)
+        splits += 1
+        if splits > _MAX_SPLITS:
+            raise PlanError(f"part of {region} is missing; {len(offsets)} boxes are too many to locate it")
+        lower, upper = _split(part, starts, stops)
         pending.append((upper, rows))
         pending.append((lower, rows))
     return None
 
 
-def _cut(part: Box, starts: Int64, stops: Int64) -> tuple[Box, Box]:
-    """Cut ``part`` along a face of a box that crosses it, on the first axis that has one, as evenly as can be."""
+def _split(part: Box, starts: Int64, stops: Int64) -> tuple[Box, Box]:
+    """Split ``part`` near its middle, along a face of a box, on the first axis that a face crosses."""
     for axis in range(part.ndim):
         low, high = part.offsets[axis], part.stops[axis]
         faces = np.concatenate((starts[:, axis], stops[:, axis]))
@@ -71,10 +72,10 @@ def _cut(part: Box, starts: Int64, stops: Int64) -> tuple[Box, Box]:
 def tiling_faults(
     tensors: TensorTable, boxes: BoxTable, numbers: ElementNumbers, describe: Describe
 ) -> dict[int, list[str]]:
-    """What keeps ``boxes`` from tiling their tensors: a list of faults by tensor row, empty when all is well.
+    """Return what keeps ``boxes`` from tiling their tensors: a list of faults by tensor row, empty if they do.
 
-    ``boxes`` are not empty, all inside their tensors, and sorted by ``numbers.first`` (that is by tensor, then
-    offsets). A tensor without elements is always tiled.
+    ``boxes`` are not empty, lie inside their tensors, and are sorted by ``numbers.first`` (by tensor, then offsets). A
+    tensor without elements counts as tiled.
     """
     faults: dict[int, list[str]] = defaultdict(list)
     bounds = np.searchsorted(boxes.tensor, np.arange(len(tensors) + 1))
@@ -104,9 +105,9 @@ def _hole_fault(tensors: TensorTable, boxes: BoxTable, tensor: int, start: int, 
 
 
 def _overlap_faults(boxes: BoxTable, numbers: ElementNumbers, describe: Describe) -> Iterator[tuple[int, str]]:
-    """One overlapping pair of each tensor that has any."""
-    # Where each box ends before the next one begins in row-major order, all are disjoint: true of cuts along the first
-    # axis and of flat ranges. The other tensors need a closer look.
+    """Yield one overlapping pair of each tensor that has any."""
+    # If each box ends before the next one begins in row-major order, all are disjoint. This holds for splits along the
+    # first axis and for flat ranges; the other tensors need a closer check.
     clash = (numbers.first[1:] <= numbers.last[:-1]) & (boxes.tensor[1:] == boxes.tensor[:-1])
     if not clash.any():
         return
@@ -117,22 +118,24 @@ def _overlap_faults(boxes: BoxTable, numbers: ElementNumbers, describe: Describe
 
 
 def _by_whole_tensors(rows: Int64, tensor: Int64) -> list[Int64]:
-    """``rows``, which ascend, a bounded number at a time where no tensor has more."""
+    """Split ``rows``, which ascend, into groups of bounded size, without splitting a tensor."""
     begins = np.flatnonzero(differs(tensor[rows]))
     return np.split(rows, begins[1:][np.diff(begins // _CHUNK) > 0])
 
 
 def _overlaps_of(boxes: BoxTable, rows: Int64, describe: Describe) -> Iterator[tuple[int, str]]:
-    """One overlapping pair of each tensor that has any; ``rows`` are all those of their tensors."""
+    """Yield one overlapping pair of each tensor that has any; ``rows`` are all rows of their tensors."""
     part = boxes.take(rows)
     for index, offsets, lengths in matrices(part, chunk=len(part)):
         local = np.arange(len(part))[index]
-        told: set[int] = set()
+        reported: set[int] = set()
         for group in inseparable(offsets, lengths, part.tensor[local]):
             tensor = int(part.tensor[local[group[0]]])
-            fault = None if tensor in told else _overlap_fault(boxes, rows[local], offsets, lengths, group, describe)
+            fault = (
+                None if tensor in reported else _overlap_fault(boxes, rows[local], offsets, lengths, group, describe)
+            )
             if fault is not None:
-                told.add(tensor)
+                reported.add(tensor)
                 yield tensor, fault
 
 

@@ -1,7 +1,7 @@
-"""Which rows of all ranks' shards are one and the same box.
+"""Find the rows of all ranks' shards that are the same box.
 
-Every element of every tensor has a number: tensors one after the other, each in row-major order. A box that is not
-empty is known by the numbers of its first and its last element, so ragged rows compare as two integers.
+Every element of every tensor has a number: tensors one after the other, each in row-major order. A non-empty box is
+identified by the numbers of its first and last element, so ragged rows compare as two integers.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
-from ..tables import BoxTable, Int64, TensorTable
+from ..tensors.tables import BoxTable, Int64, TensorTable
 
 __all__ = ["ElementNumbers", "Replicas", "differs", "group_replicas", "matrices", "number_elements"]
 
 Bool = npt.NDArray[np.bool_]
 Rows: TypeAlias = "slice | Int64"
 
-# Rows handled at once: temporaries stay in the cache and small beside the tables.
+# Rows per step, so that temporary arrays stay in the cache.
 _CHUNK = 1 << 18
 _MAX_ELEMENTS = 2.0**62
 
 
 @dataclass(eq=False)
 class ElementNumbers:
-    """By row of a ``BoxTable``: numbers of the ``first`` and ``last`` element, the ``numel``, and whether the box is
-    ``inside`` its tensor. ``first`` and ``last`` mean nothing where ``numel`` is 0 or the box is not inside."""
+    """By row of a ``BoxTable``: numbers of the ``first`` and ``last`` element, ``numel``, and whether it is ``inside``.
+
+    ``first`` and ``last`` are undefined if ``numel`` is 0 or the box is not inside its tensor.
+    """
 
     first: Int64
     last: Int64
@@ -37,21 +39,24 @@ class ElementNumbers:
     inside: Bool
 
     def take(self, rows: Int64) -> ElementNumbers:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         return ElementNumbers(self.first[rows], self.last[rows], self.numel[rows], self.inside[rows])
 
 
 @dataclass(eq=False)
 class Replicas:
-    """Rows grouped by equal box. Group ``g`` is ``rows[starts[g] : starts[g + 1]]``, in the order of ``rank``; groups
-    come in the order of tensor, then offsets."""
+    """Rows grouped by equal box.
+
+    Group ``g`` is ``rows[starts[g] : starts[g + 1]]``, in the order of ``rank``. Groups are sorted by tensor, then
+    offsets.
+    """
 
     rows: Int64
     starts: Int64
 
 
 def matrices(boxes: BoxTable, chunk: int = _CHUNK) -> Iterator[tuple[Rows, Int64, Int64]]:
-    """Rows of equal ndim with their offsets and lengths as ``[n, ndim]`` arrays, a bounded number at a time."""
+    """Yield rows of equal ndim with offsets and lengths as ``[n, ndim]`` arrays, a bounded number at a time."""
     counts = boxes.starts[1:] - boxes.starts[:-1]
     if len(counts) == 0:
         return
@@ -73,7 +78,7 @@ def matrices(boxes: BoxTable, chunk: int = _CHUNK) -> Iterator[tuple[Rows, Int64
 
 
 def number_elements(tensors: TensorTable, boxes: BoxTable) -> ElementNumbers:
-    """Number the elements of every tensor and find each box's. Raises ``PlanError`` beyond 2**62 elements."""
+    """Number the elements of every tensor, and find those of each box. Raises ``PlanError`` beyond 2**62 elements."""
     strides, base = _strides(tensors)
     count = len(boxes)
     out = ElementNumbers(
@@ -98,8 +103,10 @@ def number_elements(tensors: TensorTable, boxes: BoxTable) -> ElementNumbers:
 
 
 def group_replicas(numbers: ElementNumbers, rows: Int64, rank: Int64) -> Replicas:
-    """Group ``rows`` (ascending, none of them empty, all inside their tensors) by equal box; ``rank`` is by row of the
-    table."""
+    """Group ``rows`` by equal box.
+
+    ``rows`` ascend; none is empty, and all are inside their tensors. ``rank`` is by row of the table.
+    """
     every = len(rows) == len(numbers.first)
     first = numbers.first if every else numbers.first[rows]
     order = np.argsort(first, kind="stable")
@@ -108,11 +115,11 @@ def group_replicas(numbers: ElementNumbers, rows: Int64, rank: Int64) -> Replica
     if len(again):
         last, owner = (numbers.last, rank) if every else (numbers.last[rows], rank[rows])
         if (last[order[again]] != last[order[again - 1]]).any():
-            # Boxes that begin together and end apart overlap: a fault, which the coverage proof reports.
+            # Boxes with the same first and different last elements overlap; the tiling check reports them.
             order = np.lexsort((owner, last, first))
             fresh = differs(first[order]) | differs(last[order])
         else:
-            # Most boxes stand alone; only the others need be put in the order of their ranks.
+            # Most boxes have one holder; only the others need sorting by rank.
             many = ~fresh
             many[:-1] |= many[1:]
             group = np.cumsum(fresh[many])
@@ -122,15 +129,15 @@ def group_replicas(numbers: ElementNumbers, rows: Int64, rank: Int64) -> Replica
 
 
 def differs(values: Int64) -> Bool:
-    """By row, whether it is the first or another than the one before."""
+    """By row, whether it is the first one or differs from the one before."""
     fresh = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=fresh[1:])
     return fresh
 
 
 def _strides(tensors: TensorTable) -> tuple[Int64, Int64]:
-    """Row-major strides, ragged like ``shape``, and the number of each tensor's first element."""
-    _refuse_huge(tensors)
+    """Return row-major strides, ragged like ``shape``, and the number of each tensor's first element."""
+    _reject_huge(tensors)
     strides = np.empty(len(tensors.shape), np.int64)
     step = np.ones(len(tensors), np.int64)
     for back in range(1, int(tensors.ndim.max(initial=0)) + 1):
@@ -143,8 +150,8 @@ def _strides(tensors: TensorTable) -> tuple[Int64, Int64]:
     return strides, base
 
 
-def _refuse_huge(tensors: TensorTable) -> None:
-    """Element numbers must fit into 62 bits, with room for sums."""
+def _reject_huge(tensors: TensorTable) -> None:
+    """Raise ``PlanError`` unless element numbers fit in 62 bits, which leaves room for sums."""
     bits = np.zeros(len(tensors))
     rows = np.repeat(np.arange(len(tensors)), tensors.ndim)
     np.add.at(bits, rows, np.log2(np.maximum(tensors.shape, 1)))

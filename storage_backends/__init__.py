@@ -1,9 +1,28 @@
-"""Where checkpoints live: one small interface, opened by URL."""
+"""Open a checkpoint store by its URL, and the interface that every store implements.
+
+``open_backend`` returns a ``StorageBackend`` for a path or a URL. Local files, process memory and every fsspec file
+system (S3, GCS, HDFS, ...) are built in. Other packages register a backend for a URL scheme under the entry point group
+``bytecheckpoint.storage_backends``; ``bytecheckpoint.testing.storage`` contains the conformance suite that such a
+backend must pass.
+"""
 
 from __future__ import annotations
 
-from .base import ObjectStat, ObjectWriter, StorageBackend
-from .keys import check_key
+from .base import ObjectReader, ObjectStat, ObjectWriter, StorageBackend
+from .buffers import WrittenRanges, byte_view
+from .keys import check_children_prefix, check_key, check_prefix
 from .registry import join, open_backend
 
-__all__ = ["ObjectStat", "ObjectWriter", "StorageBackend", "check_key", "join", "open_backend"]
+__all__ = [
+    "ObjectReader",
+    "ObjectStat",
+    "ObjectWriter",
+    "StorageBackend",
+    "WrittenRanges",
+    "byte_view",
+    "check_children_prefix",
+    "check_key",
+    "check_prefix",
+    "join",
+    "open_backend",
+]

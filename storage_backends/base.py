@@ -1,8 +1,7 @@
-"""What the library needs of a store, and nothing more.
+"""The storage interface: what the library needs from a store.
 
-Keys are ``str``, relative, with ``/`` between components; a store has no directories, no rename and no append.
-Every method blocks, may be called from any thread, and raises a ``StorageError`` (or a subclass) that names the
-backend and the key. ``testing.storage`` holds the conformance suite that defines this contract in code.
+Keys are relative strings with ``/`` between components. A store has no directories, no rename and no append.
+``bytecheckpoint.testing.storage`` contains the conformance suite that checks this contract.
 """
 
 from __future__ import annotations
@@ -22,7 +21,13 @@ __all__ = ["ObjectReader", "ObjectStat", "ObjectWriter", "StorageBackend"]
 
 @dataclass(frozen=True)
 class ObjectStat:
-    """``size`` in bytes; ``version`` changes whenever the object is replaced, where the store can tell (else "")."""
+    """The metadata of one object.
+
+    Attributes:
+        key: The object's key.
+        size: Its size in bytes.
+        version: A string that changes whenever the object is replaced; empty if the store has no versions.
+    """
 
     key: str
     size: int
@@ -30,21 +35,43 @@ class ObjectStat:
 
 
 class ObjectWriter(ABC):
-    """One object being written in pieces. Nothing of it is visible under its key to ``stat`` or ``get`` as a whole
-    object until ``complete``, except on stores that write in place (see ``StorageBackend.atomic_writer``)."""
+    """Write one object in parts.
+
+    Before ``complete`` returns, neither ``stat`` nor ``get`` shows the new object under its key, except on a store that
+    writes in place (see ``StorageBackend.atomic_writer``). Use it as a context manager to call ``abort`` when an
+    exception leaves the block.
+    """
 
     @abstractmethod
     def write(self, offset: int, data: Buffer) -> None:
-        """Write ``data`` at ``offset``. Pieces may come from several threads and in any order; they must not overlap
-        and must tile ``[0, size)`` before ``complete``. ``data`` may be reused as soon as this returns."""
+        """Write bytes at an offset.
+
+        Several threads may call it at the same time and in any order. The ranges must not overlap, and together they
+        must cover ``[0, size)`` before ``complete``.
+
+        Args:
+            offset: The first byte in the object.
+            data: A contiguous buffer. The caller may reuse it as soon as the call returns.
+
+        Raises:
+            StorageError: The range overlaps an earlier one or exceeds the size, the writer is closed, or the write
+                failed.
+            StorageFullError: The store has no space left.
+        """
 
     @abstractmethod
     def complete(self) -> None:
-        """Make the object whole and durable: when this returns, a power cut does not lose it."""
+        """Make the object visible and durable: once this returns, a power failure does not lose it.
+
+        Call it once, when no thread is inside ``write``.
+
+        Raises:
+            StorageError: Some bytes were never written, the writer is closed, or the store failed.
+        """
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop what was written (parts, temporary files). Never raises. A no-op after ``complete``."""
+        """Remove what was written (parts, temporary files). Never raises. Does nothing after ``complete``."""
 
     def __enter__(self) -> ObjectWriter:
         return self
@@ -57,30 +84,64 @@ class ObjectWriter(ABC):
 
 
 class ObjectReader(ABC):
-    """One object opened for many reads, by several threads at once. Every byte is of the object that had the key when
-    it was opened, unless the store cannot hold on to it and the object was replaced meanwhile. Close it when no thread
-    is inside a call."""
+    """Read one object, opened once, from several threads.
+
+    Every read returns bytes of the object that had the key when the reader was opened. A store that cannot guarantee
+    this may fail or return bytes of an object that has replaced it. Close the reader when no thread is inside a call.
+    """
 
     @abstractmethod
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """As ``StorageBackend.read_scattered``."""
+        """Fill buffers with consecutive bytes of the object (see ``StorageBackend.read_scattered``).
 
-    def is_at_hand(self, offset: int, length: int) -> bool:
-        """Whether these bytes (at least one) seem to be in this machine's memory already, so that reading them is a
-        copy and no wait: then more threads than processors gain nothing."""
+        Args:
+            offset: The first byte to read.
+            buffers: Writable contiguous buffers, filled one after the other.
+
+        Raises:
+            StorageError: The object ends before the last buffer is full, or the read failed.
+        """
+
+    def is_cached(self, offset: int, length: int) -> bool:
+        """Whether these bytes seem to be in this machine's memory.
+
+        Reading cached bytes is a copy without a wait, so more threads than processors do not make it faster.
+
+        Args:
+            offset: The first byte.
+            length: The number of bytes, at least 1.
+
+        Returns:
+            An estimate; false if it is unknown.
+        """
         return False
 
-    def direct_pages(self) -> int:
-        """What ``read_direct`` wants offsets, addresses and lengths to be multiples of; 0 where there is none."""
+    def direct_alignment(self) -> int:
+        """The alignment of direct reads.
+
+        Returns:
+            The number of bytes that offsets, addresses and lengths of ``read_direct`` must be multiples of; 0 if the
+            store has no direct reads.
+        """
         return 0
 
     def read_direct(self, offset: int, buffer: Buffer) -> int:
-        """Fill ``buffer`` from the device, past any cache; the number of bytes, less than its length only at the end
-        of the object. To be called only where ``direct_pages`` is not 0."""
+        """Read from the device, bypassing any cache. Call it only if ``direct_alignment`` is not 0.
+
+        Args:
+            offset: The first byte to read, aligned.
+            buffer: A writable buffer with an aligned address and length.
+
+        Returns:
+            The number of bytes read, less than the buffer's length only at the end of the object.
+
+        Raises:
+            StorageError: The read failed.
+        """
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - optional to override
-        """Give the descriptor back. Never raises."""
+        """Release the descriptor. Never raises."""
 
     def __enter__(self) -> Self:
         return self
@@ -92,47 +153,110 @@ class ObjectReader(ABC):
 
 
 class StorageBackend(ABC):
-    """A place that holds objects below one root. Made from a URL by ``storage_backends.open_backend``."""
+    """A store of objects below one root, opened from a URL by ``open_backend``.
+
+    All methods block and may be called from any thread. They raise ``StorageError`` or one of its subclasses, with a
+    message that names the backend and the key; each method lists the errors that callers depend on.
+    """
 
     schemes: ClassVar[tuple[str, ...]] = ()
 
     atomic_writer: bool = True
-    """False where a half-written object is visible under its key (local files). Readers never rely on it: only the
-    manifest, written by ``put``, makes an object count."""
+    """False if an object is visible under its key while a writer writes it, as on a local file system.
+
+    Readers do not depend on it: objects count only once a manifest, which is written with ``put``, refers to them.
+    """
 
     read_size: int = 8 << 20
-    """Bytes that one read had best fetch: enough to make little of the wait before the first of them."""
+    """The preferred size of one read in bytes: large enough to make the latency of a request negligible."""
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> StorageBackend:
-        """Open the root that ``url`` names. ``open_backend`` calls this; every backend that is an entry point has it.
-        Raises ``UnsupportedURLError`` where the URL, or an option, makes no sense."""
+        """Open the root that a URL names. A backend that is registered as an entry point must implement this.
+
+        Args:
+            url: The URL as the user has passed it.
+            **options: Options of the backend.
+
+        Returns:
+            The backend. Nothing has been read or written yet.
+
+        Raises:
+            UnsupportedURLError: The URL or an option is not valid for this backend.
+        """
         raise UnsupportedURLError(f"{cls.__name__} cannot be opened from a URL ({url!r}); construct it directly")
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """The root, in a form that ``open_backend`` takes and a person recognises."""
+        """The root, in a form that ``open_backend`` accepts and that a person recognises."""
 
     @abstractmethod
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Store a small object, atomically and durably: any reader sees the old one or the new one, whole.
-        With ``if_absent``, raise ``KeyExistsError`` where the key is taken, decided by the store itself."""
+        """Store a small object atomically and durably.
+
+        Any reader sees either the complete old object or the complete new one. Once the call returns, a power failure
+        does not lose the object.
+
+        Args:
+            key: The object's key.
+            data: Its contents.
+            if_absent: If true, store the object only if the key does not exist. The store itself decides this, so that
+                of two concurrent writers exactly one succeeds.
+
+        Raises:
+            KeyExistsError: ``if_absent`` is true and the key exists.
+            StorageError: The store cannot make the put conditional, or the write failed. The object may or may not have
+                been stored.
+            StorageFullError: The store has no space left.
+        """
 
     @abstractmethod
     def create(self, key: str, size: int) -> ObjectWriter:
-        """Begin a new object of exactly ``size`` bytes; one that had this key before is replaced, at the latest by
-        ``complete``. Raises ``StorageFullError`` at once where that can be seen."""
+        """Begin to write a new object.
+
+        An object that has this key already is replaced at the latest by ``complete``.
+
+        Args:
+            key: The object's key.
+            size: Its exact size in bytes.
+
+        Returns:
+            A writer for the object.
+
+        Raises:
+            StorageFullError: It is already clear that ``size`` bytes do not fit.
+            StorageError: The object cannot be created.
+        """
 
     @abstractmethod
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
-        """Fill the writable ``buffer`` with the bytes at ``offset``. Raises ``KeyNotFoundError``, or ``StorageError``
-        where the object ends early (never a short read)."""
+        """Fill a buffer with consecutive bytes of an object.
+
+        Args:
+            key: The object's key.
+            offset: The first byte to read.
+            buffer: A writable contiguous buffer. It is filled completely.
+
+        Raises:
+            KeyNotFoundError: The key does not exist.
+            StorageError: The object ends before the buffer is full, or the read failed.
+        """
 
     def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
-        """``read_into`` for many small buffers at the price of one: fills them, one after the other, with consecutive
-        bytes from ``offset`` on. Where a store has nothing better, all of them are held in memory once more: ask for
-        some MiB at a time."""
+        """Fill many small buffers with consecutive bytes of an object in one operation.
+
+        The default implementation holds a second copy of all bytes in memory, so read a few MiB per call.
+
+        Args:
+            key: The object's key.
+            offset: The first byte to read.
+            buffers: Writable contiguous buffers, filled one after the other.
+
+        Raises:
+            KeyNotFoundError: The key does not exist.
+            StorageError: The object ends before the last buffer is full, or the read failed.
+        """
         views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         whole = bytearray(sum(map(len, views)))
         self.read_into(key, offset, whole)
@@ -142,34 +266,101 @@ class StorageBackend(ABC):
             at += len(view)
 
     def open_object(self, key: str) -> ObjectReader:
-        """Open an object for many reads. Raises ``KeyNotFoundError``, now or at the first read. Where a store has
-        nothing better, each is a ``read_scattered`` of its own."""
+        """Open an object for many reads.
+
+        The default implementation calls ``read_scattered`` for every read.
+
+        Args:
+            key: The object's key.
+
+        Returns:
+            A reader. Close it when it is no longer needed.
+
+        Raises:
+            KeyNotFoundError: The key does not exist. A store may raise this at the first read instead.
+        """
         return _RangedReader(self, key)
 
     @abstractmethod
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        """A whole small object. Raises ``KeyNotFoundError``; ``StorageError`` before reading if over ``max_size``."""
+        """Read a complete small object.
+
+        Args:
+            key: The object's key.
+            max_size: The largest size in bytes to accept; None for no limit.
+
+        Returns:
+            The contents.
+
+        Raises:
+            KeyNotFoundError: The key does not exist.
+            StorageError: The object is larger than ``max_size`` (checked before reading), or the read failed.
+        """
 
     @abstractmethod
     def stat(self, key: str) -> ObjectStat:
-        """Raises ``KeyNotFoundError``."""
+        """Return the metadata of an object.
+
+        Args:
+            key: The object's key.
+
+        Returns:
+            Its size and version.
+
+        Raises:
+            KeyNotFoundError: The key does not exist.
+        """
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
-        """Every object whose key starts with ``prefix``, in key order. An empty store lists nothing."""
+        """List every object whose key starts with a prefix.
+
+        Args:
+            prefix: The beginning of the keys. It may end inside a component.
+
+        Returns:
+            An iterator over the objects in key order. It is empty if there are none.
+
+        Raises:
+            StorageError: The listing failed. An iterator may raise this as well.
+        """
 
     @abstractmethod
     def list_children(self, prefix: str = "") -> Sequence[str]:
-        """Names of the next component below ``prefix`` ("" or ending in "/"), sorted; those with objects below them
-        end in "/". This is what finds ``step-*`` in a root of a million objects."""
+        """List the next component of the keys below a prefix.
+
+        The cost must depend on the number of children, not on the number of objects below them: this finds ``step-*``
+        in a root of a million objects.
+
+        Args:
+            prefix: Empty, or a prefix that ends in ``/``.
+
+        Returns:
+            The names, sorted. A name with objects below it ends in ``/``.
+
+        Raises:
+            StorageError: The listing failed.
+        """
 
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove these objects; those already gone are no error. Leaves no empty directories behind where the store
-        has directories."""
+        """Delete objects. A key that does not exist is not an error.
+
+        A store with directories also removes the directories that this leaves empty.
+
+        Args:
+            keys: The keys of the objects.
+
+        Raises:
+            StorageError: An object could not be deleted. Others may have been deleted.
+        """
 
     def free_bytes(self) -> int | None:
-        """How many more bytes the store says that it can take; None where it does not say. Never raises."""
+        """Return how many more bytes the store can hold.
+
+        Returns:
+            The number of bytes, or None if it is unknown. Never raises.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027 - optional to override
@@ -177,6 +368,8 @@ class StorageBackend(ABC):
 
 
 class _RangedReader(ObjectReader):
+    """The default reader: every read is a request by key."""
+
     def __init__(self, backend: StorageBackend, key: str) -> None:
         self._backend, self._key = backend, key
 

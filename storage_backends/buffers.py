@@ -1,4 +1,4 @@
-"""Buffers as bytes, and which bytes of an object being written have arrived."""
+"""Views of buffers as bytes, and the ranges of an object that have been written."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ from typing_extensions import Buffer
 
 from ..errors import StorageError
 
-__all__ = ["PieceMap", "behind", "byte_view"]
+__all__ = ["WrittenRanges", "byte_view", "skip_bytes"]
 
 
 def byte_view(data: Buffer) -> memoryview:
-    """``data`` as a flat view of its bytes, without a copy. Raises ``StorageError`` where it is not contiguous."""
+    """Return a flat view of the bytes of a buffer, without a copy.
+
+    Args:
+        data: A contiguous buffer of any shape and element type.
+
+    Returns:
+        A 1-D view of unsigned bytes, writable if ``data`` is. It keeps ``data`` alive.
+
+    Raises:
+        StorageError: ``data`` is not contiguous.
+    """
     view = memoryview(data)
     if view.nbytes == 0:
-        # An array with a zero in its shape cannot be cast; there is nothing to share with it either.
+        # An array with a zero in its shape cannot be cast.
         return memoryview(b"" if view.readonly else bytearray())
     if not view.c_contiguous:
         raise StorageError("a buffer to write from or read into must be contiguous")
     return view.cast("B")
 
 
-def behind(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
-    """What of ``buffers``, seen as one after the other, comes after the first ``length`` bytes."""
+def skip_bytes(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
+    """Return what follows the first ``length`` bytes of ``buffers``, which form one sequence of bytes."""
     for index, buffer in enumerate(buffers):
         if length < len(buffer):
             return [buffer[length:], *buffers[index + 1 :]]
@@ -32,10 +42,26 @@ def behind(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
     return []
 
 
-class PieceMap:
-    """The part of ``[0, size)`` that was written, as merged intervals. Not thread-safe: a writer holds its lock.
+class WrittenRanges:
+    """The ranges of an object that have been written, as merged intervals. Not thread-safe.
 
-    Pieces mostly arrive in order, or in a few orders interleaved, so the list of intervals stays short.
+    A backend uses it to reject overlapping writes, and to check before it publishes an object that every byte was
+    written. Ranges mostly arrive in order, or in a few interleaved orders, so the list of intervals stays short.
+
+    Args:
+        where: The object's address, for error messages.
+        size: The size of the object in bytes.
+
+    Raises:
+        StorageError: ``size`` is negative.
+
+    Example:
+        >>> written = WrittenRanges("s3://bucket/key", 8)
+        >>> written.add(0, 4)
+        >>> written.check_whole()
+        Traceback (most recent call last):
+            ...
+        StorageError: s3://bucket/key: bytes [4, 8) of 8 were never written
     """
 
     def __init__(self, where: str, size: int) -> None:
@@ -47,7 +73,15 @@ class PieceMap:
         self._ends: list[int] = []
 
     def add(self, offset: int, length: int) -> None:
-        """Record one piece. Raises ``StorageError`` where it leaves the object or overlaps an earlier piece."""
+        """Record a range.
+
+        Args:
+            offset: The first byte.
+            length: The number of bytes; 0 records nothing.
+
+        Raises:
+            StorageError: The range exceeds the object or overlaps an earlier range.
+        """
         end = offset + length
         if offset < 0 or end > self._size:
             raise StorageError(f"{self._where}: bytes [{offset}, {end}) are outside an object of {self._size} bytes")
@@ -57,7 +91,7 @@ class PieceMap:
         before = at > 0 and self._ends[at - 1] > offset
         after = at < len(self._starts) and self._starts[at] < end
         if before or after:
-            raise StorageError(f"{self._where}: bytes [{offset}, {end}) overlap a piece that was written before")
+            raise StorageError(f"{self._where}: bytes [{offset}, {end}) overlap a range that was written before")
         joins_left = at > 0 and self._ends[at - 1] == offset
         joins_right = at < len(self._starts) and self._starts[at] == end
         if joins_left and joins_right:
@@ -72,7 +106,11 @@ class PieceMap:
             self._ends.insert(at, end)
 
     def check_whole(self) -> None:
-        """Raise ``StorageError``, naming the first hole, unless every byte has arrived."""
+        """Check that every byte has been written.
+
+        Raises:
+            StorageError: Bytes are missing; the message names the first missing range.
+        """
         if self._size == 0:
             return
         if not self._starts or self._starts[0] > 0:

@@ -1,4 +1,7 @@
-"""Which strings are keys. Every backend checks each key it is given, so a hostile name in a manifest stops here."""
+"""The rules for keys.
+
+Every backend checks each key that it receives, so that a hostile name in a manifest is rejected here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from ..errors import StorageError
 __all__ = [
     "MAX_COMPONENT_BYTES",
     "MAX_KEY_BYTES",
-    "TEMPORARY",
+    "TEMPORARY_PREFIX",
     "check_children_prefix",
     "check_key",
     "check_prefix",
@@ -15,44 +18,64 @@ __all__ = [
 ]
 
 MAX_KEY_BYTES = 1024
-"""UTF-8 bytes of a whole key: what S3, GCS and Azure take."""
+"""The longest key in UTF-8 bytes: the limit of S3, GCS and Azure."""
 
 MAX_COMPONENT_BYTES = 255
-"""UTF-8 bytes between two slashes: what ext4, XFS, Lustre and HDFS take."""
+"""The longest component of a key in UTF-8 bytes: the limit of ext4, XFS, Lustre and HDFS."""
 
-
-TEMPORARY = ".bcp-tmp-"
-"""What the names of temporary files begin with, on stores where an object has to be written under another name."""
+TEMPORARY_PREFIX = ".bcp-tmp-"
+"""The prefix of temporary files, on stores where an object is first written under another name."""
 
 
 def check_key(key: str) -> None:
-    """Raise ``StorageError`` unless ``key`` names an object below the root on every kind of store.
+    """Raise ``StorageError`` unless a key can name an object below the root on every kind of store.
 
     A key is relative, has ``/`` between its components, and no component is empty, ``.`` or ``..``. Backslashes and
-    control characters are refused everywhere, because some store or some terminal gives them a meaning.
+    control characters are rejected, because some stores and terminals interpret them.
+
+    Args:
+        key: The key to check.
+
+    Raises:
+        StorageError: The key breaks a rule; the message names it.
     """
     fault = _fault(key)
     if fault:
-        raise StorageError(f"not a storage key: {_shown(key)}: {fault}")
+        raise StorageError(f"{_quoted(key)} is not a storage key: {fault}")
 
 
 def is_object_key(key: str) -> bool:
-    """Whether an object may be found there: ``check_key`` accepts it, and it is no temporary file's."""
-    return not _fault(key) and not key.rpartition("/")[2].startswith(TEMPORARY)
+    """Whether a key can name an object: ``check_key`` accepts it, and it is not the name of a temporary file."""
+    return not _fault(key) and not key.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise ``StorageError`` unless keys could start with ``prefix``. It may end inside a component."""
+    """Check that keys can start with a prefix.
+
+    Args:
+        prefix: A prefix, which may be empty and may end inside a component: ``"runs/step-1"`` is a prefix of
+            ``"runs/step-1000/manifest"``.
+
+    Raises:
+        StorageError: The prefix breaks a rule; the message names it.
+    """
     head, _, tail = prefix.rpartition("/")
     fault = (_fault(head) if "/" in prefix else "") or _character_fault(tail)
     if fault:
-        raise StorageError(f"not a prefix of storage keys: {_shown(prefix)}: {fault}")
+        raise StorageError(f"{_quoted(prefix)} is not a prefix of storage keys: {fault}")
 
 
 def check_children_prefix(prefix: str) -> None:
-    """As ``check_prefix``, for a prefix that must be "" or end in "/"."""
+    """Check that a prefix ends at a component, so that its children can be listed.
+
+    Args:
+        prefix: Empty, or a prefix that ends in ``/`` and that ``check_prefix`` accepts.
+
+    Raises:
+        StorageError: The prefix breaks a rule; the message names it.
+    """
     if prefix and not prefix.endswith("/"):
-        raise StorageError(f"a prefix whose children are listed is empty or ends in '/': {_shown(prefix)}")
+        raise StorageError(f"{_quoted(prefix)} must be empty or end in '/' to list its children")
     check_prefix(prefix)
 
 
@@ -86,5 +109,5 @@ def _character_fault(text: str) -> str:
     return ""
 
 
-def _shown(key: str) -> str:
+def _quoted(key: str) -> str:
     return ascii(key if len(key) <= 200 else key[:200] + "...")

@@ -1,4 +1,4 @@
-"""Objects in this process's memory: for tests, and for handing a checkpoint from one object to another."""
+"""Objects in this process's memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing_extensions import Buffer
 
 from ..errors import KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
 from .base import ObjectStat, ObjectWriter, StorageBackend
+from .buffers import WrittenRanges, byte_view
 from .keys import check_children_prefix, check_key, check_prefix
-from .pieces import PieceMap, byte_view
 
 __all__ = ["MemoryBackend"]
 
@@ -23,7 +23,10 @@ _URL = re.compile(r"memory://(?P<name>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL)
 
 @dataclass
 class _Store:
-    """Contents are never changed once they are in ``objects``, only replaced: readers need the lock for no copy."""
+    """The objects of one store by key.
+
+    A stored object may be replaced but never changes, so readers copy it without the lock.
+    """
 
     lock: Lock = field(default_factory=Lock)
     objects: dict[str, tuple[memoryview, int]] = field(default_factory=dict)
@@ -35,14 +38,24 @@ _stores_lock = Lock()
 
 
 class MemoryBackend(StorageBackend):
-    """The store ``name`` of this process, shared by everyone in it who gives that name. ``prefix`` is the root within.
+    """The in-memory store ``name`` of this process, below ``prefix``.
 
-    It lives as long as the process, or until ``drop``. A forked child has a copy of its own.
+    All backends with the same name share one store. It exists until the process ends or ``delete_store`` is called. A
+    forked child has its own copy.
     """
 
     schemes: ClassVar[tuple[str, ...]] = ("memory",)
 
     def __init__(self, name: str, prefix: str = "") -> None:
+        """Open a store, and create it if it does not exist.
+
+        Args:
+            name: The name of the store, without slashes.
+            prefix: The root within the store; empty or a key.
+
+        Raises:
+            StorageError: The name or the prefix is not valid.
+        """
         if not name or "/" in name:
             raise StorageError(f"a memory store needs a name without slashes, got {name!r}")
         if prefix:
@@ -54,17 +67,17 @@ class MemoryBackend(StorageBackend):
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> MemoryBackend:
-        """``memory://name`` or ``memory://name/prefix``. No options."""
+        """Open ``memory://name`` or ``memory://name/prefix``. There are no options."""
         if options:
             raise UnsupportedURLError(f"memory storage takes no options, got {sorted(options)} for {url!r}")
         found = _URL.fullmatch(url)
         if found is None:
-            raise UnsupportedURLError(f"{url!r}: a memory store has a name, as in memory://name/path")
+            raise UnsupportedURLError(f"{url!r} has no name; pass a URL such as memory://name/path")
         return cls(found["name"], (found["prefix"] or "").rstrip("/"))
 
     @classmethod
-    def drop(cls, name: str) -> None:
-        """Forget a store and free its memory. Backends that are open on it keep what they have to themselves."""
+    def delete_store(cls, name: str) -> None:
+        """Delete a store and free its memory. Backends that are open on it keep their objects."""
         with _stores_lock:
             _stores.pop(name, None)
 
@@ -74,7 +87,7 @@ class MemoryBackend(StorageBackend):
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         check_key(key)
-        self._place(key, memoryview(bytes(data)), if_absent=if_absent)
+        self._put(key, memoryview(bytes(data)), if_absent=if_absent)
 
     def create(self, key: str, size: int) -> ObjectWriter:
         check_key(key)
@@ -88,7 +101,7 @@ class MemoryBackend(StorageBackend):
         end = offset + len(view)
         if offset < 0 or end > len(content):
             raise StorageError(
-                f"reading {key!r} in {self.url}: wanted bytes [{offset}, {end}), got "
+                f"reading {key!r} in {self.url}: requested bytes [{offset}, {end}), got "
                 f"{max(0, len(content) - max(offset, 0))}: the object has only {len(content)} bytes"
             )
         view[:] = content[offset:end]
@@ -137,7 +150,7 @@ class MemoryBackend(StorageBackend):
             raise KeyNotFoundError(f"reading {key!r} in {self.url}: no such object")
         return found
 
-    def _place(self, key: str, data: memoryview, *, if_absent: bool = False) -> None:
+    def _put(self, key: str, data: memoryview, *, if_absent: bool = False) -> None:
         with self._store.lock:
             if if_absent and self._prefix + key in self._store.objects:
                 raise KeyExistsError(f"writing {key!r} in {self.url}: the key is taken")
@@ -149,7 +162,7 @@ class _MemoryWriter(ObjectWriter):
         self._backend = backend
         self._key = key
         self._action = f"writing {key!r} in {backend.url}"
-        self._pieces = PieceMap(self._action, size)
+        self._written = WrittenRanges(self._action, size)
         self._data: bytearray | None = bytearray(size)
         self._complete = False
         self._lock = Lock()
@@ -158,14 +171,14 @@ class _MemoryWriter(ObjectWriter):
         view = byte_view(data)
         with self._lock:
             target = self._open_data()
-            self._pieces.add(offset, len(view))
+            self._written.add(offset, len(view))
             target[offset : offset + len(view)] = view
 
     def complete(self) -> None:
         with self._lock:
             data = self._open_data()
-            self._pieces.check_whole()
-            self._backend._place(self._key, memoryview(data).toreadonly())
+            self._written.check_whole()
+            self._backend._put(self._key, memoryview(data).toreadonly())
             self._data = None
             self._complete = True
 

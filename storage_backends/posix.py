@@ -1,7 +1,7 @@
-"""System calls on files, each with the loop it needs and the error it means.
+"""System calls on files, with the loops that they need and the errors that they mean.
 
-Python retries calls that a signal interrupts (PEP 475); short reads and writes are ours to continue. Linux moves at
-most 0x7ffff000 bytes a call, so they happen on every large piece.
+Python retries calls that a signal interrupts (PEP 475), but the caller must continue short reads and writes. Linux
+moves at most 0x7ffff000 bytes per call, so they occur in every large transfer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from ..errors import AccessDeniedError, KeyNotFoundError, StorageError, StorageFullError
-from .pieces import behind
+from .buffers import skip_bytes
 
 __all__ = [
     "free_bytes",
@@ -26,7 +26,8 @@ __all__ = [
     "write_at",
 ]
 
-_IOV_MAX = 1024  # buffers that one call fills, at most
+# The largest number of buffers of one preadv.
+_IOV_MAX = 1024
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -45,8 +46,10 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def read_scattered_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill ``buffers``, one after the other, from ``offset``; the number of bytes read, less than their lengths only at
-    the end of the file."""
+    """Fill ``buffers``, one after the other, from ``offset``.
+
+    Returns the number of bytes read, which is less than the sum of the lengths only at the end of the file.
+    """
     done = 0
     left = [*buffers]
     while left:
@@ -54,16 +57,18 @@ def read_scattered_at(fd: int, buffers: Sequence[memoryview], offset: int) -> in
         if count == 0 and any(map(len, left[:_IOV_MAX])):
             break
         done += count
-        left = behind(left, count)
+        left = skip_bytes(left, count)
     return done
 
 
 def preallocate(fd: int, size: int) -> bool:
-    """Reserve ``size`` bytes of blocks and set the file's length. False where the file system cannot; ``OSError``
-    (``ENOSPC``, ``EDQUOT``, ``EFBIG``) where it could but has no room.
+    """Reserve ``size`` bytes of blocks and set the file's length.
 
-    ``os.posix_fallocate`` is not used: where the file system cannot (NFS before 4.2), the C library emulates it by
-    writing into every block, so that everything would be written twice.
+    Returns false if the file system does not support it. Raises ``OSError`` (``ENOSPC``, ``EDQUOT``, ``EFBIG``) if
+    there is no room.
+
+    ``os.posix_fallocate`` is not used: if the file system does not support it (NFS before 4.2), the C library emulates
+    it by writing to every block, so that all data would be written twice.
     """
     fallocate = libc_function("fallocate64") or libc_function("fallocate")
     if fallocate is None or size == 0:
@@ -79,8 +84,10 @@ def preallocate(fd: int, size: int) -> bool:
 
 
 def rename_exclusive(source: str, target: str) -> bool:
-    """Rename unless ``target`` exists (then ``FileExistsError``), in one step. False where the kernel or the file
-    system has no such call."""
+    """Rename in one step unless ``target`` exists, in which case ``FileExistsError`` is raised.
+
+    Returns false if the kernel or the file system does not support it.
+    """
     renameat2 = libc_function("renameat2")
     if renameat2 is None:
         return False
@@ -94,7 +101,7 @@ def rename_exclusive(source: str, target: str) -> bool:
 
 
 def sync_directory(path: str) -> None:
-    """Make the names in a directory durable. A file system that has nothing of the kind is no error."""
+    """Make the names in a directory durable. A file system that does not support it is not an error."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -106,7 +113,7 @@ def sync_directory(path: str) -> None:
 
 
 def free_bytes(path: str) -> int | None:
-    """Bytes that this user may still write where ``path`` is (or would be); None where the file system won't say."""
+    """Return how many bytes this user can write at ``path``, which need not exist; None if it is unknown."""
     while True:
         try:
             found = os.statvfs(path)
@@ -122,29 +129,29 @@ def free_bytes(path: str) -> int | None:
 
 
 def map_os_error(error: OSError, action: str, *, absent_is_missing_key: bool) -> StorageError:
-    """The member of the errors tree that ``error`` means. ``action`` says what was being done, to which key, where.
+    """Return the ``StorageError`` that ``error`` means. ``action`` names the operation, the key and the place.
 
-    ``absent_is_missing_key`` is true for reads, where ENOENT and ENOTDIR say that the key does not exist; for a write
-    they say that a component of the key is an object itself, or that a directory was removed meanwhile.
+    ``absent_is_missing_key`` is true for reads, where ENOENT and ENOTDIR mean that the key does not exist. For a write
+    they mean that a component of the key is itself an object, or that a directory was removed in the meantime.
     """
     name = errno.errorcode.get(error.errno or 0, "unknown error")
-    said = f"{action}: {error.strerror or error} ({name})"
+    text = f"{action}: {error.strerror or error} ({name})"
     if error.errno in _FULL:
-        return StorageFullError(f"{said}; free space or quota, or raise the file size limit (ulimit -f)")
+        return StorageFullError(f"{text}; free space or quota, or raise the file size limit (ulimit -f)")
     if error.errno in _DENIED:
-        return AccessDeniedError(f"{said}; check the owner, the mode and whether the mount is read-only")
+        return AccessDeniedError(f"{text}; check the owner, the mode and whether the mount is read-only")
     if error.errno in _ABSENT and absent_is_missing_key:
         return KeyNotFoundError(f"{action}: no such object")
     if error.errno == errno.ENOTDIR:
-        return StorageError(f"{said}; a component of the key is itself an object")
+        return StorageError(f"{text}; a component of the key is itself an object")
     if error.errno == errno.EIO:
-        return StorageError(f"{said}; the device or the mount has failed: see the system's log, and use another")
-    return StorageError(said)
+        return StorageError(f"{text}; the device or the mount has failed; check the system's log and use another path")
+    return StorageError(text)
 
 
 @cache
 def libc_function(name: str) -> Callable[..., int] | None:
-    """A function of the C library that returns an int and sets errno; None where it has no such function."""
+    """Return a function of the C library that returns an int and sets errno; None if the library does not have it."""
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError):

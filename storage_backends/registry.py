@@ -1,8 +1,8 @@
-"""From a URL to a backend.
+"""Open a backend by its URL.
 
-``""``, ``file`` and ``local`` are files, ``memory`` is this process's memory, and another package may serve a scheme
-through the entry point group ``bytecheckpoint.storage_backends`` (name: the scheme; value: a class with ``from_url``).
-Every other scheme, and every chain (``dir::s3://...``), goes to fsspec.
+Paths and the schemes ``file`` and ``local`` are served by local files, ``memory`` by this process's memory. Another
+package serves a scheme through the entry point group ``bytecheckpoint.storage_backends`` (name: the scheme; value: a
+class with ``from_url``). All other schemes, and every chain (``dir::s3://...``), are passed to fsspec.
 """
 
 from __future__ import annotations
@@ -27,10 +27,24 @@ _ONE_SLASH = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]+):/(?!/)")
 
 
 def open_backend(url: str | os.PathLike[str], **options: Any) -> StorageBackend:
-    """The backend whose root is ``url``: a path, or a URL.
+    """Return the backend whose root is a path or URL.
 
-    ``options`` go to the backend (for fsspec: ``endpoint_url=``, ``key=``, ``token=``, ...). Nothing is read or written
-    yet. Raises ``UnsupportedURLError`` where nothing serves the scheme; the message says what is known.
+    Args:
+        url: A path, or a URL such as ``s3://bucket/prefix``.
+        **options: Options of the backend; for fsspec ``endpoint_url=``, ``key=``, ``token=``, ...
+
+    Returns:
+        The backend. Nothing has been read or written yet.
+
+    Raises:
+        UnsupportedURLError: No backend serves the scheme, or the URL or an option is not valid. The message lists the
+            known schemes.
+
+    Example:
+        Read the manifest of a checkpoint::
+
+            backend = open_backend("s3://runs/7b/step-1000", endpoint_url="http://localhost:9000")
+            manifest = backend.get("manifest.msgpack")
     """
     text = os.fspath(url)
     if not isinstance(text, str) or not text:
@@ -39,7 +53,7 @@ def open_backend(url: str | os.PathLike[str], **options: Any) -> StorageBackend:
         return _open_with_fsspec(text.partition("::")[0].partition("://")[0], text, options)
     scheme = _scheme_of(text)
     if scheme in ("", "file", "local"):
-        from .local import LocalBackend
+        from .local.backend import LocalBackend
 
         return LocalBackend.from_url(text, **options)
     if scheme == "memory":
@@ -52,8 +66,18 @@ def open_backend(url: str | os.PathLike[str], **options: Any) -> StorageBackend:
 
 
 def join(url: str | os.PathLike[str], *parts: str) -> str:
-    """``url`` with ``parts`` below it. Each part is a key: relative, without ``..``. In a chain, the first link that
-    has a path is the one that grows."""
+    """Append keys to a URL or path.
+
+    Args:
+        url: A path, a URL or a chain. In a chain, the first link with a path is extended.
+        *parts: Keys: relative, without ``..``.
+
+    Returns:
+        The extended URL or path.
+
+    Raises:
+        StorageError: A part is not a key.
+    """
     text = os.fspath(url)
     for part in parts:
         check_key(part)
@@ -68,11 +92,11 @@ def join(url: str | os.PathLike[str], *parts: str) -> str:
 
 @cache
 def plugin_schemes() -> dict[str, list[EntryPoint]]:
-    """Schemes that installed packages serve, looked up once. Nothing of theirs is imported until one is opened."""
+    """Return the entry points of installed packages by scheme. They are looked up once and not imported."""
     found: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         same_scheme = found.setdefault(entry.name, [])
-        # One distribution is seen twice where two entries of sys.path lead to it.
+        # A distribution appears twice if two entries of sys.path lead to it.
         if entry.value not in [other.value for other in same_scheme]:
             same_scheme.append(entry)
     return found
@@ -82,7 +106,7 @@ def _load_plugin(scheme: str) -> type[StorageBackend]:
     entry, *others = plugin_schemes()[scheme]
     if others:
         claims = ", ".join(other.value for other in (entry, *others))
-        raise UnsupportedURLError(f"several packages serve {scheme}://: {claims}; uninstall all but one")
+        raise UnsupportedURLError(f"several packages serve {scheme}:// ({claims}); uninstall all but one")
     origin = f"the storage backend for {scheme}:// ({entry.value} of {entry.dist.name if entry.dist else 'unknown'})"
     try:
         backend = entry.load()
@@ -96,7 +120,7 @@ def _load_plugin(scheme: str) -> type[StorageBackend]:
 def _open_with_fsspec(scheme: str, url: str, options: dict[str, Any]) -> StorageBackend:
     from fsspec.registry import available_protocols, get_filesystem_class, known_implementations
 
-    from .fsspec_backend import FsspecBackend
+    from .fsspec.backend import FsspecBackend
 
     if scheme not in available_protocols():
         known = sorted({"file", "memory", *plugin_schemes(), *available_protocols()})
@@ -119,14 +143,14 @@ def _scheme_of(text: str) -> str:
     slip = _ONE_SLASH.match(text)
     if slip:
         raise UnsupportedURLError(
-            f"{text!r} has one slash after the colon; a URL has two ({slip['scheme']}://...), and a pathlib.Path drops "
-            f"one: pass URLs as str. For a directory of that name write ./{text}"
+            f"{text!r} has one slash after the colon, but a URL has two ({slip['scheme']}://...). pathlib.Path removes "
+            f"one, so pass URLs as str. For a directory of that name pass ./{text}"
         )
     return ""
 
 
 def _split_at_path(text: str) -> tuple[str, str, str]:
-    """``text`` as (what comes before, path, what comes after), where the path is the one that ``join`` extends."""
+    """Split ``text`` into what precedes the path that ``join`` extends, that path, and what follows it."""
     links = text.split("::") if _CHAIN.match(text) else [text]
     at = next((index for index, link in enumerate(links) if "://" in link), len(links) - 1)
     found = _SCHEME.match(links[at])

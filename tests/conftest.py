@@ -1,3 +1,46 @@
 from __future__ import annotations
 
+import faulthandler
+import os
+from collections.abc import Iterator
+
+import pytest
+import sampling
+
+from bytecheckpoint.testing import time_limit
+
 pytest_plugins = ["bytecheckpoint.testing.fixtures", "s3_server"]
+
+_TEST_S = 300
+# Just before pytest-timeout fails the test: the stacks that it prints are lost in the workers of xdist.
+_STACKS_S = 290
+
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("timeout") is None:
+        config.option.timeout = time_limit(_TEST_S)
+    # In the environment, so that all workers choose the same sample, even at midnight.
+    os.environ.setdefault("BCP_TEST_SEED", str(sampling.seed()))
+    # pytest replaces standard error while tests run.
+    config.stash[_STDERR] = os.dup(2)
+
+
+def pytest_report_header() -> str:
+    return (
+        "every case runs" if sampling.is_full() else f"BCP_TEST_SEED: {sampling.seed()} (sample of large combinations)"
+    )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[_STDERR])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    faulthandler.dump_traceback_later(time_limit(_STACKS_S), file=item.config.stash[_STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

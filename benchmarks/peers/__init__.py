@@ -1,4 +1,4 @@
-"""Who takes part. Names, where each is implemented, and what must be installed for it; nothing is imported here."""
+"""The contestants: names, implementations, and requirements. Imports none of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["ENTRIES", "Entry", "select"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One contestant: ``factory`` (``module:class`` below ``benchmarks.peers``) called with ``options``.
+    """One contestant: ``factory`` (``module:class`` below ``benchmarks.peers``), called with ``options``.
 
-    ``install`` names what its own environment needs beside torch (pinned in ``requirements.txt``); with nothing to
-    install it runs in the environment of the benchmark. ``parts`` says what of it is worth measuring.
+    ``install`` lists the requirements of its environment in addition to torch (pinned in ``requirements.txt``); without
+    any it runs in the benchmark's environment. ``parts`` lists the parts to measure.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Entry:
 
     @property
     def environment(self) -> str:
-        """The environment it runs in: "" for the benchmark's own."""
+        """Name of its environment; "" is the benchmark's."""
         return self.install[0] if self.install else ""
 
 
@@ -50,23 +50,23 @@ ENTRIES: dict[str, Entry] = {
             note="staging buffers reused",
         ),
         Entry("DCP async process", "dcp:DcpAsync", {"keep_stager": True, "process": True}, parts=_SAVE),
-        Entry("torch.save", "torch_save:TorchSave", note="no fsync of its own"),
+        Entry("torch.save", "torch_save:TorchSave", note="does not fsync"),
         Entry("torch.load mmap", "torch_save:TorchSave", {"mapped": True}, parts=_LOAD),
-        Entry("safetensors", "safetensors_file:Safetensors", note="no fsync of its own, no checksums"),
-        Entry("torchsnapshot", "torchsnapshot:TorchSnapshot", install=("torchsnapshot",), note="no fsync of its own"),
+        Entry("safetensors", "safetensors_file:Safetensors", note="does not fsync, no checksums"),
+        Entry("torchsnapshot", "torchsnapshot:TorchSnapshot", install=("torchsnapshot",), note="does not fsync"),
         Entry(
             "torchsnapshot async",
             "torchsnapshot:TorchSnapshot",
             {"background": True},
             ("torchsnapshot",),
             _SAVE,
-            note="no fsync of its own",
+            note="does not fsync",
         ),
         Entry(
             "torch_checkpointing",
             "torch_checkpointing:TorchCheckpointing",
             install=("torch_checkpointing",),
-            note="buffered: its O_DIRECT default fails on ext4 with EINVAL; no fsync of its own",
+            note="buffered: its O_DIRECT default fails on ext4 with EINVAL; does not fsync",
         ),
         Entry(
             "torch_checkpointing async",
@@ -76,17 +76,17 @@ ENTRIES: dict[str, Entry] = {
             _SAVE,
             note="as above; its lock is waited for before each update",
         ),
-        Entry("tensorizer", "tensorizer:Tensorizer", install=("tensorizer",), note="no fsync of its own"),
+        Entry("tensorizer", "tensorizer:Tensorizer", install=("tensorizer",), note="does not fsync"),
         Entry("Run:ai streamer", "runai_streamer:RunaiStreamer", install=("runai-model-streamer",), parts=_LOAD),
         Entry("fastsafetensors", "fastsafetensors:Fastsafetensors", install=("fastsafetensors",), parts=_LOAD),
     )
 }
 
 
-def select(wanted: Sequence[str]) -> list[Entry]:
-    """The entries that ``wanted`` names: "default" (nothing to install), "all", or names. Raises ``ValueError``."""
+def select(requested: Sequence[str]) -> list[Entry]:
+    """Return the requested entries: "default" (no requirements), "all", or names. Raises ``ValueError``."""
     chosen: dict[str, Entry] = {}
-    for name in wanted:
+    for name in requested:
         if name == "all":
             chosen |= ENTRIES
         elif name == "default":

@@ -1,4 +1,4 @@
-"""What a contestant does: save a state, load it back into the same tensors."""
+"""The interface of a contestant: save a state, and load it back into the same tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Contestant", "Pending", "Tensors"]
 
 
 class Tensors(Protocol):
-    """A state of plain tensors: by section and name, and by ``section.name``."""
+    """A state of plain tensors, by section and name, and by ``section.name``."""
 
     sections: dict[str, dict[str, torch.Tensor]]
     flat: dict[str, torch.Tensor]
@@ -21,35 +21,38 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True)
 class Pending:
-    """A save that goes on behind the caller. ``wait`` returns when it is over or raises what went wrong; ``gate``
-    must be called before the state may be changed, and waits for what is not copied yet."""
+    """A save that continues in the background.
+
+    ``wait`` returns when it is complete, or raises its error. ``gate`` must be called before the state is changed; it
+    waits for tensors that are not copied yet.
+    """
 
     wait: Callable[[], object]
     gate: Callable[[], object] | None = None
 
 
 class Contestant(ABC):
-    """One checkpointing system, set up as its documentation advises. Used from one thread of its own process."""
+    """One checkpointing system, configured as its documentation advises. Used from one thread of a separate process."""
 
     durable = False
     """Whether a save that is over has synced its files and directories; if not, the benchmark does and counts it."""
 
     @abstractmethod
     def save(self, path: str, state: Any) -> Pending | None:
-        """Save to ``path``, which does not exist yet in a folder that does. None: it is over."""
+        """Save to ``path``, a new name in an existing folder. Return None if the save is complete."""
 
     @abstractmethod
     def load(self, path: str, state: Any) -> None:
-        """Fill the state's own tensors from ``path``."""
+        """Fill the state's tensors from ``path``."""
 
     def versions(self) -> Mapping[str, str]:
-        """Versions of what it is, by distribution."""
+        """Return the versions of its distributions."""
         return {}
 
     def stages(self) -> Mapping[str, float]:
-        """Seconds of the inner steps of the last save or load, where it tells."""
+        """Return the seconds of the inner steps of the last save or load, if it reports them."""
         return {}
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         return

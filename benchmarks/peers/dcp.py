@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint``, on plain tensors in one process and on modules and optimizers over ranks."""
+"""``torch.distributed.checkpoint``: plain tensors in one process, modules and optimizers over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Dcp", "DcpAsync"]
 
 
 class Dcp(Contestant):
-    """The synchronous save with ``threads`` writers, and the load. It syncs its files, but no directory."""
+    """The synchronous save with ``threads`` writers, and the load. It syncs files but not directories."""
 
     def __init__(self, *, threads: int = 1) -> None:
         self._threads = threads
@@ -48,15 +48,18 @@ class Dcp(Contestant):
 
 
 class DcpAsync(Dcp):
-    """The asynchronous save. With ``keep_stager`` its staging buffers live from save to save, as its tutorial advises
-    for speed; with ``process`` a process of its own writes, out of shared memory."""
+    """The asynchronous save.
+
+    ``keep_stager`` reuses staging buffers, as its tutorial advises for speed. ``process`` writes from shared memory in
+    a separate process.
+    """
 
     def __init__(self, *, keep_stager: bool = False, process: bool = False) -> None:
         super().__init__()
         self._kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
         self._stager = DefaultStager(_staging(shared=process)) if keep_stager else None
         self._own_group = process and not dist.is_initialized()
-        if self._own_group:  # its process is told of the group it belongs to, even if it is alone
+        if self._own_group:  # its process needs a group, even with a single rank
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
     def save(self, path: str, state: Any) -> Pending | None:
@@ -85,7 +88,7 @@ def _staging(*, shared: bool) -> StagingOptions:
 
 
 def _state_dict(state: Any) -> dict[str, Any]:
-    """A flat state dict of plain tensors, or what DCP makes of a module and its optimizer."""
+    """Return a flat state dict of plain tensors, or DCP's state dict of a module and its optimizer."""
     if not hasattr(state, "model"):
         return dict(state.flat)
     model, optimizer = get_state_dict(state.model, state.optimizer)

@@ -14,7 +14,7 @@ __all__ = ["Fastsafetensors"]
 
 
 class Fastsafetensors(Safetensors):
-    """Without GPUDirect storage, reading what ``safetensors`` wrote."""
+    """Reads files that ``safetensors`` wrote, without GPUDirect storage."""
 
     def load(self, path: str, state: Tensors) -> None:
         with fastsafe_open(filenames=[file_in(path)], nogds=True, device="cpu", debug_log=False) as stored:

@@ -15,7 +15,7 @@ __all__ = ["Gated", "Library"]
 
 
 class Library(Contestant):
-    """``bytecheckpoint`` as it comes: checksums on, one checkpointer for the whole run."""
+    """``bytecheckpoint`` with its defaults: with checksums, and one checkpointer for the whole run."""
 
     durable = True
 
@@ -44,7 +44,7 @@ class Library(Contestant):
 
 
 class Gated(Library):
-    """A save whose copy goes on behind the training: of a module and an optimizer over the state's own memory."""
+    """A gated save of a module and an optimizer over the state's memory: the copy overlaps with training."""
 
     def __init__(self) -> None:
         super().__init__(background=True)
@@ -59,7 +59,7 @@ class Gated(Library):
 
 
 def _objects(state: Tensors) -> dict[str, Any]:
-    """Its tensors as a module's parameters and as what AdamW keeps for each of them."""
+    """Return the state's tensors as a module's parameters and their AdamW state."""
     module = nn.Module()
     parameters = {name: nn.Parameter(tensor) for name, tensor in state.sections["model"].items()}
     for name, parameter in parameters.items():

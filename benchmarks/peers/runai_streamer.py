@@ -14,7 +14,7 @@ __all__ = ["RunaiStreamer"]
 
 
 class RunaiStreamer(Safetensors):
-    """Its default concurrency, reading what ``safetensors`` wrote."""
+    """Reads files that ``safetensors`` wrote, with the default concurrency."""
 
     def load(self, path: str, state: Tensors) -> None:
         with SafetensorsStreamer() as streamer:

@@ -15,12 +15,12 @@ __all__ = ["Safetensors", "file_in"]
 
 
 def file_in(path: str) -> str:
-    """The one file of a checkpoint at ``path``."""
+    """Return the only file of a checkpoint at ``path``."""
     return os.path.join(path, "state.safetensors")
 
 
 class Safetensors(Contestant):
-    """One file. A load maps it and copies tensor after tensor into the state's."""
+    """Writes one file. A load maps it and copies each tensor into the state."""
 
     def save(self, path: str, state: Tensors) -> Pending | None:
         os.mkdir(path)

@@ -14,7 +14,7 @@ __all__ = ["Tensorizer"]
 
 
 class Tensorizer(Contestant):
-    """One file; a load reads it tensor after tensor and copies into the state's."""
+    """Writes one file. A load reads it tensor by tensor and copies into the state."""
 
     def save(self, path: str, state: Tensors) -> Pending | None:
         os.mkdir(path)

@@ -15,7 +15,7 @@ __all__ = ["TorchCheckpointing"]
 
 
 class TorchCheckpointing(Contestant):
-    """Its manager, with the staging options that it asks for where there is no accelerator, and buffered writes."""
+    """Uses its manager with the staging options for machines without an accelerator, and buffered writes."""
 
     def __init__(self, *, background: bool = False) -> None:
         self._background = background
@@ -41,6 +41,6 @@ class TorchCheckpointing(Contestant):
 
 
 def _locked(manager: Any) -> None:
-    """What an update of the state waits for."""
+    """Return the lock that an update of the state waits for."""
     with manager.lock():
         return

@@ -13,7 +13,7 @@ __all__ = ["TorchSave"]
 
 
 class TorchSave(Contestant):
-    """One file. A load reads it (or, ``mapped``, maps it) and copies into the state's tensors."""
+    """Writes one file. A load reads it, or maps it (``mapped``), and copies into the state's tensors."""
 
     def __init__(self, *, mapped: bool = False) -> None:
         self._mapped = mapped

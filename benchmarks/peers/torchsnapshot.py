@@ -13,7 +13,7 @@ __all__ = ["TorchSnapshot"]
 
 
 class TorchSnapshot(Contestant):
-    """Its defaults: tensors chunked and batched, restored in place."""
+    """Uses the defaults: tensors are chunked and batched, and restored in place."""
 
     def __init__(self, *, background: bool = False) -> None:
         self._background = background

@@ -1,4 +1,4 @@
-"""From staging memory to durable files, and to the commit of a checkpoint."""
+"""Find, open and read committed checkpoints."""
 
 from __future__ import annotations
 

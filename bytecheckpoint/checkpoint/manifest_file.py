@@ -1,14 +1,11 @@
-"""The manifest is the checkpoint: reading it, putting it in place, and removing what no manifest names any more."""
+"""Read a checkpoint's manifest, commit a new one, and remove files that no manifest names."""
 
 from __future__ import annotations
 
 import logging
-import re
-import secrets
-import time
 from collections.abc import Iterable
 
-from ...errors import (
+from ..errors import (
     BytecheckpointError,
     CheckpointError,
     CheckpointNotFoundError,
@@ -17,68 +14,27 @@ from ...errors import (
     NotACheckpointError,
     StorageError,
 )
-from ...manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, decode, encode
-from ...storage_backends.base import StorageBackend
+from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, decode, encode
+from ..storage_backends.base import StorageBackend
+from .attempts import ATTEMPT_PREFIX
 
 __all__ = [
-    "ATTEMPT_MARK",
-    "JOB_BYTES",
-    "attempt_name",
     "commit",
     "decode_manifest",
-    "job_of",
-    "new_attempt",
-    "new_attempt_id",
     "read_manifest",
     "read_manifest_bytes",
-    "remove_attempt",
+    "read_replaced_manifest",
     "remove_files",
-    "replaceable",
 ]
-
-ATTEMPT_MARK = "attempt-"
-"""What the name of every attempt's directory begins with."""
-
-JOB_BYTES = 4
-
-_OF_JOB = 1  # in the first byte of an attempt's id, which no time of this age needs
-_JOB = re.compile(f"[0-9a-f]{{{2 * JOB_BYTES}}}")
 
 _log = logging.getLogger(__name__)
 
 
-def new_attempt() -> str:
-    """A directory name that no other try will ever use: time, for people, and 64 random bits."""
-    return attempt_name(new_attempt_id())
-
-
-def new_attempt_id(job: bytes = b"") -> bytes:
-    """What ``attempt_name`` makes a new name of, in 16 bytes: one rank makes it, all others name it alike.
-
-    ``job``, of ``JOB_BYTES``, is the mark of a job that saves with a lease (``manager.lease``): the name then tells
-    whose attempt it is.
-    """
-    kind = _OF_JOB if job else 0
-    return bytes([kind]) + int(time.time()).to_bytes(7, "big") + job + secrets.token_bytes(8 - len(job))
-
-
-def attempt_name(attempt_id: bytes) -> str:
-    """The directory name of this id."""
-    when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(int.from_bytes(attempt_id[1:8], "big")))
-    ids = attempt_id[8:]
-    parts = [ids[:JOB_BYTES], ids[JOB_BYTES:]] if attempt_id[0] == _OF_JOB else [ids]
-    return ATTEMPT_MARK + "-".join([when, *(part.hex() for part in parts)])
-
-
-def job_of(attempt: str) -> bytes:
-    """The mark in the name of an attempt that a job with a lease made; empty for any other."""
-    parts = attempt.removeprefix(ATTEMPT_MARK).split("-")
-    return bytes.fromhex(parts[1]) if len(parts) == 3 and _JOB.fullmatch(parts[1]) else b""
-
-
 def read_manifest_bytes(backend: StorageBackend) -> bytes:
-    """The raw manifest. Tells "nothing there" (``CheckpointNotFoundError``) from "something, but not a checkpoint"
-    (``NotACheckpointError``)."""
+    """Return the encoded manifest.
+
+    Raises ``CheckpointNotFoundError`` if nothing is stored there and ``NotACheckpointError`` if other files are.
+    """
     try:
         return backend.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES)
     except KeyNotFoundError:
@@ -86,7 +42,7 @@ def read_manifest_bytes(backend: StorageBackend) -> bytes:
     children = backend.list_children("")
     if not children:
         raise CheckpointNotFoundError(f"no checkpoint at {backend.url}: nothing is stored there; check the path")
-    if all(name.startswith(ATTEMPT_MARK) for name in children):
+    if all(name.startswith(ATTEMPT_PREFIX) for name in children):
         raise NotACheckpointError(
             f"no checkpoint at {backend.url}: {len(children)} save(s) began there but none was committed; "
             f"load an earlier checkpoint"
@@ -100,71 +56,66 @@ def read_manifest_bytes(backend: StorageBackend) -> bytes:
 
 
 def read_manifest(backend: StorageBackend) -> Manifest:
-    """The decoded and validated manifest. Errors name the checkpoint."""
+    """Return the decoded and validated manifest. Errors name the checkpoint's URL."""
     return decode_manifest(read_manifest_bytes(backend), backend.url)
 
 
 def decode_manifest(data: bytes, url: str) -> Manifest:
-    """Decode and validate; any ``CheckpointError`` is raised again with the checkpoint's URL in front."""
+    """Decode and validate a manifest. Errors name ``url``."""
     try:
         return decode(data)
     except BytecheckpointError as error:
         raise type(error)(f"{url}/{MANIFEST_KEY}: {error}") from error
 
 
-def replaceable(backend: StorageBackend) -> Manifest | None:
-    """What is committed at a path that is about to be overwritten; None where there is nothing, or nothing readable:
-    then there is no telling which files were its, and all are kept."""
+def read_replaced_manifest(backend: StorageBackend) -> Manifest | None:
+    """Return the manifest of the checkpoint that a save is about to overwrite.
+
+    Returns None if there is no checkpoint, or none that can be read. In the second case it is unknown which files
+    belong to the old checkpoint, so the save must keep all of them.
+    """
     try:
         return read_manifest(backend)
     except (CheckpointNotFoundError, NotACheckpointError):
         return None
     except CheckpointError as error:
-        _log.warning("what is there cannot be read; it is replaced and its files are kept: %s", error)
+        _log.warning("cannot read the checkpoint that this save overwrites; its files are kept: %s", error)
         return None
 
 
 def commit(backend: StorageBackend, manifest: Manifest) -> None:
-    """Put the manifest in place: from here on, and not before, the checkpoint exists.
+    """Write the manifest. The checkpoint exists from this moment on, and not before.
 
-    Raises ``StorageError`` if it certainly did not land (the attempt may be removed), ``CommitUnknownError`` if that
-    cannot be told (nothing may be removed).
+    Raises ``StorageError`` if the manifest is certainly not in place (the attempt may be removed), and
+    ``CommitUnknownError`` if its state is unknown (nothing may be removed).
     """
     data = encode(manifest)
     try:
         backend.put(MANIFEST_KEY, data)
     except Exception as error:
-        if _landed(backend, data, error):
+        if _is_in_place(backend, data, error):
             raise CommitUnknownError(
                 f"{backend.url}: the manifest is in place, but the store reported {type(error).__name__}: {error}; "
-                f"it may not survive a power cut. Open the path to check, or save again"
+                f"it may not survive a power failure. Open the path to check, or save again"
             ) from error
         raise
 
 
-def _landed(backend: StorageBackend, data: bytes, error: Exception) -> bool:
+def _is_in_place(backend: StorageBackend, data: bytes, error: Exception) -> bool:
     try:
         return backend.get(MANIFEST_KEY) == data
     except KeyNotFoundError:
         return False
     except StorageError as second:
         raise CommitUnknownError(
-            f"{backend.url}: writing the manifest failed ({error}) and so did reading it back ({second}); the save may "
-            f"or may not have been committed. Open the path once the store answers again"
+            f"{backend.url}: writing the manifest failed ({error}), and reading it back failed too ({second}); the "
+            f"checkpoint may or may not be committed. Open the path when the store responds again"
         ) from error
 
 
 def remove_files(backend: StorageBackend, keys: Iterable[str]) -> None:
-    """Delete files that no committed manifest names. Failing to is logged, never raised: the commit stands."""
+    """Delete files that no committed manifest names. Logs a failure and never raises: the commit is not affected."""
     try:
         backend.delete(list(keys))
     except StorageError as error:
-        _log.warning("%s: files of an older attempt could not be removed and stay behind: %s", backend.url, error)
-
-
-def remove_attempt(backend: StorageBackend, attempt: str) -> None:
-    """Delete everything a failed attempt left. Never raises."""
-    try:
-        backend.delete([stat.key for stat in backend.list(f"{attempt}/")])
-    except StorageError as error:
-        _log.warning("%s: the failed attempt %s could not be removed and stays behind: %s", backend.url, attempt, error)
+        _log.warning("%s: cannot remove files of an older attempt; they remain: %s", backend.url, error)

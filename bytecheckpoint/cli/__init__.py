@@ -1,19 +1,16 @@
-"""The ``bcp`` command: look at checkpoints, prove them, compare, rewrite, export, import, copy and remove them."""
+"""The ``bcp`` command: inspect, verify, compare, rewrite, export, import, copy and remove checkpoints."""
 
 from __future__ import annotations
 
 import click
 
 from ..version import VERSION
-from .comparing import diff_command
-from .exchange import export_command, import_command
-from .looking import inspect_command, ls_command
-from .moving import copy_command, rm_command
+from .diff import diff_command
+from .huggingface import export_command, import_command
+from .inspection import inspect_command, ls_command, verify_command
+from .maintenance import copy_command, reshard_command, rm_command, trace_command
 from .options import EXIT_CODES
 from .push import push_command
-from .reshard import reshard_command
-from .tracing import trace_command
-from .verify import verify_command
 
 __all__ = ["cli", "main"]
 
@@ -21,10 +18,10 @@ __all__ = ["cli", "main"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}, epilog=EXIT_CODES)
 @click.version_option(VERSION, prog_name="bcp")
 def cli() -> None:
-    """Look at checkpoints, prove them, compare, rewrite, export, import, copy and remove them.
+    """Inspect, verify, compare, rewrite, export, import, copy and remove checkpoints.
 
-    A checkpoint is named by a path or a URL (s3://bucket/run/step-100). Every command takes --json, for one JSON
-    document on standard output and nothing else; whatever goes wrong is said on standard error.
+    A checkpoint is given as a path or a URL (s3://bucket/run/step-100). With --json, every command prints one JSON
+    document, and nothing else, to standard output. Errors go to standard error.
     """
 
 

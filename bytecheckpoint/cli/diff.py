@@ -1,4 +1,4 @@
-"""``bcp diff``: what is different between two checkpoints."""
+"""``bcp diff``: the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from .. import api
-from ..diffing import DiffReport, diff
-from .options import EXIT_NOT_SO, command, options_for
+from ..convert.diff import DiffReport, diff
+from .options import EXIT_NEGATIVE, command, options_for
 from .output import Output, size_text
 
 __all__ = ["diff_command"]
@@ -18,16 +18,21 @@ __all__ = ["diff_command"]
 @command("diff")
 @click.argument("a")
 @click.argument("b")
-@click.option("--values/--no-values", "values", default=True, help="Compare elements and plain values too.")
-@click.option("--rtol", type=float, default=0.0, help="Tolerance relative to B.")
+@click.option(
+    "--values/--no-values",
+    "values",
+    default=True,
+    help="Compare elements and plain values, or only names, shapes and dtypes.",
+)
+@click.option("--rtol", type=float, default=0.0, help="Tolerance, relative to the value in B.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
 def diff_command(
     out: Output, options: Mapping[str, Any], a: str, b: str, values: bool, rtol: float, atol: float
 ) -> None:
-    """Compare two checkpoints, whatever their layouts: names, shapes, dtypes, elements and plain values.
+    """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, elements and plain values.
 
-    Elements are equal if their bits are, or within the tolerances. What both store under the same checksums is not
-    read (run verify to prove the files themselves). Exits with 1 where there is a difference.
+    Elements are equal if their bits are equal or their difference is within the tolerances. Shards with equal checksums
+    are not read; run verify to check the files against the checksums. Exits with 1 if there is a difference.
     """
     left = api.open(a, storage_options=options_for(a, options))
     right = api.open(b, storage_options=options_for(b, options))
@@ -36,7 +41,7 @@ def diff_command(
     out.document(_document(report))
     _print(out, report)
     if not report.same:
-        raise click.exceptions.Exit(EXIT_NOT_SO)
+        raise click.exceptions.Exit(EXIT_NEGATIVE)
 
 
 def _document(report: DiffReport) -> dict[str, Any]:
@@ -76,5 +81,5 @@ def _print(out: Output, report: DiffReport) -> None:
         out.line(f"{one.name}: {one.kind}: {metas}{counted}{largest}")
     for value in report.values:
         out.line(f"{value.name}: value: {value.a} and {value.b}")
-    read = f"{report.compared} compared, {report.skipped} by checksum alone, {size_text(report.bytes_read)} read"
-    out.line(f"{'the same' if report.same else 'different'}: {read}")
+    read = f"{report.compared} compared, {report.skipped} of them by checksum, {size_text(report.bytes_read)} read"
+    out.line(f"{'identical' if report.same else 'different'}: {read}")

@@ -1,4 +1,4 @@
-"""The names that an export must have, from whatever the user has that knows them."""
+"""Read the tensor names that an export must contain (``bcp export --expect``)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 import click
 
-from ..export import Expected
-from ..safetensors_folder import SafetensorsFolder
+from ..convert.export import Expected
+from ..foreign.safetensors_folder import SafetensorsFolder
 
 __all__ = ["read_expected"]
 
 
 def read_expected(source: str) -> Expected:
-    """Names, with shapes where ``source`` has them: a JSON list of names, a JSON map of names to shapes (or null), an
-    index of safetensors files, a Hugging Face ``config.json``, or a safetensors file or folder.
+    """Return names, with shapes if ``source`` contains them.
 
-    Raises ``click.BadParameter`` for anything else, and what ``SafetensorsFolder`` raises.
+    ``source`` is a JSON list of names, a JSON map from names to shapes (or null), an index of safetensors files, a
+    Hugging Face ``config.json``, or a safetensors file or folder. Raises ``click.BadParameter`` for anything else, and
+    what ``SafetensorsFolder`` raises.
     """
     path = Path(source)
     if source.endswith(".safetensors") or path.is_dir() or "://" in source:
@@ -38,26 +39,30 @@ def read_expected(source: str) -> Expected:
         return _of_config(path, document)
     if isinstance(document, dict) and all(map(_is_shape, document.values())):
         return document
-    raise _bad(f"{source} is neither a list of names, a map of names to shapes, an index nor a model's config.json")
+    raise _bad(f"{source} is not a list of names, a map from names to shapes, an index, or a config.json")
 
 
 def _of_config(path: Path, document: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Parameters and persistent buffers of the model that the configuration describes, built without memory."""
+    """Return parameters and persistent buffers of the configured model, which is built on the meta device."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
-        raise _bad(f"{path}: reading a config.json needs the transformers package; install it, or give names") from None
+        raise _bad(
+            f"{path}: reading a config.json needs the transformers package; install it, or pass a list of names"
+        ) from None
     import torch
 
     names = document.get("architectures") or []
     kind = getattr(transformers, str(names[0]), None) if names else None
     if kind is None:
-        raise _bad(f"{path}: transformers has no architecture {', '.join(map(str, names)) or 'named there'}")
+        raise _bad(
+            f"{path}: transformers does not support the architecture {', '.join(map(str, names)) or '(none given)'}"
+        )
     config = kind.config_class.from_pretrained(str(path.parent))
     with torch.device("meta"):
         model = kind(config)
     model.tie_weights()
-    tensors = dict(model.named_parameters())  # tied ones once, under the name that comes first
+    tensors = dict(model.named_parameters())  # tied parameters once, under their first name
     stored = model.state_dict()
     tensors |= {name: tensor for name, tensor in model.named_buffers() if name in stored}
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,45 +1,50 @@
-"""``bcp export`` and ``bcp import``: to and from Hugging Face's safetensors files."""
+"""``bcp export`` and ``bcp import``: write and read safetensors files in the layout of Hugging Face libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 
 from .. import api
-from ..export import export_safetensors
-from ..importing import import_safetensors
-from ..safetensors_folder import SafetensorsFolder
-from .expected import read_expected
+from ..convert.export import export_safetensors
+from ..convert.importing import import_safetensors
+from ..foreign.safetensors_folder import SafetensorsFolder
+from .expected_names import read_expected
 from .options import command, options_for, parse_size, prefix_renaming
 from .output import Output, size_text
 
 __all__ = ["export_command", "import_command"]
 
-_RENAME_HELP = "Replace this prefix of names (module.= takes it away). Repeatable; the first that fits counts."
+TiedNames = Literal["drop", "copy"]
+"""Whether an export writes only one of several tied names, or all of them."""
+
+_RENAME_HELP = "Replace a prefix of names (module.= removes it). Repeatable; the first matching one is used."
 
 
 @command("export")
 @click.argument("source")
 @click.argument("target")
-@click.option("--section", default="model", show_default=True, help="The section that is exported.")
-@click.option("--max-file-size", default="5GB", show_default=True, callback=parse_size, help="No file is larger.")
-@click.option("--cast", metavar="DTYPE", help="Round floating tensors to bfloat16, float16, float32 or float64.")
+@click.option("--section", default="model", show_default=True, help="The section to export.")
+@click.option("--max-file-size", default="5GB", show_default=True, callback=parse_size, help="Maximum size of a file.")
+@click.option(
+    "--cast", metavar="DTYPE", help="Convert floating-point tensors to bfloat16, float16, float32 or float64."
+)
 @click.option(
     "--expect",
     metavar="FILE",
-    help="Export exactly these names: a JSON list (or map of names to shapes), an index, a config.json (needs the "
-    "transformers package), or a safetensors file or folder.",
+    help="Require exactly these names: a JSON list, a JSON map from names to shapes, an index, a safetensors file or "
+    "folder, or a config.json (which needs the transformers package).",
 )
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help=_RENAME_HELP)
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out exported names like this. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Do not export names that match. Repeatable.")
 @click.option(
     "--tied",
-    type=click.Choice(["drop", "copy"]),
+    type=click.Choice(get_args(TiedNames)),
     default="drop",
     show_default=True,
-    help="Of names that share their bytes write one, or all.",
+    help="Of tied names (which share their bytes), write only one, or all.",
 )
 def export_command(
     out: Output,
@@ -52,12 +57,12 @@ def export_command(
     expect: str | None,
     rename: Sequence[str],
     exclude: Sequence[str],
-    tied: Literal["drop", "copy"],
+    tied: TiedNames,
 ) -> None:
-    """Write the model of checkpoint SOURCE to the folder TARGET as Hugging Face's libraries lay it out.
+    """Write the model of checkpoint SOURCE to the folder TARGET, in the layout of Hugging Face libraries.
 
-    Streaming, in bounded memory. Complete or not at all: with --expect, a name that is missing, unexpected or of
-    another shape is an error (exit code 1), and nothing is written.
+    Streams in bounded memory. With --expect, nothing is written (exit code 1) if a name is missing or unexpected, or
+    has a different shape.
     """
     found = api.open(source, storage_options=options_for(source, options))
     with out.progress("export", found.manifest.nbytes) as progress:
@@ -88,15 +93,15 @@ def export_command(
     )
     out.table(("FILE", ">SIZE"), [(name, size_text(size)) for name, size in report.files])
     for name, kept in report.dropped.items():
-        out.line(f"{name} is tied to {kept} and was not written again")
+        out.line(f"{name} is tied to {kept} and was not written")
     out.line(f"{report.url}: {report.tensors} tensors, {size_text(report.total_size)}")
 
 
 @command("import")
 @click.argument("source")
 @click.argument("target")
-@click.option("--section", default="model", show_default=True, help="The section that the tensors become.")
-@click.option("--step", type=click.IntRange(0), help="The training step to record.")
+@click.option("--section", default="model", show_default=True, help="The section in which to store the tensors.")
+@click.option("--step", type=click.IntRange(0), help="The training step to store.")
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help=_RENAME_HELP)
 def import_command(
     out: Output,
@@ -107,9 +112,9 @@ def import_command(
     step: int | None,
     rename: Sequence[str],
 ) -> None:
-    """Make a checkpoint at TARGET from SOURCE: a safetensors file, or a folder with one, or with an index.
+    """Create a checkpoint at TARGET from SOURCE: a safetensors file, or a folder with one such file or an index.
 
-    Streaming, in bounded memory. The index is held against the files, and whatever does not fit is refused.
+    Streams in bounded memory. An index must match its files exactly.
     """
     total = SafetensorsFolder(source, storage_options=options_for(source, options)).nbytes
     with out.progress("import", total) as progress:

@@ -1,4 +1,4 @@
-"""``bcp ls`` and ``bcp inspect``: manifests only; no tensor is read."""
+"""``bcp ls`` and ``bcp inspect``, which read manifests only, and ``bcp verify``, which reads everything."""
 
 from __future__ import annotations
 
@@ -10,24 +10,31 @@ import click
 import numpy as np
 
 from .. import api
-from ..checkpoint import Checkpoint
-from ..listing import Listing, list_checkpoints
-from ..stored_values import stored_values
-from .options import EXIT_CORRUPT, command, options_for
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.discovery import Listing, list_checkpoints
+from ..checkpoint.values import stored_values
+from .options import EXIT_CORRUPT, EXIT_NEGATIVE, command, options_for
 from .output import Output, plain, size_text
 
-__all__ = ["inspect_command", "ls_command"]
+__all__ = ["inspect_command", "ls_command", "verify_command"]
 
-_SHOWN = 160  # characters of one value that a person is shown
+_MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
 
 
 @command("ls")
 @click.argument("root")
-@click.option("-d", "--depth", type=click.IntRange(0, 32), default=1, show_default=True, help="Folders below ROOT.")
+@click.option(
+    "-d",
+    "--depth",
+    type=click.IntRange(0, 32),
+    default=1,
+    show_default=True,
+    help="How many levels of folders below ROOT to search.",
+)
 def ls_command(out: Output, options: Mapping[str, Any], root: str, depth: int) -> None:
-    """List the checkpoints below ROOT, and what is there that is none, and why.
+    """List the checkpoints below ROOT, and the folders that are not checkpoints, with the reason.
 
-    Exits with 4 when a manifest there cannot be read. Saves that never were committed are told, and are no error.
+    Exits with 4 if a manifest cannot be read. Saves that were never committed are listed, but are not an error.
     """
     found = list_checkpoints(root, depth=depth, storage_options=options_for(root, options))
     steps = [one for one in found if one.status == "checkpoint" and one.step is not None]
@@ -41,9 +48,9 @@ def ls_command(out: Output, options: Mapping[str, Any], root: str, depth: int) -
     out.table(("NAME", ">STEP", "TIME (UTC)", ">SIZE", ">RANKS", "SECTIONS"), rows)
     for one in found:
         if one.status != "checkpoint":
-            out.line(f"{one.name}: {one.status}, no checkpoint: {one.problem}")
+            out.line(f"{one.name}: {one.status}, not a checkpoint: {one.problem}")
         elif one.attempts:
-            out.line(f"{one.name}: {len(one.attempts)} more attempt(s) there: left by dead saves, or being written now")
+            out.line(f"{one.name}: {len(one.attempts)} uncommitted attempt(s), left by failed saves or in progress")
     if any(one.status == "broken" for one in found):
         raise click.exceptions.Exit(EXIT_CORRUPT)
 
@@ -71,11 +78,18 @@ def _listing(one: Listing) -> dict[str, Any]:
 
 @command("inspect")
 @click.argument("checkpoint")
-@click.option("-t", "--tensor", "patterns", multiple=True, metavar="PATTERN", help="Only tensors like this (model.*).")
-@click.option("--tensors/--no-tensors", "tensors", default=True, help="The table of tensors.")
-@click.option("--shards", is_flag=True, help="Every shard: its box, and where its bytes lie.")
-@click.option("--files", is_flag=True, help="Every file: which rank wrote it, and how large it is.")
-@click.option("--values", is_flag=True, help="Plain values (those stored as pickle are named, never loaded).")
+@click.option(
+    "-t",
+    "--tensor",
+    "patterns",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only tensors that match (model.*). Repeatable.",
+)
+@click.option("--tensors/--no-tensors", "tensors", default=True, help="Show the table of tensors.")
+@click.option("--shards", is_flag=True, help="Show every shard: its box, and the location of its bytes.")
+@click.option("--files", is_flag=True, help="Show every file: its size, and the rank that wrote it.")
+@click.option("--values", is_flag=True, help="Show plain values. Pickled values are listed, but never loaded.")
 def inspect_command(
     out: Output,
     options: Mapping[str, Any],
@@ -86,7 +100,7 @@ def inspect_command(
     files: bool,
     values: bool,
 ) -> None:
-    """Show what CHECKPOINT holds: tensors, shapes, dtypes, shards, sizes, and who wrote what."""
+    """Show the contents of CHECKPOINT: tensors, shapes, dtypes, shards, sizes, and which rank wrote what."""
     found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
     document = _summary(found)
     rows = [
@@ -109,7 +123,36 @@ def inspect_command(
         _print_files(out, document["files"])
     for value in document.get("values", []):
         text = " ".join(str(value["value"]).split())
-        out.line(f"{value['name']} = {text if len(text) <= _SHOWN else text[:_SHOWN] + ' ... (whole with --json)'}")
+        if len(text) > _MAX_VALUE_CHARACTERS:
+            text = f"{text[:_MAX_VALUE_CHARACTERS]} ... (--json prints all)"
+        out.line(f"{value['name']} = {text}")
+
+
+@command("verify")
+@click.argument("checkpoint")
+def verify_command(out: Output, options: Mapping[str, Any], checkpoint: str) -> None:
+    """Check every byte of CHECKPOINT against its checksum. Prints each damaged file, tensor and byte range.
+
+    Exits with 1 if a data file is damaged, with 4 if the manifest is, because then nothing else can be checked.
+    """
+    found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
+    with out.progress("verify", found.manifest.file_bytes) as progress:
+        report = found.verify(progress)
+    out.document(
+        {
+            "url": report.url,
+            "ok": report.ok,
+            "files": report.files,
+            "bytes_checked": report.bytes_checked,
+            "problems": list(report.problems),
+        }
+    )
+    for problem in report.problems:
+        out.line(problem)
+    if not report.ok:
+        out.line(f"{found.url}: {len(report.problems)} problem(s) in {report.files} file(s)")
+        raise click.exceptions.Exit(EXIT_NEGATIVE)
+    out.line(f"{found.url}: all {report.files} file(s) are intact ({size_text(report.bytes_checked)})")
 
 
 def _summary(found: Checkpoint) -> dict[str, Any]:
@@ -142,17 +185,17 @@ def _section(found: Checkpoint, index: int) -> dict[str, Any]:
 
 def _tensor(found: Checkpoint, row: int, shards: bool) -> dict[str, Any]:
     manifest = found.manifest
-    meta, mine = manifest.tensors.meta_of(row), manifest.shards_of(row)
+    meta, shard_rows = manifest.tensors.meta_of(row), manifest.shards_of(row)
     document: dict[str, Any] = {
         "name": manifest.tensors.names[row],
         "dtype": str(meta.dtype),
         "shape": list(meta.shape),
         "bytes": meta.nbytes,
-        "shard_count": mine.stop - mine.start,
+        "shard_count": shard_rows.stop - shard_rows.start,
         "rank": int(manifest.scope[row]) if manifest.scope[row] >= 0 else None,
     }
     if shards:
-        document["shards"] = [_shard(found, shard) for shard in range(mine.start, mine.stop)]
+        document["shards"] = [_shard(found, shard) for shard in range(shard_rows.start, shard_rows.stop)]
     return document
 
 
@@ -187,7 +230,7 @@ def _files(found: Checkpoint) -> list[dict[str, Any]]:
 def _values(found: Checkpoint) -> list[dict[str, Any]]:
     return [
         {"name": value.name, "section": value.section, "rank": value.rank, "value": plain(value.decode())}
-        for value in stored_values(found)
+        for value in stored_values(found.backend, found.manifest)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What all commands share: their options, and how errors become messages and exit codes."""
+"""Options, error messages and exit codes that all commands share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .output import Output, printable
 __all__ = [
     "EXIT_CODES",
     "EXIT_CORRUPT",
-    "EXIT_NOT_SO",
+    "EXIT_NEGATIVE",
     "command",
     "exit_code",
     "options_for",
@@ -34,17 +34,17 @@ __all__ = [
 
 EXIT_CODES = """\b
 Exit codes:
-  0  fine
-  1  it is not so: verify found faults, diff found differences, names are not those expected, or you said no
-  2  wrong usage
-  3  nothing there, or no checkpoint
-  4  a checkpoint that is damaged, or of a format that this version does not read
-  5  the storage failed, refused, or holds something already
+  0  success
+  1  negative result: verify found damage, diff found differences, an export lacks expected names, or rm was declined
+  2  invalid usage
+  3  nothing is stored at the path, or it is not a checkpoint
+  4  the checkpoint is damaged, or this version cannot read its format
+  5  a storage operation failed or was denied, or the target already exists
   6  any other error
   130  interrupted
 """
 
-EXIT_NOT_SO = 1
+EXIT_NEGATIVE = 1
 EXIT_CORRUPT = 4
 EXIT_INTERRUPTED = 130
 _SIZE_UNITS = {
@@ -63,7 +63,7 @@ Run = Callable[..., None]
 
 
 def command(name: str) -> Callable[[Run], click.Command]:
-    """A command whose function takes an ``Output``, the storage options, and its own parameters."""
+    """Decorate a function of an ``Output``, the storage options and its own parameters as a command."""
 
     def decorate(function: Run) -> click.Command:
         @functools.wraps(function)
@@ -72,15 +72,15 @@ def command(name: str) -> Callable[[Run], click.Command]:
                 function(Output(as_json), _storage_options(storage_option), **arguments)
 
         for option in (
-            click.option("--debug", is_flag=True, help="Show where an error came from."),
+            click.option("--debug", is_flag=True, help="Print the traceback of an error."),
             click.option(
                 "-o",
                 "--storage-option",
                 multiple=True,
                 metavar="KEY=VALUE",
-                help="For the storage backends of URLs (endpoint_url=https://...); VALUE may be JSON. Repeatable.",
+                help="Option for storage backends of URLs (endpoint_url=https://...); VALUE may be JSON. Repeatable.",
             ),
-            click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output."),
+            click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
         ):
             run = option(run)
         return click.command(name, epilog=EXIT_CODES)(run)
@@ -89,9 +89,9 @@ def command(name: str) -> Callable[[Run], click.Command]:
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code for an error; one table for all commands."""
+    """Return the exit code for an error, the same for all commands."""
     codes: list[tuple[type[BaseException], int]] = [
-        (MismatchError, EXIT_NOT_SO),
+        (MismatchError, EXIT_NEGATIVE),
         (CheckpointNotFoundError, 3),
         (NotACheckpointError, 3),
         (CheckpointError, EXIT_CORRUPT),
@@ -107,17 +107,17 @@ def _failures(debug: bool) -> Iterator[None]:
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
     except BrokenPipeError:
-        raise  # the reader of our output has gone; click ends quietly
+        raise  # the reader of the output is gone; click ends without a message
     except KeyboardInterrupt:
-        click.echo("bcp: interrupted; what was begun was removed", err=True)
+        click.echo("bcp: interrupted; incomplete output was removed", err=True)
         raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
-    except Exception as error:  # noqa: BLE001 - the end of the road: it becomes a message and an exit code
+    except Exception as error:  # noqa: BLE001 - it becomes a message and an exit code
         if debug:
             click.echo(traceback.format_exc(), err=True)
         if isinstance(error, BytecheckpointError):
             click.echo(f"bcp: {printable(error)}", err=True)
         else:
-            hint = "" if debug else "; --debug shows where"
+            hint = "" if debug else "; --debug prints the traceback"
             click.echo(f"bcp: unexpected {type(error).__name__}: {printable(error)}{hint}", err=True)
         raise click.exceptions.Exit(exit_code(error)) from None
 
@@ -127,7 +127,7 @@ def _storage_options(pairs: tuple[str, ...]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise click.UsageError(f"--storage-option takes KEY=VALUE, not {pair!r}")
+            raise click.UsageError(f"--storage-option must be KEY=VALUE, not {pair!r}")
         try:
             options[key] = json.loads(value)
         except ValueError:
@@ -136,26 +136,26 @@ def _storage_options(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def options_for(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The storage options that are meant for this one of a command's URLs: local paths take none."""
+    """Return the storage options for one of a command's URLs; local paths have none."""
     scheme = url.partition("://")[0] if "://" in url or "::" in url else ""
     return {} if scheme in ("", "file", "local", "memory") else options
 
 
 def parse_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    """``5GB``, ``512MiB`` or a plain number, in bytes."""
+    """Parse ``5GB``, ``512MiB`` or a plain number of bytes."""
     text = value.strip().upper().removesuffix("B")
     number = text.rstrip("KMGTI")
     try:
         size = int(float(number) * _SIZE_UNITS[text[len(number) :].strip()])
     except (KeyError, ValueError, OverflowError):
-        raise click.BadParameter(f"{value!r} is no size; write 5GB, 512MiB or a number of bytes") from None
+        raise click.BadParameter(f"{value!r} is not a size; use for example 5GB, 512MiB or a number of bytes") from None
     if size < 1:
         raise click.BadParameter(f"{value!r} is less than one byte")
     return size
 
 
 def prefix_renaming(pairs: tuple[str, ...]) -> Callable[[str], str] | None:
-    """``OLD=NEW`` pairs as a function that replaces the first prefix that fits."""
+    """Return a function that applies the first of the ``OLD=NEW`` pairs whose prefix matches."""
     rules: Mapping[str, str] = dict(_pair(pair) for pair in pairs)
     if not rules:
         return None
@@ -170,5 +170,5 @@ def prefix_renaming(pairs: tuple[str, ...]) -> Callable[[str], str] | None:
 def _pair(text: str) -> tuple[str, str]:
     old, equals, new = text.partition("=")
     if not equals:
-        raise click.UsageError(f"--rename takes OLD=NEW (prefixes of names), not {text!r}")
+        raise click.UsageError(f"--rename must be OLD=NEW (prefixes of names), not {text!r}")
     return old, new

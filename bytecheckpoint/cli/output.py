@@ -1,4 +1,4 @@
-"""What commands print: tables or one JSON document on standard output, progress and errors on standard error."""
+"""Output of commands: tables or one JSON document on standard output, progress on standard error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 __all__ = ["Output", "plain", "printable", "size_text"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_WIDE = 1000  # columns where no terminal says how many there are: nothing is cut off
+_WIDTH_WITHOUT_TERMINAL = 1000  # columns, so that nothing is truncated
 
 
 def size_text(nbytes: int) -> str:
@@ -29,12 +29,12 @@ def size_text(nbytes: int) -> str:
 
 
 def printable(text: object) -> str:
-    """Names come from files of strangers: what would steer a terminal is escaped."""
+    """Escape control characters: names come from untrusted files and must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(text))
 
 
 def plain(value: Any) -> Any:
-    """Any stored value as what JSON can say; what it cannot is given as its ``repr``."""
+    """Convert a stored value to JSON types; values that JSON cannot represent become their ``repr``."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -47,22 +47,23 @@ def plain(value: Any) -> Any:
 
 
 class Output:
-    """Where one command prints. With ``as_json``, only ``document`` reaches standard output."""
+    """Prints the output of one command. With ``as_json``, only ``document`` prints to standard output."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
 
     def document(self, document: Mapping[str, Any]) -> None:
-        """The result as JSON; prints nothing where JSON was not asked for."""
+        """Print the result as JSON if ``as_json`` is set."""
         if self.as_json:
             click.echo(json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False))
 
     def line(self, text: str = "") -> None:
+        """Print a line of text unless ``as_json`` is set."""
         if not self.as_json:
             click.echo(printable(text))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Columns whose title begins with ``>`` are numbers and stand to the right."""
+        """Print a table unless ``as_json`` is set. Columns whose title begins with ``>`` are right-aligned."""
         if self.as_json or not rows:
             return
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -73,12 +74,12 @@ class Output:
             table.add_row(*(printable(cell) for cell in row))
         console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
         if not console.is_terminal:
-            console.width = _WIDE
+            console.width = _WIDTH_WITHOUT_TERMINAL
         console.print(table)
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar over ``total`` bytes on standard error, where that is a terminal; yields the function that moves it."""
+        """Show a bar over ``total`` bytes if standard error is a terminal. Yields a function that advances it."""
         with _bars() as bars:
             if bars is None:
                 yield lambda nbytes: None
@@ -88,8 +89,8 @@ class Output:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int], None]]:
-        """The same over stages, one after the other. The function takes a stage, the bytes done in it, and how many
-        there are, 0 where that is not known."""
+        """Like ``progress`` for consecutive stages. The function takes the stage, the bytes done in it, and its total,
+        or 0 if the total is unknown."""
         with _bars() as bars:
             if bars is None:
                 yield lambda stage, done, total: None
@@ -105,7 +106,7 @@ class _StageBar:
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage:
             self._stage = stage
-            # Another task: none forgets a total that it had.
+            # A new task, because a task cannot return to an unknown total.
             self._bars.remove_task(self._task)
             self._task = self._bars.add_task(stage, total=None)
         self._bars.update(self._task, completed=done, total=total or None)
@@ -113,7 +114,7 @@ class _StageBar:
 
 @contextmanager
 def _bars() -> Iterator[Progress | None]:
-    """None where standard error is no terminal."""
+    """Yield None if standard error is not a terminal."""
     console = Console(file=sys.stderr, markup=False, highlight=False)
     if not console.is_terminal:
         yield None

@@ -1,4 +1,4 @@
-"""``bcp push``: weights of a checkpoint, or of an engine that was pushed to, into inference engines that run."""
+"""``bcp push``: push the weights of a checkpoint, or of another engine, into running inference engines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from ..inference.push import (
     PushReport,
     adapter_config,
 )
-from ..inference.push.engines import PauseMode
-from ..inference.push.group import GroupBackend
+from ..inference.push.engines.vllm import PauseMode
+from ..inference.push.transports.group import GroupBackend
+from ..runtime.limits import DEFAULT_DEADLINE_S
 from .options import command, options_for, prefix_renaming
 from .output import Output, size_text
 
@@ -29,35 +30,51 @@ __all__ = ["push_command"]
 
 @command("push")
 @click.argument("source")
-@click.option("--to", "urls", multiple=True, required=True, metavar="URL", help="An engine's address. Repeatable.")
+@click.option("--to", "urls", multiple=True, required=True, metavar="URL", help="The address of an engine. Repeatable.")
 @click.option(
-    "--version", "version", help="What the engines call it; by default the checkpoint's step, or as SOURCE calls it."
+    "--version",
+    "version",
+    help="The engines' name for the weights; by default the checkpoint's step, or the version of SOURCE.",
 )
-@click.option("--section", default="model", show_default=True, help="Which section of the checkpoint.")
-@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Prefixes of names, for the engine. Repeatable.")
+@click.option("--section", default="model", show_default=True, help="The section of the checkpoint.")
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace a prefix of names. Repeatable.")
 @click.option(
     "--pause",
     type=click.Choice(["wait", "abort", "keep"]),
     default="wait",
     show_default=True,
-    help="Requests under way: answer them with the old weights, abort them, or go on with the new.",
+    help="Running requests: answer them with the old weights, abort them, or continue with the new ones.",
 )
-@click.option("--adapter", metavar="NAME", help="SOURCE is a folder of PEFT's: the LoRA adapter of that name.")
-@click.option("--native", is_flag=True, help="By vLLM's own weight transfer with the backend bcp.")
+@click.option(
+    "--adapter", metavar="NAME", help="SOURCE is a folder that PEFT stored; push it as the LoRA adapter NAME."
+)
+@click.option("--native", is_flag=True, help="Use vLLM's own weight transfer with the backend bcp.")
 @click.option(
     "--group",
     type=click.Choice(["gloo", "nccl"]),
-    help="Form a group with all workers: what several want is sent once, and passed on. Weights are streamed.",
+    help="Form a group with all workers, which broadcast shared chunks. Weights are streamed. nccl is untested.",
 )
-@click.option("--cuda-ipc", is_flag=True, help="Write into the workers' GPUs, where they are on this host. Streamed.")
+@click.option(
+    "--cuda-ipc",
+    is_flag=True,
+    help="Write into the GPUs of workers on this host. Weights are streamed. Untested on GPUs.",
+)
 @click.option(
     "--protocol",
     type=click.Choice(["checkpoint-engine"]),
-    help="Of engines on this host that are set up for that, and have nothing of bytecheckpoint.",
+    help="The protocol of engines on this host that run without bytecheckpoint.",
 )
-@click.option("--device", "devices", multiple=True, metavar="GPU-UUID", help="With --protocol; by default all GPUs.")
-@click.option("--deadline", type=float, default=600.0, show_default=True, help="Seconds, for each wait.")
-@click.option("--partial", is_flag=True, help="Also where the engine's model and SOURCE do not fit wholly.")
+@click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    metavar="GPU-UUID",
+    help="A worker's GPU, with --protocol; by default all. Repeatable.",
+)
+@click.option(
+    "--deadline", type=float, default=DEFAULT_DEADLINE_S, show_default=True, help="The bound of each wait, in seconds."
+)
+@click.option("--partial", is_flag=True, help="Push even if SOURCE does not fill all parameters of the engine.")
 def push_command(
     out: Output,
     options: Mapping[str, Any],
@@ -76,27 +93,27 @@ def push_command(
     deadline: float,
     partial: bool,
 ) -> None:
-    """Make running engines serve the weights of SOURCE, each worker getting its own part of them.
+    """Make running engines serve the weights of SOURCE. Each worker gets only its own part of them.
 
-    SOURCE is a checkpoint, or the address (http://, https://) of an engine that was pushed to: its workers then give
-    what it serves to those of the others, without its ceasing to answer.
+    SOURCE is a checkpoint, or the address (http://, https://) of an engine that was pushed to. The workers of that
+    engine then send what they serve to the other engines, and keep answering requests.
 
-    Every byte is proved before weights change; if anything goes wrong, the engines go on with what they served. vLLM
-    must have been started with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
-    bytecheckpoint.inference.vllm_worker.WorkerExtension, or for --native with --weight-transfer-config
-    '{"backend": "bcp"}'. With --protocol checkpoint-engine it is checkpoint-engine's own extension.
+    Every byte is verified before weights change. If anything goes wrong, the engines keep serving what they served.
+    Start vLLM with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
+    bytecheckpoint.inference.vllm.worker.WorkerExtension, or for --native with --weight-transfer-config
+    '{"backend": "bcp"}'. For --protocol checkpoint-engine, use checkpoint-engine's own extension.
     """
     from_engine = source.startswith(("http://", "https://"))
     if from_engine and (rename or adapter is not None or group is not None or cuda_ipc):
         raise click.UsageError(
-            "--rename, --adapter, --group and --cuda-ipc are for checkpoints; an engine gives its model as it got it"
+            "--rename, --adapter, --group and --cuda-ipc apply to checkpoints; an engine sends what it received"
         )
     if protocol is not None and (native or adapter is not None or group is not None or cuda_ipc):
         raise click.UsageError(
-            f"by --protocol {protocol} an engine takes its model, and not by --native, --group or --cuda-ipc"
+            f"--protocol {protocol} pushes only models, and excludes --native, --adapter, --group and --cuda-ipc"
         )
     if group is not None and cuda_ipc:
-        raise click.UsageError("a group receives into memory of its own; take --group or --cuda-ipc")
+        raise click.UsageError("a group receives into its own memory; use --group or --cuda-ipc, not both")
     storage_options = options_for(source, options)
     config = None if adapter is None else adapter_config(source, storage_options=storage_options)
     engines: list[Engine] = []
@@ -114,8 +131,10 @@ def push_command(
         else:
             what = api.open(source, storage_options=storage_options)
         renaming, strict = prefix_renaming(rename), not partial
-        with out.stages() as told:
-            report = pusher.push(what, version=version, section=section, rename=renaming, strict=strict, progress=told)
+        with out.stages() as progress:
+            report = pusher.push(
+                what, version=version, section=section, rename=renaming, strict=strict, progress=progress
+            )
     out.document({"source": what.name if from_engine else what.url, **report.plain()})
     _show(out, report)
 
@@ -127,9 +146,9 @@ def _engine(url: str, pause: PauseMode, native: bool) -> Engine:
 
 def _show(out: Output, report: PushReport) -> None:
     rows = [
-        (one.engine, one.worker, one.host, *map(size_text, (one.wanted, one.sent, one.unchanged + one.kept)))
+        (one.engine, one.worker, one.host, *map(size_text, (one.requested, one.sent, one.unchanged + one.kept)))
         for one in report.workers
     ]
-    out.table(("ENGINE", ">WORKER", "HOST", ">WANTED", ">SENT", ">THERE ALREADY"), rows)
+    out.table(("ENGINE", ">WORKER", "HOST", ">REQUESTED", ">SENT", ">ALREADY THERE"), rows)
     out.table(("STAGE", ">SECONDS"), [(stage, f"{seconds:.3f}") for stage, seconds in report.seconds.items()])
-    out.line(f"version {report.version} is served, after {report.total_s:.2f} s")
+    out.line(f"the engines serve version {report.version} after {report.total_s:.2f} s")

@@ -1,9 +1,12 @@
-"""Codecs: compression of stored bytes, by name. The interface only: data files of format version 1 are raw."""
+"""Compress stored bytes with named codecs.
+
+Format version 1 stores data files raw, so this is only an interface for later versions.
+"""
 
 from __future__ import annotations
 
 from .base import Codec
 from .builtin import RawCodec, ZstdCodec
-from .registry import ENTRY_POINT_GROUP, codec_named, codec_names
+from .registry import ENTRY_POINT_GROUP, find_codec, list_codecs
 
-__all__ = ["ENTRY_POINT_GROUP", "Codec", "RawCodec", "ZstdCodec", "codec_named", "codec_names"]
+__all__ = ["ENTRY_POINT_GROUP", "Codec", "RawCodec", "ZstdCodec", "find_codec", "list_codecs"]

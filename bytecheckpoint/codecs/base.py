@@ -1,4 +1,4 @@
-"""The codec interface: how a piece of a file is made smaller, and bounded when it is made whole again."""
+"""The codec interface: compress a part of a file, and decompress it within a bound."""
 
 from __future__ import annotations
 
@@ -11,18 +11,40 @@ __all__ = ["Codec"]
 
 
 class Codec(ABC):
-    """Stateless; one instance serves every call and every thread. What it writes, every later version of it reads."""
+    """Compress and decompress bytes.
+
+    A codec is stateless: one instance serves every call and every thread. A later version of a codec must read what an
+    earlier version has written.
+    """
 
     name: ClassVar[str]
-    """What the manifest calls it; lower-case letters, digits and ``-``."""
+    """The codec's name in the manifest: lower-case letters, digits and ``-``."""
 
     @abstractmethod
     def compress(self, data: Buffer) -> bytes:
-        """``data`` encoded. Never fails for want of compressibility: the result may be longer than ``data``."""
+        """Encode bytes.
+
+        Args:
+            data: Any contiguous buffer.
+
+        Returns:
+            The encoded bytes, which may be longer than ``data``.
+        """
 
     @abstractmethod
     def decompress(self, data: Buffer, size: int) -> bytes:
-        """The ``size`` bytes that ``data`` encodes. Raises ``FormatError`` where they are more, fewer or not decodable.
+        """Decode bytes.
 
-        ``data`` may be hostile: an implementation allocates no more than in proportion to ``size`` and ``len(data)``.
+        ``data`` may be hostile: an implementation must not allocate more than in proportion to ``size`` and
+        ``len(data)``.
+
+        Args:
+            data: What ``compress`` has returned.
+            size: The exact number of decoded bytes.
+
+        Returns:
+            The ``size`` decoded bytes.
+
+        Raises:
+            FormatError: ``data`` cannot be decoded, or decodes to another number of bytes.
         """

@@ -1,4 +1,4 @@
-"""The codecs that are always there."""
+"""The built-in codecs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RawCodec", "ZstdCodec"]
 
 
 class RawCodec(Codec):
-    """The bytes themselves."""
+    """Store the bytes unchanged."""
 
     name = "raw"
 
@@ -21,12 +21,16 @@ class RawCodec(Codec):
 
     def decompress(self, data: Buffer, size: int) -> bytes:
         if memoryview(data).nbytes != size:
-            raise FormatError(f"{memoryview(data).nbytes} raw bytes stand where {size} are announced")
+            raise FormatError(f"found {memoryview(data).nbytes} raw bytes, expected {size}")
         return bytes(data)
 
 
 class ZstdCodec(Codec):
-    """One Zstandard frame that states its content size."""
+    """Store one Zstandard frame that states its content size.
+
+    Args:
+        level: The compression level, from 1 (fastest) to 22.
+    """
 
     name = "zstd"
 
@@ -34,19 +38,19 @@ class ZstdCodec(Codec):
         self.level = level
 
     def compress(self, data: Buffer) -> bytes:
-        # zstandard's objects must not be shared between threads, so each call makes its own.
+        # zstandard's objects are not thread-safe, so each call creates one.
         return zstandard.ZstdCompressor(level=self.level, write_content_size=True).compress(memoryview(data))
 
     def decompress(self, data: Buffer, size: int) -> bytes:
         try:
-            # zstandard allocates what the frame itself announces, whatever max_output_size says: look at that first.
+            # zstandard allocates the size that the frame states, regardless of max_output_size: check it first.
             if zstandard.frame_content_size(memoryview(data)) != size:
-                raise FormatError(f"a zstd frame does not announce the {size} bytes it should hold")
+                raise FormatError(f"a zstd frame does not state the expected content size of {size} bytes")
             content = zstandard.ZstdDecompressor().decompress(
                 memoryview(data), max_output_size=size, allow_extra_data=False
             )
         except zstandard.ZstdError as error:
             raise FormatError(f"{memoryview(data).nbytes} bytes are not a zstd frame: {error}") from None
         if len(content) != size:
-            raise FormatError(f"a zstd frame holds {len(content)} bytes, not the {size} it announces")
+            raise FormatError(f"a zstd frame holds {len(content)} bytes, but states {size}")
         return content

@@ -1,11 +1,11 @@
-"""The control plane: how the ranks of a job agree, hand each other plans, and learn of each other's failures."""
+"""The control plane: exchanges between the ranks of a job, and reports of each other's failures."""
 
 from __future__ import annotations
 
 from .base import Communicator, Operation
+from .communicator import SocketCommunicator
 from .current import current_communicator
 from .single import SingleProcess
-from .store import StoreCommunicator
 from .streams import Streams
 
-__all__ = ["Communicator", "Operation", "SingleProcess", "StoreCommunicator", "Streams", "current_communicator"]
+__all__ = ["Communicator", "Operation", "SingleProcess", "SocketCommunicator", "Streams", "current_communicator"]

@@ -1,4 +1,4 @@
-"""Comparing what the ranks say, and naming groups of ranks."""
+"""Compare facts across ranks and format sets of ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["describe_disagreement", "format_ranks"]
 
-_SHOWN = 200
+_SHOWN_CHARACTERS = 200
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2,5``."""
+    """Format ``[0, 1, 2, 5]`` as ``0-2,5``."""
     spans: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if spans and spans[-1][1] == rank - 1:
@@ -21,26 +21,26 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def describe_disagreement(phase: str, facts: Sequence[Mapping[str, str]]) -> str:
-    """What the ranks say differently, one fact a line, most frequent value first; empty when they agree.
+    """List the facts that differ between ranks, one per line, most frequent value first; empty if all are equal.
 
-    ``facts`` is by rank. A fact that only some ranks bring counts as a difference.
+    ``facts`` is indexed by rank. A fact that only some ranks have counts as a difference.
     """
     names = sorted({name for of_rank in facts for name in of_rank})
     lines = []
     for name in names:
-        said: dict[str | None, list[int]] = {}
+        ranks_by_value: dict[str | None, list[int]] = {}
         for rank, of_rank in enumerate(facts):
-            said.setdefault(of_rank.get(name), []).append(rank)
-        if len(said) > 1:
-            values = sorted(said.items(), key=lambda item: (-len(item[1]), item[1][0]))
-            lines.append(f"  {name}: " + "; ".join(_said(value, ranks) for value, ranks in values))
+            ranks_by_value.setdefault(of_rank.get(name), []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = sorted(ranks_by_value.items(), key=lambda item: (-len(item[1]), item[1][0]))
+            lines.append(f"  {name}: " + "; ".join(_format_value(value, ranks) for value, ranks in values))
     if not lines:
         return ""
-    return "\n".join([f"the ranks do not agree in {phase}; every rank must bring the same arguments:", *lines])
+    return "\n".join([f"the ranks do not agree in {phase}; every rank must pass the same arguments:", *lines])
 
 
-def _said(value: str | None, ranks: Sequence[int]) -> str:
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
+def _format_value(value: str | None, ranks: Sequence[int]) -> str:
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
     if value is None:
-        return f"nothing on {who}"
-    return f"{value if len(value) <= _SHOWN else value[:_SHOWN] + '...'!r} on {who}"
+        return f"nothing on {where}"
+    return f"{value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + '...'!r} on {where}"

@@ -1,8 +1,8 @@
-"""What saving and loading need of the other ranks: one small interface.
+"""Interfaces of the control plane: what a save or a load needs from the other ranks.
 
-Messages are bytes (msgpack documents of plain data), never pickle. Every wait has a deadline, and a failure that one
-rank reports is raised by every rank. Safe to use from a background thread while the main thread runs collectives of
-its own: nothing here touches a process group.
+Messages are bytes (msgpack documents of plain data) and never pickle. Every wait has a deadline. When one rank reports
+a failure, every rank raises it. No method uses a process group, so a background thread may call them while the main
+thread runs collectives.
 """
 
 from __future__ import annotations
@@ -21,100 +21,220 @@ __all__ = ["Communicator", "Operation"]
 
 
 class Operation(ABC):
-    """One save or load as seen by the ranks: a sequence of named phases that all of them go through in step.
+    """One save or load across all ranks: a sequence of named phases that every rank runs in the same order.
 
-    Any method may raise ``RankFailedError`` (another rank reported a failure or died), ``DeadlineError`` or
-    ``DisagreementError``. After one of these the operation is over on every rank; the next operation works.
+    Any exchange may raise ``RankFailedError`` (another rank reported a failure or its process ended),
+    ``DeadlineError`` or ``DisagreementError``. The operation has then failed on every rank, and each further exchange
+    raises the same error. The next operation works. Use an operation from one thread at a time; only ``streams`` may
+    be used by several threads at once.
+
+    Example:
+        >>> operation = communicator.operation("save", deadline_s=60)
+        >>> try:
+        ...     plans = operation.gather("plan", local_plan)
+        ...     share = operation.scatter("plan", make_shares(plans) if operation.rank == 0 else None)
+        ...     with operation.phase("write"):
+        ...         write(share)
+        ...     operation.barrier("written")
+        ... finally:
+        ...     operation.close()
     """
 
     @property
     @abstractmethod
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's rank, from 0."""
 
     @property
     @abstractmethod
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of ranks."""
 
     @abstractmethod
-    def is_about(self, what: str) -> None:
-        """What failures reported from here on say that they are of, such as ``save of s3://runs/7b/step-1000``."""
+    def set_description(self, text: str) -> None:
+        """Describe the operation in the failures that this rank reports from now on.
+
+        Args:
+            text: For example ``save of s3://runs/7b/step-1000``.
+        """
 
     @abstractmethod
     def gather(self, phase: str, payload: bytes) -> Sequence[bytes] | None:
-        """Rank 0 gets everyone's payload, by rank; the others get None and do not wait for rank 0."""
+        """Send one payload from each rank to rank 0.
+
+        Args:
+            phase: Names the exchange in errors. Every rank passes the same name.
+            payload: This rank's message.
+
+        Returns:
+            All payloads, indexed by rank, on rank 0. None on the other ranks, which do not wait for rank 0.
+
+        Raises:
+            ControlError: The operation failed; see the class.
+        """
 
     @abstractmethod
     def scatter(self, phase: str, payloads: Sequence[bytes] | None) -> bytes:
-        """Rank 0 hands each rank its own payload."""
+        """Send each rank its own payload from rank 0.
+
+        Args:
+            phase: Names the exchange in errors. Every rank passes the same name.
+            payloads: One message per rank on rank 0; ignored on the other ranks.
+
+        Returns:
+            The payload of this rank.
+
+        Raises:
+            ControlError: The operation failed; see the class.
+            ValueError: Rank 0 passed a different number of payloads than there are ranks.
+        """
 
     @abstractmethod
     def broadcast(self, phase: str, payload: bytes | None) -> bytes:
-        """Everyone gets rank 0's payload."""
+        """Send one payload from rank 0 to every rank.
+
+        Args:
+            phase: Names the exchange in errors. Every rank passes the same name.
+            payload: The message on rank 0; ignored on the other ranks.
+
+        Returns:
+            The payload of rank 0.
+
+        Raises:
+            ControlError: The operation failed; see the class.
+            ValueError: Rank 0 passed None.
+        """
 
     @abstractmethod
     def fail(self, phase: str, error: BaseException) -> None:
-        """Report this rank's failure to all others. Never raises."""
+        """Report a failure of this rank to all others. Never raises.
+
+        Args:
+            phase: The phase in which this rank failed.
+            error: Any exception. Only text travels: it need not be picklable.
+        """
 
     def agree(self, phase: str, facts: dict[str, str]) -> None:
-        """Raise ``DisagreementError`` on every rank unless all bring the same facts; lists who said what."""
-        said = self.gather(phase + "/facts", msgpack.packb(facts))
+        """Check that every rank passes the same facts.
+
+        Args:
+            phase: Names the exchange in errors. Every rank passes the same name.
+            facts: Names and values to compare.
+
+        Raises:
+            DisagreementError: Some fact differs, on every rank. The message lists each value and its ranks.
+            ControlError: The operation failed; see the class.
+        """
+        gathered = self.gather(phase + "/facts", msgpack.packb(facts))
         verdict = None
-        if said is not None:
-            verdict = describe_disagreement(phase, [msgpack.unpackb(of_rank) for of_rank in said]).encode()
+        if gathered is not None:
+            verdict = describe_disagreement(phase, [msgpack.unpackb(packed) for packed in gathered]).encode()
         verdict = self.broadcast(phase + "/verdict", verdict)
         if verdict:
             raise DisagreementError(verdict.decode())
 
     def barrier(self, phase: str) -> None:
-        """Return when every rank has come this far."""
+        """Return once every rank has entered this barrier.
+
+        Args:
+            phase: Names the exchange in errors. Every rank passes the same name.
+
+        Raises:
+            ControlError: The operation failed; see the class.
+        """
         self.gather(phase + "/in", b"")
         self.broadcast(phase + "/out", b"" if self.rank == 0 else None)
 
     @abstractmethod
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Run a block; if it raises on this rank, tell the others, and raise the one cause on every rank.
+        """Run a block; if it raises on this rank, report the error and raise one cause on every rank.
 
-        An error of this library keeps its class: this rank raises it as it is, the others one of the same class and
-        message from a ``RankFailedError``. Any other exception becomes a ``RankFailedError`` on every rank, on this one
-        raised from the original. A world of one raises the original.
+        An error of this library keeps its class: this rank raises it unchanged, and the others raise one of the same
+        class and message, with a ``RankFailedError`` as its cause. Any other exception becomes a ``RankFailedError``
+        on every rank; on this one, the original is its cause. A ``KeyboardInterrupt`` or ``SystemExit`` is reported
+        and propagates unchanged. In a world of one, every exception propagates unchanged.
+
+        Args:
+            name: The phase that the failure names.
+
+        Returns:
+            A context manager.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raise what another rank has reported by now; returns at once. For long stretches without an exchange."""
+        """Raise a failure that another rank has reported. Returns at once; for long stretches without an exchange.
+
+        Raises:
+            ControlError: The operation failed; see the class.
+        """
 
     @abstractmethod
     def streams(self) -> Streams:
-        """The ranks' streams of bytes, made by the first call and closed with the operation."""
+        """Return the byte streams between the ranks. The operation closes them.
+
+        Returns:
+            The same object on each call.
+
+        Raises:
+            ControlError: The operation failed; see the class.
+        """
 
     @abstractmethod
     def follow(self, kind: str, *, deadline_s: float) -> Operation:
-        """Begin an operation that follows from this one, which may be over. Ranks meet in it because they met in this
-        one, and not by counting: a rank for which this one failed may tell so to those that went on into the next."""
+        """Begin an operation that continues this one, which may be closed.
+
+        All ranks of this operation take part. They match by this operation and not by a count, so a rank for which
+        this operation failed can still report that to the ranks that went on to the next.
+
+        Args:
+            kind: As for ``Communicator.operation``.
+            deadline_s: As for ``Communicator.operation``.
+
+        Returns:
+            The new operation.
+        """
 
     @abstractmethod
-    def wait_alone(self, timeout_s: float) -> None:
-        """Rank 0 waits until every other rank has left this operation or ended, at most ``timeout_s``. Never raises."""
+    def wait_for_others_to_leave(self, timeout_s: float) -> None:
+        """On rank 0, wait until every other rank has closed this operation or ended. Never raises.
+
+        Args:
+            timeout_s: Give up after this many seconds.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave; drop this operation's keys once every rank has left. Never raises."""
+        """Leave the operation and release what it holds on this rank. Never raises; may be called twice."""
 
 
 class Communicator(ABC):
-    """The library's own line between the ranks of one job. Made once per process and set of ranks, then reused."""
+    """The connection between the ranks of one job. Made once per process and set of ranks, then reused. Thread-safe."""
 
     @property
     @abstractmethod
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's rank, from 0."""
 
     @property
     @abstractmethod
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of ranks."""
 
     @abstractmethod
     def operation(self, kind: str, *, deadline_s: float) -> Operation:
-        """Begin the next operation. Ranks meet in call order, per communicator, counted apart for each ``kind``."""
+        """Begin the next operation of a kind. Never raises and does not wait for other ranks.
+
+        The n-th operation of a kind on one rank is the n-th operation of that kind on every rank.
+
+        Args:
+            kind: For example ``save``.
+            deadline_s: Limit of each single wait for other ranks, in seconds.
+
+        Returns:
+            The operation; the caller closes it.
+        """
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release threads and connections. Waits a few seconds at most for ranks that are still in an operation."""

@@ -1,8 +1,7 @@
-"""The communicator of the default process group, made when it is first needed."""
+"""The communicator of the default process group."""
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import weakref
@@ -13,54 +12,83 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from ..errors import ControlError
+from ..runtime.exit import before_exit
 from .base import Communicator
+from .communicator import SocketCommunicator
 from .single import SingleProcess
-from .store import StoreCommunicator
 
 __all__ = ["current_communicator"]
 
 
-@dataclass
-class _Made:
+@dataclass(frozen=True)
+class _GroupCommunicator:
     pid: int
     group: weakref.ref[Any]
-    communicator: StoreCommunicator
+    communicator: SocketCommunicator
 
 
-_lock = threading.Lock()
-_made: _Made | None = None
-# Of groups that were destroyed: saves that began before that still go on, here or on other ranks.
-_retired: list[_Made] = []
-# A forked child must neither use nor destroy its parent's connections, so it keeps them without touching them.
-_of_parents: list[_Made] = []
+class _GroupCommunicators:
+    """The communicators that this process made for default process groups. Thread-safe.
+
+    A destroyed group's communicator is closed once no save that began before is in progress here or below. A forked
+    child must neither use nor close its parent's connections, so it keeps the objects without touching them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._current: _GroupCommunicator | None = None
+        self._retired: list[_GroupCommunicator] = []
+        self._inherited: list[_GroupCommunicator] = []
+
+    def get(self, deadline_s: float) -> Communicator:
+        with self._lock:
+            group = _default_group()
+            self._retire_others(group)
+            if group is None or torch.distributed.get_world_size() == 1:
+                return SingleProcess()
+            if self._current is None:
+                rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+                communicator = SocketCommunicator.connect(_shared_store(), rank, world_size, deadline_s=deadline_s)
+                self._current = _GroupCommunicator(os.getpid(), weakref.ref(group), communicator)
+            return self._current.communicator
+
+    def close(self) -> None:
+        for made in [*self._retired, *([self._current] if self._current is not None else [])]:
+            if made.pid == os.getpid():
+                made.communicator.close()
+
+    def _retire_others(self, group: Any) -> None:
+        if self._current is not None and (self._current.group() is not group or self._current.pid != os.getpid()):
+            self._retired.append(self._current)
+            self._current = None
+        self._inherited += [made for made in self._retired if made.pid != os.getpid()]
+        self._retired = [
+            made for made in self._retired if made.pid == os.getpid() and not made.communicator.close_if_unused()
+        ]
+
+
+_communicators = _GroupCommunicators()
+# The other ranks may still need this one to forward messages, so it waits for them before its process ends.
+before_exit(_communicators.close)
 
 
 def current_communicator(*, deadline_s: float = 60.0) -> Communicator:
-    """The line between the ranks of the default process group; ``SingleProcess`` when there is none, or of one rank.
+    """Return the communicator of the default process group; ``SingleProcess`` without a group or with one rank.
 
-    The first call for a group is collective: every rank makes it within ``deadline_s`` of the others, or
-    ``DeadlineError`` names who did not. Later calls return the same object until the group is destroyed. It exchanges
-    addresses through the group's store and never uses the group itself. Thread-safe.
+    The first call for a group is collective. It exchanges addresses through the group's store and never uses the group
+    itself. Later calls return the same object until the group is destroyed. Thread-safe.
+
+    Args:
+        deadline_s: How long the first call waits for the other ranks, in seconds.
+
+    Returns:
+        The communicator, which this module closes.
+
+    Raises:
+        DeadlineError: Some ranks did not make the first call in time; the message names them.
+        ControlError: The group has no store, or a rank cannot be reached.
     """
-    global _made
-    with _lock:
-        group = _default_group()
-        if _made is not None:
-            if _made.pid != os.getpid():
-                _of_parents.append(_made)
-                _made = None
-            elif group is None or _made.group() is not group:
-                _retired.append(_made)
-                _made = None
-        _retired[:] = [one for one in _retired if one.pid != os.getpid() or not one.communicator.close_if_over()]
-        if group is None or torch.distributed.get_world_size() == 1:
-            return SingleProcess()
-        if _made is None:
-            communicator = StoreCommunicator.connect(
-                _shared_store(), torch.distributed.get_rank(), torch.distributed.get_world_size(), deadline_s=deadline_s
-            )
-            _made = _Made(os.getpid(), weakref.ref(group), communicator)
-        return _made.communicator
+    return _communicators.get(deadline_s)
 
 
 def _default_group() -> Any:
@@ -77,11 +105,3 @@ def _shared_store() -> Any:
             "exchange addresses; initialise it with store= or init_method="
         )
     return store
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    # Rank 0 may be the first to end; the others still read its last answer.
-    for one in [*_retired, *([_made] if _made is not None else [])]:
-        if one.pid == os.getpid():
-            one.communicator.close()

@@ -1,4 +1,4 @@
-"""A failure as it travels between ranks: text and plain data only, so that any exception can be reported."""
+"""A failure report between ranks: text and plain data only, so that any exception can be reported."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .peers import PeerIdentity
 
 __all__ = ["FailureRecord"]
 
-_MESSAGE_LIMIT = 1 << 22
-_TRACEBACK_LIMIT = 1 << 18
+_MESSAGE_LIMIT_CHARACTERS = 1 << 22  # a mismatch error may list every name of a large model
+_TRACEBACK_LIMIT_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """Which rank failed where and how. The first record of an operation is raised by every rank.
+    """Which rank failed, where and how. Every rank raises the first record of an operation.
 
-    ``raised_as`` names the class of ``bytecheckpoint.errors`` that the other ranks raise: the error's own or its
-    nearest one there, so that ``except MismatchError`` works on every rank; ``RankFailedError`` for all else. ``about``
-    is what the operation was to do, and where: the kind and the path.
+    ``raised_as`` names the class of ``bytecheckpoint.errors`` that the other ranks raise: the error's own class or its
+    nearest base there, so that ``except MismatchError`` works on every rank; ``RankFailedError`` for any other
+    exception. ``about`` describes the operation: its kind and its path.
     """
 
     rank: int
@@ -41,10 +41,10 @@ class FailureRecord:
     about: str = ""
 
     @classmethod
-    def of_error(cls, error: BaseException, phase: str, here: PeerIdentity) -> FailureRecord:
-        """Describe an exception of this process. Works for any exception, also one whose ``str`` fails."""
+    def from_exception(cls, error: BaseException, phase: str, here: PeerIdentity) -> FailureRecord:
+        """Describe an exception of this process. Works for any exception, even if its ``str`` raises."""
         if isinstance(error, RankFailedError) and error.rank >= 0:
-            # What another operation inside this one has reported already, on every rank in the same words.
+            # A nested operation has already reported this failure, with the same text on every rank.
             where = (error.rank, error.host, here.pid, error.phase, error.error_type)
             return cls(*where, message="", traceback_text=error.traceback_text, text=str(error))
         known = [getattr(errors, name) for name in errors.__all__]
@@ -56,30 +56,33 @@ class FailureRecord:
             pid=here.pid,
             phase=phase,
             error_type=type(error).__name__,
-            message=_cut(_text_of(error), _MESSAGE_LIMIT),
-            traceback_text=_cut(_traceback_of(error), _TRACEBACK_LIMIT),
+            message=_shorten(_message_of(error), _MESSAGE_LIMIT_CHARACTERS),
+            traceback_text=_shorten(_traceback_text_of(error), _TRACEBACK_LIMIT_CHARACTERS),
             raised_as=raised_as,
             faults=[[str(part) for part in fault] for fault in faults],
         )
 
     @classmethod
-    def of_death(cls, peer: PeerIdentity, phase: str, message: str) -> FailureRecord:
-        """Describe a rank that cannot report for itself any more."""
+    def from_death(cls, peer: PeerIdentity, phase: str, message: str) -> FailureRecord:
+        """Describe a rank whose process or connection is gone."""
         return cls(peer.rank, peer.host, peer.pid, phase, "ProcessDied", message)
 
     @classmethod
-    def of_deadline(cls, message: str, phase: str, here: PeerIdentity) -> FailureRecord:
+    def from_deadline(cls, message: str, phase: str, here: PeerIdentity) -> FailureRecord:
+        """Describe a wait of this rank that passed its deadline."""
         return cls(here.rank, here.host, here.pid, phase, "DeadlineError", message, raised_as="DeadlineError")
 
     def pack(self) -> bytes:
+        """Encode for another rank."""
         return bytes(msgpack.packb(asdict(self)))
 
     @classmethod
     def unpack(cls, data: bytes) -> FailureRecord:
+        """Decode what ``pack`` returned."""
         return cls(**msgpack.unpackb(data))
 
     def rank_failed(self) -> RankFailedError:
-        """The error that names rank, host, phase and cause, with the original traceback as text."""
+        """Make the error that names rank, host, phase and cause, with the original traceback as text."""
         message = self.text
         if not message:
             message = f"rank {self.rank} on {self.host} failed in {self.phase}: {self.error_type}: {self.message}"
@@ -99,7 +102,7 @@ class FailureRecord:
         return f"\n  in: {self.about}" if self.about else ""
 
     def error(self) -> BytecheckpointError:
-        """What a rank raises that did not fail itself."""
+        """Make the error that the ranks raise that did not fail themselves."""
         if self.raised_as == DeadlineError.__name__ and not self.traceback_text:
             return DeadlineError(self.message + self._where())
         cause = self.rank_failed()
@@ -119,21 +122,21 @@ def _library_class(name: str) -> Any:
     return found if issubclass(found, BytecheckpointError) else BytecheckpointError
 
 
-def _text_of(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - __str__ of a foreign exception may do anything; the report must go out
+    except Exception:  # noqa: BLE001 - __str__ of a foreign exception may raise anything; the report must still be sent
         return "(its message cannot be shown)"
 
 
-def _traceback_of(error: BaseException) -> str:
+def _traceback_text_of(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except Exception:  # noqa: BLE001 - formatting calls into the foreign exception, as above
         return "".join(traceback.format_tb(error.__traceback__))
 
 
-def _cut(text: str, limit: int) -> str:
+def _shorten(text: str, limit: int) -> str:
     # Lone surrogates (from file names) have no UTF-8 form.
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return text if len(text) <= limit else text[: limit // 2] + "\n[...]\n" + text[-limit // 2 :]

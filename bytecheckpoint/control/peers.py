@@ -1,4 +1,4 @@
-"""Who the ranks are, and whether those on this host still live."""
+"""Identify the processes of the ranks and notice when one on this host has ended."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from dataclasses import asdict, dataclass
 
 import msgpack
 
+from .timings import PROCESS_CHECK_S
+
 __all__ = ["PeerIdentity", "PeerWatch"]
 
-_LOOK_INTERVAL_S = 0.05
 _ENDED_STATES = ("Z", "X", "x")
 
 
 @dataclass(frozen=True)
 class PeerIdentity:
-    """One rank's process. Empty ``boot_id`` or namespaces mean unknown and match nothing."""
+    """One rank's process. An empty ``boot_id`` or namespace is unknown and matches nothing."""
 
     rank: int
     host: str
@@ -31,6 +32,7 @@ class PeerIdentity:
 
     @classmethod
     def of_this_process(cls, rank: int) -> PeerIdentity:
+        """Identify the calling process."""
         found = _state_and_start(os.getpid())
         return cls(
             rank=rank,
@@ -43,56 +45,67 @@ class PeerIdentity:
         )
 
     def pack(self) -> bytes:
+        """Encode for another rank."""
         return bytes(msgpack.packb(asdict(self)))
 
     @classmethod
     def unpack(cls, data: bytes) -> PeerIdentity:
+        """Decode what ``pack`` returned."""
         return cls(**msgpack.unpackb(data))
 
-    def sees(self, other: PeerIdentity) -> bool:
-        """Whether the other's pid means something in this process's ``/proc``."""
-        return self.neighbourhood == other.neighbourhood != ""
-
-    def shares_network(self, other: PeerIdentity) -> bool:
-        """Whether 127.0.0.1 is the same place for both."""
-        mine, others = (self.boot_id, self.net_namespace), (other.boot_id, other.net_namespace)
-        return all(mine) and mine == others
-
     @property
-    def neighbourhood(self) -> str:
-        """One word for all processes that can see each other; empty when unknown."""
+    def pid_scope(self) -> str:
+        """A key that is equal for processes that can see each other's pid; empty if unknown."""
         return f"{self.boot_id}.{self.pid_namespace}" if self.boot_id and self.pid_namespace else ""
 
+    @property
+    def network_scope(self) -> str:
+        """A key that is equal for processes with the same loopback interface; empty if unknown."""
+        return f"{self.boot_id}.{self.net_namespace}" if self.boot_id and self.net_namespace else ""
+
+    def can_observe(self, other: PeerIdentity) -> bool:
+        """Whether the other's pid is valid in this process's ``/proc``."""
+        return self.pid_scope == other.pid_scope != ""
+
+    def shares_loopback(self, other: PeerIdentity) -> bool:
+        """Whether 127.0.0.1 is the same interface for both."""
+        return self.network_scope == other.network_scope != ""
+
     def has_ended(self) -> bool:
-        """Whether this process is gone, a zombie, or its pid someone else's. Ask only where ``sees`` holds."""
+        """Whether this process is gone or a zombie, or its pid is reused. Valid only where ``can_observe`` holds."""
         found = _state_and_start(self.pid)
         return found is None or found[0] in _ENDED_STATES or found[1] != self.start_ticks
 
 
 class PeerWatch:
-    """Looks at processes on this host at most 20 times a second, whoever asks how often. Thread-safe."""
+    """Check which processes of this host have ended, at most 20 times a second. Thread-safe."""
 
     def __init__(self, here: PeerIdentity, peers: Iterable[PeerIdentity]) -> None:
-        self._alive = {peer.rank: peer for peer in peers if peer.rank != here.rank and here.sees(peer)}
+        self._alive = {peer.rank: peer for peer in peers if peer.rank != here.rank and here.can_observe(peer)}
         self._ended: dict[int, PeerIdentity] = {}
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._lock = threading.Lock()
 
-    def ended(self) -> list[PeerIdentity]:
-        """The peers on this host that do not live any more, by rank."""
+    def identity(self, rank: int) -> PeerIdentity | None:
+        """Return the process of a rank on this host."""
+        with self._lock:
+            return self._alive.get(rank) or self._ended.get(rank)
+
+    def ended(self) -> set[int]:
+        """Return the ranks on this host whose process has ended."""
         with self._lock:
             now = time.monotonic()
-            if now >= self._next_look:
-                self._next_look = now + _LOOK_INTERVAL_S
+            if now >= self._next_check:
+                self._next_check = now + PROCESS_CHECK_S
                 for rank in [rank for rank, peer in self._alive.items() if peer.has_ended()]:
                     self._ended[rank] = self._alive.pop(rank)
-            return [self._ended[rank] for rank in sorted(self._ended)]
+            return set(self._ended)
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command's name, in parentheses, may hold anything; fields are counted from behind it.
+            # The command name, in parentheses, may contain anything, so fields are counted from its end.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None

@@ -1,24 +1,21 @@
-"""How the ranks find the library's own stores: once per communicator, through a store they already share.
+"""Connect the ranks of a job: once per communicator, through a store that they already share.
 
-Every rank says hello under its rank with a word of its own; its parent (``tree.py``) serves a store and answers to that
-word. A value that an earlier group left in a shared store is thus never taken for an answer, and no rank counts
-anything. In a flat job every parent is rank 0, and there are no leaders.
-
-1. rank r: ``hello/<r>`` = its word and identity, into the shared store; a leader when all of its group have
-2. rank 0: when all its children have, serve a store (on 127.0.0.1 alone when all share the host), ``reply/<word>`` =
-   address; a leader that has got this, serve one for its group, and reply to it likewise
-3. rank r: connect to its parent, ``joined/<r>`` = identity, into the parent's store; a leader when all of its group
-   have, with their identities and its store's address
-4. rank 0: when all have joined, one list of identities per host; ``ready`` = where all stores are; leaders pass it on
+1. Each rank registers in the shared store under its rank, with a random token; a leader once its group has.
+2. A rank with children listens, and answers to each child's token with its endpoint and the key of the communicator.
+   Leaders pass the key on. A value that an earlier group left in the store is thus never mistaken for an answer.
+3. Each rank connects to its parent; a leader once its group has connected.
+4. The ranks exchange what they need to know of each other in an ordinary operation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -26,220 +23,237 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import ControlError, DeadlineError
 from .agreement import format_ranks
-from .connecting import serve_store
-from .line import Line, LineLost
-from .lines import Lines, StoreAddress
-from .meeting import ADDRESS_VARIABLE, LOOPBACK, Meeting, addresses_facing, root_addresses
-from .peers import PeerIdentity
+from .network import LOOPBACK, Endpoint, Network
+from .operation import SocketOperation
+from .peers import PeerIdentity, PeerWatch
+from .router import Router
+from .timings import (
+    LONGEST_NOTE_INTERVAL_S,
+    NOTES_PER_DEADLINE,
+    REGISTRATION_POLL_PER_RANK_S,
+    REGISTRATION_POLL_S,
+)
 from .tree import Tree
 
-__all__ = ["meet"]
+__all__ = ["ADDRESS_VARIABLE", "Connections", "connect_ranks"]
+
+ADDRESS_VARIABLE = "BYTECHECKPOINT_CONTROL_ADDRESS"
+"""Environment variable of rank 0: an address at which every host can reach it, if it cannot find one."""
 
 _PREFIX = "bytecheckpoint/control"
-_PAUSE_S = 0.005
-_PAUSE_PER_RANK_S = 25e-6  # in large jobs the longest pause grows with the ranks that look
-_NOTE_EVERY_S = 1.0
-_NOTES_PER_DEADLINE = 8
+_KEY_BYTES = 32
+_LEAST_S = 0.01
+_OTHER_HOST = "192.0.2.1"  # an address reserved for documentation: certainly not one of this host
 
 
-def meet(store: Any, here: PeerIdentity, world_size: int, deadline_s: float, tree: Tree | None = None) -> Meeting:
-    """Find the others. Called by every rank at about the same time; raises ``DeadlineError`` naming who is missing."""
+@dataclass(frozen=True)
+class Connections:
+    """A connected rank."""
+
+    router: Router
+    network: Network
+
+
+def connect_ranks(store: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> Connections:
+    """Connect to the other ranks. Every rank calls it at about the same time.
+
+    Raises ``DeadlineError`` naming the missing ranks, ``ControlError`` where a rank cannot be reached.
+    """
     with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-        # A connection of its own: the shared one may be blocked by a wait of the main thread. Older torch has none.
+        # A connection of our own: a wait of the main thread may block the shared one. Older torch cannot clone.
         store = store.clone()
-    tree = tree if tree is not None else Tree.of(world_size)
-    one = _Arrival(PrefixStore(_PREFIX, store), here, tree, deadline_s)
     try:
-        if here.rank == 0:
-            return _host(one, _Reception(one))
-        return _join(one, _Reception(one) if tree.children(here.rank) else None)
-    except LineLost as error:
-        hint = f" {_hint()}" if error.server == 0 else ""
-        raise ControlError(
-            f"rank {here.rank} on {here.host} cannot reach rank {error.server}'s store: {error}.{hint}"
-        ) from error
+        return _Arrival(PrefixStore(_PREFIX, store), here, tree, deadline_s).connect()
     except RuntimeError as error:
         raise ControlError(
-            f"rank {here.rank} on {here.host} cannot meet the other ranks: the store of the process group failed: "
-            f"{error}"
+            f"rank {here.rank} on {here.host} cannot connect to the other ranks: the store of the process group "
+            f"failed: {error}"
         ) from error
 
 
 class _Arrival:
-    """One rank on its way to the others, and its clock."""
+    """One rank that connects to the others."""
 
     def __init__(self, shared: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> None:
-        self.shared, self.here, self.tree = shared, here, tree
-        self.word = secrets.token_hex(8)
-        self._deadline_s = deadline_s
-        self._deadline = time.monotonic() + deadline_s
-        self._longest_pause_s = max(_PAUSE_S, tree.world_size * _PAUSE_PER_RANK_S)
+        self._shared, self._here, self._tree = shared, here, tree
+        self._children, self._parent = tree.children(here.rank), tree.parent(here.rank)
+        self._tokens: dict[int, str] = {}
+        self._is_local = True  # all ranks of this branch share the loopback interface
+        self._deadline_s, self._deadline = deadline_s, time.monotonic() + deadline_s
+        self._longest_pause_s = max(REGISTRATION_POLL_S, tree.world_size * REGISTRATION_POLL_PER_RANK_S)
 
-    def say_hello(self, is_local: bool) -> None:
-        """``is_local``: all of its branch share the host's network."""
-        self.shared.set(f"hello/{self.here.rank}", msgpack.packb([self.word, self.here.pack(), is_local]))
+    def connect(self) -> Connections:
+        rank, parent = self._here.rank, self._parent
+        self._poll(lambda: self._unregistered(self._children), f"register with rank {rank}")
+        key, is_local, parent_endpoint = self._register() if rank else (secrets.token_bytes(_KEY_BYTES), False, None)
+        is_local = is_local if rank else self._is_local
+        network = Network(rank, key)
+        try:
+            router = Router(self._here, self._tree, network)
+            network.attach(router)
+            endpoint = Endpoint(
+                [LOOPBACK] if is_local else _own_addresses(parent_endpoint),
+                network.listen(LOOPBACK if is_local else ""),
+            )
+            if self._children:
+                self._await_children(network, msgpack.packb([key, is_local, endpoint]))
+            if parent_endpoint is not None:
+                network.set_endpoints({parent: parent_endpoint})
+                self._connect_to_parent(network)
+            self._exchange_endpoints(router, network, endpoint)
+        except BaseException:
+            network.close()
+            raise
+        return Connections(router, network)
 
-    def left_s(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.01)
+    def _register(self) -> tuple[bytes, bool, Endpoint]:
+        """Register with the parent; return the key, whether all ranks share a loopback interface, and where it is."""
+        token = secrets.token_hex(8)
+        value = msgpack.packb([token, self._here.pack(), self._is_local])
+        self._shared.set(f"registered/{self._here.rank}", value)
+        answer = f"answer/{token}"
+        self._poll(lambda: [] if self._shared.check([answer]) else [self._parent], "answer its children")
+        key, is_local, endpoint = msgpack.unpackb(bytes(self._shared.get(answer)))
+        self._delete(answer)
+        return key, is_local, Endpoint(*endpoint)
 
-    def until_none(self, missing: Callable[[], list[int]], what: str, hint: str = "") -> None:
-        """Look for who is missing until nobody is. Who waits for its children leaves word for whom, for its parent."""
-        note_every_s = min(_NOTE_EVERY_S, self._deadline_s / _NOTES_PER_DEADLINE)
-        next_note, pause = time.monotonic() + note_every_s, _PAUSE_S
-        while True:
-            ranks = missing()
-            if not ranks:
-                return
-            now = time.monotonic()
-            if now > self._deadline:
-                raise DeadlineError(
-                    f"the ranks did not meet within {self._deadline_s:g} s: waited for rank(s) "
-                    f"{format_ranks(self._culprits(ranks))} to {what}. Every rank of the default process group has to "
-                    "take part in a save or load." + hint
-                )
-            if now > next_note and min(ranks) > self.here.rank > 0:
-                next_note = now + note_every_s
-                self.shared.set(f"missing/{self.here.rank}", msgpack.packb(ranks))
-            time.sleep(pause)
-            pause = min(pause * 1.5, self._longest_pause_s)
+    def _unregistered(self, children: Iterable[int]) -> list[int]:
+        self._read_registrations(rank for rank in children if rank not in self._tokens)
+        return [rank for rank in children if rank not in self._tokens]
 
-    def forget(self, key: str) -> None:
-        # Not every store can delete; what stays is small and never mistaken for an answer.
-        with contextlib.suppress(NotImplementedError, RuntimeError):
-            self.shared.delete_key(key)
-
-    def _culprits(self, ranks: Iterable[int]) -> list[int]:
-        """Those for whom a leader that is late waits itself."""
-        found: list[int] = []
-        for rank in ranks:
-            key = f"missing/{rank}"
-            is_known = rank > self.here.rank and self.shared.check([key])
-            found += msgpack.unpackb(bytes(self.shared.get(key))) if is_known else [rank]
-        return found
-
-
-@dataclass
-class _Reception:
-    """A rank that serves a store, and those of its children that have come."""
-
-    arrival: _Arrival
-    words: dict[int, str] = field(default_factory=dict)
-    identities: dict[int, PeerIdentity] = field(default_factory=dict)
-    is_local: bool = True
-    server: Any = None
-    line: Line | None = None
-
-    def await_hellos(self) -> None:
-        children = self.arrival.tree.children(self.arrival.here.rank)
-
-        def missing() -> list[int]:
-            self._hear([rank for rank in children if rank not in self.words])
-            return [rank for rank in children if rank not in self.words]
-
-        self.arrival.until_none(missing, f"say hello to rank {self.arrival.here.rank}")
-
-    def serve(self, addresses: list[str], local: bool) -> tuple[StoreAddress, Line]:
-        """Open the store, and tell all who said hello; where it is for others."""
-        here = self.arrival.here
-        self.server, port = serve_store(LOOPBACK if local else "")
-        self.line = Line(self.server, here.rank)
-        place = StoreAddress(here, [LOOPBACK] if local else addresses, port)
-        self._answer = msgpack.packb([place.pack(), local])
-        for word in self.words.values():
-            self.arrival.shared.set(f"reply/{word}", self._answer)
-        return place, self.line
-
-    def await_joins(self, hint: str) -> list[tuple[list[bytes], list[bytes]]]:
-        """What each child brings: where the stores in its branch are, and who is in it."""
-        arrival, line = self.arrival, self.line
-        assert line is not None
-        children = arrival.tree.children(arrival.here.rank)
-
-        def missing() -> list[int]:
-            ranks = [rank for rank in children if not line.has(f"joined/{rank}")]
-            for rank in self._hear(ranks):
-                arrival.shared.set(f"reply/{self.words[rank]}", self._answer)
-            return ranks
-
-        arrival.until_none(missing, f"connect to rank {arrival.here.rank}'s store", hint)
+    def _read_registrations(self, children: Iterable[int]) -> list[int]:
+        """Read new registrations; return the children whose token has changed."""
+        changed = []
         for rank in children:
-            # Only their parent may: who asks for a key that is gone waits for it.
-            arrival.forget(f"hello/{rank}")
-        return [msgpack.unpackb(line.take(f"joined/{rank}")) for rank in children]
-
-    def _hear(self, ranks: Sequence[int]) -> list[int]:
-        """Take new hellos; the ranks whose word changed."""
-        changed, shared = [], self.arrival.shared
-        for rank in ranks:
-            if shared.check([f"hello/{rank}"]):
-                word, packed, is_local = msgpack.unpackb(bytes(shared.get(f"hello/{rank}")))
-                if self.words.get(rank) != word:
-                    self.words[rank], self.identities[rank] = word, PeerIdentity.unpack(packed)
-                    self.is_local &= is_local and self.arrival.here.shares_network(self.identities[rank])
+            if self._shared.check([f"registered/{rank}"]):
+                token, packed, is_local = msgpack.unpackb(bytes(self._shared.get(f"registered/{rank}")))
+                if self._tokens.get(rank) != token:
+                    self._tokens[rank] = token
+                    self._is_local &= is_local and self._here.shares_loopback(PeerIdentity.unpack(packed))
                     changed.append(rank)
         return changed
 
+    def _await_children(self, network: Network, answer: bytes) -> None:
+        """Answer the children and wait until all have connected."""
+        for token in self._tokens.values():
+            self._shared.set(f"answer/{token}", answer)
 
-def _host(one: _Arrival, reception: _Reception) -> Meeting:
-    reception.await_hellos()
-    local = reception.is_local
-    place, line = reception.serve(root_addresses() if not local else [], local)
-    brought = reception.await_joins(f" {_hint()}")
-    everyone = [one.here, *(PeerIdentity.unpack(peer) for _, branch in brought for peer in branch)]
-    hosts: dict[str, list[PeerIdentity]] = {}
-    for peer in everyone:
-        hosts.setdefault(peer.neighbourhood, []).append(peer)
-    for neighbourhood, peers in hosts.items():
-        line.put(f"peers/{neighbourhood}", msgpack.packb([peer.pack() for peer in peers]))
-    places = [place.pack(), *(served for stores, _ in brought for served in stores)]
-    line.put("ready", msgpack.packb(places))
-    lines = Lines(_directory(places, one.here), [line])
-    return Meeting(one.here, one.tree, hosts[one.here.neighbourhood], lines, local, reception.server)
+        def unconnected() -> list[int]:
+            connected = network.connected_peers()
+            ranks = [rank for rank in self._children if rank not in connected]
+            # The registration that was answered may be one of an earlier group.
+            for rank in self._read_registrations(ranks):
+                self._shared.set(f"answer/{self._tokens[rank]}", answer)
+            return ranks
+
+        hint = "" if self._here.rank else f" {_hint()}"
+        self._poll(unconnected, f"connect to rank {self._here.rank}", hint)
+        for rank in self._children:
+            # Only the parent may delete it: a read of a missing key blocks.
+            self._delete(f"registered/{rank}")
+        if self._here.rank:
+            self._delete(f"missing/{self._here.rank}")
+
+    def _connect_to_parent(self, network: Network) -> None:
+        here = self._here
+        try:
+            network.connect(self._parent, self._left_s())
+        except OSError as error:
+            hint = "" if self._parent else f" {_hint()}"
+            raise ControlError(
+                f"rank {here.rank} on {here.host} cannot connect to rank {self._parent}: {error}.{hint}"
+            ) from error
+
+    def _exchange_endpoints(self, router: Router, network: Network, endpoint: Endpoint) -> None:
+        """Give every rank the endpoints of all, and the identities of the processes on its host."""
+        with SocketOperation(router, network, "connect/0", self._left_s()) as operation:
+            gathered = operation.gather("endpoints", msgpack.packb([self._here.pack(), endpoint]))
+            directory, neighbours = (None, None) if gathered is None else _compile(gathered)
+            directory = operation.broadcast("endpoints", directory)
+            peers = msgpack.unpackb(operation.scatter("neighbours", neighbours))
+        router.watch = PeerWatch(self._here, map(PeerIdentity.unpack, peers))
+        hosts, places = msgpack.unpackb(directory)
+        endpoints = {}
+        for rank, (host, port) in enumerate(places):
+            name, network_scope, addresses = hosts[host]
+            router.hosts[rank] = name
+            is_local = network_scope == self._here.network_scope != ""
+            endpoints[rank] = Endpoint([LOOPBACK] if is_local else addresses, port)
+        network.set_endpoints(endpoints)
+
+    def _poll(self, missing: Callable[[], list[int]], action: str, hint: str = "") -> None:
+        """Poll until no rank is missing. A leader publishes which ranks of its group are."""
+        note_interval_s = min(LONGEST_NOTE_INTERVAL_S, self._deadline_s / NOTES_PER_DEADLINE)
+        next_note, pause_s = time.monotonic() + note_interval_s, REGISTRATION_POLL_S
+        while ranks := missing():
+            now = time.monotonic()
+            if now > self._deadline:
+                raise DeadlineError(
+                    f"the ranks did not connect within {self._deadline_s:g} s: waited for rank(s) "
+                    f"{format_ranks(self._late_ranks(ranks))} to {action}. Every rank of the default process group "
+                    "must take part in a save or load." + hint
+                )
+            if now > next_note and min(ranks) > self._here.rank > 0:
+                next_note = now + note_interval_s
+                self._shared.set(f"missing/{self._here.rank}", msgpack.packb(ranks))
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, self._longest_pause_s)
+
+    def _late_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """For each leader that waits for ranks of its group, those ranks."""
+        late: list[int] = []
+        for rank in ranks:
+            key = f"missing/{rank}"
+            is_known = rank > self._here.rank and self._shared.check([key])
+            late += msgpack.unpackb(bytes(self._shared.get(key))) if is_known else [rank]
+        return late
+
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), _LEAST_S)
+
+    def _delete(self, key: str) -> None:
+        # Some stores cannot delete. What stays is small and never mistaken for an answer.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            self._shared.delete_key(key)
 
 
-def _join(one: _Arrival, reception: _Reception | None) -> Meeting:
-    """``reception`` is a leader's: it meets its group on the way."""
-    here, parent = one.here, one.tree.parent(one.here.rank)
-    if reception is not None:
-        reception.await_hellos()
-    one.say_hello(reception is None or reception.is_local)
-    reply = f"reply/{one.word}"
-    one.until_none(lambda: [] if one.shared.check([reply]) else [parent], "serve the ranks' own store")
-    packed, local = msgpack.unpackb(bytes(one.shared.get(reply)))
-    one.forget(reply)
-    place = StoreAddress.unpack(packed)
-    stores: list[bytes] = []
-    branch = [here.pack()]
-    lines: list[Line] = []
-    if reception is not None:
-        own, below = reception.serve([] if local else addresses_facing(place.addresses), local)
-        stores.append(own.pack())
-        branch += [peer for _, peers in reception.await_joins("") for peer in peers]
-        lines.append(below)
-    line = Line.connect(place.addresses, place.port, parent, patience_s=one.left_s())
-    lines.append(line)
-    line.put(f"joined/{here.rank}", msgpack.packb([stores, branch]))
-    one.until_none(lambda: [] if line.has("ready") else [parent], "hear from all ranks")
-    ready, _keys = line.read("ready")
-    neighbours = _neighbours(line, here.neighbourhood)
-    if reception is not None:
-        one.forget(f"missing/{here.rank}")
-        for neighbourhood in {PeerIdentity.unpack(peer).neighbourhood for peer in branch}:
-            below.put(f"peers/{neighbourhood}", line.read(f"peers/{neighbourhood}")[0])
-        below.put("ready", ready)
-    server = None if reception is None else reception.server
-    return Meeting(here, one.tree, neighbours, Lines(_directory(msgpack.unpackb(ready), here), lines), local, server)
+def _compile(gathered: Sequence[bytes]) -> tuple[bytes, list[bytes]]:
+    """Make the directory of all ranks, and for each rank the identities of the processes on its host."""
+    hosts: dict[tuple[str, str, tuple[str, ...]], int] = {}
+    places, scopes = [], []
+    processes: dict[str, list[bytes]] = {}
+    for packed in gathered:
+        identity, (addresses, port) = msgpack.unpackb(packed)
+        peer = PeerIdentity.unpack(identity)
+        host = (peer.host, peer.network_scope, tuple(addresses))
+        places.append([hosts.setdefault(host, len(hosts)), port])
+        scopes.append(peer.pid_scope)
+        processes.setdefault(peer.pid_scope, []).append(identity)
+    neighbours = {scope: msgpack.packb(found if scope else []) for scope, found in processes.items()}
+    return msgpack.packb([list(hosts), places]), [neighbours[scope] for scope in scopes]
 
 
-def _neighbours(line: Line, neighbourhood: str) -> list[PeerIdentity]:
-    return [PeerIdentity.unpack(peer) for peer in msgpack.unpackb(line.read(f"peers/{neighbourhood}")[0])]
+def _own_addresses(parent: Endpoint | None) -> list[str]:
+    """The addresses at which other hosts may reach this rank, most likely first."""
+    if parent is not None:
+        return _addresses_facing(parent.addresses)
+    configured = os.environ.get(ADDRESS_VARIABLE)
+    return [configured] if configured else _addresses_facing([os.environ.get("MASTER_ADDR", _OTHER_HOST)])
 
 
-def _directory(places: Iterable[bytes], here: PeerIdentity) -> dict[int, StoreAddress]:
-    found = {place.server.rank: place for place in map(StoreAddress.unpack, places)}
-    if here.rank in found:
-        found[here.rank] = StoreAddress(here, [LOOPBACK], found[here.rank].port)
-    return found
+def _addresses_facing(hosts: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            # A connected datagram socket sends nothing; it asks the routing table which of our addresses faces a host.
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))
+                found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
+    found.append(socket.getfqdn())
+    local = ("127.", "::1", "fe80:")
+    return [address for address in dict.fromkeys(found) if not address.startswith(local)] or [LOOPBACK]
 
 
 def _hint() -> str:

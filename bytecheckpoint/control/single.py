@@ -1,4 +1,4 @@
-"""The communicator of a job of one process: nothing to wait for, nobody to tell."""
+"""The communicator of a job of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SingleOperation", "SingleProcess"]
 
 
 class SingleOperation(Operation):
-    """Every phase is done at once, and an exception goes through as it is."""
+    """Complete every exchange at once and let exceptions propagate unchanged."""
 
     @property
     def rank(self) -> int:
@@ -22,20 +22,20 @@ class SingleOperation(Operation):
     def world_size(self) -> int:
         return 1
 
-    def is_about(self, what: str) -> None:
-        """Errors go through as they are."""
+    def set_description(self, text: str) -> None:
+        """Do nothing: no failure is reported."""
 
     def gather(self, phase: str, payload: bytes) -> Sequence[bytes]:
         return [payload]
 
     def scatter(self, phase: str, payloads: Sequence[bytes] | None) -> bytes:
         if payloads is None or len(payloads) != 1:
-            raise ValueError(f"scatter {phase!r} in one process takes exactly one payload")
+            raise ValueError(f"scatter {phase!r} in a job of one process needs exactly one payload")
         return payloads[0]
 
     def broadcast(self, phase: str, payload: bytes | None) -> bytes:
         if payload is None:
-            raise ValueError(f"broadcast {phase!r} in one process needs the payload")
+            raise ValueError(f"broadcast {phase!r} in a job of one process needs a payload")
         return payload
 
     def fail(self, phase: str, error: BaseException) -> None:
@@ -46,7 +46,7 @@ class SingleOperation(Operation):
         yield
 
     def check(self) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def streams(self) -> Streams:
         return NoStreams()
@@ -54,15 +54,15 @@ class SingleOperation(Operation):
     def follow(self, kind: str, *, deadline_s: float) -> SingleOperation:
         return SingleOperation()
 
-    def wait_alone(self, timeout_s: float) -> None:
-        """There is no other rank."""
+    def wait_for_others_to_leave(self, timeout_s: float) -> None:
+        """Do nothing: there is no other rank."""
 
     def close(self) -> None:
         return
 
 
 class SingleProcess(Communicator):
-    """World of one, without a store."""
+    """A world of one rank."""
 
     @property
     def rank(self) -> int:

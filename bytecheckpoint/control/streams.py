@@ -1,4 +1,4 @@
-"""Bytes from rank to rank beside the store: for what is too much to pass through one process."""
+"""Interface of the byte streams between ranks, for payloads that are too large to pass through rank 0."""
 
 from __future__ import annotations
 
@@ -12,33 +12,55 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Streams(ABC):
-    """One ordered stream of bytes for each channel, sender and receiver.
+    """One ordered byte stream per channel, sender and receiver.
 
-    Both sides know from their plans how many bytes come in which order; nothing frames them. Thread-safe, but each
-    channel belongs, in each direction and for each peer, to one thread at a time. A rank that sends can block until
-    the other receives. Raises what ``Operation``'s methods raise, on all ranks the same cause; the operation is then
-    over. Belongs to its operation and is closed with it.
+    Nothing frames the bytes: both sides compute from their plans how many bytes arrive in which order. Thread-safe,
+    but each channel belongs to one thread at a time, per direction and peer. A send may block until the receiver
+    reads. Streams belong to their operation: they raise what ``Operation``'s exchanges raise, after which the operation
+    has failed on all ranks, and they are closed with it.
     """
 
     @abstractmethod
     def send(self, to: int, channel: str, data: Buffer) -> None:
-        """Return when the system has taken everything; ``data`` may then be reused."""
+        """Send bytes to a rank; return when the operating system has accepted all of them.
+
+        Args:
+            to: The receiver's rank.
+            channel: Names the stream on both sides.
+            data: The bytes; the caller may reuse the buffer afterwards.
+
+        Raises:
+            ControlError: The operation failed.
+            ValueError: ``to`` is this rank or no rank of the job.
+        """
 
     @abstractmethod
     def receive(self, source: int, channel: str, into: Buffer) -> None:
-        """Fill ``into`` exactly with the stream's next bytes."""
+        """Fill a buffer with the next bytes of a stream.
+
+        Args:
+            source: The sender's rank.
+            channel: Names the stream on both sides.
+            into: A writable buffer; it is filled completely.
+
+        Raises:
+            ControlError: The operation failed.
+            ValueError: ``source`` is this rank or no rank of the job.
+        """
 
     @property
     @abstractmethod
-    def bytes_sent(self) -> int: ...
+    def bytes_sent(self) -> int:
+        """Bytes sent so far on all channels."""
 
     @property
     @abstractmethod
-    def bytes_received(self) -> int: ...
+    def bytes_received(self) -> int:
+        """Bytes received so far on all channels."""
 
 
 class NoStreams(Streams):
-    """Of a job of one process: there is nobody to send to."""
+    """The streams of a job of one process, which has no peers."""
 
     def send(self, to: int, channel: str, data: Buffer) -> None:
         raise ValueError(f"cannot send to rank {to}: this is a job of one process")

@@ -1,4 +1,4 @@
-"""Copying a checkpoint to another store, and removing one. The manifest is the last to come and the first to go."""
+"""Copy a checkpoint to another store, or remove one. A copy writes the manifest last; a removal deletes it first."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint import Checkpoint
-from .engine.reading.reader import Reader
-from .engine.reading.stored_files import read_stored_file
-from .engine.writing.commit import commit, read_manifest, remove_files
-from .errors import CommitUnknownError
-from .manifest import MANIFEST_KEY
-from .rewriting import Progress, refuse_checkpoint
-from .storage_backends import open_backend
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.manifest_file import commit, read_manifest, remove_files
+from ..engine.reading.reader import Reader
+from ..engine.reading.stored_files import read_stored_file
+from ..format.manifest import MANIFEST_KEY
+from ..storage_backends import open_backend
+from .rewriter import Progress, cleanup_on_failure, refuse_checkpoint
 
 __all__ = ["CopyReport", "RemoveReport", "copy", "remove"]
 
 
 @dataclass(frozen=True)
 class CopyReport:
-    """A copy at ``url``: the number of data files, and their bytes."""
+    """The result of ``copy``.
+
+    Attributes:
+        url: URL of the copy.
+        files: Number of data files.
+        size: Bytes of all data files.
+    """
 
     url: str
     files: int
@@ -29,7 +34,14 @@ class CopyReport:
 
 @dataclass(frozen=True)
 class RemoveReport:
-    """``files`` data files of ``size`` bytes are gone. ``left`` are objects that were no part of the checkpoint."""
+    """The result of ``remove``.
+
+    Attributes:
+        url: URL of the removed checkpoint.
+        files: Number of removed data files.
+        size: Bytes of all removed data files.
+        left: Keys that remain, because they were not part of the checkpoint.
+    """
 
     url: str
     files: int
@@ -44,41 +56,58 @@ def copy(
     progress: Progress = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CopyReport:
-    """An exact copy of ``checkpoint`` at ``target_url``, on any store, each byte checked on its way.
+    """Copy a checkpoint exactly, and check every byte on the way. Holds a few MiB at a time.
 
-    Files first, manifest last: the copy appears when all of it is durable, and a failure leaves nothing behind. Holds
-    a few MiB at a time. Raises ``KeyExistsError`` where a checkpoint is at the target already, ``CorruptionError``,
-    ``StorageError``.
+    The manifest is written when all files are durable. After a failure nothing remains at the target.
+
+    Args:
+        checkpoint: The checkpoint to copy.
+        target_url: Where to put the copy, on any store.
+        progress: Called with the number of bytes copied since the last call.
+        storage_options: Options for the target's storage backend.
+
+    Returns:
+        A report.
+
+    Raises:
+        KeyExistsError: The target already holds a checkpoint.
+        CorruptionError: Stored bytes are damaged or missing.
+        StorageError: A store failed.
     """
     target = open_backend(target_url, **dict(storage_options or {}))
     refuse_checkpoint(target, checkpoint.url)
     manifest = checkpoint.manifest
     done: list[str] = []
     reader = checkpoint.checked_reader()
-    try:
+    with cleanup_on_failure(lambda: remove_files(target, done)):
         for row, key in enumerate(manifest.files.name):
             with target.create(key, int(manifest.files.size[row])) as writer:
                 at = 0
-                for piece in _verified(reader, row):
+                for piece in _verified_pieces(reader, row):
                     writer.write(at, piece)
                     at += len(piece)
                     progress(len(piece))
                 writer.complete()
             done.append(key)
         commit(target, manifest)
-    except CommitUnknownError:
-        raise
-    except BaseException:
-        remove_files(target, done)
-        raise
     return CopyReport(target.url, len(manifest.files), manifest.file_bytes)
 
 
 def remove(url: str, *, storage_options: Mapping[str, Any] | None = None) -> RemoveReport:
-    """Remove the checkpoint at ``url``: its manifest first, so that at no moment half a checkpoint is to be seen.
+    """Remove a checkpoint: first its manifest, so that an incomplete checkpoint is never visible, then its files.
 
-    Only what the manifest names is removed. Raises ``CheckpointError`` and removes nothing where there is no
-    checkpoint, ``StorageError`` where removing failed.
+    Only the files that the manifest names are removed.
+
+    Args:
+        url: URL of the checkpoint.
+        storage_options: Options for the storage backend.
+
+    Returns:
+        A report.
+
+    Raises:
+        CheckpointError: There is no checkpoint at ``url``. Nothing was removed.
+        StorageError: The store failed. Files may remain.
     """
     backend = open_backend(url, **dict(storage_options or {}))
     manifest = read_manifest(backend)
@@ -88,9 +117,8 @@ def remove(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Rem
     return RemoveReport(backend.url, len(manifest.files), manifest.file_bytes, left)
 
 
-def _verified(reader: Reader, file: int) -> Iterator[memoryview]:
-    """The bytes of one file from its first to its last, each piece checked before it is handed out. A piece is good
-    until the next one is asked for."""
+def _verified_pieces(reader: Reader, file: int) -> Iterator[memoryview]:
+    """Yield all bytes of one file in order, checked. A piece is valid until the next is requested."""
     manifest = reader.manifest
     yield memoryview(read_stored_file(reader.backend, manifest, file, head_only=False))
     buffer = memoryview(b"")

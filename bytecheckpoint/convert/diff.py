@@ -1,33 +1,42 @@
-"""What is different between two checkpoints: names, shapes, dtypes, and values, in bounded memory."""
+"""Compare two checkpoints: names, shapes, dtypes and values, in bounded memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
-from .checkpoint import Checkpoint
-from .errors import StateError
-from .geometry import Box
-from .planners import slabs
-from .rewriting import PIECE, Progress, Rewriter
-from .stored_values import StoredValue, stored_values
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.values import StoredValue, stored_values
+from ..errors import UsageError
+from ..planners import split_box
+from ..tensors.geometry import Box
+from .rewriter import PIECE_BYTES, Progress, Rewriter
 
 __all__ = ["DiffReport", "TensorDiff", "ValueDiff", "diff"]
 
-_PIECE = PIECE // 2  # both sides are held, and as float64 with temporaries where they differ
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE_BYTES = PIECE_BYTES // 2  # both sides are held; where they differ, as float64 with temporaries
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """A tensor that both have and that is not the same. ``kind`` is "shape", "dtype" (then values were compared as
-    numbers) or "values". ``differing`` of ``elements`` elements differ, by at most ``max_abs`` (nan where one is no
-    number; None where they were not compared)."""
+    """A tensor that differs between the two checkpoints.
+
+    Attributes:
+        name: Full name of the tensor.
+        kind: "shape", "dtype" (the values are compared as numbers) or "values".
+        a: Dtype and shape in the first checkpoint.
+        b: Dtype and shape in the second checkpoint.
+        differing: Number of elements that differ; None if they were not compared.
+        elements: Number of elements; None if they were not compared.
+        max_abs: Largest absolute difference; NaN if an element is not a number, None if they were not compared.
+    """
 
     name: str
-    kind: str
+    kind: Literal["shape", "dtype", "values"]
     a: str
     b: str
     differing: int | None = None
@@ -37,7 +46,13 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class ValueDiff:
-    """A plain value that differs, or that only one has (the other then is the text ``absent``)."""
+    """A plain value that differs, or that only one checkpoint has.
+
+    Attributes:
+        name: Full name of the value.
+        a: Text of the value in the first checkpoint, or "absent".
+        b: Text of the value in the second checkpoint, or "absent".
+    """
 
     name: str
     a: str
@@ -46,8 +61,19 @@ class ValueDiff:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """``only_a`` and ``only_b`` are names of tensors (tied names too). ``compared`` tensors were looked at, ``skipped``
-    of them were equal by their checksums alone."""
+    """The result of ``diff``.
+
+    Attributes:
+        a: URL of the first checkpoint.
+        b: URL of the second checkpoint.
+        only_a: Names of tensors that only the first checkpoint has, with tied names.
+        only_b: Names of tensors that only the second checkpoint has, with tied names.
+        tensors: Tensors that differ.
+        values: Plain values that differ.
+        compared: Number of tensors that both have.
+        skipped: Number of these that were not read, because their checksums are equal.
+        bytes_read: Bytes read from both checkpoints.
+    """
 
     a: str
     b: str
@@ -61,6 +87,7 @@ class DiffReport:
 
     @property
     def same(self) -> bool:
+        """Whether no difference was found."""
         return not (self.only_a or self.only_b or self.tensors or self.values)
 
 
@@ -73,17 +100,32 @@ def diff(
     atol: float = 0.0,
     progress: Progress = lambda nbytes: None,
 ) -> DiffReport:
-    """Compare names, shapes, dtypes and, with ``values``, every element and plain value.
+    """Compare two checkpoints. Layouts, files, steps, times and metadata are not compared.
 
-    With both tolerances 0, elements are equal if their bits are (so NaN equals itself, and 0.0 is not -0.0); else if
-    ``|a - b| <= atol + rtol * |b|``, or both are NaN. Layouts, files, steps, times and metadata are not compared.
+    Shards that both checkpoints store as the same box with the same checksums are not read: the manifests state that
+    they are equal. Use ``Checkpoint.verify`` to check the files. All other shards are read and compared in pieces of a
+    few MiB.
 
-    A shard that both store as the same box under the same checksums is equal and is not read: this says what the two
-    manifests promise, and ``verify`` whether the files keep it. Everything else is read, checked and compared in
-    pieces of a few MiB. Raises ``CorruptionError``, ``StorageError``.
+    Args:
+        a: The first checkpoint.
+        b: The second checkpoint.
+        values: Compare elements and plain values too, not only names, shapes and dtypes.
+        rtol: Relative tolerance. With both tolerances 0, elements are equal if their bits are equal: then NaN equals
+            itself, and 0.0 differs from -0.0. Otherwise they are equal if ``|a - b| <= atol + rtol * |b|``, or if both
+            are NaN.
+        atol: Absolute tolerance.
+        progress: Called with the number of bytes compared since the last call.
+
+    Returns:
+        A report.
+
+    Raises:
+        UsageError: A tolerance is negative.
+        CorruptionError: Stored bytes are damaged or missing.
+        StorageError: A store failed.
     """
     if rtol < 0 or atol < 0:
-        raise StateError(f"tolerances cannot be negative: rtol {rtol}, atol {atol}")
+        raise UsageError(f"tolerances cannot be negative: rtol {rtol}, atol {atol}")
     names_a, names_b = _names(a), _names(b)
     with Rewriter(a) as read_a, Rewriter(b) as read_b:
         comparison = _Comparison(a, b, read_a, read_b, _closeness(rtol, atol))
@@ -111,7 +153,7 @@ def diff(
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, int]:
-    """Every name, tied ones too, with the row that its bytes are in."""
+    """Return the manifest row of every name, with tied names."""
     rows = {name: row for row, name in enumerate(checkpoint.manifest.tensors.names)}
     return rows | {alias: rows[name] for alias, name in checkpoint.aliases.items()}
 
@@ -120,7 +162,7 @@ Differs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _closeness(rtol: float, atol: float) -> Differs | None:
-    """Which elements of two tensors of numbers differ; None for comparison by bits."""
+    """Return a function that marks the elements that differ, or None to compare bits."""
     if rtol == 0 and atol == 0:
         return None
 
@@ -148,41 +190,42 @@ class _Comparison:
         return TensorDiff(name, "shape" if meta_a.shape != meta_b.shape else "dtype", str(meta_a), str(meta_b))
 
     def compare(self, name: str, row_a: int, row_b: int) -> TensorDiff | None:
-        """Tied names lead to one row and are compared once."""
+        """Compare two rows. Tied names share a row, which is compared once."""
         meta_a, meta_b = self.a.manifest.tensors.meta_of(row_a), self.b.manifest.tensors.meta_of(row_b)
         same_type = meta_a.dtype == meta_b.dtype
         if not same_type and "bits" in (meta_a.dtype.kind, meta_b.dtype.kind):
             return None
         if (row_a, row_b) not in self._done:
-            boxes = self._unequal(row_a, row_b) if same_type else [Box.whole(meta_a.shape)]
+            boxes = self._boxes_to_read(row_a, row_b) if same_type else [Box.whole(meta_a.shape)]
             self.skipped += not boxes
             self._done[row_a, row_b] = self._elements(row_a, row_b, boxes)
         differing, max_abs = self._done[row_a, row_b]
         if differing == 0 and same_type:
             return None
-        kind = "values" if same_type else "dtype"
-        return TensorDiff(name, kind, str(meta_a), str(meta_b), differing, meta_a.numel, max_abs)
+        return TensorDiff(
+            name, "values" if same_type else "dtype", str(meta_a), str(meta_b), differing, meta_a.numel, max_abs
+        )
 
-    def _unequal(self, row_a: int, row_b: int) -> list[Box]:
-        """The boxes that have to be read: all, but those that both store alike."""
-        mine, theirs = self.a.manifest.shards_of(row_a), self.b.manifest.shards_of(row_b)
-        boxes = [self.a.manifest.shards.box_of(row) for row in range(mine.start, mine.stop)]
-        if boxes != [self.b.manifest.shards.box_of(row) for row in range(theirs.start, theirs.stop)]:
+    def _boxes_to_read(self, row_a: int, row_b: int) -> list[Box]:
+        """Return the boxes that must be read: all except those with equal boxes and checksums."""
+        shards_a, shards_b = self.a.manifest.shards_of(row_a), self.b.manifest.shards_of(row_b)
+        boxes = [self.a.manifest.shards.box_of(row) for row in range(shards_a.start, shards_a.stop)]
+        if boxes != [self.b.manifest.shards.box_of(row) for row in range(shards_b.start, shards_b.stop)]:
             return [box for box in [Box.whole(self.a.manifest.tensors.shape_of(row_a))] if box.numel]
         unequal = []
         for number, box in enumerate(boxes):
-            at_a = self.a.manifest.byte_meta(mine.start + number)
-            at_b = self.b.manifest.byte_meta(theirs.start + number)
+            at_a = self.a.manifest.byte_meta(shards_a.start + number)
+            at_b = self.b.manifest.byte_meta(shards_b.start + number)
             if (at_a.chunk_size, at_a.checksums) != (at_b.chunk_size, at_b.checksums):
                 unequal.append(box)
         return unequal
 
     def _elements(self, row_a: int, row_b: int, boxes: Sequence[Box]) -> tuple[int, float]:
-        """How many elements of the boxes differ, and by how much at most."""
+        """Return the number of elements that differ, and the largest difference."""
         differing, max_abs = 0, 0.0
         itemsize = self.a.manifest.tensors.meta_of(row_a).dtype.itemsize
         for box in boxes:
-            for piece in slabs(box, box, itemsize, _PIECE, 0):
+            for piece in split_box(box, box, itemsize, _PIECE_BYTES, 0):
                 count, largest = _compare(self.read_a.read(row_a, piece), self.read_b.read(row_b, piece), self.differs)
                 differing += count
                 max_abs = largest if largest != largest or largest > max_abs else max_abs
@@ -211,10 +254,10 @@ def _compare(a: torch.Tensor, b: torch.Tensor, differs: Differs | None) -> tuple
 
 
 def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.dtype == torch.complex128:  # no integer is as wide
+    if a.dtype == torch.complex128:  # torch has no integer of this width
         differ: torch.Tensor = torch.view_as_real(a).view(torch.int64) != torch.view_as_real(b).view(torch.int64)
         return differ.any(1)
-    carrier = _SAME_SIZE[a.dtype.itemsize]
+    carrier = _CARRIERS[a.dtype.itemsize]
     return a.view(carrier) != b.view(carrier)
 
 
@@ -231,15 +274,15 @@ def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value_diffs(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
-    values_a = {value.name: value for value in stored_values(a)}
-    values_b = {value.name: value for value in stored_values(b)}
+    values_a = {value.name: value for value in stored_values(a.backend, a.manifest)}
+    values_b = {value.name: value for value in stored_values(b.backend, b.manifest)}
     for name in sorted(values_a.keys() | values_b.keys()):
         one, other = values_a.get(name), values_b.get(name)
         if one is None or other is None or one.encoded != other.encoded:
-            yield ValueDiff(name, _shown(one), _shown(other))
+            yield ValueDiff(name, _value_text(one), _value_text(other))
 
 
-def _shown(value: StoredValue | None) -> str:
+def _value_text(value: StoredValue | None) -> str:
     if value is None:
         return "absent"
     text = repr(value.decode())

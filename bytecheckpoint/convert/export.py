@@ -1,7 +1,7 @@
-"""To Hugging Face's layout of safetensors files: streaming, complete or not at all.
+"""Export a checkpoint as safetensors files in Hugging Face's layout, completely or not at all.
 
-A model of one file is ``model.safetensors``; of several, ``model-00001-of-0000N.safetensors`` and an index, which is
-written last. Names are compared with what the caller expects before the first byte is read.
+A model in one file is ``model.safetensors``. A model in several files is ``model-00001-of-0000N.safetensors`` and an
+index, which is written last.
 """
 
 from __future__ import annotations
@@ -15,31 +15,51 @@ from typing import Any, Literal
 
 import torch
 
-from .checkpoint import Checkpoint
-from .dtypes import DTYPES, DType, casts_at_all
-from .engine.writing.commit import remove_files
-from .errors import KeyExistsError, MismatchError, NameCollisionError, StateError, UnsupportedTensorError
-from .geometry import Box
-from .hf_index import INDEX_KEY, SINGLE_KEY, index_document
-from .matching import Rename, fault_lines, renaming
-from .rewriting import Item, Progress, Rewriter, StreamedFile
-from .safetensors_file import DATA_ALIGNMENT
-from .storage_backends import open_backend
-from .storage_backends.base import StorageBackend
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.manifest_file import remove_files
+from ..errors import (
+    KeyExistsError,
+    MismatchError,
+    NameCollisionError,
+    NameNotFoundError,
+    UnsupportedTensorError,
+    UsageError,
+)
+from ..format.hf_index import INDEX_KEY, SINGLE_KEY, index_document
+from ..format.safetensors import DATA_ALIGNMENT
+from ..load.matching import fault_lines
+from ..load.options import Rename, renaming
+from ..runtime.choices import check_choice
+from ..storage_backends import open_backend
+from ..storage_backends.base import StorageBackend
+from ..tensors.dtypes import DTYPES, DType, is_meaningful_cast
+from ..tensors.geometry import Box
+from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure
 
 __all__ = ["Expected", "ExportReport", "export_safetensors"]
 
 
 Expected = Iterable[str] | Mapping[str, Sequence[int] | None]
-"""The names that an export must have, no more and no less; with shapes, where they are known."""
+"""The names that an export must have, no more and no less; a mapping also gives shapes, or None if unknown."""
 
-_ENTRY_BYTES = 128  # of a header entry, beside name and shape; more than it ever takes
+Tied = Literal["drop", "copy"]
+
+_MAX_ENTRY_BYTES = 128  # of a header entry without name and shape; an upper bound
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote. ``files`` are (name, bytes); ``total_size`` is the bytes of all tensors. ``dropped`` maps
-    tied names that were left out to the name that their bytes are under; ``cast`` counts the tensors that were cast."""
+    """The result of ``export_safetensors``.
+
+    Attributes:
+        url: URL of the target folder.
+        files: Name and bytes of each safetensors file.
+        tensors: Number of exported tensors.
+        total_size: Bytes of all exported tensors.
+        dropped: Maps each tied name that was not exported to the name under which its bytes are.
+        cast: Number of tensors that were cast.
+        bytes_read: Bytes read from the checkpoint.
+    """
 
     url: str
     files: tuple[tuple[str, int], ...]
@@ -60,49 +80,62 @@ def export_safetensors(
     expected: Expected | None = None,
     rename: Rename | None = None,
     exclude: Sequence[str] = (),
-    tied: Literal["drop", "copy"] = "drop",
+    tied: Tied = "drop",
     progress: Progress = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
-    """Write the tensors of ``section`` to the folder ``target_url`` as Hugging Face's libraries lay them out.
+    """Write the tensors of one section as safetensors files in Hugging Face's layout. Holds a few MiB at a time.
 
-    Needs no memory for the model: pieces of a few MiB are read, checked, cast and written. ``max_file_bytes`` bounds
-    each file; a tensor that is larger gets a file for itself. ``cast`` is a floating dtype: tensors of 16 and more
-    bits a real number are cast to it, all others are kept. ``rename`` maps a name within the section to the exported
-    one; ``exclude`` are shell patterns on the exported names. Of tied names one is written and the others dropped,
-    or all are written with ``tied="copy"``; a name that is ``expected`` is always written.
+    All names, shapes and dtypes are checked before anything is read. After a failure nothing remains at the target.
 
-    With ``expected``, the export has exactly these names (and shapes), or raises ``MismatchError`` that lists every
-    fault before anything is read. Raises ``KeyExistsError`` where the folder has a model already,
-    ``UnsupportedTensorError`` for dtypes that safetensors has no code for, ``CorruptionError``, ``StorageError``.
-    After any error nothing is left behind.
+    Args:
+        checkpoint: The checkpoint to export.
+        target_url: Target folder. It may hold other files, such as a configuration, but no model.
+        section: The section to export.
+        max_file_bytes: Size limit of each file. A larger tensor gets a separate file.
+        cast: A floating-point dtype. Floating-point tensors of 16 bits or more are cast to it; others are not.
+        expected: The exact names (and shapes) that the export must have. Tied names that are expected are written.
+        rename: Maps a name inside the section to the exported name.
+        exclude: Shell patterns; exported names that match one are left out.
+        tied: Whether only one of several tied names is written ("drop"), or all of them ("copy").
+        progress: Called with the number of bytes written since the last call.
+        storage_options: Options for the target's storage backend.
+
+    Returns:
+        A report.
+
+    Raises:
+        UsageError: An argument is invalid.
+        NameNotFoundError: The checkpoint has no such section.
+        MismatchError: The names or shapes are not the expected ones, or a tensor belongs to a single rank. Lists all.
+        NameCollisionError: Two tensors would have the same name.
+        UnsupportedTensorError: safetensors cannot represent the dtype of a tensor.
+        KeyExistsError: The target already holds a model.
+        CorruptionError: Stored bytes are damaged or missing.
+        StorageError: A store failed.
     """
     target = open_backend(target_url, **dict(storage_options or {}))
-    items, dropped = _choose(checkpoint, section, renaming(rename), exclude, tied, expected, _dtype(cast))
+    tensors, dropped = _choose(checkpoint, section, renaming(rename), exclude, tied, expected, _parse_cast(cast))
     _refuse_model(target)
-    files = _split(items, max_file_bytes)
+    files = _split(tensors, section, max_file_bytes)
     done: list[str] = []
-    try:
+    with cleanup_on_failure(lambda: remove_files(target, done)):
         with Rewriter(checkpoint) as rewriter:
             for file in files:
                 rewriter.write(target, file, progress)
                 done.append(file.key)
-            bytes_read = rewriter.bytes_read
         if len(files) > 1:
             done.append(INDEX_KEY)
             target.put(INDEX_KEY, _index(files))
-    except BaseException:
-        remove_files(target, done)
-        raise
     metas = checkpoint.manifest.tensors.meta_of
     return ExportReport(
         target.url,
         tuple((file.key, file.size) for file in files),
-        len(items),
-        sum(item.nbytes for item in items),
+        len(tensors),
+        sum(tensor.nbytes for tensor in tensors),
         dropped,
-        sum(item.dtype != metas(item.row).dtype for item in items),
-        bytes_read,
+        sum(tensor.dtype != metas(tensor.row).dtype for tensor in tensors),
+        rewriter.bytes_read,
     )
 
 
@@ -111,55 +144,55 @@ def _choose(
     section: str,
     rename: Callable[[str], str],
     exclude: Sequence[str],
-    tied: str,
+    tied: Tied,
     expected: Expected | None,
     cast: DType | None,
-) -> tuple[list[Item], dict[str, str]]:
-    """What is written under which names, in the order of names, and the tied names that are not."""
-    if tied not in ("drop", "copy"):
-        raise StateError(f"tied must be 'drop' or 'copy', not {tied!r}")
+) -> tuple[list[OutputTensor], dict[str, str]]:
+    """Return the tensors to write, sorted by name, and the tied names that are dropped."""
+    check_choice("tied", tied, Tied)
     manifest = checkpoint.manifest
     if manifest.section_index(section) is None:
-        raise StateError(f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}")
-    wanted = None if expected is None else _shapes(expected)
+        raise NameNotFoundError(f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}")
+    required = None if expected is None else _expected_shapes(expected)
     groups = _groups(checkpoint, section, rename, exclude)
     rows: dict[str, int] = {}
     dropped: dict[str, str] = {}
     for row, names in groups.items():
-        chosen = [name for name in names if wanted and name in wanted] or names[:1]
-        chosen = names if tied == "copy" and wanted is None else chosen
+        chosen = [name for name in names if required and name in required] or names[:1]
+        if tied == "copy" and required is None:
+            chosen = names
         rows |= dict.fromkeys(chosen, row)
         dropped |= {name: chosen[0] for name in names if name not in chosen}
-    if wanted is not None:
-        _check_expected(checkpoint, wanted, rows)
+    if required is not None:
+        _check_expected(checkpoint, required, rows)
     metas = {name: manifest.tensors.meta_of(row) for name, row in rows.items()}
-    items = [
-        Item(name, row, Box.whole(metas[name].shape), _cast(metas[name].dtype, cast))
+    tensors = [
+        OutputTensor(name, row, Box.whole(metas[name].shape), _output_dtype(metas[name].dtype, cast))
         for name, row in sorted(rows.items())
     ]
-    _check_dtypes(items)
-    return items, dropped
+    _check_dtypes(tensors)
+    return tensors, dropped
 
 
 def _groups(
     checkpoint: Checkpoint, section: str, rename: Callable[[str], str], exclude: Sequence[str]
 ) -> dict[int, list[str]]:
-    """By tensor row all the names that it is exported under, the stored one first."""
+    """Return all exported names of each tensor row, the stored name first."""
     manifest = checkpoint.manifest
     names: dict[int, list[str]] = {}
-    own: list[str] = []
+    per_rank: list[str] = []
     for row in manifest.section_tensors(section).tolist():
         name = rename(manifest.tensors.fqn_of(row))
         if any(fnmatchcase(name, pattern) for pattern in exclude):
             continue
         if manifest.scope[row] >= 0:
-            own.append(name)
+            per_rank.append(name)
         names[row] = [name]
-    if own:
+    if per_rank:
         raise MismatchError(
-            f"{checkpoint.url}: {len(own)} tensor(s) of section {section!r} were saved for single ranks and are no "
-            f"part of the model: {_listed(own)}; leave them out with exclude",
-            [("per_rank", name, "saved for a single rank") for name in own],
+            f"{checkpoint.url}: {len(per_rank)} tensor(s) of section {section!r} were saved for single ranks and are "
+            f"not part of the model: {_shown(per_rank)}; leave them out with exclude",
+            [("per_rank", name, "saved for a single rank") for name in per_rank],
         )
     for alias, stored in checkpoint.aliases.items():
         row = manifest.tensor_row(stored)
@@ -169,98 +202,100 @@ def _groups(
     counts = Counter(name for group in names.values() for name in group)
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
-        raise NameCollisionError(f"several tensors would be exported under one name: {_listed(twice)}; change rename")
+        raise NameCollisionError(f"several tensors would be exported under one name: {_shown(twice)}; change rename")
     return names
 
 
-def _shapes(expected: Expected) -> dict[str, tuple[int, ...] | None]:
+def _expected_shapes(expected: Expected) -> dict[str, tuple[int, ...] | None]:
     if isinstance(expected, Mapping):
         return {name: None if shape is None else tuple(shape) for name, shape in expected.items()}
     if isinstance(expected, str):
-        raise StateError(f"expected is a list of names, or a mapping of names to shapes, not the string {expected!r}")
+        raise UsageError(f"expected must be a list of names or a mapping of names to shapes, not {expected!r}")
     return dict.fromkeys(expected)
 
 
 def _check_expected(
-    checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...] | None], rows: Mapping[str, int]
+    checkpoint: Checkpoint, required: Mapping[str, tuple[int, ...] | None], rows: Mapping[str, int]
 ) -> None:
     shape_of = checkpoint.manifest.tensors.shape_of
-    faults = [("missing", name, "") for name in wanted if name not in rows]
-    faults += [("unexpected", name, "") for name in rows if name not in wanted]
+    faults = [("missing", name, "") for name in required if name not in rows]
+    faults += [("unexpected", name, "") for name in rows if name not in required]
     faults += [
         ("shape", name, f"{list(shape_of(rows[name]))} is stored, {list(shape)} is expected")
-        for name, shape in wanted.items()
+        for name, shape in required.items()
         if shape is not None and name in rows and shape_of(rows[name]) != shape
     ]
     if not faults:
         return
-    head = f"{checkpoint.url} has not the tensors that are expected ({len(faults)} fault(s)); nothing was written:"
+    head = f"{checkpoint.url} does not have the expected tensors ({len(faults)} fault(s)); nothing was written:"
     advice = dict.fromkeys(("missing", "unexpected", "shape"), "")
     raise MismatchError("\n".join([head, *fault_lines(faults, sorted(rows), advice)]), faults)
 
 
-def _dtype(cast: str | torch.dtype | None) -> DType | None:
+def _parse_cast(cast: str | torch.dtype | None) -> DType | None:
     if cast is None:
         return None
     dtype = DTYPES.get(str(cast).removeprefix("torch."))
     if dtype is None or dtype.kind != "float" or dtype.itemsize < 2:
-        raise StateError(f"cast must be float16, bfloat16, float32 or float64, not {cast}")
+        raise UsageError(f"cast must be float16, bfloat16, float32 or float64, not {cast}")
     return dtype
 
 
-def _cast(stored: DType, wanted: DType | None) -> DType:
-    # Eight-bit floats are half of a quantised tensor, whose scale lies elsewhere: their values alone mean nothing.
-    if wanted is None or stored.kind != "float" or stored.itemsize < 2 or not casts_at_all(stored, wanted):
+def _output_dtype(stored: DType, cast: DType | None) -> DType:
+    # The values of 8-bit floats are meaningless without the scales of the quantized tensor, so they are not cast.
+    if cast is None or stored.kind != "float" or stored.itemsize < 2 or not is_meaningful_cast(stored, cast):
         return stored
-    return wanted
+    return cast
 
 
-def _check_dtypes(items: Sequence[Item]) -> None:
-    odd = [f"{item.name} ({item.dtype})" for item in items if item.dtype.safetensors is None]
+def _check_dtypes(tensors: Sequence[OutputTensor]) -> None:
+    odd = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors if tensor.dtype.safetensors is None]
     if odd:
         raise UnsupportedTensorError(
-            f"safetensors has no dtype for {len(odd)} tensor(s): {_listed(odd)}; leave them out with exclude"
+            f"safetensors has no dtype for {len(odd)} tensor(s): {_shown(odd)}; leave them out with exclude"
         )
 
 
 def _refuse_model(target: StorageBackend) -> None:
-    """Other files (configuration, tokenizer) may be there; another model's parts would be mixed with this one's."""
+    """Raise ``KeyExistsError`` if the folder holds a model. Other files, such as a tokenizer, are allowed."""
     there = [name for name in target.list_children("") if name.endswith(".safetensors") or name == INDEX_KEY]
     if there:
         raise KeyExistsError(
-            f"{target.url} holds a model already ({_listed(there)}), and it was left as it is; "
+            f"{target.url} already holds a model ({_shown(there)}), which was not changed; "
             f"give another target, or remove these files first"
         )
 
 
-def _split(items: Sequence[Item], max_file_bytes: int) -> list[StreamedFile]:
-    """Tensors in the order of names, a new file where the next one would go over the limit."""
+def _split(tensors: Sequence[OutputTensor], section: str, max_file_bytes: int) -> list[OutputFile]:
+    """Distribute tensors over files in order; start a new file when the next tensor would exceed the limit."""
     if max_file_bytes < 1:
-        raise StateError(f"max_file_bytes must be positive, not {max_file_bytes}")
-    parts: list[list[Item]] = []
-    head, data = _ENTRY_BYTES, 0
-    for item in items:
-        entry = len(json.dumps(item.name, ensure_ascii=False).encode()) + len(str(item.box.lengths)) + _ENTRY_BYTES
-        size = -(-(head + entry) // DATA_ALIGNMENT) * DATA_ALIGNMENT + data + item.nbytes
+        raise UsageError(f"max_file_bytes must be positive, not {max_file_bytes}")
+    parts: list[list[OutputTensor]] = []
+    head, data = _MAX_ENTRY_BYTES, 0
+    for tensor in tensors:
+        entry = (
+            len(json.dumps(tensor.name, ensure_ascii=False).encode()) + len(str(tensor.box.lengths)) + _MAX_ENTRY_BYTES
+        )
+        size = -(-(head + entry) // DATA_ALIGNMENT) * DATA_ALIGNMENT + data + tensor.nbytes
         if not parts or size > max_file_bytes:
             parts.append([])
-            head, data = _ENTRY_BYTES, 0
-        parts[-1].append(item)
-        head, data = head + entry, data + item.nbytes
+            head, data = _MAX_ENTRY_BYTES, 0
+        parts[-1].append(tensor)
+        head, data = head + entry, data + tensor.nbytes
     note = {"format": "pt"}
     if len(parts) <= 1:
-        return [StreamedFile.lay_out(SINGLE_KEY, parts[0] if parts else [], note)]
+        return [OutputFile.lay_out(SINGLE_KEY, section, parts[0] if parts else [], note)]
     return [
-        StreamedFile.lay_out(f"model-{number:05d}-of-{len(parts):05d}.safetensors", part, note)
+        OutputFile.lay_out(f"model-{number:05d}-of-{len(parts):05d}.safetensors", section, part, note)
         for number, part in enumerate(parts, 1)
     ]
 
 
-def _index(files: Sequence[StreamedFile]) -> bytes:
-    file_of = {item.name: file.key for file in files for item in file.items}
+def _index(files: Sequence[OutputFile]) -> bytes:
+    file_of = {tensor.name: file.key for file in files for tensor in file.tensors}
     return index_document(file_of, sum(file.data_size for file in files))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return ", ".join(names[:10]) + more

@@ -1,36 +1,42 @@
-"""From Hugging Face's safetensors files to a checkpoint of ours: streaming, checked, committed at the end."""
+"""Import Hugging Face's safetensors files as a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import xxhash
 
-from .engine.checksums import ChunkHasher, chunk_size_for
-from .engine.writing.commit import commit, new_attempt, remove_attempt
-from .errors import CommitUnknownError, NameCollisionError, StateError
-from .geometry import Box
-from .manifest import FileTable, Manifest, SectionInfo, timestamp
-from .matching import Rename, renaming
-from .metadata import BasicMeta
-from .rewriting import PIECE, Progress, refuse_checkpoint
-from .safetensors_file import HeaderEntry, build_header
-from .safetensors_folder import SafetensorsFolder, meta_of
-from .sections import check_state, split_rank_name
-from .storage_backends import open_backend
-from .storage_backends.base import StorageBackend
-from .tables import BoxTable, TensorTable
-from .version import HEADER_METADATA, VERSION
+from ..checkpoint.attempts import new_attempt, remove_attempt
+from ..checkpoint.manifest_file import commit
+from ..engine.checksums import ChunkHasher, chunk_size_for
+from ..errors import NameCollisionError, UsageError
+from ..foreign.manifest import TensorFile, whole_tensor_manifest
+from ..foreign.safetensors_folder import SafetensorsFolder, meta_of
+from ..format.manifest import timestamp
+from ..format.safetensors import HeaderEntry, build_header
+from ..frameworks.sections import check_state, split_rank_name
+from ..load.options import Rename, renaming
+from ..storage_backends import open_backend
+from ..storage_backends.base import StorageBackend
+from ..version import HEADER_METADATA, VERSION
+from .rewriter import PIECE_BYTES, Progress, cleanup_on_failure, refuse_checkpoint
 
 __all__ = ["ImportReport", "import_safetensors"]
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import committed at ``url``. ``total_size`` is the bytes of all tensors."""
+    """The result of ``import_safetensors``.
+
+    Attributes:
+        url: URL of the new checkpoint.
+        section: The section that holds the tensors.
+        files: Names of the imported files.
+        tensors: Number of tensors.
+        total_size: Bytes of all tensors.
+    """
 
     url: str
     section: str
@@ -50,51 +56,62 @@ def import_safetensors(
     source_options: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ImportReport:
-    """Commit a checkpoint at ``target_url`` whose ``section`` holds the tensors of ``source_url`` (a folder or file).
+    """Commit a checkpoint that holds the tensors of safetensors files. Holds a few MiB at a time.
 
-    ``rename`` maps an imported name to the one within the section. Pieces of a few MiB are read and written; the
-    checkpoint appears when all is durable, and nothing is left behind by a failure. Raises as ``SafetensorsFolder``
-    does, ``KeyExistsError`` where a checkpoint is at the target already, ``UnsupportedTensorError`` for dtypes that
-    torch does not have, ``StorageError``.
+    The checkpoint appears when all files are durable. After a failure nothing remains at the target.
+
+    Args:
+        source_url: A ``.safetensors`` file, or a folder in Hugging Face's layout.
+        target_url: Where to put the checkpoint.
+        section: The section for the tensors.
+        step: The step to store with the checkpoint.
+        rename: Maps a name in the files to the name inside the section.
+        progress: Called with the number of bytes imported since the last call.
+        source_options: Options for the source's storage backend.
+        storage_options: Options for the target's storage backend.
+
+    Returns:
+        A report.
+
+    Raises:
+        UsageError: ``step`` is negative, or ``section`` is not a valid name.
+        CheckpointNotFoundError: Nothing is stored at the source.
+        NotACheckpointError: The source holds no model, or more than one.
+        FormatError: A file violates the format, or disagrees with the index.
+        CorruptionError: A file that the index names is missing.
+        UnsupportedTensorError: torch does not have the dtype of a tensor.
+        NameCollisionError: Two tensors would have the same name.
+        KeyExistsError: The target already holds a checkpoint.
+        StorageError: A store failed.
     """
     check_state({section: None})
     if step is not None and step < 0:
-        raise StateError(f"step must not be negative: {step}")
+        raise UsageError(f"step must not be negative: {step}")
     source = SafetensorsFolder(source_url, storage_options=source_options)
     target = open_backend(target_url, **dict(storage_options or {}))
     refuse_checkpoint(target, source.backend.url)
-    names = _names(source, renaming(rename))
+    names = _section_names(source, renaming(rename))
     attempt = new_attempt()
-    try:
-        written = [
+    with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
+        files = [
             _copy_file(source, key, target, f"{attempt}/{section}-{number:05d}.safetensors", names, progress)
             for number, key in enumerate(source.headers)
         ]
-        commit(target, _manifest(section, step, attempt, written, chunk_size_for(source.nbytes)))
-    except CommitUnknownError:
-        raise
-    except BaseException:
-        remove_attempt(target, attempt)
-        raise
+        manifest = whole_tensor_manifest(
+            section,
+            files,
+            chunk_size=chunk_size_for(source.nbytes),
+            step=step,
+            created=timestamp(),
+            attempt=attempt,
+            library_version=VERSION,
+        )
+        commit(target, manifest)
     return ImportReport(target.url, section, tuple(source.headers), len(names), source.nbytes)
 
 
-@dataclass(frozen=True)
-class _Written:
-    """One durable file: its tensors in file order, and the checksums of their chunks."""
-
-    key: str
-    head: bytes
-    tensors: list[tuple[str, BasicMeta]]
-    checksums: list[int]
-
-    @property
-    def size(self) -> int:
-        return len(self.head) + sum(meta.nbytes for _, meta in self.tensors)
-
-
-def _names(source: SafetensorsFolder, rename: Callable[[str], str]) -> dict[str, str]:
-    """The name within the section, by the name in the file."""
+def _section_names(source: SafetensorsFolder, rename: Callable[[str], str]) -> dict[str, str]:
+    """Return the name inside the section for each name in the files."""
     names = {name: rename(name) for name in source.shapes}
     seen: dict[str, str] = {}
     for name, new in names.items():
@@ -113,61 +130,24 @@ def _copy_file(
     new_key: str,
     names: Mapping[str, str],
     progress: Progress,
-) -> _Written:
+) -> TensorFile:
     header = source.headers[key]
-    tensors = [(names[record.name], meta_of(record, f"{source.backend.url}/{key}")) for record in header.entries]
-    head = build_header(
-        [HeaderEntry(name, meta.dtype, meta.shape, meta.nbytes) for name, meta in tensors],
-        HEADER_METADATA,
+    metas = [meta_of(record, f"{source.backend.url}/{key}") for record in header.entries]
+    tensors = [(names[record.name], meta, record.begin) for record, meta in zip(header.entries, metas)]
+    head = build_header([HeaderEntry(name, m.dtype, m.shape, m.nbytes) for name, m, _ in tensors], HEADER_METADATA)
+    size = len(head) + sum(meta.nbytes for meta in metas)
+    hasher = ChunkHasher(
+        [record.begin for record in header.entries], [meta.nbytes for meta in metas], chunk_size_for(source.nbytes)
     )
-    hasher = ChunkHasher(chunk_size_for(source.nbytes))
-    buffer = memoryview(bytearray(PIECE))
-    with target.create(new_key, len(head) + sum(meta.nbytes for _, meta in tensors)) as writer:
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    with target.create(new_key, size) as writer:
         writer.write(0, head)
         for record in header.entries:
-            for begin in range(record.begin, record.end, PIECE):
-                piece = buffer[: min(PIECE, record.end - begin)]
+            for begin in range(record.begin, record.end, PIECE_BYTES):
+                piece = buffer[: min(PIECE_BYTES, record.end - begin)]
                 source.backend.read_into(key, header.data_start + begin, piece)
                 writer.write(len(head) + begin, piece)
-                hasher.update(piece)
+                hasher.update(begin, piece)
                 progress(len(piece))
-            hasher.end_item()
         writer.complete()
-    return _Written(new_key, head, tensors, hasher.checksums)
-
-
-def _manifest(section: str, step: int | None, attempt: str, written: Sequence[_Written], chunk_size: int) -> Manifest:
-    tensors = [(section, name, meta) for file in written for name, meta in file.tensors]
-    nbytes = [[meta.nbytes for _, meta in file.tensors] for file in written]
-    return Manifest.assemble(
-        library_version=VERSION,
-        step=step,
-        created=timestamp(),
-        world_size=1,
-        attempt=attempt,
-        metadata={},
-        sections=[SectionInfo(section, "module")],
-        files=FileTable(
-            name=[file.key for file in written],
-            size=np.array([file.size for file in written], np.int64),
-            section=np.zeros(len(written), np.int64),
-            rank=np.zeros(len(written), np.int64),
-            kind=["tensors"] * len(written),
-            head_length=np.array([len(file.head) for file in written], np.int64),
-            head_checksum=np.array([xxhash.xxh3_64_intdigest(file.head) for file in written], np.uint64),
-            chunk_size=np.full(len(written), chunk_size, np.int64),
-            codec=["raw"] * len(written),
-        ),
-        tensors=TensorTable.build(tensors) if tensors else _no_tensors(section),
-        scope=np.full(len(tensors), -1, np.int64),
-        shards=BoxTable.build([(row, Box.whole(meta.shape)) for row, (_, _, meta) in enumerate(tensors)]),
-        shard_file=np.repeat(np.arange(len(written)), [len(file.tensors) for file in written]),
-        shard_offset=np.concatenate([np.cumsum([0, *sizes], dtype=np.int64)[:-1] for sizes in nbytes]),
-        checksums=np.array([value for file in written for value in file.checksums], np.uint64),
-        aliases=[],
-    )
-
-
-def _no_tensors(section: str) -> TensorTable:
-    empty = np.empty(0, np.int64)
-    return TensorTable([], [section], empty, empty, empty, empty)
+    return TensorFile(new_key, size, len(head), xxhash.xxh3_64_intdigest(head), tensors, hasher.checksums())

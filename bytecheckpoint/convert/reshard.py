@@ -1,7 +1,7 @@
-"""A checkpoint rewritten for another number of files: whole tensors, or tensors cut along their first dimension.
+"""Rewrite a checkpoint for another number of files: whole tensors, or tensors split along their first dimension.
 
-No load needs this: any layout is read from any other. It makes many small files few, and one large file many, so that
-each reader of a known world finds its part in one piece.
+Loading never requires this, because any layout can be loaded into any other. It combines many small files into few, or
+splits a large file, so that each reader of a known world finds its part in one place.
 """
 
 from __future__ import annotations
@@ -12,32 +12,43 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from .checkpoint import Checkpoint
-from .engine.checksums import chunk_size_for
-from .engine.reading.stored_files import read_stored_file
-from .engine.writing.commit import commit, new_attempt, remove_attempt
-from .errors import CommitUnknownError, StateError
-from .geometry import Box
-from .manifest import COMPANION, FileTable, Manifest
-from .rewriting import Item, Progress, Rewriter, StreamedFile, refuse_checkpoint
-from .safetensors_file import shard_name
-from .storage_backends import open_backend
-from .storage_backends.base import StorageBackend
-from .tables import BoxTable
-from .version import HEADER_METADATA, VERSION
+from ..checkpoint.attempts import new_attempt, remove_attempt
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.manifest_file import commit
+from ..checkpoint.values import values_files
+from ..engine.checksums import chunk_size_for
+from ..engine.reading.stored_files import read_stored_file
+from ..errors import UsageError
+from ..format.manifest import FileTable, Manifest
+from ..format.safetensors import shard_name
+from ..runtime.choices import check_choice
+from ..storage_backends import open_backend
+from ..storage_backends.base import StorageBackend
+from ..tensors.geometry import Box
+from ..tensors.tables import BoxTable
+from ..version import HEADER_METADATA, VERSION
+from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
 
-__all__ = ["Layout", "PlannedOutput", "ReshardReport", "reshard"]
+__all__ = ["Layout", "PlannedFile", "ReshardReport", "reshard"]
 
 Layout = Literal["whole", "sharded"]
 
-_MAX_FILES = 1 << 20
+_MAX_FILES = 1 << 20  # more is certainly a mistake
 
 
 @dataclass(frozen=True)
-class PlannedOutput:
-    """A file of the new checkpoint: ``size`` in bytes, ``shards`` in it (0 for a file of plain values)."""
+class PlannedFile:
+    """A file of the new checkpoint.
+
+    Attributes:
+        name: Key of the file.
+        section: Section of its content.
+        shards: Number of shards in it; 0 for a file of plain values.
+        size: Bytes of the file.
+    """
 
     name: str
     section: str
@@ -47,13 +58,21 @@ class PlannedOutput:
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What was, or with ``dry_run`` would be, written. ``bytes_to_read`` is known before; ``bytes_read`` is 0 in a dry
-    run."""
+    """The result of ``reshard``, or its plan after a dry run.
+
+    Attributes:
+        url: URL of the new checkpoint.
+        layout: Layout of its tensors.
+        dry_run: Whether nothing was written.
+        files: All files of the new checkpoint.
+        bytes_to_read: Bytes that the plan reads.
+        bytes_read: Bytes that were read; 0 after a dry run.
+    """
 
     url: str
     layout: Layout
     dry_run: bool
-    files: tuple[PlannedOutput, ...]
+    files: tuple[PlannedFile, ...]
     bytes_to_read: int
     bytes_read: int
 
@@ -73,53 +92,64 @@ def reshard(
     progress: Progress = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ReshardReport:
-    """Rewrite all of ``checkpoint`` as a new one at ``target_url`` with up to ``files`` tensor files a section.
+    """Rewrite a checkpoint with another number of files. Holds a few MiB at a time.
 
-    ``whole`` keeps each tensor in one piece and balances the files by bytes. ``sharded`` cuts each tensor along its
-    first dimension into as many parts as there are files, as ``torch.chunk`` does, one part a file; what has fewer
-    rows gives fewer parts. Tensors of single ranks stay whole. Plain values, tied names, step, time and metadata are
-    kept, and so is the world size, which is what the values of single ranks refer to.
+    Plain values, tied names, step, time and metadata are kept. So is the world size, because the values of single
+    ranks refer to it. The new checkpoint appears when all files are durable. After a failure nothing remains at the
+    target.
 
-    Pieces of a few MiB are read, checked and written; the checkpoint appears when all is durable, and a failure
-    leaves nothing behind. ``dry_run`` plans only. Raises ``StateError`` for arguments that mean nothing,
-    ``KeyExistsError`` where a checkpoint is at the target already, ``CorruptionError``, ``StorageError``.
+    Args:
+        checkpoint: The checkpoint to rewrite.
+        target_url: Where to put the new checkpoint.
+        files: Most tensor files per section.
+        layout: "whole" keeps each tensor in one piece and balances the files by bytes. "sharded" splits each tensor
+            along its first dimension, as ``torch.chunk`` does, with one part per file; a tensor with fewer rows has
+            fewer parts. Tensors of single ranks are never split.
+        dry_run: Return the plan without reading or writing data.
+        progress: Called with the number of bytes written since the last call.
+        storage_options: Options for the target's storage backend.
+
+    Returns:
+        A report.
+
+    Raises:
+        UsageError: An argument is invalid.
+        KeyExistsError: The target already holds a checkpoint.
+        CorruptionError: Stored bytes are damaged or missing.
+        StorageError: A store failed.
     """
     if not 1 <= files <= _MAX_FILES:
-        raise StateError(f"files must be from 1 to {_MAX_FILES}, not {files}")
-    if layout not in ("whole", "sharded"):
-        raise StateError(f"layout must be 'whole' or 'sharded', not {layout!r}")
+        raise UsageError(f"files must be from 1 to {_MAX_FILES}, not {files}")
+    check_choice("layout", layout, Layout)
     target = open_backend(target_url, **dict(storage_options or {}))
     refuse_checkpoint(target, checkpoint.url)
     attempt = new_attempt()
     manifest = checkpoint.manifest
     outputs = list(_plan(manifest, files, layout, attempt))
-    plans = [PlannedOutput(out.key, section, len(out.items), out.size) for section, out in outputs]
-    # Companions speak of the files that were; in the new ones they would be wrong.
-    values = [row for row, kind in enumerate(manifest.files.kind) if kind not in ("tensors", COMPANION)]
+    plans = [PlannedFile(out.key, out.section, len(out.tensors), out.size) for out in outputs]
+    # Companions describe the old files and would be wrong for the new ones.
+    values = values_files(manifest)
     for row in values:
-        section = manifest.sections[int(manifest.files.section[row])].name
-        plans.append(PlannedOutput(_values_key(manifest, row, attempt), section, 0, int(manifest.files.size[row])))
-    heads = int(manifest.files.head_length.sum())
-    bytes_to_read = manifest.nbytes + heads
+        section = manifest.section_name(int(manifest.files.section[row]))
+        plans.append(PlannedFile(_values_key(manifest, row, attempt), section, 0, int(manifest.files.size[row])))
+    bytes_to_read = manifest.nbytes + int(manifest.files.head_length.sum())
     bytes_read = 0
     if not dry_run:
-        try:
-            checksums, bytes_read = _write(checkpoint, target, [out for _, out in outputs], progress)
+        with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
+            with Rewriter(checkpoint) as rewriter:
+                chunk_size = _chunk_size(outputs)
+                checksums = [rewriter.write(target, out, progress, chunk_size=chunk_size) for out in outputs]
+            bytes_read = rewriter.bytes_read
             for row in values:
                 bytes_read += _copy_values(checkpoint, target, row, attempt, progress)
             commit(target, _manifest(checkpoint, attempt, outputs, checksums, values))
-        except CommitUnknownError:
-            raise
-        except BaseException:
-            remove_attempt(target, attempt)
-            raise
     return ReshardReport(target.url, layout, dry_run, tuple(plans), bytes_to_read, bytes_read)
 
 
-def _plan(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Iterator[tuple[str, StreamedFile]]:
+def _plan(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Iterator[OutputFile]:
     for section in manifest.sections:
-        parts: list[list[Item]] = [[] for _ in range(files)]
-        whole: list[Item] = []
+        parts: list[list[OutputTensor]] = [[] for _ in range(files)]
+        whole: list[OutputTensor] = []
         for row in manifest.section_tensors(section.name).tolist():
             pieces = _pieces(manifest, row, files if layout == "sharded" and manifest.scope[row] < 0 else 1)
             if len(pieces) == 1:
@@ -131,46 +161,36 @@ def _plan(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Itera
         for number, part in enumerate(parts):
             if part:
                 key = f"{attempt}/{section.name}-{number:05d}.safetensors"
-                yield section.name, StreamedFile.lay_out(key, part, HEADER_METADATA)
+                yield OutputFile.lay_out(key, section.name, part, HEADER_METADATA)
 
 
-def _pieces(manifest: Manifest, row: int, count: int) -> list[Item]:
-    """The tensor in at most ``count`` boxes along dimension 0."""
+def _pieces(manifest: Manifest, row: int, count: int) -> list[OutputTensor]:
+    """Split a tensor into at most ``count`` boxes along dimension 0."""
     meta, fqn = manifest.tensors.meta_of(row), manifest.tensors.fqn_of(row)
     whole = Box.whole(meta.shape)
     if count == 1 or not meta.shape or meta.numel == 0 or meta.shape[0] == 1:
-        return [Item(fqn, row, whole, meta.dtype)]
+        return [OutputTensor(fqn, row, whole, meta.dtype)]
     step = -(-meta.shape[0] // count)
     rest = meta.shape[1:]
     boxes = [
         Box((start, *(0 for _ in rest)), (min(step, meta.shape[0] - start), *rest))
         for start in range(0, meta.shape[0], step)
     ]
-    return [Item(shard_name(fqn, box, whole=box == whole), row, box, meta.dtype) for box in boxes]
+    return [OutputTensor(shard_name(fqn, box, whole=box == whole), row, box, meta.dtype) for box in boxes]
 
 
-def _balance(items: Sequence[Item], parts: Sequence[list[Item]]) -> None:
-    """Give each item, the largest first, to the part with the fewest bytes."""
-    loads = [(sum(item.nbytes for item in part), index) for index, part in enumerate(parts)]
+def _balance(tensors: Sequence[OutputTensor], parts: Sequence[list[OutputTensor]]) -> None:
+    """Assign each tensor, the largest first, to the part with the fewest bytes."""
+    loads = [(sum(tensor.nbytes for tensor in part), index) for index, part in enumerate(parts)]
     heapq.heapify(loads)
-    for item in sorted(items, key=lambda item: (-item.nbytes, item.name)):
+    for tensor in sorted(tensors, key=lambda tensor: (-tensor.nbytes, tensor.name)):
         load, index = heapq.heappop(loads)
-        parts[index].append(item)
-        heapq.heappush(loads, (load + item.nbytes, index))
+        parts[index].append(tensor)
+        heapq.heappush(loads, (load + tensor.nbytes, index))
 
 
-def _write(
-    checkpoint: Checkpoint, target: StorageBackend, outputs: Sequence[StreamedFile], progress: Progress
-) -> tuple[list[int], int]:
-    with Rewriter(checkpoint) as rewriter:
-        checksums: list[int] = []
-        for out in outputs:
-            checksums += rewriter.write(target, out, progress, chunk_size=_chunk_size(outputs))
-        return checksums, rewriter.bytes_read
-
-
-def _chunk_size(outputs: Sequence[StreamedFile]) -> int:
-    return chunk_size_for(sum(out.size - len(out.head) for out in outputs))
+def _chunk_size(outputs: Sequence[OutputFile]) -> int:
+    return chunk_size_for(sum(out.data_size for out in outputs))
 
 
 def _values_key(manifest: Manifest, row: int, attempt: str) -> str:
@@ -178,7 +198,7 @@ def _values_key(manifest: Manifest, row: int, attempt: str) -> str:
 
 
 def _copy_values(checkpoint: Checkpoint, target: StorageBackend, row: int, attempt: str, progress: Progress) -> int:
-    """Plain values are the same bytes in every layout."""
+    """Copy a file of plain values, whose bytes are the same in every layout."""
     document = read_stored_file(checkpoint.backend, checkpoint.manifest, row, head_only=False)
     with target.create(_values_key(checkpoint.manifest, row, attempt), len(document)) as writer:
         writer.write(0, document)
@@ -190,29 +210,28 @@ def _copy_values(checkpoint: Checkpoint, target: StorageBackend, row: int, attem
 def _manifest(
     checkpoint: Checkpoint,
     attempt: str,
-    outputs: Sequence[tuple[str, StreamedFile]],
-    checksums: Sequence[int],
+    outputs: Sequence[OutputFile],
+    checksums: Sequence[npt.NDArray[np.uint64]],
     values: Sequence[int],
 ) -> Manifest:
     old = checkpoint.manifest
     kept = np.array(values, np.int64)
     index = {section.name: i for i, section in enumerate(old.sections)}
-    items = [(file, item) for file, (_, out) in enumerate(outputs) for item in out.items]
-    offsets = [out.offsets() for _, out in outputs]
+    tensors = [(file, tensor) for file, out in enumerate(outputs) for tensor in out.tensors]
     new = len(outputs)
 
-    def column(made: Sequence[int], column: Any) -> Any:
-        return np.concatenate([np.array(made, column.dtype), column[kept]])
+    def column(added: Sequence[int], column: Any) -> Any:
+        return np.concatenate([np.array(added, column.dtype), column[kept]])
 
     files = FileTable(
-        name=[out.key for _, out in outputs] + [_values_key(old, row, attempt) for row in values],
-        size=column([out.size for _, out in outputs], old.files.size),
-        section=column([index[section] for section, _ in outputs], old.files.section),
-        rank=column([0] * new, old.files.rank),  # one process wrote them
+        name=[out.key for out in outputs] + [_values_key(old, row, attempt) for row in values],
+        size=column([out.size for out in outputs], old.files.size),
+        section=column([index[out.section] for out in outputs], old.files.section),
+        rank=column([0] * new, old.files.rank),  # one process writes them
         kind=["tensors"] * new + [old.files.kind[row] for row in values],
-        head_length=column([len(out.head) for _, out in outputs], old.files.head_length),
-        head_checksum=column([xxhash.xxh3_64_intdigest(out.head) for _, out in outputs], old.files.head_checksum),
-        chunk_size=column([_chunk_size([out for _, out in outputs])] * new, old.files.chunk_size),
+        head_length=column([len(out.head) for out in outputs], old.files.head_length),
+        head_checksum=column([xxhash.xxh3_64_intdigest(out.head) for out in outputs], old.files.head_checksum),
+        chunk_size=column([_chunk_size(outputs)] * new, old.files.chunk_size),
         codec=["raw"] * (new + len(values)),
     )
     return Manifest.assemble(
@@ -226,9 +245,9 @@ def _manifest(
         files=files,
         tensors=old.tensors,
         scope=old.scope,
-        shards=BoxTable.build([(item.row, item.box) for _, item in items]),
-        shard_file=np.array([file for file, _ in items], np.int64),
-        shard_offset=np.concatenate([np.empty(0, np.int64), *offsets]),
-        checksums=np.array(checksums, np.uint64),
+        shards=BoxTable.build([(tensor.row, tensor.box) for _, tensor in tensors]),
+        shard_file=np.array([file for file, _ in tensors], np.int64),
+        shard_offset=np.concatenate([np.empty(0, np.int64), *(out.offsets() for out in outputs)]),
+        checksums=np.concatenate([np.empty(0, np.uint64), *checksums]),
         aliases=list(old.aliases),
     )

@@ -1,8 +1,8 @@
-"""From a committed checkpoint to new files, in bounded memory: what export, resharding and copying are made of.
+"""Stream the tensors of a checkpoint into new safetensors files, in bounded memory.
 
-A file's header is known from shapes alone, so a file is a header followed by a stream of pieces. Pieces are read ahead
-by a few threads, verified and cast as they arrive, and written in file order. Whatever the sizes of tensors and
-checkpoint, about ``PIECE * (AHEAD + threads)`` bytes are held at once.
+A file's header depends on shapes only, so a file is a header followed by a stream of pieces. A few threads read pieces
+ahead, verify and cast them; the caller writes them in file order. Whatever the sizes of tensors and checkpoint, about
+``2 * PIECE_BYTES * (PIECES_AHEAD + 1)`` bytes are held at once.
 """
 
 from __future__ import annotations
@@ -12,44 +12,55 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from .checkpoint import Checkpoint, cut
-from .dtypes import DType
-from .engine.checksums import ChunkHasher
-from .engine.reading.reader import Reader, ReadPart
-from .engine.tensor_bytes import byte_view
-from .errors import KeyExistsError, KeyNotFoundError
-from .geometry import Box
-from .manifest import MANIFEST_KEY
-from .metadata import BasicMeta
-from .planners import plan_load, slabs
-from .safetensors_file import HeaderEntry, build_header
-from .shards import torch_dtype
-from .storage_backends.base import StorageBackend
-from .tables import BoxTable, Int64
+from ..checkpoint.checkpoint import Checkpoint
+from ..engine.checksums import ChunkHasher
+from ..engine.reading.reader import Reader, ReadPart
+from ..engine.tensor_bytes import box_view, byte_view
+from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError
+from ..format.manifest import MANIFEST_KEY
+from ..format.safetensors import HeaderEntry, build_header
+from ..planners import plan_load, split_box
+from ..storage_backends.base import StorageBackend
+from ..tensors.dtypes import DType
+from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import torch_dtype
+from ..tensors.tables import BoxTable, Int64
 
-__all__ = ["AHEAD", "PIECE", "Item", "Progress", "Rewriter", "StreamedFile", "refuse_checkpoint"]
+__all__ = [
+    "PIECES_AHEAD",
+    "PIECE_BYTES",
+    "OutputFile",
+    "OutputTensor",
+    "Progress",
+    "Rewriter",
+    "cleanup_on_failure",
+    "refuse_checkpoint",
+]
 
-PIECE = 8 << 20
-"""Bytes that are read, held and written at once."""
+PIECE_BYTES = 8 << 20
+"""Bytes that are read, held and written at once: enough to reach the rate of disks and object stores."""
 
-AHEAD = 3
-"""Pieces that are read or waiting while one is written."""
+PIECES_AHEAD = 3
+"""Pieces that are read ahead while one is written, so that reading and writing overlap."""
 
-_THREADS = 4
+_IO_THREADS = 4
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that were done since the last call; from the caller's own thread."""
+"""Called in the calling thread with the number of bytes done since the last call."""
 
 
 @dataclass(frozen=True)
-class Item:
-    """One tensor of a file to be: ``box`` of the tensor in manifest row ``row``, as ``dtype``, called ``name``."""
+class OutputTensor:
+    """One tensor of an output file: ``box`` of the tensor in manifest row ``row``, stored as ``dtype`` and ``name``."""
 
     name: str
     row: int
@@ -58,55 +69,64 @@ class Item:
 
     @property
     def nbytes(self) -> int:
+        """Bytes in the output file."""
         return self.box.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class StreamedFile:
-    """A safetensors file to be: its first bytes, then ``items`` back to back."""
+class OutputFile:
+    """The layout of an output file: its padded header, then ``tensors`` back to back."""
 
     key: str
+    section: str
     head: bytes
-    items: tuple[Item, ...]
+    tensors: tuple[OutputTensor, ...]
 
     @classmethod
-    def lay_out(cls, key: str, items: Sequence[Item], note: dict[str, str]) -> StreamedFile:
-        """Larger element types come first, so that every tensor is aligned. Raises ``FormatError`` for names that
-        cannot stand in one file."""
-        ordered = tuple(sorted(items, key=lambda item: -item.dtype.itemsize))
-        entries = [HeaderEntry(item.name, item.dtype, item.box.lengths, item.nbytes) for item in ordered]
-        return cls(key, build_header(entries, note), ordered)
+    def lay_out(cls, key: str, section: str, tensors: Sequence[OutputTensor], note: dict[str, str]) -> OutputFile:
+        """Lay out a file. ``note`` is the header's metadata. Raises ``FormatError`` for names that cannot share a file.
+
+        Tensors with larger elements come first, so that every tensor is aligned.
+        """
+        ordered = tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
+        entries = [HeaderEntry(tensor.name, tensor.dtype, tensor.box.lengths, tensor.nbytes) for tensor in ordered]
+        return cls(key, section, build_header(entries, note), ordered)
 
     @property
     def data_size(self) -> int:
-        return sum(item.nbytes for item in self.items)
+        """Bytes after the header."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def size(self) -> int:
+        """Bytes of the file."""
         return len(self.head) + self.data_size
 
     def offsets(self) -> Int64:
-        """Where each item begins in the data area."""
-        sizes = np.array([item.nbytes for item in self.items], np.int64)
+        """Return the offset of each tensor from the end of the header."""
+        sizes = np.array([tensor.nbytes for tensor in self.tensors], np.int64)
         return np.cumsum(sizes) - sizes
 
 
 class Rewriter:
-    """Streams tensors of one checkpoint, whatever layout they are stored in. Use it as a context manager.
+    """Reads, casts and writes tensors of one checkpoint. Use it as a context manager.
 
-    Every byte is checked against the manifest on its way. ``bytes_read`` counts what was fetched.
+    Every byte is checked against the manifest. ``bytes_read`` counts the bytes that were fetched.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raise ``StateError`` if the checkpoint has no checksums."""
         checkpoint.require_checksums()
         self._manifest = checkpoint.manifest
-        self._io = ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-rewrite-io")
-        # Apart from the pool above, which the tasks in this one wait for.
+        self._io = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="bcp-rewrite-io")
+        # A separate pool: its tasks wait for tasks of the pool above.
         self._ahead = ThreadPoolExecutor(2, thread_name_prefix="bcp-rewrite")
         self._reader = Reader(checkpoint.backend, checkpoint.manifest, self._io)
-        # Reused, not allocated for each piece: what threads free, malloc keeps. One more than are read ahead, for the
-        # one that is being written; each has room for a piece and its cast. Pages that are not used cost nothing.
-        self._memories = [torch.frombuffer(mmap.mmap(-1, 2 * PIECE), dtype=torch.uint8) for _ in range(AHEAD + 1)]
+        # Allocated once: malloc keeps the memory that threads free. One more than are read ahead, for the piece that is
+        # being written; each has room for a piece and its cast. Unused pages cost nothing.
+        self._memories = [
+            torch.frombuffer(mmap.mmap(-1, 2 * PIECE_BYTES), dtype=torch.uint8) for _ in range(PIECES_AHEAD + 1)
+        ]
 
     def __enter__(self) -> Rewriter:
         return self
@@ -119,68 +139,64 @@ class Rewriter:
 
     @property
     def bytes_read(self) -> int:
+        """Bytes fetched from the checkpoint so far."""
         return self._reader.stats.read
 
     def read(self, row: int, box: Box, dtype: DType | None = None, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """One box of a tensor, contiguous, cast where ``dtype`` says so; in ``memory`` (flat uint8), where that is
-        given and large enough for both. Raises ``CorruptionError``."""
+        """Return one box of the tensor in manifest row ``row``, contiguous, cast to ``dtype`` if that is given.
+
+        The result lies in ``memory`` (flat uint8) if that is given and large enough. Raises ``CorruptionError``.
+        """
         meta = self._manifest.tensors.meta_of(row)
         out = _tensor_in(memory, 0, box, torch_dtype(meta))
-        mine = self._manifest.shards_of(row)
-        stored = self._manifest.shards.take(np.arange(mine.start, mine.stop, dtype=np.int64))
+        shards = self._manifest.shards_of(row)
+        stored = self._manifest.shards.take(np.arange(shards.start, shards.stop, dtype=np.int64))
         plan = plan_load(self._manifest.tensors, stored, BoxTable.build([(row, box)]))
-        self._reader.read([ReadPart(mine.start + i, part, cut(out, part, box)) for _, i, part in plan.pieces()])
+        self._reader.read([ReadPart(shards.start + i, part, box_view(out, part, box)) for _, i, part in plan.rows()])
         if dtype is None or dtype == meta.dtype:
             return out
-        return _tensor_in(memory, PIECE, box, torch_dtype(BasicMeta(dtype, ()))).copy_(out)
+        return _tensor_in(memory, PIECE_BYTES, box, torch_dtype(BasicMeta(dtype, ()))).copy_(out)
 
-    def pieces(self, items: Sequence[Item]) -> Iterator[tuple[int, torch.Tensor]]:
-        """``(index of the item, next piece of it)``, every item's pieces in the order of its bytes. A piece is good
-        until the next one is asked for."""
-        waiting: deque[tuple[int, Future[torch.Tensor]]] = deque()
+    def pieces(self, tensors: Sequence[OutputTensor]) -> Iterator[torch.Tensor]:
+        """Yield the pieces of all tensors in the order of their bytes. A piece is valid until the next is requested."""
+        waiting: deque[Future[torch.Tensor]] = deque()
         memories = itertools.cycle(self._memories)
-        for index, item in enumerate(items):
-            itemsize = self._manifest.tensors.meta_of(item.row).dtype.itemsize
-            for box in slabs(item.box, item.box, max(itemsize, item.dtype.itemsize), PIECE, 0):
-                waiting.append((index, self._ahead.submit(self.read, item.row, box, item.dtype, next(memories))))
-                if len(waiting) >= AHEAD:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
+        for tensor in tensors:
+            itemsize = self._manifest.tensors.meta_of(tensor.row).dtype.itemsize
+            for box in split_box(tensor.box, tensor.box, max(itemsize, tensor.dtype.itemsize), PIECE_BYTES, 0):
+                waiting.append(self._ahead.submit(self.read, tensor.row, box, tensor.dtype, next(memories)))
+                if len(waiting) >= PIECES_AHEAD:
+                    yield waiting.popleft().result()
         while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
+            yield waiting.popleft().result()
 
     def write(
-        self, target: StorageBackend, file: StreamedFile, progress: Progress, *, chunk_size: int = PIECE
-    ) -> list[int]:
-        """Write one file and make it durable; returns the checksums of its items' chunks, in file order.
+        self, target: StorageBackend, file: OutputFile, progress: Progress, *, chunk_size: int = PIECE_BYTES
+    ) -> npt.NDArray[np.uint64]:
+        """Write one file and make it durable. Return the checksums of its tensors' chunks, in file order.
 
-        On any error nothing of the file remains. Where a half-written file would be visible, its header is written
-        last: until then it begins with zeros, which no reader takes for a safetensors file.
+        On an error the file is removed. If the store shows files that are being written, the header is written last:
+        until then the file starts with zeros, which no reader accepts as safetensors.
         """
-        hasher = ChunkHasher(chunk_size)
-        at, current = len(file.head), 0
+        hasher = ChunkHasher(file.offsets(), [tensor.nbytes for tensor in file.tensors], chunk_size)
+        at = 0
         with target.create(file.key, file.size) as writer:
             if target.atomic_writer:
                 writer.write(0, file.head)
-            for index, piece in self.pieces(file.items):
-                if index != current:
-                    hasher.end_item()
-                    current = index
+            for piece in self.pieces(file.tensors):
                 data = byte_view(piece)
-                writer.write(at, data)
-                hasher.update(data)
+                writer.write(len(file.head) + at, data)
+                hasher.update(at, data)
                 at += len(data)
                 progress(len(data))
-            hasher.end_item()
             if not target.atomic_writer:
                 writer.write(0, file.head)
             writer.complete()
-        return hasher.checksums
+        return hasher.checksums()
 
 
 def _tensor_in(memory: torch.Tensor | None, start: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor with the box's shape in ``memory`` from byte ``start`` on; a new one where it has no room."""
+    """Return a contiguous tensor of the box's shape, in ``memory`` from byte ``start`` on if there is room."""
     nbytes = box.numel * dtype.itemsize
     if memory is None or start + nbytes > len(memory):
         return torch.empty(box.lengths, dtype=dtype)
@@ -188,8 +204,20 @@ def _tensor_in(memory: torch.Tensor | None, start: int, box: Box, dtype: torch.d
     return (flat if dtype == torch.uint8 else flat.view(dtype)).view(box.lengths)
 
 
+@contextmanager
+def cleanup_on_failure(clean_up: Callable[[], None]) -> Iterator[None]:
+    """Call ``clean_up`` if the block fails, unless its manifest may be in place (``CommitUnknownError``)."""
+    try:
+        yield
+    except CommitUnknownError:
+        raise
+    except BaseException:
+        clean_up()
+        raise
+
+
 def refuse_checkpoint(target: StorageBackend, source_url: str = "") -> None:
-    """Raise ``KeyExistsError`` where a checkpoint is committed at ``target``: these tools never overwrite one."""
+    """Raise ``KeyExistsError`` if ``target`` holds a committed checkpoint: conversions never overwrite one."""
     try:
         target.stat(MANIFEST_KEY)
     except KeyNotFoundError:
@@ -197,5 +225,5 @@ def refuse_checkpoint(target: StorageBackend, source_url: str = "") -> None:
     if target.url == source_url:
         raise KeyExistsError(f"{target.url} is both source and target; give another target")
     raise KeyExistsError(
-        f"{target.url} holds a checkpoint already, and it was left as it is; give another target, or remove it first"
+        f"{target.url} already holds a checkpoint, which was not changed; give another target, or remove it first"
     )

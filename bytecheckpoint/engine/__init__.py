@@ -1,5 +1,4 @@
-"""What moves bytes: staging memory, threads, the writer and the reader. It knows no framework and takes no decision
-about layout."""
+"""Move bytes: staging memory, threads, writing, reading and merging, whatever the framework and the layout."""
 
 from __future__ import annotations
 

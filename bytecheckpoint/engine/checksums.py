@@ -1,51 +1,90 @@
-"""Checksums of chunks: xxh3-64 of every ``chunk_size`` bytes of a shard, the last chunk being what is left."""
+"""Chunk checksums: xxh3-64 of every ``chunk_size`` bytes of a tensor; the last chunk may be shorter."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import xxhash
+
+from ..tensors.tables import Int64, ragged_positions
 
 __all__ = ["ChunkHasher", "chunk_checksums", "chunk_size_for"]
 
-_LEAST_CHUNK = 256 << 10  # hashing is no slower than with longer ones, reading and writing go by more anyway
-_MOST_CHUNKS = 4 << 20  # 32 MiB of manifest
+_MIN_CHUNK_BYTES = 256 << 10  # longer chunks hash no faster
+_MAX_CHUNKS = 4 << 20  # 32 MiB of manifest
 
 
 def chunk_size_for(nbytes: int) -> int:
-    """Bytes under one checksum in a checkpoint of ``nbytes``: 256 KiB up to 1 TiB, and then as many more as keep the
-    manifest small. A chunk is the least that a checked read fetches, so short ones make resharding cheap."""
-    size = _LEAST_CHUNK
-    while nbytes > size * _MOST_CHUNKS:
+    """Return the chunk size for a checkpoint of ``nbytes``: 256 KiB, or more above 1 TiB to keep the manifest small.
+
+    A checked read fetches whole chunks, so small chunks make partial reads (resharding) cheap.
+    """
+    size = _MIN_CHUNK_BYTES
+    while nbytes > size * _MAX_CHUNKS:
         size *= 2
     return size
 
 
 def chunk_checksums(data: memoryview, chunk_size: int) -> list[int]:
-    """xxh3-64 of consecutive pieces of ``chunk_size`` bytes. Releases the interpreter lock while it hashes."""
+    """Return the checksums of consecutive chunks. Releases the GIL while it hashes."""
     return [xxhash.xxh3_64_intdigest(data[at : at + chunk_size]) for at in range(0, len(data), chunk_size)]
 
 
 class ChunkHasher:
-    """xxh3-64 of consecutive ``chunk_size`` bytes of what is fed in pieces of any length; each item begins anew."""
+    """Hashes the chunks of several spans of a byte stream that arrives in order, in pieces of any length.
 
-    def __init__(self, chunk_size: int) -> None:
-        self._chunk_size = chunk_size
-        self._hash = xxhash.xxh3_64()
-        self._filled = 0
-        self.checksums: list[int] = []
+    Each span, the bytes of one tensor, starts a new chunk. Bytes between spans, such as a file's header, are not
+    hashed. Not thread-safe; releases the GIL while it hashes.
+    """
 
-    def update(self, data: memoryview) -> None:
-        at = 0
-        while at < len(data):
-            part = data[at : at + self._chunk_size - self._filled]
-            self._hash.update(part)
-            self._filled += len(part)
-            at += len(part)
-            if self._filled == self._chunk_size:
-                self.end_item()
+    def __init__(self, offsets: Sequence[int] | Int64, nbytes: Sequence[int] | Int64, chunk_size: int) -> None:
+        """Expect spans of ``nbytes[i]`` bytes at ``offsets[i]`` of the stream, in ascending order."""
+        self._starts, self._stops = _chunk_bounds(
+            np.asarray(offsets, np.int64), np.asarray(nbytes, np.int64), chunk_size
+        )
+        self._checksums = np.zeros(len(self._starts), np.uint64)
+        self._partial: xxhash.xxh3_64 | None = None  # of the next chunk, if a piece ended inside it
+        self.position = 0
+        """Bytes of the stream that have arrived."""
+        self.chunks_done = 0
+        """Chunks whose checksums are complete."""
 
-    def end_item(self) -> None:
-        """Close the last, shorter chunk of an item."""
-        if self._filled:
-            self.checksums.append(self._hash.intdigest())
-            self._hash.reset()
-            self._filled = 0
+    def update(self, start: int, data: memoryview) -> None:
+        """Hash ``data``, the next bytes of the stream. Raises ``ValueError`` if they do not start at ``position``."""
+        if start != self.position:
+            raise ValueError(f"a piece starts at byte {start}, but the hash is at byte {self.position}")
+        self.position = stop = start + len(data)
+        done = int(np.searchsorted(self._stops, stop, side="right"))
+        first = self.chunks_done
+        if self._partial is not None:
+            self._partial.update(data[: int(self._stops[first]) - start])
+            if done == first:
+                return
+            self._checksums[first] = self._partial.intdigest()
+            self._partial = None
+            first += 1
+        begins, ends = (self._starts[first:done] - start).tolist(), (self._stops[first:done] - start).tolist()
+        self._checksums[first:done] = [xxhash.xxh3_64_intdigest(data[begin:end]) for begin, end in zip(begins, ends)]
+        self.chunks_done = done
+        if done < len(self._starts) and self._starts[done] < stop:
+            self._partial = xxhash.xxh3_64(data[int(self._starts[done]) - start :])
+
+    def checksums(self) -> npt.NDArray[np.uint64]:
+        """Return the checksums of all chunks, in order. Raises ``ValueError`` if chunks are incomplete."""
+        if self.chunks_done != len(self._checksums):
+            raise ValueError(f"only {self.chunks_done} of {len(self._checksums)} chunks have been hashed")
+        return self._checksums
+
+    def completed_since(self, chunk: int) -> list[int]:
+        """Return the checksums of the complete chunks from number ``chunk`` on."""
+        done: list[int] = self._checksums[chunk : self.chunks_done].tolist()
+        return done
+
+
+def _chunk_bounds(offsets: Int64, nbytes: Int64, chunk_size: int) -> tuple[Int64, Int64]:
+    """Return where each chunk starts and stops in the stream."""
+    counts = -(-nbytes // chunk_size)
+    starts = np.repeat(offsets, counts) + ragged_positions(np.zeros_like(counts), counts) * chunk_size
+    return starts, np.minimum(starts + chunk_size, np.repeat(offsets + nbytes, counts))

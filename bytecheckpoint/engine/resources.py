@@ -1,4 +1,4 @@
-"""What one process keeps between saves and loads: staging memory and threads."""
+"""The memory and threads that a process keeps between saves and loads."""
 
 from __future__ import annotations
 
@@ -10,111 +10,107 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol
 
-from ..at_exit import before_exit
-from ..errors import StateError
+from ..errors import StateError, UsageError
 from ..planners import PlanCache
-from .file_layout import FileLayout
-from .merging.merge import LEAST_RING, MergeWork
-from .reading.bounce import BounceRing
+from ..runtime.exit import before_exit
+from .files import FileLayout
+from .merging.merge import MIN_MERGE_BLOCKS, MergeWork
+from .reading.bounce import BouncePool
 from .staging.arena import BLOCK, Arena
 
-__all__ = ["MERGE_MEMORY", "Engine", "Gate"]
+__all__ = ["DEFAULT_MERGE_MEMORY_BYTES", "IOEngine"]
 
-MERGE_MEMORY = 64 << 20
-"""Bytes of the pieces that the merge stage of a process has under way, unless it is told otherwise."""
+DEFAULT_MERGE_MEMORY_BYTES = 64 << 20
+"""Default memory of the merge stage, which bounds its unfinished pieces: eight blocks."""
 
-# Four writes in flight reach a virtio or NVMe disk's rate; as many again copy and hash meanwhile.
-_IO_THREADS = 8
-_START_S = 1.0
-_MOST_COPIERS = 4  # threads that together copy as fast as a processor's memory goes
-_IN_CALL_S, _TO_END_S = 5.0, 1.0  # of daemon threads, when the interpreter ends
-_LOOK_EVERY_S = 0.002
+_IO_THREADS = 8  # four writes in flight saturate a virtio or NVMe disk, while four more threads copy and hash
+_MAX_COPY_THREADS = 4  # saturate the memory bandwidth of one processor
+_START_THREADS_S = 1.0  # limit for starting threads early; a busy pool has started its threads already
+_DAEMON_CALL_S = 5.0  # at exit: limit for daemon threads to finish their save or load
+_DAEMON_END_S = 1.0  # at exit: limit for these threads to end
+_POLL_S = 0.002
 
 
-def _finish(engine: weakref.ref[Engine]) -> None:
+def _close_at_exit(engine: weakref.ref[IOEngine]) -> None:
     alive = engine()
     if alive is not None and alive.pid == os.getpid():
         alive.close()
         alive.wait_for_daemons()
 
 
-def _until(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Wait for it, holding nothing: whoever is interrupted would leave a lock held."""
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Poll ``condition``. Holds no lock: an interrupt at exit would leave it held."""
     end = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < end:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_S)
 
 
-def _ranks_here() -> int:
-    """Processes of this job on this machine, as launchers tell."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdecimal() else 1
+def _local_world_size() -> int:
+    """Return the number of this job's ranks on this machine, which launchers set; 1 if they do not."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(value) if value.isdecimal() else 1
 
 
-class Gate(Protocol):
-    """What holds up changes of a state until that is copied."""
+class IOEngine:
+    """Owns staging memory, threads and cached plans. Threads start on first use and end with ``close``.
 
-    def pass_through(self) -> None:
-        """Return when the state may be changed."""
-
-    def remove(self) -> None:
-        """Let go of the state's objects."""
-
-
-class Engine:
-    """Arena, executors, and ``plans``, those of the last saves. ``io`` runs single reads, writes and hashes;
-    ``background`` finishes asynchronous saves, one after the other, in the order in which they were begun; the merge
-    stage has two threads and ``merge_ring``, memory of its own; ``ring`` is what reads pass through that do not go
-    straight into place; ``copier`` copies behind a gate. Threads start on first use and end with ``close``."""
+    Attributes:
+        arena: Staging memory of saves.
+        io: Runs single reads, writes and copies.
+        background: Finishes asynchronous saves one after the other, in the order in which they began.
+        copier: Copies the state of gated saves.
+        merge_arena: Memory of the merge stage.
+        merge_threads: The two threads of the merge stage.
+        bounce_pool: Buffers for reads that do not go straight into their tensors.
+        plans: Plans of the last saves.
+    """
 
     def __init__(
         self,
         *,
         memory_budget: int | None = None,
         slots: int = 2,
-        merge_memory: int = MERGE_MEMORY,
+        merge_memory: int = DEFAULT_MERGE_MEMORY_BYTES,
         io_threads: int = _IO_THREADS,
     ) -> None:
-        if merge_memory < LEAST_RING * BLOCK:
-            raise StateError(f"merge_memory is a number of bytes from {LEAST_RING * BLOCK} on, not {merge_memory!r}")
+        if merge_memory < MIN_MERGE_BLOCKS * BLOCK:
+            raise UsageError(f"merge_memory must be at least {MIN_MERGE_BLOCKS * BLOCK} bytes, not {merge_memory!r}")
         self.pid = os.getpid()
         self.io_threads = io_threads
         self.arena = Arena(memory_budget, slots)
         self.io = ThreadPoolExecutor(io_threads, thread_name_prefix="bcp-io")
         self.background = ThreadPoolExecutor(1, thread_name_prefix="bcp-save")
-        self.merge_ring = Arena(merge_memory)
+        self.merge_arena = Arena(merge_memory)
         self.merge_threads = ThreadPoolExecutor(2, thread_name_prefix="bcp-merge")
         self.copier = ThreadPoolExecutor(1, thread_name_prefix="bcp-copy")
         self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
-        self.ring = BounceRing()
-        self._gates: list[Gate] = []
-        self._callers: list[threading.Thread] = []  # daemons
-        self._calls: list[threading.Thread] = []  # of these
+        self.bounce_pool = BouncePool()
+        self._daemons: list[threading.Thread] = []  # that have saved or loaded
+        self._calls: list[threading.Thread] = []  # daemons inside a save or a load, once per call
         self._closed = False
         self._own = threading.local()
-        before_exit(partial(_finish, weakref.ref(self)))
+        before_exit(partial(_close_at_exit, weakref.ref(self)))
 
     def check_usable(self, *, waits: bool = False) -> None:
-        """Raise ``StateError`` after ``close``; with ``waits``, also where the caller would wait for its own thread."""
+        """Raise ``UsageError`` after ``close``, or if the background thread would wait for itself (``waits``)."""
         if self._closed:
-            raise StateError("this Checkpointer was closed; make a new one")
+            raise UsageError("this Checkpointer was closed; make a new one")
         if waits and self.is_background_thread:
-            raise StateError(
-                "a synchronous save inside the done callback of a save waits for the very thread that runs the "
+            raise UsageError(
+                "a synchronous save inside the done callback of another save would wait for the thread that runs the "
                 "callback; use async_save=True there, or save from another thread"
             )
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
-        """This thread is inside a save or a load."""
+    def track_call(self) -> Iterator[None]:
+        """Mark the calling thread as being inside a save or a load."""
         thread = threading.current_thread()
         if not thread.daemon:
             yield
             return
-        if thread not in self._callers:
-            self._callers = [*filter(threading.Thread.is_alive, self._callers), thread]
+        if thread not in self._daemons:
+            self._daemons = [*filter(threading.Thread.is_alive, self._daemons), thread]
         self._calls.append(thread)
         try:
             yield
@@ -122,66 +118,56 @@ class Engine:
             self._calls.remove(thread)
 
     def wait_for_daemons(self) -> None:
-        """Wait until no daemon thread is ``calling`` any more, and a moment for those to end that have called: they are
-        told that no more saves are taken. Python ends daemons when they next ask for its lock, by unwinding their
-        stacks; in the middle of C++ (torch lets go of the lock to compute, and to free a tensor) that is
-        ``std::terminate``, and the process dies of it."""
-        _until(lambda: not self._calls, _IN_CALL_S)
-        _until(lambda: not any(thread.is_alive() for thread in self._callers), _TO_END_S)
+        """Give daemon threads time to leave their saves and loads, and then to end, because their next call fails.
+
+        At exit, Python ends a daemon thread when it next acquires the GIL, by unwinding its stack. If the thread is
+        inside C++ code then (torch releases the GIL to compute, and to free a tensor), the unwinding calls
+        ``std::terminate``, which kills the process.
+        """
+        _wait_until(lambda: not self._calls, _DAEMON_CALL_S)
+        _wait_until(lambda: not any(thread.is_alive() for thread in self._daemons), _DAEMON_END_S)
 
     @property
     def is_background_thread(self) -> bool:
-        """Whether the caller is the thread that finishes saves: in a done callback."""
+        """Whether the calling thread is the background thread, as in a save's done callback."""
         return getattr(self._own, "is_background", False)
 
     @property
     def copy_helpers(self) -> int:
-        """How many threads may help the caller to stage: what is this rank's of the processor, and not beyond use."""
-        cores = len(os.sched_getaffinity(0)) // max(1, _ranks_here())
-        return max(0, min(cores, _MOST_COPIERS, self.io_threads) - 1)
+        """Threads that may help the caller to copy: this rank's share of the processors, minus the caller."""
+        cores = len(os.sched_getaffinity(0)) // max(1, _local_world_size())
+        return max(0, min(cores, _MAX_COPY_THREADS, self.io_threads) - 1)
 
     def start_threads(self) -> None:
-        """Have all threads that saves use, unless they are at work already."""
-        together = threading.Barrier(self.io_threads)
+        """Start all threads that saves use."""
+        barrier = threading.Barrier(self.io_threads)
 
-        def meet(_: int) -> None:
-            with suppress(threading.BrokenBarrierError):  # some are at work, for longer
-                together.wait(_START_S)
+        def wait_for_others(_: int) -> None:
+            with suppress(threading.BrokenBarrierError):  # some threads are busy
+                barrier.wait(_START_THREADS_S)
 
         single = [pool.submit(int) for pool in (self.background, self.copier)]
-        list(self.io.map(meet, range(self.io_threads)))
-        wait(single, _START_S)
-
-    def add_gate(self, gate: Gate) -> None:
-        """``pass_gates`` passes this one too, from now on."""
-        self._gates.append(gate)
-
-    def pass_gates(self) -> None:
-        """Return when no save is copying any more what it promised to copy later. In the thread that trains."""
-        while self._gates:
-            gate = self._gates.pop()
-            gate.pass_through()
-            gate.remove()
+        list(self.io.map(wait_for_others, range(self.io_threads)))
+        wait(single, _START_THREADS_S)
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
-        """Queue ``task`` for the background thread. Raises ``StateError`` where no more work is taken."""
+        """Queue ``task`` for the background thread. Raises ``StateError`` after ``close``."""
         try:
             return self.background.submit(self._in_background, task)
         except RuntimeError as error:
-            raise StateError(f"the save cannot go on in the background: {error}") from error
+            raise StateError(f"the save cannot continue in the background: {error}") from error
 
     def _in_background(self, task: Callable[[], None]) -> None:
         self._own.is_background = True
         task()
 
     def close(self) -> None:
-        """Finish every save in flight, then end the threads and give the memory back."""
+        """Finish all saves in flight, end the threads and release the memory."""
         self._closed = True
-        self.pass_gates()
         self.copier.shutdown(wait=True)
         self.background.shutdown(wait=True)
         self.merge_threads.shutdown(wait=True)
         self.io.shutdown(wait=True)
         self.arena.trim()
-        self.ring.trim()
-        self.merge_ring.trim()
+        self.bounce_pool.trim()
+        self.merge_arena.trim()

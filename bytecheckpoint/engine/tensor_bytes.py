@@ -1,4 +1,4 @@
-"""Tensors as the bytes they are: every dtype, also those that torch cannot compute with."""
+"""Views and copies of tensors as bytes, for every dtype, including those that torch cannot compute with."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import ctypes
 
 import torch
 
-__all__ = ["as_bytes", "byte_view", "copy_elements", "copy_memory"]
+from ..tensors.geometry import Box
+
+__all__ = ["as_bytes", "box_view", "byte_view", "copy_elements", "copy_memory"]
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
-# Shorter copies keep the interpreter lock: giving it up and getting it back costs more than they do.
-_SHORT = 64 << 10
+# Shorter copies hold the GIL: releasing and reacquiring it costs more than the copy.
+_MIN_GIL_RELEASE_BYTES = 64 << 10
 
 _move = ctypes.memmove
 _move_short = ctypes.PyDLL(None).memmove
@@ -20,15 +22,15 @@ _move_short.restype = None
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:
-    """Copy bytes from address to address, both of which the caller keeps alive. Long copies let other threads run."""
-    if nbytes < _SHORT:
+    """Copy bytes between two addresses. The caller keeps both alive. Long copies release the GIL."""
+    if nbytes < _MIN_GIL_RELEASE_BYTES:
         _move_short(target, source, nbytes)
     else:
         _move(target, source, nbytes)
 
 
 def copy_elements(out: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """``out[...] = source``; between equal types bit by bit, so that also those torch cannot compute with survive."""
+    """Do ``out[...] = source``; bit by bit between equal dtypes, so that opaque dtypes work too."""
     with torch.no_grad():
         if out.dtype == source.dtype and not any(t.is_conj() or t.is_neg() for t in (out, source)):
             carrier = _CARRIERS[out.dtype.itemsize]
@@ -37,11 +39,16 @@ def copy_elements(out: torch.Tensor, source: torch.Tensor, *, non_blocking: bool
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a flat uint8 tensor, sharing storage."""
+    """Return the memory of a contiguous tensor as a flat uint8 tensor that shares its storage."""
     flat = tensor.detach().reshape(-1) if tensor.ndim == 0 else tensor.detach().view(-1)
     return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
+def box_view(tensor: torch.Tensor, box: Box, outer: Box) -> torch.Tensor:
+    """Return the view of ``tensor``, which holds the box ``outer``, that holds ``box``."""
+    return tensor if box == outer else tensor[box.relative_to(outer).slices()]
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """``as_bytes`` of a tensor on the CPU, for who reads, writes or hashes it."""
+    """Return the memory of a contiguous CPU tensor as a buffer to read, write or hash."""
     return memoryview(as_bytes(tensor).numpy())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Folders of safetensors files that others wrote: their headers, proved and held against the index."""
+"""Read the headers of safetensors files that another library wrote, and compare them with the index."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .dtypes import DTYPES, DType
-from .errors import (
+from ..errors import (
     CheckpointNotFoundError,
     CorruptionError,
     FormatError,
@@ -15,28 +14,33 @@ from .errors import (
     NotACheckpointError,
     UnsupportedTensorError,
 )
-from .hf_index import INDEX_KEY, SINGLE_KEY
-from .metadata import BasicMeta
-from .safetensors_file import HeaderRecord, SafetensorsHeader, parse_header
-from .storage_backends import open_backend
+from ..format.hf_index import INDEX_KEY, SINGLE_KEY
+from ..format.safetensors import HeaderRecord, SafetensorsHeader, parse_header
+from ..storage_backends import open_backend
+from ..tensors.dtypes import DTYPES, DType
+from ..tensors.metadata import BasicMeta
 
 __all__ = ["SafetensorsFolder", "meta_of"]
 
-_MAX_INDEX = 256 << 20
+_MAX_INDEX_BYTES = 256 << 20  # refuse a larger index instead of parsing it
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
-# Not written by this library under its own code, because the stock reader cannot map it; its bytes are plain.
+# This library writes this dtype under another code, because the standard reader cannot represent it.
 _BY_CODE["F8_E8M0"] = DTYPES["float8_e8m0fnu"]
 
 
 class SafetensorsFolder:
-    """The headers of one safetensors file, or of all files of a folder, proved and held against the index.
+    """The validated headers of one safetensors file, or of all files of a folder.
 
-    ``url`` names a ``.safetensors`` file, or a folder with a ``model.safetensors``, an index, or one safetensors file
-    alone. Raises ``CheckpointNotFoundError`` and ``NotACheckpointError`` for what is none, ``FormatError`` for what
-    breaks the format or disagrees with the index, ``CorruptionError`` for a file that is missing.
+    ``url`` names a ``.safetensors`` file, or a folder with ``model.safetensors``, an index, or a single safetensors
+    file.
     """
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+        """Read all headers and the index.
+
+        Raises ``CheckpointNotFoundError`` or ``NotACheckpointError`` if there is no model, ``FormatError`` if a file
+        violates the format or disagrees with the index, and ``CorruptionError`` if a file is missing.
+        """
         folder, name = _split_url(url)
         self.url = url
         self.backend = open_backend(folder, **dict(storage_options or {}))
@@ -47,7 +51,7 @@ class SafetensorsFolder:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape."""
+        """Shape of each tensor."""
         return {record.name: record.shape for header in self.headers.values() for record in header.entries}
 
     @property
@@ -56,9 +60,9 @@ class SafetensorsFolder:
         return sum(record.end - record.begin for header in self.headers.values() for record in header.entries)
 
     def _read_index(self) -> dict[str, str] | None:
-        """Names and the file that each is in; None without an index."""
+        """Return the file of each name, or None without an index."""
         try:
-            raw = self.backend.get(INDEX_KEY, max_size=_MAX_INDEX)
+            raw = self.backend.get(INDEX_KEY, max_size=_MAX_INDEX_BYTES)
         except KeyNotFoundError:
             return None
         where = f"{self.backend.url}/{INDEX_KEY}"
@@ -71,29 +75,29 @@ class SafetensorsFolder:
             raise FormatError(f"{where} has no weight_map of names to files")
         odd = sorted({file for file in found.values() if "/" in file or not file.endswith(".safetensors")})
         if odd:
-            raise FormatError(f"{where} names {odd[0]!r:.200}, which is no safetensors file beside it")
+            raise FormatError(f"{where} names {odd[0]!r:.200}, which is not a safetensors file in the same folder")
         return found
 
     def _keys(self) -> list[str]:
         names = self.backend.list_children("")
-        there = [name for name in names if name.endswith(".safetensors")]
+        found = [name for name in names if name.endswith(".safetensors")]
         if self._index is not None:
             keys = sorted(set(self._index.values()))
-            if SINGLE_KEY in there and SINGLE_KEY not in keys:
+            if SINGLE_KEY in found and SINGLE_KEY not in keys:
                 raise NotACheckpointError(
-                    f"{self.url} holds both {SINGLE_KEY} and {INDEX_KEY}, and they are not the same model; "
-                    f"name the file that is meant, or remove the other"
+                    f"{self.url} holds both {SINGLE_KEY} and {INDEX_KEY}, which are different models; "
+                    f"name the file to use, or remove the other"
                 )
             return keys
-        if SINGLE_KEY in there:
+        if SINGLE_KEY in found:
             return [SINGLE_KEY]
-        if len(there) == 1:
-            return there
+        if len(found) == 1:
+            return found
         if not names:
             raise CheckpointNotFoundError(f"nothing is stored at {self.url}; check the path")
         raise NotACheckpointError(
             f"{self.url} holds no {SINGLE_KEY} and no {INDEX_KEY}"
-            + (f", but {len(there)} safetensors files; name the one that is meant" if there else "")
+            + (f", but {len(found)} safetensors files; name the one to use" if found else "")
         )
 
     def _read_header(self, key: str) -> SafetensorsHeader:
@@ -125,20 +129,24 @@ class SafetensorsFolder:
         faults = [f"{name!r:.200} is not in {file}" for name, file in self._index.items() if found.get(name) != file]
         faults += [f"{name!r:.200} of {file} is not listed" for name, file in found.items() if name not in self._index]
         more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise FormatError(f"{self.url}: {INDEX_KEY} does not fit the files: {'; '.join(faults[:5])}{more}")
+        raise FormatError(f"{self.url}: {INDEX_KEY} disagrees with the files: {'; '.join(faults[:5])}{more}")
 
 
 def meta_of(record: HeaderRecord, where: str) -> BasicMeta:
-    """Dtype and shape of a tensor in the file ``where``. Raises ``UnsupportedTensorError`` for a dtype that torch has
-    not."""
+    """Return dtype and shape of a tensor in the file ``where``.
+
+    Raises ``UnsupportedTensorError`` for a dtype that torch does not have.
+    """
     dtype: DType | None = _BY_CODE.get(record.dtype)
     if dtype is None:
-        raise UnsupportedTensorError(f"{where}: {record.name!r:.200} has dtype {record.dtype}, which torch has not")
+        raise UnsupportedTensorError(
+            f"{where}: {record.name!r:.200} has dtype {record.dtype}, which torch does not have"
+        )
     return BasicMeta(dtype, record.shape)
 
 
 def _split_url(url: str) -> tuple[str, str]:
-    """The folder and, where ``url`` names a safetensors file, the file in it."""
+    """Return the folder, and the name of the file in it if ``url`` names a safetensors file."""
     if not url.endswith(".safetensors") or "::" in url:
         return url, ""
     folder, _, name = url.rpartition("/")

@@ -1,7 +1,7 @@
-"""Proving a msgpack document harmless before anything is built from it.
+"""Check that a msgpack document is harmless before anything is built from it.
 
-A decoder makes room for an array as soon as it has read how long the array claims to be, so a few hundred nested
-claims of four billion elements are enough to exhaust memory. The scan walks the bytes first and allocates nothing.
+A decoder allocates an array as soon as it has read its length, so a few hundred nested arrays that claim four billion
+items each exhaust memory. The scan walks the bytes first and allocates nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 import msgpack
 
-from .errors import FormatError
+from ..errors import FormatError
 
 __all__ = ["scan_msgpack", "unpack_plain"]
 
-# By a value's first byte: the width of the length that follows it, how many bytes stand beside that length, and for
-# arrays and maps how many items there are (of each entry, where a length follows).
+# By a value's first byte: the width of the length that follows, the number of other bytes that follow, and for arrays
+# and maps the number of items (per entry, if a length follows).
 # fmt: off
 _PLAIN: dict[int, tuple[int, int, int | None]] = {
     **dict.fromkeys((*range(0x80), *range(0xE0, 0x100)), (0, 0, None)),  # small integers
@@ -39,25 +39,28 @@ _WITH_EXTENSIONS = {
 
 
 def scan_msgpack(what: str, data: bytes, *, max_depth: int = 64, extensions: bool = False) -> None:
-    """Raise ``FormatError`` unless ``data`` is exactly one msgpack value, no deeper than ``max_depth``, in which every
-    announced item can be there. Extension types are refused unless ``extensions``; their payloads are not looked at."""
+    """Raise ``FormatError`` unless ``data`` is exactly one msgpack value with room for every item that it claims.
+
+    It may be at most ``max_depth`` levels deep. Extension types are rejected unless ``extensions`` is true; their
+    payloads are not scanned.
+    """
     codes = _WITH_EXTENSIONS if extensions else _PLAIN
-    pending = [1]  # items still to come, by nesting level
-    outstanding = 1  # and in all: each takes at least one byte
+    pending = [1]  # items to come, by nesting level
+    outstanding = 1  # items to come in total; each takes at least one byte
     at, size = 0, len(data)
     while pending:
         if pending[-1] == 0:
             pending.pop()
             continue
         if at >= size:
-            raise FormatError(f"{what}: cut short at byte {size}, {outstanding} more items are announced")
+            raise FormatError(f"{what}: truncated at byte {size}, {outstanding} more items are announced")
         code = data[at]
         if code not in codes:
             why = "no such type" if extensions else "extension types are refused"
             raise FormatError(f"{what}: msgpack type 0x{code:02x} at byte {at} is not allowed ({why})")
-        width, beside, items = codes[code]
+        width, extra, items = codes[code]
         length = int.from_bytes(data[at + 1 : at + 1 + width], "big") if width else 0
-        at += 1 + width + beside
+        at += 1 + width + extra
         pending[-1] -= 1
         outstanding -= 1
         if items is None:
@@ -72,11 +75,11 @@ def scan_msgpack(what: str, data: bytes, *, max_depth: int = 64, extensions: boo
             left = max(size - at, 0)
             raise FormatError(f"{what}: {outstanding} more items are announced at byte {at}, {left} bytes are left")
     if at != size:
-        raise FormatError(f"{what}: {size - at} bytes behind the end")
+        raise FormatError(f"{what}: {size - at} bytes follow the end")
 
 
 def unpack_plain(what: str, data: bytes, *, max_depth: int = 64) -> Any:
-    """Decode a scanned document: None, bool, int, float, str, bytes, list, and dict with str or bytes keys, none twice.
+    """Scan and decode a document: None, bool, int, float, str, bytes, list, and dict with unique str or bytes keys.
 
     Raises ``FormatError`` for anything else.
     """
@@ -90,5 +93,5 @@ def unpack_plain(what: str, data: bytes, *, max_depth: int = 64) -> Any:
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a map has one key twice")
+        raise ValueError("a map has a key twice")
     return found

@@ -1,8 +1,8 @@
-"""The safetensors container: building headers that every reader opens, and parsing those of strangers.
+"""The safetensors container: build headers that every reader opens, and parse untrusted ones.
 
-A file is an 8-byte little-endian header length, a JSON header, and the data area. What this library builds has the
-data area on a 4096-byte boundary (the header is padded with spaces) and its tensors in file order without gaps, as
-the format demands. Nothing here does I/O or knows of torch.
+A file is an 8-byte little-endian header length, a JSON header, and the data area. A header that is built here is padded
+with spaces so that the data area begins on a 4096-byte boundary; tensors lie in file order without gaps, as the format
+requires. This module does no I/O and does not use torch.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from .dtypes import DTYPES, DType
-from .errors import FormatError
-from .geometry import Box
+from ..errors import FormatError
+from ..tensors.dtypes import DTYPES, DType
+from ..tensors.geometry import Box
 
 __all__ = ["DATA_ALIGNMENT", "HeaderEntry", "HeaderRecord", "SafetensorsHeader", "build_header", "parse_header"]
 __all__ += ["shard_name"]
 
 DATA_ALIGNMENT = 4096
-"""The data area of every file built here begins on a multiple of this many bytes."""
+"""The alignment of the data area in bytes, in files that this library writes."""
 
-_MAX_HEADER = 100_000_000  # the limit of the stock library; a longer header would be unreadable to it
+_MAX_HEADER = 100_000_000  # bytes: the limit of the stock library
 _MAX_NAME = 1 << 16
 _MAX_NDIM = 64
 _MAX_INT = (1 << 63) - 1
 _METADATA = "__metadata__"
 _ENTRY_KEYS = frozenset(("dtype", "shape", "data_offsets"))
 
-# Bits per element of every code of the format. The last ones are read only: torch has no such dtype, or the stock
-# Python reader cannot map it, so they are never written here.
+# Bits per element of every code of the format. The last four are only read: torch has no such dtype, or the stock
+# Python reader cannot map it.
 _CODE_BITS: dict[str, int] = {d.safetensors: 8 * d.itemsize for d in DTYPES.values() if d.safetensors is not None}
 _CODE_BITS |= {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """One tensor to be written: its name in the file, and ``nbytes`` bytes of row-major data."""
+    """A tensor to write: its name in the file, and ``nbytes`` bytes of row-major data."""
 
     name: str
     dtype: DType
@@ -49,8 +49,10 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class HeaderRecord:
-    """One tensor as found in a header. ``dtype`` is the safetensors code; ``begin`` and ``end`` count bytes from the
-    start of the data area."""
+    """A tensor found in a header.
+
+    ``dtype`` is the safetensors code; ``begin`` and ``end`` count bytes from the start of the data area.
+    """
 
     name: str
     dtype: str
@@ -69,15 +71,15 @@ class SafetensorsHeader:
 
 
 def shard_name(fqn: str, box: Box, whole: bool) -> str:
-    """What a shard is called inside its file: the plain fqn for a whole tensor, else ``fqn[0:2,3:4]``."""
+    """Return a shard's name inside its file: the plain fqn of a whole tensor, else a name such as ``fqn[0:2,3:4]``."""
     return fqn if whole else f"{fqn}{box}"
 
 
 def build_header(entries: Sequence[HeaderEntry], metadata: dict[str, str]) -> bytes:
-    """The file's first bytes, up to the data area. ``entries`` are in file order and lie back to back.
+    """Return the first bytes of a file, up to the data area. ``entries`` are in file order and lie back to back.
 
-    Raises ``FormatError`` for a name used twice, an entry whose size is not that of its shape, and a header over the
-    100 MB that stock readers accept.
+    Raises ``FormatError`` for a duplicate name, an entry whose size does not match its shape, and a header that exceeds
+    the 100 MB that stock readers accept.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     begin = 0
@@ -100,9 +102,11 @@ def build_header(entries: Sequence[HeaderEntry], metadata: dict[str, str]) -> by
 
 
 def parse_header(read: Callable[[int, int], bytes], file_size: int) -> SafetensorsHeader:
-    """Read and prove a header. ``read(offset, length)`` returns exactly those bytes of a file of ``file_size`` bytes.
+    """Read and validate a header.
 
-    Raises ``FormatError`` for anything that breaks the format; nothing is allocated for a header that cannot be true.
+    ``read(offset, length)`` returns exactly those bytes of a file of ``file_size`` bytes.
+
+    Raises ``FormatError`` for anything that breaks the format. Nothing is allocated for a header that cannot be valid.
     """
     if file_size < 8:
         raise FormatError(f"not a safetensors file: {file_size} bytes")
@@ -124,13 +128,15 @@ def parse_header(read: Callable[[int, int], bytes], file_size: int) -> Safetenso
 
 
 def _parse_json(raw: bytes) -> dict[str, Any]:
-    # The format fixes the first byte, so that no other kind of file passes for a header.
+    # The format requires this first byte, so that no other kind of file is taken for a header.
     if not raw.startswith(b"{"):
         raise FormatError("safetensors header does not begin with '{'")
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_float=_no, parse_constant=_no)
+        header = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_unique, parse_float=_reject_number, parse_constant=_reject_number
+        )
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"safetensors header is not the JSON it must be: {error}") from None
+        raise FormatError(f"safetensors header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
         raise FormatError("safetensors header is not a JSON object")
     return header
@@ -140,12 +146,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise FormatError(f"key {twice!r:.200} stands twice in one object of the safetensors header")
+        raise FormatError(f"key {twice!r:.200} occurs twice in one object of the safetensors header")
     return found
 
 
-def _no(text: str) -> Any:
-    raise ValueError(f"number {text} is not a whole one")
+def _reject_number(text: str) -> Any:
+    raise ValueError(f"number {text} is not an integer")
 
 
 def _metadata_of(found: object) -> dict[str, str]:
@@ -184,7 +190,7 @@ def _check_name(name: str, taken: bool) -> None:
     if taken or name == _METADATA:
         raise FormatError(f"name {name!r:.200} is taken in this safetensors file")
     if len(name) > _MAX_NAME or "\0" in name or not _is_text(name):
-        raise FormatError(f"name {name!r:.200} cannot stand in a safetensors file: too long, or not text")
+        raise FormatError(f"name {name!r:.200} cannot be used in a safetensors file: it is too long, or not text")
 
 
 def _is_text(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""DTensors in global boxes, computed here from mesh, placements and coordinate.
+"""Describe DTensors in global boxes, computed from mesh, placements and coordinate.
 
-torch's own helpers are not asked: they return wrong offsets for uneven strided shards (pytorch#168134). What is
-computed is proved against the local tensor's shape before it is used.
+torch's helpers return wrong offsets for uneven strided shards (pytorch#168134), so this module does not use them. It
+checks the computed boxes against the local tensor's shape.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import UnsupportedTensorError
-from ..geometry import Box
-from ..mesh_layout import MeshLayout, MeshPlace
-from ..metadata import BasicMeta
-from ..shards import MeshShard, Shard, basic_meta
+from ..tensors.geometry import Box
+from ..tensors.mesh_layout import MeshLayout, MeshPlace
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import MeshShard, Shard, basic_meta
 from .layout import ParamLayout, ParamPart
 from .placements import LocalBox, Run, boxes_of_runs, cut_order, held_runs, split_factor
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Whether this is a DTensor. Imports nothing: without its module loaded there is none."""
+    """Whether this is a DTensor. Imports nothing: if the module of DTensor is not loaded, none exists."""
     if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -49,7 +49,7 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The live local tensor, detached: no copy, no collective (one already under way is waited for)."""
+    """The local tensor, detached. Makes no copy and starts no collective, but waits for one in progress."""
     local: torch.Tensor = dtensor._local_tensor
     functional = sys.modules.get("torch.distributed._functional_collectives")
     pending = getattr(functional, "AsyncCollectiveTensor", None)
@@ -59,7 +59,7 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
 
 
 def dtensor_boxes(fqn: str, dtensor: DTensor) -> Sequence[LocalBox]:
-    """``local_boxes`` of a DTensor, proved against its local shape. Raises ``UnsupportedTensorError``."""
+    """``local_boxes`` of a DTensor, checked against its local shape. Raises ``UnsupportedTensorError``."""
     spec, mesh = dtensor._spec, dtensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -90,7 +90,7 @@ def dtensor_boxes(fqn: str, dtensor: DTensor) -> Sequence[LocalBox]:
     return boxes
 
 
-@lru_cache(maxsize=1 << 14)  # the layers of a model are cut alike, and so is an optimizer's state
+@lru_cache(maxsize=1 << 14)  # layers of a model share their sharding, and so does optimizer state
 def _held(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
@@ -109,19 +109,18 @@ def _extent(runs: list[list[Run]]) -> tuple[tuple[int, ...], tuple[LocalBox, ...
 
 
 def dtensor_shards(fqn: str, dtensor: DTensor, local: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
-    """Dtype and global shape, and this rank's shards (none where it holds nothing) as views of ``local``, the DTensor's
-    local tensor, which has been found to be dense."""
+    """Dtype and global shape of a DTensor, and this rank's shards as views of ``local``, its dense local tensor."""
     meta = tensor_meta(fqn, dtensor.dtype, dtensor.shape)
     boxes = dtensor_boxes(fqn, dtensor)
     if len(boxes) == 1:
-        shard = MeshShard.proved(fqn, meta, boxes[0].box, local)
+        shard = MeshShard.unchecked(fqn, meta, boxes[0].box, local)
         shard.find_place = partial(_place, dtensor)
         return meta, [shard]
     return meta, [Shard(fqn, meta, part.box, local[part.local_slices()]) for part in boxes]
 
 
 def _place(dtensor: DTensor) -> MeshPlace | None:
-    """How the mesh cuts a DTensor, and where this rank stands."""
+    """How the mesh shards a DTensor, and this rank's coordinate; None if no ``MeshLayout`` describes it."""
     spec, mesh = dtensor._spec, dtensor.device_mesh
     coordinate = mesh.get_coordinate()
     strided = any(split_factor(placement) > 1 for placement in dtensor.placements)
@@ -133,7 +132,7 @@ def _place(dtensor: DTensor) -> MeshPlace | None:
 
 
 def dtensor_layout(fqn: str, dtensor: DTensor) -> ParamLayout:
-    """The layout of a plain tensor that is shaped like the local tensor and cut as it is."""
+    """The layout of a plain tensor with the local tensor's shape and sharding."""
     shape, local_shape = tuple(dtensor.shape), tuple(dtensor._local_tensor.shape)
     boxes = dtensor_boxes(fqn, dtensor)
     if len(boxes) == 1 and boxes[0].box.lengths == local_shape:
@@ -145,10 +144,10 @@ def dtensor_layout(fqn: str, dtensor: DTensor) -> ParamLayout:
 def empty_like_dtensor(
     dtensor: DTensor, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> DTensor:
-    """A DTensor of the same mesh, placements and shape, its memory not yet filled and no gradient asked for.
+    """An uninitialised DTensor of the same mesh, placements and shape, which requires no gradient.
 
-    Without ``device`` it lives where ``dtensor`` does, or, if that is on the meta device, where the mesh does. No
-    collective runs.
+    The default ``device`` is that of ``dtensor``, or of its mesh if ``dtensor`` is on the meta device. Runs no
+    collective.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -172,7 +171,7 @@ def tensor_meta(fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> BasicMeta
 
 
 def _contiguous(part: LocalBox, local_shape: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
-    """Cut a box until each piece is one range of the local row-major memory; with the range's first element."""
+    """Split a box into boxes that are contiguous in the local memory, each with the index of its first element."""
     lengths = part.box.lengths
     partial = [d for d, (have, all_of) in enumerate(zip(lengths, local_shape)) if have != all_of]
     split = partial[-1] if partial else 0

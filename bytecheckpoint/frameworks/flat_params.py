@@ -1,8 +1,8 @@
-"""FSDP-1's flat parameters in global boxes: what lies where in a rank's shard, read off the handles.
+"""Map FSDP-1's flat parameters to global boxes.
 
-A flat parameter is several parameters laid end to end (with padding between and after them) and cut into equal 1-D
-pieces, one a rank. Each piece is decomposed where it lies; nothing is gathered. Everything FSDP-1 keeps private and
-this library must know is read in this file.
+A flat parameter concatenates several parameters, with padding between and after them, and splits them into equal 1-D
+pieces, one for each rank. Each piece is decomposed into boxes in place; nothing is gathered. Only this module reads
+private attributes of FSDP-1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import StateError, UnsupportedTensorError
-from ..geometry import Box, decompose, row_major_strides
+from ..tensors.geometry import Box, decompose, row_major_strides
 from .dtensor import is_dtensor
 from .layout import ParamLayout, ParamPart
 from .module_tree import named_submodules
@@ -28,10 +28,11 @@ __all__ = ["FlatParam", "OriginalParam", "flat_params"]
 
 @dataclass(frozen=True, eq=False)
 class OriginalParam:
-    """One parameter inside a flat one: its names, the first being the one it is stored under, and its local elements.
+    """One parameter inside a flat one. It is stored under the first of its names.
 
-    ``local_shape`` is what FSDP flattened: the global ``shape``, or a tensor-parallel rank's part of it. ``start`` and
-    ``length`` are the range of this rank's shard that holds elements of it, from element ``first`` on.
+    ``local_shape`` is the shape that FSDP flattened: the global ``shape``, or a tensor-parallel rank's part of it,
+    which begins at ``corner`` (None for an empty part). ``start`` and ``length`` are the range of this rank's shard
+    that holds elements of the parameter, from element ``first`` on.
     """
 
     fqns: tuple[str, ...]
@@ -44,7 +45,7 @@ class OriginalParam:
     first: int
 
     def parts(self) -> Iterator[ParamPart]:
-        """The boxes held, in the order in which they lie in the shard. ``corner`` is None for an empty TP part."""
+        """The boxes that this rank holds, in memory order."""
         if self.corner is None or self.length == 0:
             return
         dims = self.order or tuple(range(len(self.local_shape)))
@@ -59,7 +60,7 @@ class OriginalParam:
 
 
 class FlatParam:
-    """One ``FlatParamHandle``: what this rank holds of it. ``names`` are its modules' clean names, by ``id``."""
+    """What this rank holds of one ``FlatParamHandle``. ``names`` are its modules' clean names, by ``id``."""
 
     def __init__(self, handle: Any, names: dict[int, list[tuple[int, str]]]) -> None:
         self.handle = handle
@@ -83,7 +84,8 @@ class FlatParam:
         fqns = tuple(dict.fromkeys(name for _, name in found))
         if not fqns:
             raise StateError(
-                f"FSDP flattened the parameter {flat._fqns[i]!r}, but its module is no longer part of the model"
+                f"FSDP flattened the parameter {flat._fqns[i]!r}, whose module is no longer part of the model; wrap "
+                "the model again"
             )
         local_shape = tuple(flat._shapes[i])
         shape, corner = _placed(fqns[0], flat._param_extensions[i], local_shape)
@@ -94,19 +96,19 @@ class FlatParam:
 
     @property
     def owned(self) -> Iterator[tuple[int, str]]:
-        """Module ``id`` and attribute of every parameter slot that FSDP manages, its own included."""
+        """Module ``id`` and attribute name of every parameter slot that FSDP manages, including its own."""
         for info in (*self.flat._param_infos, *self.flat._shared_param_infos):
             yield id(info.module), info.param_name
 
     @cached_property
     def layout(self) -> ParamLayout:
-        """The whole local shard. Padding belongs to no part."""
+        """The layout of the complete local shard. Padding belongs to no part."""
         parts = tuple(part for original in self.originals for part in original.parts())
         size = tuple(self.flat._sharded_size)
         return ParamLayout(size, parts, {original.fqns[0]: original.shape for original in self.originals})
 
     def parameter_layouts(self) -> dict[int, ParamLayout]:
-        """By ``id`` of what an optimizer steps: the flat parameter, or the original ones as views of the shard."""
+        """Layouts by ``id`` of what an optimizer steps: the flat parameter, or the originals as views of the shard."""
         if self.flat._params is None:
             return {id(self.flat): self.layout}
         layouts: dict[int, ParamLayout] = {}
@@ -122,15 +124,15 @@ class FlatParam:
         return layouts
 
     def local_shard(self) -> torch.Tensor:
-        """This rank's full-precision memory, padding included.
+        """This rank's full-precision memory, including padding.
 
-        Raises ``StateError`` while the shard is not what the model computes with: parameters are summoned, a forward
-        or backward is running, or somebody put other memory into a parameter.
+        Raises ``StateError`` while the model does not compute with the shard: parameters are summoned, a forward or
+        backward pass is running, or a parameter was given other memory.
         """
         state = self.handle._training_state.name
         if state != "IDLE":
             raise StateError(
-                f"FSDP parameters ({self.originals[0].fqns[0]}, ...) are unsharded just now (handle state {state}): "
+                f"FSDP parameters ({self.originals[0].fqns[0]}, ...) are currently unsharded (handle state {state}); "
                 "save and load outside forward and backward, and outside summon_full_params()"
             )
         data: torch.Tensor = self.flat.data
@@ -145,7 +147,7 @@ class FlatParam:
         return shard.detach()
 
     def _check_views(self, shard: torch.Tensor) -> None:
-        """FSDP copies back parameters that were given other memory, but only in the next forward."""
+        """Raise ``StateError`` if a parameter was given memory that FSDP copies back only in the next forward pass."""
         if self.flat._params is None or self.handle._skipped_use_sharded_views:
             return
         for param, original in zip(self.flat._params, self.originals):
@@ -153,19 +155,19 @@ class FlatParam:
                 continue
             if param.data_ptr() != shard.data_ptr() + original.start * shard.element_size():
                 raise StateError(
-                    f"{original.fqns[0]}: the parameter was given new memory (param.data = ...), which FSDP takes over "
-                    "in the next forward only; assign in place (param.copy_()) or run a forward pass first"
+                    f"{original.fqns[0]}: the parameter was given new memory (param.data = ...), which FSDP copies "
+                    "back only in the next forward pass; assign in place (param.copy_()) or run a forward pass first"
                 )
 
-    def forget_gathered(self) -> None:
-        """Free a gathered copy that outlived its forward, or the next forward would compute with it."""
+    def free_gathered(self) -> None:
+        """Free a gathered copy, with which the next forward pass would compute otherwise."""
         if self.is_sharded and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
             self.handle.reshard(free_unsharded_flat_param=True)
             self.handle.post_reshard()
 
 
 def flat_params(modules: Sequence[nn.Module]) -> list[FlatParam]:
-    """Every flat parameter in these modules, in their order, however they were wrapped."""
+    """Every flat parameter in these modules, in their order."""
     wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     names: dict[int, list[tuple[int, str]]] = {}
     handles: dict[int, Any] = {}
@@ -182,12 +184,12 @@ def flat_params(modules: Sequence[nn.Module]) -> list[FlatParam]:
 
 
 def _placed(fqn: str, spec: Any, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Global shape and first corner of a parameter that was a DTensor (``spec``) before FSDP flattened it."""
+    """Global shape and first corner of a parameter. ``spec`` is its DTensor spec before FSDP flattened it, if any."""
     if spec is None:
         return local_shape, (0,) * len(local_shape)
     if not hasattr(spec, "placements") or not hasattr(spec, "mesh"):
         raise UnsupportedTensorError(
-            f"{fqn}: FSDP flattened a {type(spec).__name__}, which this library cannot place; use a DTensor instead"
+            f"{fqn}: FSDP flattened a {type(spec).__name__}, which this library does not support; use a DTensor instead"
         )
     boxes = local_boxes(
         tuple(spec.shape), tuple(spec.mesh.shape), spec.mesh.get_coordinate(), spec.placements, name=fqn
@@ -200,7 +202,7 @@ def _placed(fqn: str, spec: Any, local_shape: tuple[int, ...]) -> tuple[tuple[in
 
 
 def _memory_order(fqn: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions from slowest to fastest in the memory that FSDP flattened as it lay."""
+    """The dimensions from slowest to fastest in the memory that FSDP flattened."""
     order = tuple(sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d], d)))
     dense = row_major_strides([shape[d] for d in order])
     if any(strides[d] != step and shape[d] > 1 for d, step in zip(order, dense)):

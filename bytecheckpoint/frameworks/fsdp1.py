@@ -1,7 +1,7 @@
-"""FSDP-1 (``FullyShardedDataParallel``): flat shards saved and filled where they lie, with no all-gather.
+"""The adapter for FSDP-1 (``FullyShardedDataParallel``): saves and fills flat shards in place, without all-gather.
 
-Names are those of the unwrapped model, so any wrap policy, any world size, FSDP-2 or a plain module can load what was
-saved here, and the other way round.
+Names are those of the unwrapped model. So a checkpoint loads under any wrap policy and world size, with FSDP-2 or in a
+plain module, and theirs load here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..errors import UnsupportedTensorError
-from ..shards import Path, SectionSource, SectionTarget, StoredSection
+from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Context
-from .flat_params import FlatParam, OriginalParam, flat_params
+from .flat_params import FlatParam, flat_params
 from .layout import ParamLayout
-from .module import ModuleAdapter
+from .module import ModuleAdapter, choose_stored_name
 from .module_tree import Slot, has_fsdp1, modules_of
 from .tensors import dense_view
 
@@ -24,10 +24,11 @@ __all__ = ["FSDP1Adapter"]
 
 
 class FSDP1Adapter(ModuleAdapter):
-    """Modules with ``FullyShardedDataParallel`` anywhere in their tree; every strategy, ``use_orig_params`` or not.
+    """Modules that contain ``FullyShardedDataParallel``, with every sharding strategy and ``use_orig_params`` setting.
 
-    What FSDP manages is taken from its flat parameters, in full precision; the rest (buffers, ignored modules, extra
-    state) is served as of a plain module. Raises ``StateError`` while the flat parameters are not sharded.
+    Parameters that FSDP manages come from its flat parameters, in full precision. Everything else (buffers, ignored
+    modules, extra state) is handled as in a plain module. Raises ``StateError`` while the flat parameters are not
+    sharded.
     """
 
     name: ClassVar[str] = "fsdp1"
@@ -62,25 +63,26 @@ class FSDP1Adapter(ModuleAdapter):
         target = super().target(obj, context, stored)
         flats = flat_params(modules_of(obj))
         for flat in flats:
-            _add_flat(target, flat, {name.fqns[0]: _choose(name, target, context, stored) for name in flat.originals})
+            names = [original.fqns for original in flat.originals]
+            _add_flat(target, flat, {tied[0]: choose_stored_name(tied, target, context, stored) for tied in names})
         rest = target.apply
 
         def apply(values: Mapping[Path, Any]) -> None:
             rest(values)
             for flat in flats:
-                flat.forget_gathered()
+                flat.free_gathered()
 
         target.apply = apply
         return target
 
 
 def _add_flat(section: SectionSource | SectionTarget, flat: FlatParam, chosen: Mapping[str, str]) -> None:
-    """``chosen`` says under which of its tied names each parameter goes, by the first of them."""
+    """Add one flat parameter. ``chosen`` maps the first name of each tied parameter to the name to use."""
     where = flat.originals[0].fqns[0]
     shard = dense_view(where, flat.local_shard())
     if shard.is_meta:
         raise UnsupportedTensorError(
-            f"{where}: FSDP's flat parameter is on the meta device; materialise the model first"
+            f"{where}: FSDP's flat parameter is on the meta device; materialise the model before saving or loading"
         )
     layout = flat.layout.renamed(chosen.__getitem__)
     section.metas.update(layout.metas(shard.dtype))
@@ -88,19 +90,3 @@ def _add_flat(section: SectionSource | SectionTarget, flat: FlatParam, chosen: M
     for original in flat.originals:
         name = chosen[original.fqns[0]]
         section.aliases.update({fqn: name for fqn in original.fqns if fqn != name})
-
-
-def _choose(original: OriginalParam, target: SectionTarget, context: Context, stored: StoredSection) -> str:
-    """The first name of a tied parameter that is stored, as in a plain module."""
-    known = [fqn for fqn in original.fqns if fqn in stored.metas]
-    if not known:
-        return original.fqns[0]
-    target.ignorable.update(known[1:])
-    sources = {fqn: stored.aliases.get(fqn, fqn) for fqn in known}
-    separate = [fqn for fqn in known if sources[fqn] != sources[known[0]]]
-    if separate:
-        context.notes.append(
-            f"{context.section}: {', '.join(original.fqns)} are one tensor here but were stored separately; it was "
-            f"filled from {known[0]}, and {', '.join(separate)} left unread"
-        )
-    return known[0]

@@ -1,8 +1,8 @@
-"""How a parameter's local memory maps to global boxes, so that anything of the parameter's local shape does too.
+"""Map a parameter's local memory to global boxes.
 
-The module adapters make one ``ParamLayout`` per parameter; the optimizer adapter applies it to every state tensor
-(``exp_avg``, ``momentum_buffer``, ...) that is shaped like the local parameter. It is the only thing the optimizer
-adapter has to know of FSDP-1, DDP or plain modules. (DTensors describe themselves, see ``dtensor.py``.)
+The module adapters make one ``ParamLayout`` for each parameter. The optimizer adapter applies it to every state tensor
+(``exp_avg``, ``momentum_buffer``, ...) that has the local parameter's shape, so it needs no other knowledge of FSDP-1,
+DDP or plain modules. DTensors describe themselves (see ``dtensor.py``).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 import torch
 
-from ..geometry import Box
-from ..metadata import BasicMeta
-from ..shards import IrregularShard, Shard, basic_meta
+from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import IrregularShard, Shard, basic_meta
 
 __all__ = ["ParamLayout", "ParamPart"]
 
 
 class ParamPart(NamedTuple):
-    """Consecutive elements of the local (flattened) memory that are the contents of ``box`` of the tensor ``fqn``.
+    """Consecutive elements of the flattened local memory, which hold ``box`` of the tensor ``fqn``.
 
-    ``start`` counts elements from the beginning of the local tensor's row-major memory. ``order`` lists the tensor's
-    dimensions from the slowest to the fastest in memory where they are not in their own order (a channels-last
-    parameter that FSDP-1 flattened as it lay).
+    ``shape`` is the global shape. ``start`` counts elements from the beginning of the local tensor's row-major memory.
+    ``order`` lists the dimensions from the slowest to the fastest in memory, if that is not the usual order (for a
+    channels-last parameter, which FSDP-1 flattens in memory order).
     """
 
     fqn: str
@@ -43,11 +43,11 @@ class ParamPart(NamedTuple):
 
 
 class ParamLayout(NamedTuple):
-    """What one local parameter holds. A whole parameter has one part; a flat parameter has many, of several names.
+    """What one local parameter holds. A whole parameter has one part, a flat parameter has many with several names.
 
-    ``local_shape`` is the local tensor's shape. ``fqns`` lists every name this parameter stands for with its global
-    shape, also those of which this rank holds nothing. ``is_replica``: every rank that has the parameter holds the
-    same; otherwise a part that is all of a tensor is so by chance.
+    ``local_shape`` is the local tensor's shape. ``fqns`` maps every name in the parameter to its global shape,
+    including names of which this rank holds no element. With ``is_replica``, all ranks hold the same elements;
+    otherwise a part may cover a tensor completely by chance, and is not a replica.
     """
 
     local_shape: tuple[int, ...]
@@ -58,12 +58,12 @@ class ParamLayout(NamedTuple):
     @classmethod
     def whole(cls, fqn: str, shape: tuple[int, ...]) -> ParamLayout:
         """A replicated parameter."""
-        box = Box.proved((0,) * len(shape), shape)
-        return cls(shape, (ParamPart(fqn, shape, box, 0),), {fqn: shape}, True)
+        box = Box.unchecked((0,) * len(shape), shape)
+        return cls(shape, (ParamPart(fqn, shape, box, 0),), {fqn: shape}, is_replica=True)
 
     @property
     def one_whole(self) -> str | None:
-        """The name of the one parameter that is all here and a replica, in its own order; None for any other layout."""
+        """The name, if the layout is one replicated parameter in its usual memory order; None for any other layout."""
         if not self.is_replica or len(self.parts) != 1 or len(self.fqns) != 1:
             return None
         part = self.parts[0]
@@ -71,7 +71,7 @@ class ParamLayout(NamedTuple):
         return part.fqn if whole and part.fqn in self.fqns else None
 
     def metas(self, dtype: torch.dtype, prefix: str = "", suffix: str = "") -> dict[str, BasicMeta]:
-        """``BasicMeta`` of every name, for a tensor of this dtype laid out like the parameter."""
+        """``BasicMeta`` of every name, for a tensor of this dtype with the parameter's layout."""
         return {f"{prefix}{fqn}{suffix}": basic_meta(dtype, shape) for fqn, shape in self.fqns.items()}
 
     def renamed(self, rename: Callable[[str], str]) -> ParamLayout:

@@ -1,4 +1,4 @@
-"""Giving memory to meta-device tensors of modules, the Python objects staying who they are."""
+"""Give memory to meta-device tensors of modules without replacing the Python objects."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["materialize"]
 
 
 def materialize(slots: Sequence[Slot], context: Context) -> torch.Tensor:
-    """Give the meta tensor behind these (tied) slots uninitialised memory; returns the tensor that has it.
+    """Give the meta tensor of these (tied) slots uninitialised memory, and return the tensor that has it.
 
-    The tensor object stays the same, so optimizers and other names keep referring to it. Where torch cannot swap it,
-    a new object takes its place in the modules, unless an optimizer of the state holds the old one: ``StateError``.
-    ``context.undo`` gets what makes them meta tensors again.
+    The tensor object stays the same, so optimizers and tied names keep referring to it. If torch cannot swap it, a new
+    object replaces it in the modules. Raises ``StateError`` if an optimizer of the state refers to the old object.
+    ``context.undo`` gets functions that make the tensors meta tensors again.
     """
     filled: torch.Tensor | None = None
     done: dict[int, torch.Tensor] = {}
@@ -33,7 +33,7 @@ def materialize(slots: Sequence[Slot], context: Context) -> torch.Tensor:
             continue
         made = _with_memory(old, context.device) if filled is None else filled.detach()
         filled = made if filled is None else filled
-        done[id(old)] = _swap(slot, _alike(old, made), context)
+        done[id(old)] = _swap(slot, _same_kind(old, made), context)
         _put(slot, done[id(old)])
     return done[id(slots[0].tensor)]
 
@@ -44,8 +44,8 @@ def _with_memory(meta: torch.Tensor, device: torch.device | None) -> torch.Tenso
     return torch.empty_like(meta.detach(), device=device or torch.device("cpu"))
 
 
-def _alike(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """``made`` as the same kind of object as ``old``: a (sub)class of Parameter, with its attributes."""
+def _same_kind(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """``made`` with the class and the attributes of ``old``, which may be a subclass of Parameter."""
     if isinstance(old, nn.Parameter):
         if is_dtensor(old):
             made = nn.Parameter(made, requires_grad=old.requires_grad)
@@ -64,14 +64,14 @@ def _swap(slot: Slot, made: torch.Tensor, context: Context) -> torch.Tensor:
         holders = [name for name, optimizer in _optimizers(context.state) if _holds(optimizer, slot.tensor)]
         if holders:
             raise StateError(
-                f"{slot.fqn}: cannot give this meta-device parameter memory without losing it from the optimizer in "
-                f"{', '.join(map(repr, holders))} ({error}). Call module.to_empty(device=...) first and build the "
-                "optimizer after it"
+                f"{slot.fqn}: giving this meta-device parameter memory would disconnect it from the optimizer in "
+                f"{', '.join(map(repr, holders))} ({error}). Call module.to_empty(device=...) before you build the "
+                "optimizer"
             ) from error
         context.undo.append(partial(_put, slot, slot.tensor))
         context.notes.append(
             f"{slot.fqn}: the meta-device tensor was replaced by a new object ({error}); an optimizer built earlier "
-            "does not know it"
+            "still refers to the old one"
         )
         return made
     context.undo.append(partial(torch.utils.swap_tensors, slot.tensor, made))

@@ -1,4 +1,4 @@
-"""``nn.Module``s: plain, DDP, FSDP-2, tensor- and expert-parallel, compiled, pipeline stages, and lists of these."""
+"""The adapter for ``nn.Module``: plain, DDP, FSDP-2, tensor- and expert-parallel, compiled, pipeline stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..errors import UnsupportedTensorError
-from ..shards import Path, SectionSource, SectionTarget, StoredSection
+from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .dtensor import dtensor_layout, is_dtensor
 from .layout import ParamLayout
@@ -23,14 +23,16 @@ from .module_tree import (
     named_submodules,
 )
 from .tensors import tensor_shards
+from .tree import StatefulAdapter
 
-__all__ = ["ModuleAdapter", "parameter_layouts"]
+__all__ = ["ModuleAdapter", "choose_stored_name", "parameter_layouts"]
 
 
 def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
-    """The layout of every parameter of a module (or stage, or list of them), by ``id`` of the parameter.
+    """The layout of every parameter of a module, a stage or a list of them, by ``id`` of the parameter.
 
-    A tied parameter goes by its first name. FSDP-2 parameters are the sharded ones, whatever the module shows now.
+    A tied parameter has its first name. For FSDP-2, the sharded parameters count, even while the module shows gathered
+    ones.
     """
     layouts: dict[int, ParamLayout] = {}
     for group in group_tied([slot for slot in named_slots(modules_of(obj)) if slot.is_parameter]):
@@ -44,14 +46,14 @@ def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
 
 
 class ModuleAdapter(Adapter):
-    """Parameters and persistent buffers under their names, with no trace of the wrappers around the modules.
+    """Parameters and persistent buffers, under their names without the wrappers around the modules.
 
-    Values come from modules that define ``get_extra_state``, under the paths ``("_extra_state", fqn, ...)``.
-    ``state_dict`` is not called: its hooks may communicate, copy or rename.
+    Modules that define ``get_extra_state`` contribute values under the paths ``("_extra_state", fqn, ...)``. The
+    adapter does not call ``state_dict``, whose hooks may communicate, copy or rename.
 
-    *Tied tensors* (one memory under several names) are stored under the first name; the others are aliases. A tied
-    target is filled once, from the first of its names that is stored; another one that was stored separately is left
-    unread, and a note says so. An untied target gets the same bytes under each name.
+    *Tied tensors* (one memory under several names) are stored under the first name; the other names are aliases. A tied
+    target is filled once, from the first of its names that is stored. If another of its names was stored separately, it
+    is left unread, and a note in the report lists it. An untied target gets the same bytes under each name.
     """
 
     name: ClassVar[str] = "module"
@@ -61,7 +63,7 @@ class ModuleAdapter(Adapter):
         return bool(modules) and not any(map(has_fsdp1, modules))
 
     def slots(self, modules: Sequence[nn.Module]) -> list[Slot]:
-        """The tensors that are stored; an adapter whose wrapper keeps some of them elsewhere leaves those out."""
+        """The tensors to store. A subclass leaves out those that its wrapper keeps elsewhere."""
         return _persistent(modules)
 
     def parameter_layouts(self, obj: Any) -> dict[int, ParamLayout]:
@@ -74,12 +76,12 @@ class ModuleAdapter(Adapter):
             fqn = group[0].fqn
             if group[0].tensor.is_meta:
                 raise UnsupportedTensorError(
-                    f"{context.section}: {fqn} is on the meta device and has no bytes; load or initialise it first"
+                    f"{context.section}: {fqn} is on the meta device and has no values; load or initialise it first"
                 )
             source.metas[fqn], shards = tensor_shards(fqn, group[0].tensor)
             source.shards.extend(shards)
             source.aliases.update({slot.fqn: fqn for slot in group[1:]})
-            # Running statistics drift apart between ranks; DDP, too, holds the first rank's for the true ones.
+            # Running statistics diverge between ranks; like DDP, the first rank's are stored.
             if not group[0].is_parameter and not is_dtensor(group[0].tensor):
                 source.pinned.add(fqn)
         extra = _ExtraState(modules)
@@ -94,7 +96,7 @@ class ModuleAdapter(Adapter):
         for group in group_tied(self.slots(modules)):
             _add_target(target, group, context, stored)
         _note_transient_meta(modules, context)
-        steps.append(lambda values: _settle_fsdp2(modules))
+        steps.append(lambda values: _drop_gathered_copies(modules))
         extra = _ExtraState(modules)
         if extra:
             steps.append(extra.target_into(target, context, stored))
@@ -113,45 +115,49 @@ def _persistent(modules: Sequence[nn.Module]) -> list[Slot]:
 
 def _add_target(target: SectionTarget, group: list[Slot], context: Context, stored: StoredSection) -> None:
     names = [slot.fqn for slot in group]
-    known = [name for name in names if name in stored.metas]
-    fqn = known[0] if known else names[0]
+    fqn = choose_stored_name(names, target, context, stored)
     tensor = group[0].tensor
-    if tensor.is_meta and known:
+    if tensor.is_meta and fqn in stored.metas:
         tensor = materialize(group, context)
     target.metas[fqn], shards = tensor_shards(fqn, tensor)
     target.shards.extend(shards)
     target.aliases.update({name: fqn for name in names if name != fqn})
-    target.ignorable.update(name for name in known if name != fqn)
-    separate = [name for name in known if _source(name, stored) != _source(fqn, stored)]
+
+
+def choose_stored_name(names: Sequence[str], target: SectionTarget, context: Context, stored: StoredSection) -> str:
+    """The name from which a tied tensor is filled, the first stored one. The target may ignore the others."""
+    known = [name for name in names if name in stored.metas]
+    if not known:
+        return names[0]
+    target.ignorable.update(known[1:])
+    sources = {name: stored.aliases.get(name, name) for name in known}
+    separate = [name for name in known if sources[name] != sources[known[0]]]
     if separate:
         context.notes.append(
             f"{context.section}: {', '.join(names)} are one tensor here but were stored separately; it was filled from "
-            f"{fqn}, and {', '.join(separate)} left unread"
+            f"{known[0]}, and {', '.join(separate)} were left unread"
         )
-
-
-def _source(name: str, stored: StoredSection) -> str:
-    return stored.aliases.get(name, name)
+    return known[0]
 
 
 def _note_transient_meta(modules: Sequence[nn.Module], context: Context) -> None:
     empty = [slot.fqn for slot in named_slots(modules) if not slot.persistent and slot.tensor.is_meta]
     if empty:
         context.notes.append(
-            f"{context.section}: non-persistent buffers are never stored and are still on the meta device; initialise "
-            f"them yourself: {', '.join(empty)}"
+            f"{context.section}: these non-persistent buffers are still on the meta device; they are never stored, so "
+            f"initialise them yourself: {', '.join(empty)}"
         )
 
 
-def _settle_fsdp2(modules: Sequence[nn.Module]) -> None:
-    """Make FSDP-2 throw away its gathered copies, which would hide what was loaded from the next forward."""
+def _drop_gathered_copies(modules: Sequence[nn.Module]) -> None:
+    """Make FSDP-2 drop its gathered copies, or the next forward pass would use them instead of the loaded values."""
     for module in modules:
         for sub in fsdp2_modules(module):
             sub.reshard()
 
 
 class _ExtraState:
-    """The modules' extra state seen as one object with ``state_dict`` and ``load_state_dict``."""
+    """The modules' extra state as one object with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.owners: dict[str, nn.Module] = {}
@@ -173,8 +179,6 @@ class _ExtraState:
             self.owners[fqn].set_extra_state(extra)
 
     def capture_into(self, source: SectionSource, context: Context) -> None:
-        from .stateful import StatefulAdapter
-
         extra = StatefulAdapter().capture(self, context)
         source.metas.update(extra.metas)
         source.shards.extend(extra.shards)
@@ -185,8 +189,6 @@ class _ExtraState:
     def target_into(
         self, target: SectionTarget, context: Context, stored: StoredSection
     ) -> Callable[[Mapping[Path, Any]], None]:
-        from .stateful import StatefulAdapter
-
         part = StoredSection(
             {fqn: meta for fqn, meta in stored.metas.items() if fqn.startswith("_extra_state.")},
             {path: value for path, value in stored.values.items() if path[:1] == ("_extra_state",)},
@@ -196,7 +198,7 @@ class _ExtraState:
         target.metas.update(extra.metas)
         target.shards.extend(extra.shards)
         target.aliases.update(extra.aliases)
-        target.wanted_values |= extra.wanted_values
+        target.requested_values |= extra.requested_values
         target.optional |= extra.optional
         target.ignorable |= extra.ignorable
         return lambda values: extra.apply({p: v for p, v in values.items() if p[:1] == ("_extra_state",)})

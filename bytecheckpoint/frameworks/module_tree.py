@@ -1,4 +1,4 @@
-"""The named tensors of modules, as the modules hold them now: wrappers gone from names, no hook run, nothing copied."""
+"""List the tensors of modules under names without wrappers, without running hooks or copying."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
     "named_submodules",
 ]
 
-# torch.compile, activation checkpointing and FSDP-1 put these between a module and the name it goes by.
+# torch.compile, activation checkpointing and FSDP-1 insert these components into the names of modules.
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 class Slot(NamedTuple):
-    """One name of one parameter or buffer. ``tensor`` is the object an optimizer knows (FSDP-2: the sharded one)."""
+    """One name of a parameter or buffer. ``tensor`` is the object that an optimizer steps (FSDP-2: the sharded one)."""
 
     fqn: str
     owner: nn.Module
@@ -41,7 +41,7 @@ class Slot(NamedTuple):
 
 
 def modules_of(obj: object) -> list[nn.Module]:
-    """The modules that ``obj`` stands for: itself, a pipeline stage's, or those of a list; empty if it is neither."""
+    """The modules of ``obj``, a module, a pipeline stage or a list of these; empty for any other object."""
     if isinstance(obj, nn.Module):
         return [obj]
     if isinstance(obj, (list, tuple)):
@@ -54,7 +54,7 @@ def modules_of(obj: object) -> list[nn.Module]:
 
 
 def named_submodules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module with its clean name (``""`` for the root), a shared one under each of its names, parents first."""
+    """Every module with its clean name (``""`` for the root), parents first; a shared one under each of its names."""
     found: list[tuple[str, nn.Module]] = []
     _add_submodules(module, "", found)
     return found
@@ -72,7 +72,7 @@ def _add_submodules(module: nn.Module, prefix: str, found: list[tuple[str, nn.Mo
 
 
 def _all_modules(module: nn.Module) -> Iterable[nn.Module]:
-    """Every module once, parents first: ``module.modules()`` without its cost."""
+    """Every module once, parents first; faster than ``module.modules()``."""
     found = {module: None}
     pending = [module]
     while pending:
@@ -83,7 +83,7 @@ def _all_modules(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def clean_name(name: str) -> str:
-    """A dotted name as ``named_parameters()`` gives it, without the wrappers that can be told from it."""
+    """A dotted name from ``named_parameters()`` without the components of known wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
@@ -101,9 +101,9 @@ def named_slots(modules: Iterable[nn.Module]) -> list[Slot]:
             other = slots.setdefault(slot.fqn, slot)
             if other is not slot and tie_key(other.tensor) != tie_key(slot.tensor):
                 raise NameCollisionError(
-                    f"{slot.fqn}: two different tensors (shapes {tuple(other.tensor.shape)} in "
-                    f"{type(other.owner).__name__} and {tuple(slot.tensor.shape)} in {type(slot.owner).__name__}) go "
-                    "by this name; put their modules under names of their own in the state"
+                    f"the name {slot.fqn} belongs to two different tensors (shapes {tuple(other.tensor.shape)} in "
+                    f"{type(other.owner).__name__} and {tuple(slot.tensor.shape)} in {type(slot.owner).__name__}); "
+                    "give their modules separate sections in the state"
                 )
     return list(slots.values())
 
@@ -113,12 +113,14 @@ def _slots(module: nn.Module, unsharded: dict[tuple[int, str], torch.Tensor]) ->
         for name, param in owner._parameters.items():
             if param is not None:
                 held = unsharded.get((id(owner), name), param)
-                yield Slot(_join(prefix, name), owner, name, held, True)
+                yield Slot(_join(prefix, name), owner, name, held, is_parameter=True)
         if owner._buffers:
             transient = getattr(owner, "_non_persistent_buffers_set", frozenset[str]())
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
-                    yield Slot(_join(prefix, name), owner, name, buffer, False, name not in transient)
+                    yield Slot(
+                        _join(prefix, name), owner, name, buffer, is_parameter=False, persistent=name not in transient
+                    )
 
 
 def _join(prefix: str, name: str) -> str:
@@ -126,7 +128,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def group_tied(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Slots of one and the same memory together, in order of first appearance."""
+    """Group the slots that share memory, in order of first appearance."""
     groups: dict[tuple[object, ...], list[Slot]] = {}
     for slot in slots:
         groups.setdefault(tie_key(slot.tensor), []).append(slot)
@@ -134,10 +136,10 @@ def group_tied(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 def tie_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are the same view of the same memory (also on the meta device).
+    """A key that is equal for tensors that are the same view of the same memory, also on the meta device.
 
-    Where there is no element, only an object is tied to itself: two empty shards that happen to lie at one address on
-    this rank are two tensors on the next.
+    An empty tensor is tied only to itself: two empty shards with the same address on this rank may be two different
+    tensors on another rank.
     """
     if tensor.layout != torch.strided or nn.parameter.is_lazy(tensor) or is_sharded_tensor(tensor):
         return ("object", id(tensor))
@@ -156,7 +158,7 @@ def tie_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def has_fsdp1(module: nn.Module) -> bool:
-    """Whether an FSDP-1 wrapper is in the tree. Imports nothing."""
+    """Whether the tree contains an FSDP-1 wrapper. Imports nothing."""
     cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return isinstance(cls, type) and any(isinstance(sub, cls) for sub in _all_modules(module))
 
@@ -168,10 +170,10 @@ def fsdp2_modules(module: nn.Module) -> list[Any]:
 
 
 def fsdp2_params(module: nn.Module) -> Iterator[Any]:
-    """FSDP-2's own records of its parameters.
+    """FSDP-2's internal records of its parameters.
 
-    Between a forward without resharding and the next backward, modules show gathered copies (in the compute dtype)
-    that FSDP throws away; only these records know the sharded parameters, which are what lasts.
+    Between a forward pass without resharding and the next backward pass, modules show gathered copies in the compute
+    dtype, which FSDP drops later. Only these records refer to the sharded parameters.
     """
     for sub in fsdp2_modules(module):
         state = sub._get_fsdp_state()

@@ -1,8 +1,8 @@
-"""Optimizers: state by parameter name, hyper-parameters by parameter name, nothing by position.
+"""The adapter for optimizers, which stores state and hyper-parameters by parameter name, never by position.
 
-``state.<fqn>.<key>`` are tensors, ``("state", fqn, key)`` plain values (``("state", fqn)`` an empty dict where there is
-no state yet), ``("param_groups", fqn)`` the hyper-parameters of the group that the parameter was in. Taking a
-checkpoint runs no step, makes no state and changes no learning rate.
+Tensors of the state are stored as ``state.<fqn>.<key>``, plain values under ``("state", fqn, key)``, and the
+hyper-parameters of the parameter's group under ``("param_groups", fqn)``. A parameter without state has an empty dict
+under ``("state", fqn)``. Saving runs no step, creates no state and changes no learning rate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import MismatchError, UnserializableError
-from ..shards import Path, SectionSource, SectionTarget, StoredSection
+from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .optimizer_groups import agreed_options, group_path, groups_of, options_of, set_options
 from .optimizer_params import NamedParam, is_optimizer, named_params
@@ -24,11 +24,11 @@ __all__ = ["OptimizerAdapter"]
 
 
 class OptimizerAdapter(Adapter):
-    """``torch.optim.Optimizer``, what looks like one (``param_groups`` and ``state``), or a list of them.
+    """``torch.optim.Optimizer``, any object with ``param_groups`` and ``state``, or a list of them.
 
-    A list is one union: how its parameters are spread over optimizers, and over groups, may change between save and
-    load. ``foreach``, ``fused``, ``capturable`` and ``differentiable`` are the target's own. Sharded parameters take
-    state that is shaped like them, 0-d, or a DTensor; anything else is refused (``UnsupportedTensorError``).
+    A list is one union of parameters, whose distribution over optimizers and groups may change between save and load.
+    A load keeps the target's ``foreach``, ``fused``, ``capturable`` and ``differentiable``. State of a sharded
+    parameter must have the parameter's shape, be 0-d, or be a DTensor; other state raises ``UnsupportedTensorError``.
     """
 
     name: ClassVar[str] = "optimizer"
@@ -70,13 +70,13 @@ class OptimizerAdapter(Adapter):
         for named in params:
             filler.add(named, expected)
         paths = {group_path(name) for name in names}
-        target.wanted_values |= paths
+        target.requested_values |= paths
         target.optional |= {path for path in paths if path not in stored.values}
         for name in state.all_names() - names:
             target.ignorable.update(state.names_of(name))
         shared = [path for path in stored.values if path[0] == "shared"]
-        target.wanted_values.update(shared)
-        target.wanted_values.update(orders)
+        target.requested_values.update(shared)
+        target.requested_values.update(orders)
         target.optional.update(orders)
         target.ignorable.update(path for path in stored.values if path[0] == "order")
 
@@ -98,7 +98,7 @@ def _as_list(obj: Any) -> list[Any]:
 
 
 def _shared_values(optimizers: Iterable[Any]) -> dict[Path, Any]:
-    """State that belongs to no parameter, as some optimizers keep it under a name of its own."""
+    """State that belongs to no parameter, which some optimizers store under a string key."""
     values: dict[Path, Any] = {}
     for number, optimizer in enumerate(optimizers):
         for key, value in optimizer.state.items():
@@ -106,15 +106,15 @@ def _shared_values(optimizers: Iterable[Any]) -> dict[Path, Any]:
                 continue
             if not isinstance(key, str) or isinstance(value, torch.Tensor):
                 raise UnserializableError(
-                    f"optimizer {number}: state {key!r} of type {type(value).__name__} belongs to no parameter and is "
-                    "not a plain value under a name"
+                    f"optimizer {number}: state {key!r} of type {type(value).__name__} belongs to no parameter "
+                    "and is not a plain value with a string key"
                 )
             values["shared", number, key] = value
     return values
 
 
 def _orders(params: Iterable[NamedParam]) -> dict[Path, list[str]]:
-    """For LBFGS, whose state is one vector over all parameters in their order, that order; under its first name."""
+    """The order of each LBFGS's parameters, under its first name: its state is one vector over all of them."""
     orders: dict[int, list[str]] = {}
     for named in params:
         if isinstance(named.optimizer, torch.optim.LBFGS):
@@ -130,20 +130,20 @@ def _require_same_orders(orders: Mapping[Path, list[str]], stored: StoredSection
     ]
     if faults:
         raise MismatchError(
-            "LBFGS keeps one state for all its parameters in their order, and the order has changed: "
+            "LBFGS stores one state for all of its parameters in their order, and this order has changed: "
             + "; ".join(detail for *_, detail in faults),
             faults,
         )
 
 
 def _require_common_names(params: list[NamedParam], state: StoredState, context: Context) -> None:
-    if not params or state.is_empty or any(state.knows(name) for named in params for name in named.names):
+    if not params or state.is_empty or any(state.has(name) for named in params for name in named.names):
         return
     ours = sorted(name for named in params for name in named.names)
     theirs = sorted(state.all_names())
     raise MismatchError(
-        f"section {context.section!r}: not one of the optimizer's {len(ours)} parameters finds its own state in the "
-        f"checkpoint, so the names must differ. Here: {', '.join(ours[:5])}; stored: {', '.join(theirs[:5])}. "
-        "Rename with a rename map, or leave the optimizer out of the load",
+        f"section {context.section!r}: the checkpoint has no state for any of the optimizer's {len(ours)} "
+        f"parameters, so the names differ. In memory: {', '.join(ours[:5])}; stored: {', '.join(theirs[:5])}. "
+        "Pass rename=, or leave the optimizer out of the load",
         [("missing", name, "no stored optimizer state of this name") for name in ours],
     )

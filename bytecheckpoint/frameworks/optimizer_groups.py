@@ -1,4 +1,4 @@
-"""Hyper-parameters: stored for each parameter name, so that groups may be reordered, split or merged in between."""
+"""Hyper-parameters, stored for each parameter name, so that groups may be reordered, split or merged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError, UnsupportedTensorError
-from ..shards import Path
+from ..tensors.shards import Path
 from .optimizer_params import NamedParam
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how a step is computed and not what it computes: a load keeps the target's own."""
+"""Options that choose an implementation of the step but not its result. A load keeps the target's."""
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 
@@ -31,12 +31,12 @@ GroupParams = tuple["dict[str, Any]", "list[str]"]
 
 
 def group_path(name: str) -> Path:
-    """Where the hyper-parameters of the parameter ``name`` are stored."""
+    """The path of the hyper-parameters of the parameter ``name``."""
     return ("param_groups", name)
 
 
 def groups_of(params: Iterable[NamedParam]) -> list[GroupParams]:
-    """The groups that have parameters, each with all their names."""
+    """The groups that have parameters, each with the names of all of them."""
     groups: dict[int, GroupParams] = {}
     for named in params:
         groups.setdefault(id(named.group), (named.group, []))[1].extend(named.names)
@@ -44,7 +44,7 @@ def groups_of(params: Iterable[NamedParam]) -> list[GroupParams]:
 
 
 def options_of(group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The hyper-parameters as plain values; a one-element tensor (a learning rate on the device) as a number."""
+    """The hyper-parameters as plain values. A one-element tensor (a learning rate on a device) becomes a number."""
     return {key: _plain(value, f"{where}.{key}") for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
@@ -61,10 +61,10 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def agreed_options(groups: Iterable[GroupParams], values: Mapping[Path, Any]) -> list[tuple[dict[str, Any], Any]]:
-    """For each target group, what the checkpoint says about its parameters; groups it does not know are left out.
+    """For each target group, the stored hyper-parameters of its parameters. Groups that are not stored are left out.
 
-    Raises ``MismatchError`` (kind ``value``) where parameters that are now in one group were stored with different
-    hyper-parameters: no choice between them would be right.
+    Raises ``MismatchError`` (kind ``value``) if the parameters of one target group were stored with different
+    hyper-parameters, since no choice between them would be right.
     """
     result: list[tuple[dict[str, Any], Any]] = []
     faults: list[tuple[str, str, str]] = []
@@ -73,32 +73,33 @@ def agreed_options(groups: Iterable[GroupParams], values: Mapping[Path, Any]) ->
         if not stored:
             continue
         first, options = next(iter(stored.items()))
-        wanted = _voted(options)
+        common = _without_flags(options)
         for name, other in stored.items():
             if other == options:
                 continue
-            vote = _voted(other)
-            differing = sorted(k for k in wanted.keys() | vote.keys() if wanted.get(k) != vote.get(k))
+            others = _without_flags(other)
+            differing = sorted(k for k in common.keys() | others.keys() if common.get(k) != others.get(k))
             faults.extend(
-                ("value", name, f"{key} = {vote.get(key)!r}, but {first} has {wanted.get(key)!r}") for key in differing
+                ("value", name, f"{key} = {others.get(key)!r}, but {first} has {common.get(key)!r}")
+                for key in differing
             )
-        result.append((group, wanted))
+        result.append((group, common))
     if faults:
         lines = "\n".join(f"  {name}: {detail}" for _, name, detail in faults)
         raise MismatchError(
-            "parameters that are in one param group now were saved with different hyper-parameters; split the group "
-            f"as it was, or exclude 'param_groups' from the load and set them yourself:\n{lines}",
+            "parameters of one param group were saved with different hyper-parameters; split the group as it was "
+            f"saved, or exclude 'param_groups' from the load and set them yourself:\n{lines}",
             faults,
         )
     return result
 
 
-def _voted(stored: Mapping[str, Any]) -> dict[str, Any]:
+def _without_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in stored.items() if key not in IMPLEMENTATION_FLAGS | _NOT_OPTIONS}
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Put stored hyper-parameters into a live group; tensors among them keep their identity, device and dtype."""
+    """Set the hyper-parameters of a group. Existing tensors keep their identity, device and dtype."""
     for key, value in options.items():
         group[key] = _like(group.get(key), value)
 

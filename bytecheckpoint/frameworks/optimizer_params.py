@@ -1,7 +1,7 @@
-"""Which parameter is which: names and layouts for the parameters of optimizers.
+"""Find names and layouts for the parameters of optimizers.
 
-An optimizer numbers its parameters; a checkpoint must not, or groups could never be reordered, split or merged. The
-names come from the modules of the state that is being saved or loaded.
+An optimizer numbers its parameters. A checkpoint names them instead, so that groups may be reordered, split or merged.
+The names come from the modules in the same state.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from .base import Context
 from .dtensor import dtensor_layout, is_dtensor
 from .layout import ParamLayout
 from .module_tree import clean_name, modules_of
-from .registry import parameter_layouts
 
 __all__ = ["NamedParam", "is_optimizer", "named_params"]
 
 
 @dataclass(eq=False)
 class NamedParam:
-    """One parameter of one optimizer, its group, and what it stands for in global names."""
+    """One parameter of one optimizer, its group, and its names and layout."""
 
     param: torch.Tensor
     layout: ParamLayout
@@ -40,22 +39,22 @@ class NamedParam:
 
     @property
     def local_layout(self) -> ParamLayout:
-        """The layout of a plain tensor that is shaped like the parameter's local memory."""
+        """The layout of a plain tensor with the shape of the parameter's local memory."""
         if self._local is None:
             self._local = dtensor_layout(self.names[0], self.param) if is_dtensor(self.param) else self.layout
         return self._local
 
     @property
     def is_remote(self) -> bool:
-        """Whether all elements live on other ranks. FSDP-1 never gives such a piece a gradient, so no state of it
-        (not even its step count) keeps up with the others': it is neither saved nor loaded."""
+        """Whether other ranks hold all elements. FSDP-1 never gives such an empty piece a gradient, so its state, even
+        its step count, falls behind that of other ranks, and is neither saved nor loaded."""
         if is_dtensor(self.param):
             return False
         return 0 in self.layout.local_shape and any(0 not in shape for shape in self.layout.fqns.values())
 
 
 def is_optimizer(obj: object) -> bool:
-    """An optimizer, or a wrapper that shows its groups and state as one."""
+    """Whether this is an optimizer, or a wrapper with an optimizer's ``param_groups`` and ``state``."""
     if isinstance(obj, torch.optim.Optimizer):
         return True
     if isinstance(obj, (nn.Module, type)):
@@ -64,11 +63,11 @@ def is_optimizer(obj: object) -> bool:
 
 
 def named_params(optimizers: Sequence[Any], context: Context) -> list[NamedParam]:
-    """Every parameter of every optimizer with its names, in the optimizers' own order.
+    """Every parameter of every optimizer with its names, in the order of the optimizers.
 
-    A name is the fqn in the module that owns the parameter; where no one section owns them all, ``section.fqn``.
-    Parameters of no module are named by their group's ``param_names``. Raises ``StateError`` for a parameter that
-    nothing names or that two optimizers step, ``NameCollisionError`` where two parameters end up with one name.
+    A name is the fqn in the module that owns the parameter, or ``section.fqn`` if no single section owns all
+    parameters. Parameters of no module have the names in their group's ``param_names``. Raises ``StateError`` for a
+    parameter without a name or in two groups, and ``NameCollisionError`` for two parameters with the same name.
     """
     slots = list(_slots(optimizers))
     owners = _owners(context)
@@ -79,7 +78,7 @@ def named_params(optimizers: Sequence[Any], context: Context) -> list[NamedParam
     for where, optimizer, group, index, param in slots:
         if id(param) in seen:
             raise StateError(
-                f"section {context.section!r}: one parameter is stepped twice, as {seen[id(param)]} and as {where}"
+                f"section {context.section!r}: the same parameter appears twice, as {seen[id(param)]} and as {where}"
             )
         seen[id(param)] = where
         layout = _layout(where, group, index, param, owners, chosen, context)
@@ -87,7 +86,7 @@ def named_params(optimizers: Sequence[Any], context: Context) -> list[NamedParam
             if name in taken:
                 raise NameCollisionError(
                     f"section {context.section!r}: {taken[name]} and {where} are both named {name!r}; pass the modules "
-                    "that own them under names of their own in the state"
+                    "that own them as separate sections of the state"
                 )
             taken[name] = where
         result.append(NamedParam(param, layout, optimizer, group))
@@ -106,12 +105,12 @@ def _slots(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any, dict[str, Any]
                 yield f"{prefix}group {group_number}, parameter {index}", optimizer, group, index, param
 
 
-def _owners(context: Context) -> dict[str, dict[int, ParamLayout]]:
-    """Layouts of the parameters of every module section, by ``id`` of the parameter."""
-    owners: dict[str, dict[int, ParamLayout]] = {}
+def _owners(context: Context) -> dict[str, Mapping[int, ParamLayout]]:
+    """Layouts of the parameters of every section that is a model, by ``id`` of the parameter."""
+    owners: dict[str, Mapping[int, ParamLayout]] = {}
     for section, value in context.state.items():
         if modules_of(value):
-            owners[section] = parameter_layouts(value)
+            owners[section] = context.layouts_of(value)
     return owners
 
 
@@ -139,7 +138,7 @@ def _layout(
     given = group.get("param_names")
     if given is None or len(given) != len(group["params"]) or getattr(param, "_fsdp_flattened", False):
         raise StateError(
-            f"section {context.section!r}: nothing names {where} of shape {tuple(param.shape)}. Pass the module that "
-            "owns it in the state too (under 'model', say), or build the optimizer from named_parameters()"
+            f"section {context.section!r}: {where} of shape {tuple(param.shape)} has no name. Add the module that "
+            "owns it to the state (for example as 'model'), or build the optimizer from named_parameters()"
         )
     return ParamLayout.whole(clean_name(given[index]), tuple(param.shape))

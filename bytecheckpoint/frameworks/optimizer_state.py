@@ -1,9 +1,9 @@
-"""Optimizer state in global boxes: what each entry of ``optimizer.state[param]`` is, and what a load makes of it.
+"""Describe optimizer state in global boxes, and read what a checkpoint stores of it.
 
-An entry shaped like the local parameter is laid out as the parameter is. A 0-d tensor (``step``) is the same on every
-rank. A tensor of any other shape belongs to a parameter that is whole here, or it is refused: which part of a sharded
-parameter it describes cannot be known. Numbers are values; lists and dicts are values with a ``Container("tensor")``
-where a tensor stood, the tensor itself being stored under its path.
+An entry of ``optimizer.state[param]`` with the shape of the local parameter has the parameter's layout. A 0-d tensor
+(``step``) is the same on every rank. A tensor of another shape must belong to a parameter that is complete on this
+rank, since the part of a sharded parameter that it describes would be unknown. Numbers are values. Lists and dicts are
+values in which a ``Container("tensor")`` replaces each tensor, which is stored under its path.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ..errors import StateError, UnserializableError, UnsupportedTensorError
-from ..geometry import Box
-from ..metadata import BasicMeta
-from ..shards import Path, SectionSource, Shard, StoredSection
-from ..values import Container
+from ..format.values import Container
+from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import Path, SectionSource, Shard, StoredSection
 from .dtensor import is_dtensor
 from .layout import ParamLayout
 from .optimizer_groups import group_path
@@ -43,38 +43,37 @@ _PREFIX = "state."
 
 
 def state_name(fqn: str, key: str) -> str:
-    """What the tensor ``key`` of the state of the parameter ``fqn`` is called."""
+    """The name of the tensor ``key`` in the state of the parameter ``fqn``."""
     return f"{_PREFIX}{fqn}.{key}"
 
 
 def state_path(fqn: str, key: str) -> Path:
-    """Where the value ``key`` of the state of the parameter ``fqn`` stands."""
+    """The path of the value ``key`` in the state of the parameter ``fqn``."""
     return ("state", fqn, key)
 
 
 def empty_state_path(fqn: str) -> Path:
-    """Where it is written down that a parameter has no state yet: an empty dict."""
+    """The path of the empty dict that marks a parameter without state."""
     return ("state", fqn)
 
 
 def is_whole(layout: ParamLayout) -> bool:
-    """Whether this rank holds all of one parameter, so that state of any shape is all there too."""
+    """Whether this rank holds one complete parameter, so that state of any shape is complete, too."""
     return (
         len(layout.fqns) == 1 and len(layout.parts) == 1 and layout.parts[0].box == Box.whole(layout.parts[0].shape)
     ) or all(0 in shape for shape in layout.fqns.values())
 
 
 def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str, BasicMeta], list[Shard]]:
-    """A state tensor as shards over its own memory, under every name of the parameter.
+    """Describe a state tensor as shards of its memory, under every name of the parameter.
 
-    Raises ``UnsupportedTensorError`` where the tensor's shape does not tell which part of a sharded parameter it
-    describes.
+    Raises ``UnsupportedTensorError`` if the shape does not determine which part of a sharded parameter it describes.
     """
     if is_dtensor(tensor):
         name = state_name(named.names[0], key)
         meta, shards = tensor_shards(name, tensor)
         return {name: meta}, shards
-    # A 0-d tensor is shaped like the parameter only where that is 0-d itself: most are counts of steps.
+    # A 0-d tensor has the layout of a 0-d parameter only; for others it is a step count.
     layout = named.local_layout if tensor.ndim or not named.param.ndim else None
     if layout is not None and tensor.shape == layout.local_shape:
         if layout.one_whole is not None:
@@ -91,9 +90,9 @@ def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str
     if tensor.ndim and layout is not None and not is_whole(layout):
         raise UnsupportedTensorError(
             f"{state_name(named.names[0], key)}: a state tensor of shape {tuple(tensor.shape)} for a parameter of "
-            f"which this rank holds {layout.local_shape} of {next(iter(layout.fqns.values()))}: which part of it this "
-            "describes cannot be known, and keeping one rank's would lose the others'. Make it a DTensor, or 0-d if it "
-            "is the same on every rank"
+            f"which this rank holds {layout.local_shape} of {next(iter(layout.fqns.values()))}. The part that it "
+            "describes is unknown, and storing one rank's tensor would lose those of other ranks. Make it a DTensor, "
+            "or 0-d if it is the same on every rank"
         )
     metas: dict[str, BasicMeta] = {}
     shards = []
@@ -105,7 +104,7 @@ def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str
 
 
 def map_leaves(value: Any, leaf: Callable[[str, Any], Any], key: str, where: str) -> Any:
-    """A copy of nested dicts, lists and tuples with every leaf replaced; ``leaf`` is given its dotted key."""
+    """A copy of nested dicts, lists and tuples in which ``leaf(dotted key, value)`` replaces every leaf."""
     if isinstance(value, Mapping):
         for part in value:
             if not isinstance(part, (str, int)):
@@ -117,11 +116,11 @@ def map_leaves(value: Any, leaf: Callable[[str, Any], Any], key: str, where: str
 
 
 def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSource, *, compare: bool) -> None:
-    """Add one parameter's state to ``source``. Raises ``StateError`` naming the entry that cannot be stored.
+    """Add one parameter's state to ``source``. Raises ``StateError`` for an entry that cannot be stored.
 
-    With ``compare``, scalars such as ``step`` get digests: ranks whose experts were stepped unequally hold different
-    ones for one parameter, and each keeps its own. (Those on an accelerator are taken to be equal: reading them one
-    by one would stall it.)
+    With ``compare``, scalars such as ``step`` get digests: ranks that stepped an expert different numbers of times
+    have different values for one parameter, and each rank stores its value. Scalars on an accelerator are assumed to be
+    equal, because reading them one by one would stall it.
     """
     where = _PREFIX + named.names[0]
     if not state and not named.is_remote:
@@ -132,7 +131,7 @@ def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSo
             return value
         metas, shards = lay_out(named, key, value)
         if any(name in source.metas for name in metas):
-            raise StateError(f"{where}: two state tensors are called {key!r}; rename one of them")
+            raise StateError(f"{where}: two state tensors are named {key!r}; rename one of them")
         source.metas.update(metas)
         source.shards.extend(shards)
         if compare and value.ndim == 0 and value.device.type == "cpu" and not is_dtensor(value):
@@ -153,7 +152,7 @@ def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSo
 
 @dataclass
 class StoredState:
-    """What a checkpoint holds of the state of each parameter: by name, then by key, a tensor's meta or a value."""
+    """What a checkpoint stores of each parameter's state: metas of tensors and values, by name and key."""
 
     section: StoredSection
     tensors: dict[str, dict[str, BasicMeta]] = field(default_factory=dict)
@@ -163,7 +162,7 @@ class StoredState:
 
     @classmethod
     def of(cls, section: StoredSection, names: set[str]) -> StoredState:
-        """``names`` are the target's; the checkpoint's own are read from its hyper-parameters."""
+        """``names`` are the target's parameters; those of the checkpoint come from its hyper-parameters."""
         stored = cls(section)
         known = names | {str(path[1]) for path in section.values if path[:1] == ("param_groups",) and len(path) == 2}
         for path, value in section.values.items():
@@ -182,12 +181,12 @@ class StoredState:
     def is_empty(self) -> bool:
         return not self.tensors and not self.values
 
-    def knows(self, fqn: str) -> bool:
-        """Whether the saved optimizer stepped this parameter."""
+    def has(self, fqn: str) -> bool:
+        """Whether the saved optimizer had this parameter."""
         return group_path(fqn) in self.section.values or bool(self.keys(fqn))
 
     def keys(self, fqn: str) -> list[str]:
-        """The entries of ``optimizer.state[param]``, tensors inside a nested entry not counted."""
+        """The keys of ``optimizer.state[param]``, without those of tensors inside a nested entry."""
         if fqn not in self._keys:
             values = self.values.get(fqn, {})
             nested = tuple(f"{key}." for key, value in values.items() if isinstance(value, (dict, list, tuple)))
@@ -201,13 +200,13 @@ class StoredState:
         yield from (path for path in (group_path(fqn), empty_state_path(fqn)) if path in self.section.values)
 
     def all_names(self) -> set[str]:
-        """Every parameter of which something is stored."""
+        """Every parameter for which anything is stored."""
         grouped = {str(path[1]) for path in self.section.values if path[:1] == ("param_groups",) and len(path) == 2}
         return grouped | self.tensors.keys() | self.values.keys() | self.stateless
 
 
 def _owner(name: str, known: set[str]) -> str | None:
-    """The parameter whose name a state tensor's begins with, the longest of those known."""
+    """The longest known parameter name with which the name of a state tensor begins."""
     if name.startswith(_PREFIX):
         end = len(name)
         while (end := name.rfind(".", len(_PREFIX), end)) > 0:
@@ -217,10 +216,10 @@ def _owner(name: str, known: set[str]) -> str | None:
 
 
 def expected_keys(params: Iterable[NamedParam], stored: StoredState) -> dict[str, dict[str, BasicMeta | None]]:
-    """State that a parameter must have because its peers in the checkpoint have it; what is then missing is a fault.
+    """State that a parameter must have, because similar parameters in the checkpoint have it.
 
-    Told only of torch's own optimizers, which give every parameter of one group and one kind (matrix or not) the same
-    entries; another optimizer may have reasons to differ. A tensor comes with the meta it must have, a value with None.
+    Only torch's optimizers are considered, which give the same entries to all parameters of one group and one kind
+    (matrix or not). Other optimizers may differ on purpose. A tensor maps to the meta it must have, a value to None.
     """
     kinds: dict[tuple[int, bool], list[tuple[str, tuple[int, ...]]]] = {}
     for named in params:

@@ -1,4 +1,4 @@
-"""Room for stored optimizer state: existing tensors are filled in place, missing ones made and handed over in apply."""
+"""Make room for stored optimizer state: fill existing tensors in place, and create missing ones in ``apply``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError
-from ..metadata import BasicMeta
-from ..shards import Path, SectionTarget, Shard, torch_dtype
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import Path, SectionTarget, Shard, torch_dtype
 from .dtensor import empty_like_dtensor, is_dtensor
 from .optimizer_params import NamedParam
 from .optimizer_state import (
@@ -31,7 +31,7 @@ _Values = Mapping[Path, Any]
 
 
 class StateFiller:
-    """Adds destinations for one parameter's state after another to ``target``, whose ``apply`` calls ``finish``."""
+    """Adds destinations for the state of one parameter at a time to ``target``, whose ``apply`` calls ``finish``."""
 
     def __init__(self, target: SectionTarget, stored: StoredState, device: torch.device | None) -> None:
         self.target = target
@@ -40,19 +40,19 @@ class StateFiller:
         self._steps: list[Callable[[_Values], None]] = []
 
     def finish(self, values: _Values) -> None:
-        """Put numbers, and state made for the load, into the optimizers."""
+        """Put numbers, and tensors created for the load, into the optimizers."""
         with torch.no_grad():
             for step in self._steps:
                 step(values)
 
     def add(self, named: NamedParam, expected: Mapping[str, Mapping[str, BasicMeta | None]]) -> None:
-        """Destinations for everything stored of this parameter."""
+        """Add destinations for everything stored for this parameter."""
         state = named.optimizer.state
         existing = state.get(named.param, {})
         keys = dict.fromkeys(key for fqn in named.names for key in (*self.stored.keys(fqn), *expected.get(fqn, {})))
         if self.stored.stateless:
             stateless = self.stored.stateless.intersection(named.names)
-            self.target.wanted_values.update(empty_state_path(fqn) for fqn in stateless)
+            self.target.requested_values.update(empty_state_path(fqn) for fqn in stateless)
         if named.is_remote:
             self._declare(named)
         elif keys:
@@ -64,7 +64,7 @@ class StateFiller:
                 templates = {fqn: expected[fqn][key] for fqn in named.names if key in expected.get(fqn, {})}
                 self._add_entry(named, key, entry, templates)
         elif self.stored.stateless.issuperset(named.names):
-            # It had no state yet when it was saved, so a restored optimizer has none either.
+            # The saved optimizer had no state for this parameter, so the loaded one has none either.
             self._steps.append(lambda values: state.pop(named.param, None) and None)
         else:
             self._keep(named, existing)
@@ -73,37 +73,37 @@ class StateFiller:
         for fqn in named.names:
             for key, meta in self.stored.tensors.get(fqn, {}).items():
                 self.target.metas[state_name(fqn, key)] = meta
-            self.target.wanted_values.update(state_path(fqn, key) for key in self.stored.values.get(fqn, {}))
+            self.target.requested_values.update(state_path(fqn, key) for key in self.stored.values.get(fqn, {}))
 
     def _keep(self, named: NamedParam, existing: Mapping[Any, Any]) -> None:
-        """The load brings nothing for the parameter: what it has may stay."""
+        """Nothing is stored for the parameter, so its state may stay."""
         for key, value in existing.items():
             if isinstance(value, torch.Tensor):
                 self._add_tensor(named, key, value)
                 self.target.optional.update(state_name(fqn, key) for fqn in named.names)
             else:
-                self.target.wanted_values.update(state_path(fqn, key) for fqn in named.names)
+                self.target.requested_values.update(state_path(fqn, key) for fqn in named.names)
                 self.target.optional.update(state_path(fqn, key) for fqn in named.names)
 
     def _add_entry(self, named: NamedParam, key: str, existing: Any, templates: Mapping[str, BasicMeta | None]) -> None:
         metas = {fqn: meta for fqn in named.names if (meta := self.stored.tensors.get(fqn, {}).get(key))}
         values = self._values_of(named, key)
-        wanted = {**{fqn: meta for fqn, meta in templates.items() if meta is not None}, **metas}
-        if not wanted and not values:
+        requested = {**{fqn: meta for fqn, meta in templates.items() if meta is not None}, **metas}
+        if not requested and not values:
             if isinstance(existing, torch.Tensor):
                 self._add_tensor(named, key, existing)
             else:
-                self.target.wanted_values.update(state_path(fqn, key) for fqn in named.names)
+                self.target.requested_values.update(state_path(fqn, key) for fqn in named.names)
             return
         first = self.stored.values[values[0]][key] if values else None
         if isinstance(first, (dict, list, tuple)):
             self._add_nested(named, key, existing, first)
-        elif self._is_scalar(named, key, wanted, existing, has_values=bool(values)):
-            self._add_scalar(named, key, existing, wanted, metas.keys(), values)
+        elif self._is_scalar(named, key, requested, existing, has_values=bool(values)):
+            self._add_scalar(named, key, existing, requested, metas.keys(), values)
         elif isinstance(existing, torch.Tensor):
             self._add_tensor(named, key, existing)
         else:
-            tensor = self._make(named, key, next(iter(wanted.values())))
+            tensor = self._make(named, key, next(iter(requested.values())))
             self._add_tensor(named, key, tensor)
             if metas:
                 self._steps.append(lambda loaded: _state_of(named).__setitem__(key, tensor))
@@ -124,14 +124,14 @@ class StateFiller:
 
     @staticmethod
     def _is_scalar(
-        named: NamedParam, key: str, wanted: Mapping[str, BasicMeta], existing: Any, *, has_values: bool
+        named: NamedParam, key: str, requested: Mapping[str, BasicMeta], existing: Any, *, has_values: bool
     ) -> bool:
         if has_values:
             return True
         if isinstance(existing, torch.Tensor) and (existing.ndim or is_dtensor(existing)):
             return False
-        # An entry of a 0-d parameter is like the parameter; only a count of steps is known not to be.
-        return all(not meta.shape for meta in wanted.values()) and (key == "step" or named.param.ndim > 0)
+        # An entry of a 0-d parameter has its shape; only the step count certainly is a scalar.
+        return all(not meta.shape for meta in requested.values()) and (key == "step" or named.param.ndim > 0)
 
     # -------------------------------------------------------------------------------------------- numbers and 0-d
 
@@ -140,16 +140,16 @@ class StateFiller:
         named: NamedParam,
         key: str,
         existing: Any,
-        wanted: Mapping[str, BasicMeta],
+        requested: Mapping[str, BasicMeta],
         stored: Container[str],
         values: list[str],
     ) -> None:
-        """A number or 0-d tensor, under each name of the parameter; they must agree, and fit what is there.
+        """Load a number or 0-d tensor stored under each name of the parameter. All must be equal and fit the entry.
 
-        Of the names ``wanted`` only those ``stored`` count: where a load goes on without the others, nothing arrives.
+        Of the names ``requested``, only those in ``stored`` count, since a lenient load continues without the others.
         """
         loaded: dict[str, torch.Tensor] = {}
-        for fqn, meta in wanted.items():
+        for fqn, meta in requested.items():
             name = state_name(fqn, key)
             room = torch.zeros(meta.shape, dtype=torch_dtype(meta))
             found, shards = whole_shard(name, room)
@@ -157,10 +157,10 @@ class StateFiller:
             if fqn in stored:
                 loaded[name] = room
         paths = [state_path(fqn, key) for fqn in values]
-        self.target.wanted_values.update(paths)
+        self.target.requested_values.update(paths)
         for fqn in named.names:
-            if fqn not in wanted and fqn not in values:
-                self.target.wanted_values.add(state_path(fqn, key))
+            if fqn not in requested and fqn not in values:
+                self.target.requested_values.add(state_path(fqn, key))
         where = state_name(named.names[0], key)
 
         def put(arrived: _Values) -> None:
@@ -177,8 +177,8 @@ class StateFiller:
             if any(not _same(number, other) for other in found.values()):
                 listed = "\n".join(f"  {name}: {value!r}" for name, value in found.items())
                 raise MismatchError(
-                    f"{where}: parameters that are one flat parameter now were saved with different values; load with "
-                    f"use_orig_params=True or wrap them apart:\n{listed}",
+                    f"{where}: parameters that one flat parameter now combines were saved with different values; load "
+                    f"with use_orig_params=True or wrap them separately:\n{listed}",
                     [("value", name, repr(value)) for name, value in found.items()],
                 )
             _state_of(named)[key] = self._scalar(named, key, where, number, existing, next(iter(loaded.values()), None))
@@ -197,7 +197,7 @@ class StateFiller:
         fast = bool(named.group.get("fused") or named.group.get("capturable"))
         if key != "step":
             return loaded.to(self._device_of(named))
-        # Fused kernels take float32 steps only, on the parameter's device; other code reads them on the host.
+        # Fused kernels need float32 steps on the parameter's device; other code reads steps on the host.
         narrow = bool(named.group.get("fused")) and loaded.dtype == torch.float64
         made = torch.zeros((), dtype=torch.float32) if narrow else loaded
         return _fill(made, number, where).to(self._device_of(named) if fast else "cpu")
@@ -210,7 +210,7 @@ class StateFiller:
         return named.param.device
 
     def _make(self, named: NamedParam, key: str, meta: BasicMeta) -> torch.Tensor:
-        """Zeros (padding must not be garbage) laid out as the parameter where shapes tell so, else whole."""
+        """Zeros (for padding) with the parameter's layout if the shape is the parameter's, and complete otherwise."""
         dtype, device = torch_dtype(meta), self._device_of(named)
         fqn, shape = next(iter(named.layout.fqns.items()))
         like_param = any(meta.shape == own for own in named.layout.fqns.values())
@@ -225,19 +225,17 @@ class StateFiller:
             return torch.zeros(layout.local_shape, dtype=dtype, device=device)
         if is_whole(named.layout):
             return torch.zeros(meta.shape, dtype=dtype, device=device)
-        detail = (
-            f"stored with shape {list(meta.shape)} for a parameter of shape {list(shape)}, of which a rank holds a part"
-        )
+        detail = f"stored with shape {list(meta.shape)} for a parameter of shape {list(shape)} that is sharded"
         raise MismatchError(
-            f"{state_name(fqn, key)}: {detail}; how to cut it cannot be known. It was saved from a layout whose "
-            "optimizer sees whole parameters: load it into one (DDP, or FSDP-2)",
+            f"{state_name(fqn, key)}: {detail}; how to shard it is unknown. It was saved from a layout whose "
+            "optimizer steps complete parameters: load it into such a layout (DDP or FSDP-2)",
             [("shape", state_name(fqn, key), detail)],
         )
 
     # -------------------------------------------------------------------------------------------------------- nested
 
     def _add_nested(self, named: NamedParam, key: str, existing: Any, stored: Any) -> None:
-        """Lists and dicts take the stored structure; tensors that are already there are kept and filled."""
+        """Lists and dicts get the stored structure. Existing tensors of the stored shape are filled in place."""
         made: dict[str, torch.Tensor] = {}
         where = f"state.{named.names[0]}"
 
@@ -246,7 +244,7 @@ class StateFiller:
                 meta = self.stored.tensors.get(named.names[0], {}).get(dotted)
                 if meta is None:
                     raise MismatchError(
-                        f"{where}.{dotted}: the checkpoint names this tensor in its list or dict but does not hold it",
+                        f"{where}.{dotted}: the checkpoint lists this tensor in a list or dict but does not contain it",
                         [("missing", f"{where}.{dotted}", "tensor of a nested state")],
                     )
                 old = _at(existing, dotted[len(key) + 1 :])
@@ -257,7 +255,7 @@ class StateFiller:
 
         map_leaves(stored, place, key, where)
         paths = [state_path(fqn, key) for fqn in named.names]
-        self.target.wanted_values.update(paths)
+        self.target.requested_values.update(paths)
 
         def put(arrived: _Values) -> None:
             tree = next((arrived[path] for path in paths if path in arrived), None)
@@ -273,7 +271,7 @@ def _state_of(named: NamedParam) -> dict[str, Any]:
 
 
 def _at(tree: Any, dotted: str) -> Any:
-    """What stands at a dotted key of nested containers, None where there is nothing."""
+    """The item at a dotted key of nested containers; None if there is none."""
     for part in dotted.split("."):
         if isinstance(tree, Mapping):
             tree = tree.get(part, tree.get(int(part)) if part.isdecimal() else None)
@@ -302,10 +300,7 @@ def _is_nan(value: Any) -> bool:
 def _fill(tensor: torch.Tensor, number: Any, where: str) -> torch.Tensor:
     cast = torch.tensor(number).to(tensor.dtype)
     if not _same(cast.item(), number):
-        raise MismatchError(
-            f"{where}: the stored {number!r} does not fit into {tensor.dtype}",
-            [("value", where, f"{number!r} does not fit into {tensor.dtype}")],
-        )
+        raise _misfit(where, number, str(tensor.dtype))
     return tensor.copy_(cast.reshape(tensor.shape))
 
 
@@ -315,8 +310,10 @@ def _as_number(number: Any, kind: type[Any], where: str) -> Any:
     except (ValueError, OverflowError, TypeError):
         cast = None
     if cast is None or not _same(cast, number):
-        raise MismatchError(
-            f"{where}: the stored {number!r} does not fit into {kind.__name__}",
-            [("value", where, f"{number!r} does not fit into {kind.__name__}")],
-        )
+        raise _misfit(where, number, kind.__name__)
     return cast
+
+
+def _misfit(where: str, number: Any, kind: str) -> MismatchError:
+    detail = f"{number!r} does not fit into {kind}"
+    return MismatchError(f"{where}: the stored {detail}", [("value", where, detail)])

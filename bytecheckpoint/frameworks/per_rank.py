@@ -1,34 +1,50 @@
-"""Values that belong to single ranks, and what becomes of them when the number of ranks changes."""
+"""Values that belong to single ranks, and how they load when the number of ranks changes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
-from ..errors import StateError
+from ..runtime.choices import check_choice
 
 __all__ = ["OnResize", "PerRank", "PerRankState", "choose_rank"]
 
 OnResize = Literal["error", "lowest", "modulo", "skip"]
-"""``error``: refuse to load at another world size. ``lowest``: every rank takes rank 0's. ``modulo``: rank ``r`` takes
-that of ``r % saved world size``. ``skip``: leave what is there."""
+"""What a load does at another world size. ``error``: refuse. ``lowest``: every rank loads rank 0's value. ``modulo``:
+rank ``r`` loads the value of ``r % saved world size``. ``skip``: leave the value in memory unchanged."""
 
-_POLICIES = (*get_args(OnResize), "reseed")
+_Policy = Literal["error", "lowest", "modulo", "skip", "reseed"]
 
 T = TypeVar("T")
 
 
 class PerRank(Generic[T]):
-    """A part of a tree that every rank stores and gets back for itself, even where ranks happen to hold the same.
+    """A part of a tree that each rank saves and loads separately, even if all ranks hold equal values.
 
-    ``value`` may be a plain value, a tensor, a tree or a stateful object; ``load`` fills or replaces it in place. At
-    another world size ``on_resize`` of the target decides, whatever was in force when saving.
+    A load fills tensors of ``value`` in place and replaces plain values. At the saved world size, each rank loads the
+    value that it saved. At another world size, the ``on_resize`` of the object that is loaded applies; the one at the
+    time of the save does not matter.
+
+    Args:
+        value: A plain value, a tensor, a tree or a stateful object.
+        on_resize: What a load does at another world size. ``error`` fails. ``lowest`` loads rank 0's value on every
+            rank. ``modulo`` loads the value of rank ``r % saved world size`` on rank ``r``. ``skip`` leaves ``value``
+            unchanged.
+
+    Attributes:
+        value: The current value; after a load, the loaded one.
+        on_resize: The policy, as passed to the constructor.
+
+    Raises:
+        UsageError: ``on_resize`` is not a known policy.
+
+    Example:
+        >>> state = {"extra_state": {"sampler": bcp.PerRank(sampler_position, on_resize="modulo")}}
     """
 
     def __init__(self, value: T, on_resize: OnResize = "error") -> None:
-        if on_resize not in get_args(OnResize):
-            raise StateError(f"on_resize={on_resize!r} is none of 'error', 'lowest', 'modulo', 'skip'")
+        check_choice("on_resize", on_resize, OnResize)
         self.value = value
         self.on_resize: OnResize = on_resize
 
@@ -37,28 +53,40 @@ class PerRank(Generic[T]):
 
 
 class PerRankState(ABC):
-    """A stateful object whose state is each rank's own by nature, such as random number generators."""
+    """A stateful object whose state always differs between ranks, such as random number generators."""
 
     @property
     @abstractmethod
     def on_resize(self) -> str:
-        """The policy of ``choose_rank`` at another world size."""
+        """The policy of ``choose_rank`` that applies at another world size."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state as plain values and tensors."""
 
     @abstractmethod
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state from ``state_dict``, which the policy chose."""
 
 
 def choose_rank(saved_world: int, rank: int, world: int, policy: str) -> int | None:
-    """The saved rank whose value ``rank`` takes; None where it takes none (``skip``, and ``error``, which the caller
-    reports). At the saved world size every rank takes its own, whatever the policy.
+    """Return the saved rank whose value a rank loads.
 
-    ``reseed`` takes rank 0's, from which the object derives its own. Raises ``StateError`` for an unknown policy.
+    At the saved world size, every rank loads the value that it saved, whatever the policy.
+
+    Args:
+        saved_world: The number of ranks that saved.
+        rank: The rank that loads.
+        world: The number of ranks that load.
+        policy: One of ``OnResize``, or ``reseed``, which selects rank 0's value; the object derives its state from it.
+
+    Returns:
+        The rank, or None if the policy selects none: for ``skip``, and for ``error``, which the caller reports.
+
+    Raises:
+        UsageError: ``policy`` is not a known policy.
     """
-    if policy not in _POLICIES:
-        raise StateError(f"unknown per-rank policy {policy!r}; known are {', '.join(_POLICIES)}")
+    check_choice("the per-rank policy", policy, _Policy)
     if saved_world == world:
         return rank
     if policy in ("lowest", "reseed"):

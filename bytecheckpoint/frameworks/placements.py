@@ -1,9 +1,10 @@
-"""What a rank holds of a tensor that mesh dimensions shard: arithmetic on sizes, knowing no tensors.
+"""Compute the boxes that a rank holds of a tensor sharded over a mesh, from sizes alone.
 
-The rules. ``Shard(d)`` cuts like ``torch.chunk``: pieces of ``ceil(n / size)``, the last ones shorter or empty. Mesh
-dims that shard one tensor dim are applied one after the other, each to what the one before left: left to right, but
-for ``_StridedShard(d, split_factor=f)``, which comes *after* mesh dims to its right whose sizes multiply to ``f``.
-That is what ``fully_shard`` does to a tensor-parallel parameter: tensor parallelism cuts first, FSDP cuts the piece.
+``Shard(d)`` splits like ``torch.chunk``: into pieces of ``ceil(n / size)``, the last ones shorter or empty. Mesh
+dimensions that shard the same tensor dimension apply one after the other, each to the piece of the previous one: from
+left to right, except that ``_StridedShard(d, split_factor=f)`` applies *after* the mesh dimensions to its right whose
+sizes multiply to ``f``. ``fully_shard`` does this to a tensor-parallel parameter: tensor parallelism splits first, and
+FSDP splits its piece.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from math import prod
 from typing import Any
 
 from ..errors import UnsupportedTensorError
-from ..geometry import Box
+from ..tensors.geometry import Box
 
 __all__ = ["LocalBox", "Run", "boxes_of_runs", "cut_order", "held_runs", "local_boxes", "split_factor"]
 
@@ -25,7 +26,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A box of the global tensor, and where its first element lies in the local one."""
+    """A box of the global tensor, and the position of its first element in the local tensor."""
 
     box: Box
     local: tuple[int, ...]
@@ -36,7 +37,7 @@ class LocalBox:
 
 @dataclass(frozen=True)
 class _Cut:
-    """One mesh dimension that shards the tensor dimension at hand. ``factor`` is 1 for a plain ``Shard``."""
+    """One mesh dimension that shards a given tensor dimension. ``factor`` is 1 for a plain ``Shard``."""
 
     mesh_dim: int
     size: int
@@ -56,10 +57,10 @@ def local_boxes(
 ) -> list[LocalBox]:
     """The boxes that the rank at ``coordinate`` of the mesh holds of a tensor of this global shape.
 
-    One box, unless a strided shard interleaves (more, in local row-major order of their corners); none where the rank
-    is not in the mesh or its part is empty. ``shard_order`` and ``strided_is_order`` are ``DTensorSpec``'s
-    (torch 2.13). Raises ``UnsupportedTensorError`` for partial sums, unknown placements and strided shards whose
-    contents cannot be proved; the message names ``name``.
+    There is one box, unless a strided shard interleaves (then several, in local row-major order of their corners), and
+    none if the rank is not in the mesh or its part is empty. ``shard_order`` and ``strided_is_order`` are those of
+    ``DTensorSpec`` (torch 2.13). Raises ``UnsupportedTensorError`` for partial sums, unknown placements, and strided
+    shards whose contents are ambiguous.
     """
     if coordinate is None:
         return []
@@ -76,7 +77,7 @@ def held_runs(
     shard_order: Sequence[Any] | None,
     strided_is_order: bool,
 ) -> list[list[Run]]:
-    """For every tensor dimension, the non-empty ranges held, in the order in which they lie in local memory."""
+    """For every tensor dimension, the non-empty ranges that the rank holds, in local memory order."""
     where = f"{name}: placements {tuple(placements)} on a mesh of {list(mesh_shape)}"
     cuts: list[list[_Cut]] = [[] for _ in shape]
     for mesh_dim, placement in enumerate(placements):
@@ -95,8 +96,10 @@ def held_runs(
 def cut_order(
     ndim: int, mesh_shape: Sequence[int], placements: Sequence[Any], shard_order: Sequence[Any] | None
 ) -> tuple[tuple[int, ...], ...] | None:
-    """For every tensor dimension the mesh dimensions that cut it, in the order in which they do, each like
-    ``torch.chunk``; None where no such order is known. As ``local_boxes`` with ``strided_is_order``."""
+    """For every tensor dimension, the mesh dimensions that shard it, in the order in which they apply.
+
+    None if no such order is known. Assumes ``strided_is_order``.
+    """
     cuts: list[list[_Cut]] = [[] for _ in range(ndim)]
     for mesh_dim, placement in enumerate(placements):
         dim = _tensor_dim("tensor", placement, ndim)
@@ -113,7 +116,7 @@ def cut_order(
 
 
 def _tensor_dim(where: str, placement: Any, ndim: int) -> int | None:
-    """The tensor dimension that a placement shards; None for replicas."""
+    """The tensor dimension that a placement shards; None for a replica."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -121,26 +124,26 @@ def _tensor_dim(where: str, placement: Any, ndim: int) -> int | None:
         return None
     if placement.is_partial():
         raise UnsupportedTensorError(
-            f"{where}: a partial sum has no bytes of its own; reduce it first: "
+            f"{where}: a partial sum cannot be stored; reduce it first: "
             "tensor.redistribute(placements=[Replicate() or Shard(dim) for each mesh dimension])"
         )
     if not isinstance(placement, ShardPlacement) and not hasattr(placement, "split_factor"):
         raise UnsupportedTensorError(
-            f"{where}: placement {placement!r} is not known; redistribute the tensor to Shard or Replicate first"
+            f"{where}: placement {placement!r} is not supported; redistribute the tensor to Shard or Replicate first"
         )
     dim = int(placement.dim)
     if not -ndim <= dim < ndim:
-        raise UnsupportedTensorError(f"{where}: {placement!r} shards a dimension that a {ndim}-d tensor has not")
+        raise UnsupportedTensorError(f"{where}: {placement!r} shards a dimension that a {ndim}-d tensor does not have")
     return dim % ndim
 
 
 def split_factor(placement: Any) -> int:
-    """That of a strided shard; 1 for any other placement."""
+    """The split factor of a strided shard; 1 for any other placement."""
     return int(getattr(placement, "split_factor", 1))
 
 
 def _execution_order(cuts: list[_Cut], ranks: dict[int, int]) -> list[_Cut] | None:
-    """The cuts in the order in which they were made; None where a split factor fits no such order."""
+    """The cuts in the order in which they apply; None if a split factor fits no order."""
     if all(cut.factor == 1 for cut in cuts):
         return sorted(cuts, key=lambda cut: ranks.get(cut.mesh_dim, cut.mesh_dim))
     order: list[_Cut] = []
@@ -174,17 +177,17 @@ def _chunk_all(runs: list[Run], order: list[_Cut]) -> list[Run]:
 
 
 def _interleave(where: str, size: int, cuts: list[_Cut]) -> list[Run]:
-    """Left to right, a strided shard taking its piece of each of ``factor`` parts.
+    """Apply cuts from left to right, where a strided shard gets a piece of each of ``factor`` parts.
 
-    torch releases differ in how they do this to parts of unequal length, so only equal ones are taken.
+    Releases of torch split parts of unequal length differently, so only equal parts are accepted.
     """
     runs: list[Run] = [(0, size)]
     for cut in cuts:
         held = sum(length for _, length in runs)
         if cut.factor > 1 and held % (cut.factor * cut.size):
             raise UnsupportedTensorError(
-                f"{where}: split factor {cut.factor} stands for no order of the cuts, and {held} elements do not "
-                f"divide by {cut.factor} x {cut.size}, so what each rank holds cannot be proved; "
+                f"{where}: split factor {cut.factor} matches no order of the mesh dimensions, and {held} elements are "
+                f"not divisible by {cut.factor} x {cut.size}, so what each rank holds is ambiguous; "
                 "redistribute the tensor to Shard or Replicate first"
             )
         parts = [_chunk(runs, cut.factor, part) for part in range(cut.factor)]
@@ -203,7 +206,7 @@ def _joined(runs: Iterator[Run]) -> list[Run]:
 
 
 def boxes_of_runs(runs: list[list[Run]]) -> Iterator[LocalBox]:
-    """Every box that the ranges of all dimensions make, in local row-major order of their corners."""
+    """The boxes at the crossings of all dimensions' ranges, in local row-major order of their corners."""
     placed: list[list[tuple[int, int, int]]] = []
     for axis in runs:
         position = 0

@@ -1,4 +1,4 @@
-"""Which adapter serves which object: the built-in ones, installed plug-ins, and those registered by hand."""
+"""Find the adapter for an object, among built-in adapters, installed plug-ins and registered adapters."""
 
 from __future__ import annotations
 
@@ -6,62 +6,85 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from torch import nn
 
-from ..errors import BytecheckpointError, StateError, UnknownObjectError
+from ..errors import BytecheckpointError, UnknownObjectError, UsageError
 from .base import Adapter
+from .fsdp1 import FSDP1Adapter
 from .layout import ParamLayout
+from .module import ModuleAdapter
+from .optimizer import OptimizerAdapter
+from .tree import StatefulAdapter, TreeAdapter
 
 __all__ = ["ENTRY_POINT_GROUP", "adapter_names", "find_adapter", "parameter_layouts", "register_adapter"]
 
 ENTRY_POINT_GROUP = "bytecheckpoint.frameworks"
 
-# In the order in which they are asked, where priorities are equal.
-_BUILT_IN = {
-    "fsdp1": "fsdp1:FSDP1Adapter",
-    "module": "module:ModuleAdapter",
-    "optimizer": "optimizer:OptimizerAdapter",
-    "stateful": "stateful:StatefulAdapter",
-    "tree": "tree:TreeAdapter",
+# Adapters of equal priority are tried in this order.
+_BUILT_IN: dict[str, Adapter] = {
+    adapter.name: adapter
+    for adapter in (FSDP1Adapter(), ModuleAdapter(), OptimizerAdapter(), StatefulAdapter(), TreeAdapter())
 }
 
-# Names under which people know what the module adapter serves.
+# What users call the wrappers that the module adapter supports.
 _SYNONYMS = dict.fromkeys(("ddp", "fsdp2", "pipeline", "torch", "tp"), "module")
 
 _log = logging.getLogger(__name__)
 _lock = threading.RLock()
 _registered: dict[str, Adapter] = {}
-_loaded: dict[str, Adapter] = {}
+_plug_in_adapters: dict[str, Adapter] = {}
 
 
 def register_adapter(adapter: Adapter) -> None:
-    """Make an adapter known to this process; it is asked before the built-in ones of its priority.
+    """Register an adapter for all later saves and loads of this process. Thread-safe.
 
-    Installed packages need no call: an entry point of the group ``bytecheckpoint.frameworks`` whose value is the
-    adapter class does the same. Raises ``StateError`` for a name that is taken.
+    Of several adapters that recognize an object, the one with the highest ``priority`` serves it. At equal priority, a
+    registered adapter takes precedence over those of installed packages, and both over built-in ones. Register the
+    adapter on every rank. An adapter cannot be removed again.
+
+    An installed package needs no call: it declares an entry point of the group ``bytecheckpoint.frameworks``, with the
+    adapter's name as the key and the adapter class as the value.
+
+    Args:
+        adapter: The adapter. One instance serves all calls and threads.
+
+    Raises:
+        UsageError: Another adapter already has this name.
+
+    Example:
+        >>> bcp.register_adapter(TableAdapter())
+        >>> bcp.save(path, {"table": Table(...)})    # recognized by TableAdapter
     """
     with _lock:
         if adapter.name in _BUILT_IN or adapter.name in _SYNONYMS or adapter.name in _registered:
-            raise StateError(f"an adapter named {adapter.name!r} exists already; give this one another name")
+            raise UsageError(f"an adapter named {adapter.name!r} exists already; give this one another name")
         _registered[adapter.name] = adapter
 
 
 def adapter_names() -> list[str]:
-    """Every name that ``framework=`` takes: adapters, and synonyms of them."""
+    """Return every name that ``framework=`` accepts: adapters and their synonyms."""
     with _lock:
         return sorted({*_BUILT_IN, *_SYNONYMS, *_registered, *(point.name for point in _plug_ins())})
 
 
 def find_adapter(obj: Any, framework: str | None = None, *, section: str = "") -> Adapter:
-    """The adapter for ``obj``: of those that recognise it, the one of the highest priority.
+    """Return the adapter that recognizes an object, or of several, the one with the highest priority.
 
-    ``framework`` names one instead. It has to recognise ``obj`` where that is a model; other objects of the state
-    (an optimizer, plain values) fall back to the adapter found for them. Raises ``UnknownObjectError`` for an object
-    that no adapter (or not the named one) recognises and for a name that no adapter has.
+    Args:
+        obj: The object.
+        framework: The name of the adapter to use instead. It must recognize ``obj`` if that is a model. For another
+            object (an optimizer, plain values) that it does not recognize, the search continues as without a name.
+        section: The name of the object's section, for error messages.
+
+    Returns:
+        The adapter.
+
+    Raises:
+        UnknownObjectError: No adapter recognizes ``obj``, the named adapter does not recognize the model, or no adapter
+            has the name.
     """
     if framework is not None:
         forced = _adapter_named(framework)
@@ -69,22 +92,22 @@ def find_adapter(obj: Any, framework: str | None = None, *, section: str = "") -
             return forced
         if _is_model(obj):
             raise UnknownObjectError(
-                f"{_place(section, obj)} is not one that framework={framework!r} serves; leave framework out to have "
-                f"the adapter found, or name another: {', '.join(adapter_names())}"
+                f"{_place(section, obj)} is not supported by framework={framework!r}; leave framework out to find the "
+                f"adapter automatically, or pass another name: {', '.join(adapter_names())}"
             )
     for adapter in _candidates():
         if adapter.recognizes(obj):
             return adapter
     raise UnknownObjectError(
-        f"{_place(section, obj)} is known to no adapter. Known are: {', '.join(adapter_names())}; they serve modules, "
+        f"no adapter supports {_place(section, obj)}. The adapters {', '.join(adapter_names())} support modules, "
         "optimizers, objects with state_dict() and load_state_dict(), and mappings or lists of tensors and plain "
         "values. For another kind, subclass bytecheckpoint.frameworks.base.Adapter and call register_adapter(), or "
-        f"install it under the entry point group {ENTRY_POINT_GROUP!r}"
+        f"declare an entry point of the group {ENTRY_POINT_GROUP!r}"
     )
 
 
 def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
-    """The layouts of a model's parameters by ``id``, from the adapter that serves it; empty for what is no model."""
+    """Return the layouts of a model's parameters by ``id``, from the adapter that serves it; empty for others."""
     return find_adapter(obj).parameter_layouts(obj)
 
 
@@ -104,7 +127,7 @@ def _is_model(obj: object) -> bool:
 def _candidates() -> Sequence[Adapter]:
     with _lock:
         plug_ins = [adapter for point in _plug_ins() if (adapter := _load_plug_in(point)) is not None]
-        adapters = [*_registered.values(), *plug_ins, *map(_built_in, _BUILT_IN)]
+        adapters = [*_registered.values(), *plug_ins, *_BUILT_IN.values()]
     return sorted(adapters, key=lambda adapter: -adapter.priority)
 
 
@@ -114,27 +137,20 @@ def _adapter_named(name: str) -> Adapter:
         if known in _registered:
             return _registered[known]
         if known in _BUILT_IN:
-            return _built_in(known)
+            return _BUILT_IN[known]
         for point in _plug_ins():
             if point.name == known:
                 return _instance(point)
-    raise UnknownObjectError(f"framework={name!r} names no adapter; known are: {', '.join(adapter_names())}")
+    raise UnknownObjectError(f"framework={name!r} names no adapter; the known ones are: {', '.join(adapter_names())}")
 
 
-def _built_in(name: str) -> Adapter:
-    if name not in _loaded:
-        module, _, attribute = _BUILT_IN[name].partition(":")
-        _loaded[name] = getattr(import_module(f".{module}", __package__), attribute)()
-    return _loaded[name]
-
-
-@cache  # it reads a file of every installed package
+@cache  # entry_points() reads a file of every installed package
 def _plug_ins() -> tuple[EntryPoint, ...]:
     return tuple(point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in {*_BUILT_IN, *_SYNONYMS})
 
 
 def _load_plug_in(point: EntryPoint) -> Adapter | None:
-    """A broken plug-in must not stop the saving of objects that are none of its business."""
+    """The plug-in's adapter, or None: a broken plug-in must not prevent other objects from being saved."""
     try:
         return _instance(point)
     except BytecheckpointError as error:
@@ -143,13 +159,13 @@ def _load_plug_in(point: EntryPoint) -> Adapter | None:
 
 
 def _instance(point: EntryPoint) -> Adapter:
-    if point.name not in _loaded:
+    if point.name not in _plug_in_adapters:
         try:
             made = point.load()
             adapter = made() if isinstance(made, type) else made
         except Exception as error:
-            raise StateError(f"plug-in {point.name!r} ({point.value}) cannot be loaded: {error}") from error
+            raise UsageError(f"plug-in {point.name!r} ({point.value}) cannot be loaded: {error}") from error
         if not isinstance(adapter, Adapter):
-            raise StateError(f"plug-in {point.name!r} ({point.value}) is not a bytecheckpoint Adapter")
-        _loaded[point.name] = adapter
-    return _loaded[point.name]
+            raise UsageError(f"plug-in {point.name!r} ({point.value}) is not a bytecheckpoint Adapter")
+        _plug_in_adapters[point.name] = adapter
+    return _plug_in_adapters[point.name]

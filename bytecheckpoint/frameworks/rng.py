@@ -1,4 +1,4 @@
-"""The random number generators of this process, as a part of the state."""
+"""The state of this process's random number generators."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import numpy.typing as npt
 import torch
 
 from ..errors import StateError
+from ..runtime.choices import check_choice
 from .per_rank import PerRankState
 
 __all__ = ["RNGState"]
+
+OnRNGResize = Literal["reseed", "lowest", "error"]
 
 _log = logging.getLogger(__name__)
 
@@ -22,33 +25,47 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class RNGState(PerRankState):
-    """Python's, numpy's and torch's global generators, and those of every visible accelerator that is in use.
+    """The global generators of Python, numpy and torch, and those of every accelerator that the process has used.
 
-    Stored for each rank. At the saved world size each rank gets its own back exactly. At another one, ``on_resize``:
-    ``reseed`` gives every rank new streams, derived from rank 0's stored state, the rank and the world size, so that
-    no two ranks draw the same numbers and a repeated load draws the same again; ``lowest`` gives every rank rank 0's
-    streams; ``error`` refuses the load. ``rank`` and ``world_size`` default to the default process group's. An
-    accelerator's generators are stored only if the process has used it.
+    Each rank saves its own state. At the saved world size, each rank restores exactly that state. The generators are
+    process-wide, so no other thread may draw numbers during a save or a load.
+
+    Args:
+        on_resize: What a load does at another world size. ``reseed`` derives new streams from rank 0's stored state,
+            the rank and the world size: ranks draw different numbers, and a repeated load draws the same numbers again.
+            ``lowest`` restores the streams of rank 0 on every rank. ``error`` fails.
+        rank: This process's rank; by default, its rank in the default process group.
+        world_size: The number of ranks; by default, the size of the default process group.
+
+    Raises:
+        UsageError: ``on_resize`` is not a known policy.
+
+    Example:
+        >>> bcp.save(path, {"model": model, "rng": bcp.RNGState()})
     """
 
     def __init__(
         self,
-        on_resize: Literal["reseed", "lowest", "error"] = "reseed",
+        on_resize: OnRNGResize = "reseed",
         *,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if on_resize not in ("reseed", "lowest", "error"):
-            raise StateError(f"on_resize={on_resize!r} is none of 'reseed', 'lowest', 'error'")
+        check_choice("on_resize", on_resize, OnRNGResize)
         self._on_resize = on_resize
         self._rank, self._world_size = rank, world_size
 
     @property
     def on_resize(self) -> str:
+        """The policy at another world size, as passed to the constructor."""
         return self._on_resize
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values only; nothing is drawn from any generator."""
+        """Return the state of all generators as plain values and arrays, without drawing from any of them.
+
+        Returns:
+            This rank and the world size, and the states of the generators by library.
+        """
         rank, world_size = self._place()
         return {
             "rank": rank,
@@ -60,10 +77,22 @@ class RNGState(PerRankState):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, by the policy where the rank or world size differ."""
+        """Restore the generators from what ``state_dict`` returned.
+
+        The policy applies if the stored rank or world size differs from this process's. If this process has other
+        accelerators than the one that saved, ``error`` fails, and the other policies restore those that match and log
+        a warning.
+
+        Args:
+            state_dict: The stored state.
+
+        Raises:
+            StateError: ``state_dict`` is not the state of an ``RNGState``, numpy's global generator is of another type,
+                or ``on_resize`` is ``error`` and the rank, the world size or the accelerators differ.
+        """
         missing = {"rank", "world_size", "python", "numpy", "torch"} - set(state_dict)
         if missing:
-            raise StateError(f"not the state of an RNGState: it lacks {', '.join(sorted(missing))}")
+            raise StateError(f"this is not the state of an RNGState: it lacks {', '.join(sorted(missing))}")
         rank, world_size = self._place()
         saved = (state_dict["rank"], state_dict["world_size"])
         if self._on_resize == "error" and saved != (rank, world_size):
@@ -118,7 +147,7 @@ def _to_array(state: torch.Tensor) -> ByteArray:
 
 
 def _accelerator() -> tuple[str, Any] | None:
-    """The device type in use and its torch module; None where there is none or the process has not touched it."""
+    """The device type in use and its torch module; None if there is none or the process has not used it."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return None
@@ -146,10 +175,10 @@ def _restore_accelerators(stored: Mapping[str, Any], *, exact: bool) -> None:
     states = stored["states"]
     if device is None or device.type != stored["type"] or count != len(states):
         here = f"{count} {device.type}" if device is not None else "no accelerator"
-        message = f"the generators of {len(states)} {stored['type']} device(s) were stored, but here is {here}"
+        message = f"the generators of {len(states)} {stored['type']} device(s) were stored, but this process has {here}"
         if exact:
             raise StateError(f"{message}; pass RNGState(on_resize='reseed') to load what fits")
-        _log.warning("%s; those that fit are restored", message)
+        _log.warning("%s; only matching generators are restored", message)
     if device is not None and device.type == stored["type"]:
         module = torch.get_device_module(device.type)
         for index, state in enumerate(states[:count]):
@@ -157,7 +186,7 @@ def _restore_accelerators(stored: Mapping[str, Any], *, exact: bool) -> None:
 
 
 def _reseed(state: Mapping[str, Any], rank: int, world_size: int) -> None:
-    """Seeds from the stored streams' next numbers, mixed with the place of this rank."""
+    """Derive seeds from the next numbers of the stored streams, the rank and the world size."""
     python = random.Random()
     python.setstate(_python_state(state["python"]))
     generator = torch.Generator()
@@ -166,5 +195,5 @@ def _reseed(state: Mapping[str, Any], rank: int, world_size: int) -> None:
     seeds = np.random.SeedSequence([python.getrandbits(64), *drawn, rank, world_size]).generate_state(4, np.uint64)
     random.seed(int(seeds[0]))
     _seed_numpy(np.random.SeedSequence(int(seeds[1])))
-    # Seeds every accelerator too, also one that starts later.
+    # This also seeds every accelerator, including those that are initialized later.
     torch.manual_seed(int(seeds[2]))

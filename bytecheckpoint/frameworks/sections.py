@@ -1,31 +1,35 @@
-"""From the caller's state to sections, and the names everything in them goes by."""
+"""Split the caller's state into sections, and check the names in them."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .errors import NameCollisionError, StateError
-from .frameworks.base import Adapter, Context
-from .frameworks.registry import find_adapter
-from .shards import SectionSource
+from ..errors import NameCollisionError, StateError
+from ..tensors.shards import SectionSource
+from .base import Adapter, Context
+from .registry import find_adapter, parameter_layouts
 
-__all__ = ["Section", "check_state", "rank_name", "resolve_sections", "split_rank_name"]
+__all__ = ["Section", "check_state", "rank_name", "resolve_sections", "split_rank_name", "undone_on_failure"]
+
+_log = logging.getLogger(__name__)
 
 _SECTION_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _RANK_SUFFIX = re.compile(r"(.+)@(\d+)")
 _SHARD_SUFFIX = re.compile(r"\[(\d+:\d+)?(,\d+:\d+)*\]$")
-_MAX_NAME = 4096  # characters of a tensor's name
-_MAX_SECTION_NAME = 200  # characters; with rank and suffix it is still a file name everywhere
+_MAX_NAME = 4096  # characters of a tensor's name; longer ones only come from mistakes
+_MAX_SECTION_NAME = 200  # characters; with a rank and a suffix, every file system accepts it
 
 
 @dataclass(frozen=True)
 class Section:
-    """One top-level entry of the state, with the adapter that understands it."""
+    """One top-level entry of the state, and the adapter that serves it."""
 
     name: str
     obj: Any
@@ -33,7 +37,7 @@ class Section:
     context: Context
 
     def capture(self) -> SectionSource:
-        """What the object holds, checked for names that mean two things."""
+        """Describe what the object holds. Raises ``NameCollisionError`` for an ambiguous or reserved name."""
         source = self.adapter.capture(self.obj, self.context)
         names = [*source.metas, *source.aliases]
         if not _are_plain(names):
@@ -42,13 +46,13 @@ class Section:
         clash = source.metas.keys() & source.aliases.keys()
         if clash:
             raise NameCollisionError(
-                f"{self.name}: {', '.join(sorted(clash))} are both tensors and names of tied tensors"
+                f"{self.name}: {', '.join(sorted(clash))} are names of tensors and also of tied tensors; rename one"
             )
         return source
 
 
 def _are_plain(names: list[str]) -> bool:
-    """Whether it is plain to see, of all names at once, that ``_check_name`` has nothing against any of them."""
+    """Whether ``_check_name`` certainly accepts every name; checks all of them at once."""
     text = "\n".join(names)
     return (
         text.isascii()
@@ -58,13 +62,13 @@ def _are_plain(names: list[str]) -> bool:
 
 
 def _check_name(full: str, fqn: str) -> None:
-    """Raise unless a tensor may be stored under ``fqn`` as it is."""
+    """Raise unless a tensor may be stored under ``fqn``."""
     if _RANK_SUFFIX.fullmatch(fqn):
-        raise NameCollisionError(f"{full}: names that end in @<number> are kept for values of single ranks; rename it")
+        raise NameCollisionError(f"{full}: names that end in @<number> are reserved; rename it")
     if _SHARD_SUFFIX.search(fqn):
-        raise NameCollisionError(f"{full}: names that end in [0:2,...] are kept for parts of tensors; rename it")
+        raise NameCollisionError(f"{full}: names that end in [0:2,...] are reserved for parts of tensors; rename it")
     if fqn == "__metadata__":
-        raise NameCollisionError(f"{full}: safetensors keeps the name __metadata__ for itself; rename it")
+        raise NameCollisionError(f"{full}: safetensors reserves the name __metadata__; rename it")
     if len(fqn) > _MAX_NAME or "\0" in fqn or any("\ud800" <= c <= "\udfff" for c in fqn):
         raise StateError(
             f"{full[:80]!r}: a tensor's name is Unicode text of at most {_MAX_NAME} characters and no zero byte; "
@@ -82,7 +86,7 @@ def check_state(state: Any) -> None:
     for name in state:
         if not isinstance(name, str) or not _SECTION_NAME.fullmatch(name) or len(name) > _MAX_SECTION_NAME:
             raise StateError(
-                f"section name {name!r} cannot be used: it becomes part of file names; "
+                f"section name {name!r} is not allowed, because it becomes part of file names; "
                 f"use at most {_MAX_SECTION_NAME} letters, digits, '_', '-'"
             )
 
@@ -96,17 +100,41 @@ def resolve_sections(
     allow_pickle: bool,
     device: torch.device | None = None,
 ) -> list[Section]:
-    """An adapter for every section, in the order of their names. Raises ``UnknownObjectError``."""
+    """Find an adapter for every section. Sections are in the order of their names. Raises ``UnknownObjectError``."""
     notes: list[str] = []
     sections = []
     for name in sorted(state):
-        context = Context(name, state, rank, world_size, allow_pickle, device, notes)
+        context = Context(
+            name,
+            state,
+            rank=rank,
+            world_size=world_size,
+            allow_pickle=allow_pickle,
+            device=device,
+            layouts_of=parameter_layouts,
+            notes=notes,
+        )
         sections.append(Section(name, state[name], find_adapter(state[name], framework, section=name), context))
     return sections
 
 
+@contextmanager
+def undone_on_failure(sections: Sequence[Section]) -> Iterator[None]:
+    """Undo what ``Adapter.target`` did to make room if the block fails, and raise the block's error."""
+    try:
+        yield
+    except BaseException:
+        for section in sections:
+            for undo in reversed(section.context.undo):
+                try:
+                    undo()
+                except Exception:  # noqa: BLE001 - the block's error is the one to raise
+                    _log.warning("section %s: could not restore its tensors", section.name, exc_info=True)
+        raise
+
+
 def rank_name(fqn: str, rank: int) -> str:
-    """The stored name of a tensor that belongs to one rank alone."""
+    """The stored name of a tensor that belongs to a single rank."""
     return f"{fqn}@{rank}"
 
 

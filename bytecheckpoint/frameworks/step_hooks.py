@@ -1,6 +1,6 @@
-"""What changes parameters and optimizer state, held up: the steps of optimizers, and loads into them and the modules.
+"""Make optimizer steps and ``load_state_dict`` calls wait while a gated save still copies tensors.
 
-Registered with torch's own hooks on the objects of one state, and taken off again.
+Uses torch's hooks on the objects of one state, and removes them afterwards.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ __all__ = ["StepHooks"]
 
 
 class StepHooks:
-    """The optimizers of a state (``torch.optim.Optimizer``, and lists of them), the tensors that change in their steps
-    alone, and hooks in front of everything that is meant to change these."""
+    """Hooks before every step and load that may change the tensors of a state's optimizers.
+
+    The optimizers are ``torch.optim.Optimizer`` objects and lists of them.
+    """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         objects = [
@@ -35,53 +37,53 @@ class StepHooks:
         self._holders = [tensor for *_, tensor in ranges]
 
     def holder_of(self, dense: torch.Tensor) -> torch.Tensor | None:
-        """The optimizer's own tensor (a parameter, or state of one) in whose memory ``dense`` lies; None where steps
-        are not all that changes it, or where a change that passes by the hooks could not be seen.
+        """The optimizer's tensor, a parameter or its state, whose memory contains ``dense``.
 
-        In-place operations on the holder raise its ``_version``, those of ``.data`` apart.
+        None if anything but a step may change ``dense``, or if a change without a hook could not be detected. In-place
+        operations on the holder increase its ``_version``, except for those through ``.data``.
         """
         begin, end = _extent(dense)
         at = bisect_right(self._begins, begin) - 1
         return self._holders[at] if begin < end and at >= 0 and end <= self._ends[at] else None
 
-    def register(self, hold: Callable[[], None]) -> None:
-        """Call ``hold`` in front of every step and every load, in the thread that makes it. ``holder_of`` is over."""
-        hook = _Hook(hold)
+    def register(self, wait: Callable[[], None]) -> None:
+        """Call ``wait`` before every step and every load, in its thread. ``holder_of`` finds nothing afterwards."""
+        hook = _Hook(wait)
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(hook))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(hook))
-        # On all of them, because a part of a model can be loaded too.
+        # On every submodule, because a part of a model can be loaded separately.
         owners = {id(part): part for module in self._modules for part in module.modules() if part._parameters}
         for owner in owners.values():
             self._handles.append(owner.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-        # Handles refer to the objects weakly.
+        # The handles hold weak references only; neither do these lists keep the objects alive.
         self._optimizers, self._modules, self._holders = [], [], []
 
     def remove(self) -> None:
-        """Take the hooks off. Not to be called inside one of them, or while another thread may be: torch walks over
-        what this changes."""
+        """Remove the hooks. Do not call this inside a hook, or while another thread may run one: torch iterates over
+        the dictionaries that this changes."""
         while self._handles:
             self._handles.pop().remove()
 
     def _stepped(self) -> Iterator[torch.Tensor]:
-        """Every tensor that changes in steps alone, and tells it."""
+        """Every tensor that only steps change, and that counts its changes."""
         for optimizer in self._optimizers:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            yield from (param for param in params if _can_tell(param))
+            yield from (param for param in params if _counts_changes(param))
             for param, entries in optimizer.state.items():
                 if isinstance(param, torch.Tensor) and isinstance(entries, Mapping):
-                    yield from (v for v in entries.values() if isinstance(v, torch.Tensor) and _can_tell(v))
+                    yield from (v for v in entries.values() if isinstance(v, torch.Tensor) and _counts_changes(v))
 
 
 class _Hook:
-    """Callable as any hook. A copy of the object that it is registered with gets one that does nothing."""
+    """A hook of any kind. In a copy of the object that it is registered with, it does nothing."""
 
-    def __init__(self, hold: Callable[[], None] | None = None) -> None:
-        self._hold = hold
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        if self._hold is not None:
-            self._hold()
+        if self._wait is not None:
+            self._wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook()
@@ -91,12 +93,12 @@ class _Hook:
 
 
 def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch runs hooks around its ``step``: not where a class goes without ``Optimizer.__init__``."""
+    """Whether torch runs hooks around ``step``. It does not if a class never calls ``Optimizer.__init__``."""
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
-def _can_tell(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has memory, and counts its changes."""
+def _counts_changes(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory and a version counter."""
     return tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_inference()
 
 
@@ -106,7 +108,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _extent(dense: torch.Tensor) -> tuple[int, int]:
-    """The first address of a tensor's memory and the one behind its last; equal where it has none."""
+    """The first address of a tensor's memory, and the address after its last byte; equal for an empty tensor."""
     count = dense.numel()
     if not count:
         return 0, 0

@@ -1,4 +1,4 @@
-"""Any tensor in global boxes: plain, DTensor, ShardedTensor; and a clear refusal of what has no dense bytes."""
+"""Describe plain tensors, DTensors and ShardedTensors in global boxes, and refuse tensors without dense memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import UnsupportedTensorError
-from ..geometry import Box
-from ..metadata import BasicMeta
-from ..shards import IrregularShard, Shard, whole_tensor
+from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import IrregularShard, Shard, whole_tensor
 from .dtensor import dtensor_shards, is_dtensor, local_tensor, tensor_meta
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ _ADVICE = {
     torch.sparse_csc: ".to_dense()",
     torch.sparse_bsr: ".to_dense()",
     torch.sparse_bsc: ".to_dense()",
-    torch.jagged: ".values() and .offsets() as tensors of their own",
+    torch.jagged: ".values() and .offsets() as separate tensors",
 }
 
 
-# These have no say of their own in what an operation on them does, and no parts elsewhere.
+# Types that override no operation and hold all of their elements on this rank.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -42,11 +42,11 @@ def is_sharded_tensor(tensor: object) -> TypeIs[ShardedTensor]:
 
 
 def tensor_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
-    """Dtype and global shape of a tensor, and what this process holds of it, as views of its memory.
+    """Dtype and global shape of a tensor, and its local shards as views of its memory.
 
-    A plain tensor is one whole box (the same on every rank: a replica). No copy is made and no collective runs. A meta
-    tensor yields meta shards: the caller decides whether that is an error. Raises ``UnsupportedTensorError`` for what
-    has no dense bytes of its own, naming ``fqn`` and the way out.
+    A plain tensor is one whole box, a replica on every rank. Makes no copy and runs no collective. A meta tensor yields
+    meta shards; the caller decides whether that is an error. Raises ``UnsupportedTensorError`` for a tensor without
+    dense memory.
     """
     if type(tensor) not in _PLAIN:
         return _subclass_shards(fqn, tensor)
@@ -62,32 +62,32 @@ def _subclass_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Sh
 
 
 def whole_shard(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
-    """``tensor_shards`` of a tensor that is known to be all here."""
+    """``tensor_shards`` of a tensor of which this rank holds all elements."""
     dense = dense_view(fqn, tensor)
     try:
         meta, box = whole_tensor(dense.dtype, dense.shape)
     except UnsupportedTensorError as error:
         raise UnsupportedTensorError(f"{fqn}: {error}") from None
-    return meta, [Shard.proved(fqn, meta, box, dense)]
+    return meta, [Shard.unchecked(fqn, meta, box, dense)]
 
 
 def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a plain detached ``torch.Tensor`` over the same memory. Raises ``UnsupportedTensorError``."""
+    """The tensor as a plain detached ``torch.Tensor`` on the same memory. Raises ``UnsupportedTensorError``."""
     if type(tensor) in _PLAIN and not _is_odd(tensor):
         dense = tensor.detach()
         if not (dense.is_conj() or dense.is_neg()):
             return dense
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedTensorError(
-            f"{fqn}: a lazy parameter or buffer has no shape yet; run one forward pass, or give the module its sizes"
+            f"{fqn}: a lazy parameter or buffer has no shape yet; run a forward pass, or pass sizes to the module"
         )
-    if _has_no_memory_of_its_own(tensor):
+    if _has_no_dense_memory(tensor):
         raise UnsupportedTensorError(
-            f"{fqn}: a {type(tensor).__module__}.{type(tensor).__qualname__} has no dense memory of its own; convert "
-            "it to a plain tensor first, or store its parts as tensors of their own"
+            f"{fqn}: a {type(tensor).__module__}.{type(tensor).__qualname__} has no dense memory; convert "
+            "it to a plain tensor first, or store its parts as separate tensors"
         )
     if tensor.layout != torch.strided or tensor.is_nested:
-        way_out = ".unbind() as tensors of their own" if tensor.is_nested else _ADVICE.get(tensor.layout, ".to_dense()")
+        way_out = ".unbind() as separate tensors" if tensor.is_nested else _ADVICE.get(tensor.layout, ".to_dense()")
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise UnsupportedTensorError(f"{fqn}: a tensor of layout {kind} cannot be stored; store {way_out} instead")
     if tensor.is_quantized:
@@ -98,14 +98,14 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         dense = tensor.detach()
     if dense.is_conj() or dense.is_neg():
         raise UnsupportedTensorError(
-            f"{fqn}: a lazily conjugated or negated view is not what lies in its memory; call .resolve_conj() "
-            "or .resolve_neg() first"
+            f"{fqn}: the memory of a lazily conjugated or negated view holds other values; call "
+            ".resolve_conj() or .resolve_neg() first"
         )
     return dense
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a plain type has more to it than one strided memory."""
+    """Whether a tensor of a plain type is more than one strided block of memory."""
     return (
         tensor.layout != torch.strided
         or tensor.is_nested
@@ -115,7 +115,7 @@ def _is_odd(tensor: torch.Tensor) -> bool:
     )
 
 
-def _has_no_memory_of_its_own(tensor: torch.Tensor) -> bool:
+def _has_no_dense_memory(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -126,7 +126,7 @@ def _has_no_memory_of_its_own(tensor: torch.Tensor) -> bool:
         return True
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
-    # A subclass that answers operations itself: its memory counts only if there is some.
+    # A subclass that implements operations itself may have no memory.
     return not tensor.is_meta and tensor.numel() > 0 and _address(tensor) == 0
 
 

@@ -1,4 +1,4 @@
-"""Trees of tensors, plain values and stateful objects: everything in the state that is neither model nor optimizer."""
+"""The adapters for trees of tensors and plain values, and for stateful objects (schedulers, data loaders, RNG)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ..shards import Path, SectionSource, SectionTarget, StoredSection
-from ..values import MAX_DEPTH, path_name
+from ..format.values import MAX_DEPTH, path_name
+from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .per_rank import PerRank, PerRankState
 from .tree_capture import Capture
-from .tree_paths import kind_of
+from .tree_paths import is_stateful, kind_of
 from .tree_target import build_target
 
-__all__ = ["TreeAdapter", "per_rank_policies"]
+__all__ = ["StatefulAdapter", "TreeAdapter"]
 
 _PLAIN = (
     bool,
@@ -40,10 +40,10 @@ _PLAIN = (
 class TreeAdapter(Adapter):
     """Nested mappings (str or int keys), lists and tuples.
 
-    Mappings are flattened; so are lists and tuples that hold a tensor, mapping or stateful object; everything else is
-    a leaf. On loading, tensors are filled, values replaced in the container that holds them, tuples rebuilt. An empty
-    mapping takes everything stored below it; a list of plain values takes whatever list is stored. Stateful objects
-    get the stored state as it is. A tensor that is a whole section is stored under the name ``tensor``.
+    Mappings are flattened, and so are lists and tuples that contain a tensor, mapping or stateful object. Everything
+    else is a leaf. A load fills tensors, replaces values in their container, and rebuilds tuples. An empty mapping gets
+    everything stored below it, and a list of plain values gets whatever list is stored. Stateful objects get their
+    stored state unchanged. A tensor that is a section by itself is stored under the name ``tensor``.
     """
 
     name: ClassVar[str] = "tree"
@@ -61,31 +61,43 @@ class TreeAdapter(Adapter):
         return build_target(obj, context, stored)
 
     def per_rank_policies(self, obj: Any) -> dict[Path, str]:
-        return per_rank_policies(obj)
+        """The policy of every ``PerRank`` and ``PerRankState`` in the tree, by path.
+
+        Each is also listed under the path that its dotted name alone suggests, for lookups by a tensor's name.
+        """
+        found: dict[Path, str] = {}
+        _collect_policies(obj, (), found)
+        by_name: dict[Path, str] = {}
+        for path, policy in found.items():
+            by_name[tuple(path_name(path).split(".")) if path else ()] = policy
+        return {**by_name, **found}
 
 
-def per_rank_policies(obj: Any) -> dict[Path, str]:
-    """The policy of every ``PerRank`` and ``PerRankState`` in a tree, by path.
+class StatefulAdapter(TreeAdapter):
+    """An object with ``state_dict`` and ``load_state_dict`` as a section; its state dict is stored as a tree.
 
-    Also under the path that a tensor's dotted name alone would suggest, for those who know only the name.
+    A load calls ``load_state_dict`` once with the complete stored state.
     """
-    found: dict[Path, str] = {}
-    _collect(obj, (), found)
-    return {**{tuple(path_name(path).split(".")) if path else (): policy for path, policy in found.items()}, **found}
+
+    name: ClassVar[str] = "stateful"
+    priority: ClassVar[int] = -10
+
+    def recognizes(self, obj: object) -> bool:
+        return is_stateful(obj)
 
 
-def _collect(node: Any, path: Path, found: dict[Path, str]) -> None:
+def _collect_policies(node: Any, path: Path, found: dict[Path, str]) -> None:
     if len(path) > MAX_DEPTH:
         return
     kind = kind_of(node, path_name(path), root=not path)
     if kind == "per_rank":
         found[path] = node.on_resize
-        _collect(node.value, path, found)
+        _collect_policies(node.value, path, found)
     elif kind == "stateful" and isinstance(node, PerRankState):
         found[path] = node.on_resize
     elif kind == "mapping":
         for key, child in node.items():
-            _collect(child, (*path, key), found)
+            _collect_policies(child, (*path, key), found)
     elif kind in ("list", "tuple"):
         for index, child in enumerate(node):
-            _collect(child, (*path, index), found)
+            _collect_policies(child, (*path, index), found)

@@ -1,4 +1,4 @@
-"""From a tree to its leaves: tensors under dotted names, plain values under their paths."""
+"""Flatten a tree into tensors under dotted names and plain values under their paths."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import xxhash
 
 from ..errors import NameCollisionError, UnserializableError, UnsupportedTensorError
-from ..metadata import BasicMeta
-from ..shards import Path, SectionSource, Shard
-from ..values import MAX_DEPTH, Container, path_name
+from ..format.values import MAX_DEPTH, Container, path_name
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import Path, SectionSource, Shard
 from .base import Context
 from .dtensor import is_dtensor
 from .per_rank import PerRankState
@@ -23,9 +23,9 @@ from .tree_paths import PathIndex, kind_of
 __all__ = ["ROOT_TENSOR", "Capture", "SameMemory", "is_distributed", "state_of"]
 
 ROOT_TENSOR: Path = ("tensor",)
-"""Where a tensor that is a whole section stands."""
+"""The path of a tensor that is a section by itself."""
 
-_HASH_PIECE = 1 << 28  # bytes copied from a device at a time
+_HASH_PIECE_BYTES = 1 << 28  # copied from a device at a time, to bound host memory
 
 
 class Capture:
@@ -38,52 +38,52 @@ class Capture:
         self._memory = SameMemory()
 
     def finish(self) -> SectionSource:
-        """Mark the tensors whose paths their names do not tell."""
+        """Add markers for the tensors whose names do not determine their paths."""
         index = PathIndex.of(self.source.values)
         for fqn, path in self.paths.items():
             if index.path_of(fqn) != path or path_name(path[:-1]) in index.ambiguous:
-                self._put(path, Container("tensor"), fqn in self.source.per_rank)
+                self._put(path, Container("tensor"), own=fqn in self.source.per_rank)
         return self.source
 
-    def visit(self, node: Any, path: Path = (), own: bool = False) -> None:
-        """Add everything at and below ``path``; with ``own`` as values of this rank alone."""
+    def visit(self, node: Any, path: Path = (), *, own: bool = False) -> None:
+        """Add everything at and below ``path``, with ``own`` as values of this rank only."""
         if len(path) > MAX_DEPTH:
             raise UnserializableError(
                 f"{self._where(path)} is nested more than {MAX_DEPTH} levels deep, or contains itself"
             )
         if isinstance(node, torch.Tensor):
-            self._tensor(node, path or ROOT_TENSOR, own)
+            self._tensor(node, path or ROOT_TENSOR, own=own)
             return
         where = self._where(path)
         kind = kind_of(node, where, root=not path)
         if kind == "per_rank":
-            self.visit(node.value, path, True)
+            self.visit(node.value, path, own=True)
         elif kind == "stateful":
             state = state_of(node, where)
-            self._branch(state, "mapping" if state else "leaf", path, own or isinstance(node, PerRankState))
+            self._branch(state, "mapping" if state else "leaf", path, own=own or isinstance(node, PerRankState))
         else:
-            self._branch(node, kind, path, own)
+            self._branch(node, kind, path, own=own)
 
-    def _branch(self, node: Any, kind: str, path: Path, own: bool) -> None:
+    def _branch(self, node: Any, kind: str, path: Path, *, own: bool) -> None:
         if kind == "leaf":
-            self._put(path, {} if not path and isinstance(node, Mapping) and not node else node, own)
+            self._put(path, {} if not path and isinstance(node, Mapping) and not node else node, own=own)
             return
         marker = _marker(node, kind, path)
         if marker is not None:
-            self._put(path, marker, own)
+            self._put(path, marker, own=own)
         for key, child in node.items() if kind == "mapping" else enumerate(node):
-            self.visit(child, (*path, key), own)
+            self.visit(child, (*path, key), own=own)
 
-    def _put(self, path: Path, value: Any, own: bool) -> None:
+    def _put(self, path: Path, value: Any, *, own: bool) -> None:
         self.source.values[path] = value
         if own:
             self.source.per_rank.add(path)
 
-    def _tensor(self, tensor: torch.Tensor, path: Path, own: bool) -> None:
+    def _tensor(self, tensor: torch.Tensor, path: Path, *, own: bool) -> None:
         fqn = path_name(path)
         if fqn in self.paths:
             raise NameCollisionError(
-                f"{self._where(path)}: the paths {self.paths[fqn]!r} and {path!r} both make the tensor name {fqn!r}; "
+                f"{self._where(path)}: the paths {self.paths[fqn]!r} and {path!r} both yield the tensor name {fqn!r}; "
                 "rename one key"
             )
         self.paths[fqn] = path
@@ -91,7 +91,7 @@ class Capture:
             raise UnsupportedTensorError(
                 f"{self._where(path)} is on the meta device and has no values to store; materialise it first"
             )
-        # What is one rank's own is stored under its rank's name, of which there are no tied names.
+        # A single rank's tensor is stored under a name with its rank, which has no tied names.
         first = None if own else self._memory.first_name(fqn, tensor)
         if first is not None:
             self.source.aliases[fqn] = first
@@ -109,47 +109,47 @@ class Capture:
 
 
 def state_of(obj: Any, where: str) -> Mapping[Any, Any]:
-    """``obj.state_dict()``, refusing objects whose state would be wrong inside a tree."""
+    """``obj.state_dict()``. Raises ``UnserializableError`` for an object whose state would be wrong inside a tree."""
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if isinstance(obj, torch.optim.Optimizer):
         raise UnserializableError(
-            f"{where} is an optimizer inside a tree, where its state could not be resharded; give it a section of its "
-            f"own, as in {{'optimizer': optimizer}} or {{'optimizer': [first, second]}}"
+            f"{where} is an optimizer inside a tree, where its state could not be resharded; make it a separate "
+            f"section, as in {{'optimizer': optimizer}} or {{'optimizer': [first, second]}}"
         )
     if fsdp is not None and isinstance(obj, torch.nn.Module) and any(isinstance(m, fsdp) for m in obj.modules()):
         raise UnserializableError(
-            f"{where} is an FSDP-1 module inside a tree, where storing it would gather it on every rank; give it a "
-            f"section of its own, as in {{'ema': module}}"
+            f"{where} is an FSDP-1 module inside a tree, where saving would gather it on every rank; make it a "
+            f"separate section, as in {{'ema': module}}"
         )
     state = obj.state_dict()
     if not isinstance(state, Mapping) or not all(type(key) is str or type(key) is int for key in state):
         raise UnserializableError(
-            f"{where}: state_dict() of {type(obj).__module__}.{type(obj).__qualname__} returned no mapping with str or "
-            f"int keys but a {type(state).__qualname__}; wrap what it returns in a dict"
+            f"{where}: state_dict() of {type(obj).__module__}.{type(obj).__qualname__} returned a "
+            f"{type(state).__qualname__} and not a mapping with str or int keys; wrap the result in a dict"
         )
     return state
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether the tensor itself says which part of it is here."""
+    """Whether the tensor's type describes which part of it this rank holds."""
     return is_dtensor(tensor) or is_sharded_tensor(tensor)
 
 
 class SameMemory:
-    """Names of plain tensors by the memory they are."""
+    """Names of plain tensors by their memory, to find tied tensors."""
 
     def __init__(self) -> None:
-        # Addresses first: hardly any tensor shares its own, and the others cost no more than a number each.
+        # Keyed by address first, since few tensors share one, and a number is the cheapest key.
         self._rows: dict[int, int] = {}
         self._names: list[str] = []
-        # Kept alive: memory that is freed and used again would look like a tie.
+        # References keep the tensors alive: reused memory would look like a tie.
         self._tensors: list[torch.Tensor] = []
         self._exact: dict[tuple[Any, ...], str] = {}
 
     def first_name(self, fqn: str, tensor: torch.Tensor) -> str | None:
-        """The name under which one and the same memory was given before.
+        """The name of an earlier tensor with exactly the same memory.
 
-        None for the first one, which is remembered, and where it cannot be told or does not matter.
+        None for the first tensor of any memory, which is recorded, and for tensors that cannot be tied.
         """
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
             return None
@@ -186,6 +186,6 @@ def _marker(node: Any, kind: str, path: Path) -> Container | None:
 def _digest(meta: BasicMeta, shard: Shard) -> bytes:
     digest = xxhash.xxh3_128(str(meta).encode())
     flat = shard.tensor.contiguous().view(-1).view(torch.uint8) if shard.tensor.numel() else shard.tensor.new_empty(0)
-    for start in range(0, flat.numel(), _HASH_PIECE):
-        digest.update(flat[start : start + _HASH_PIECE].cpu().numpy().data)
+    for start in range(0, flat.numel(), _HASH_PIECE_BYTES):
+        digest.update(flat[start : start + _HASH_PIECE_BYTES].cpu().numpy().data)
     return digest.digest()

@@ -1,9 +1,9 @@
-"""Between trees and flat names: what is a branch, which path a tensor's dotted name stands for, and the way back.
+"""Convert between trees and flat names.
 
-A tensor is stored under ``".".join(path)``, from which its path cannot always be read: keys may hold dots or be
-numbers. So every nested container that holds a tensor leaves a ``Container`` among the values. A name belongs to the
-longest container path it begins with, and the rest is one key. Where that rule would give another path, a
-``Container("tensor")`` under the tensor's own path says so.
+A tensor is stored under ``".".join(path)``. This name does not always determine the path, because keys may contain dots
+or be numbers. So every nested container that holds a tensor stores a ``Container`` among the values. A name belongs to
+the longest container path with which it begins, and the rest of it is one key. If that rule yields another path, a
+``Container("tensor")`` is stored under the tensor's path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError, UnserializableError
-from ..values import MAX_DEPTH, Container, Path, path_name
+from ..format.values import MAX_DEPTH, Container, Path, path_name
 from .per_rank import PerRank
 
 __all__ = ["PathIndex", "build_tree", "is_branch", "is_stateful", "kind_of"]
@@ -34,9 +34,9 @@ def is_stateful(obj: object) -> bool:
 
 
 def kind_of(node: object, where: str, *, root: bool = False) -> str:
-    """``per_rank``, ``tensor``, ``stateful``, ``mapping``, ``list``, ``tuple`` or ``leaf``.
+    """The kind of a node: ``per_rank``, ``tensor``, ``stateful``, ``mapping``, ``list``, ``tuple`` or ``leaf``.
 
-    Raises ``UnserializableError`` for mapping types that could not be rebuilt; at the root any will do, as the root is
+    Raises ``UnserializableError`` for a mapping type that could not be rebuilt. The root may have any type, since it is
     always filled in place.
     """
     if isinstance(node, PerRank):
@@ -49,12 +49,12 @@ def kind_of(node: object, where: str, *, root: bool = False) -> str:
         if not root and type(node) not in _KEPT_MAPPINGS:
             raise UnserializableError(
                 f"{where} is a mapping of type {type(node).__module__}.{type(node).__qualname__}, whose type would be "
-                f"lost; make it a dict (or OrderedDict) before saving or loading"
+                f"lost; convert it to a dict (or OrderedDict) before saving or loading"
             )
         if not node or not all(type(key) is str or type(key) is int for key in node):
             return "leaf"
         if type(node) is OrderedDict and not root and not _holds_objects(node, where):
-            # Flattened, it would lose its order, which is part of what it is.
+            # Flattening would lose its order.
             return "leaf"
         return "mapping"
     if type(node) in (list, tuple) and is_branch(node, where):
@@ -63,7 +63,7 @@ def kind_of(node: object, where: str, *, root: bool = False) -> str:
 
 
 def is_branch(items: Any, where: str, depth: int = 0) -> bool:
-    """Whether a list or tuple holds, at any depth of lists and tuples, what is more than a plain value."""
+    """Whether a list or tuple contains more than plain values, at any depth of lists and tuples."""
     if depth > MAX_DEPTH:
         raise UnserializableError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
     for item in items:
@@ -78,7 +78,7 @@ def is_branch(items: Any, where: str, depth: int = 0) -> bool:
 
 
 def _holds_objects(node: Any, where: str, depth: int = 0) -> bool:
-    """Whether a tensor, a stateful object or a rank's own part stands anywhere below."""
+    """Whether the node contains a tensor, a stateful object or a ``PerRank`` at any depth."""
     if depth > MAX_DEPTH:
         raise UnserializableError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
     if isinstance(node, (torch.Tensor, PerRank)) or is_stateful(node):
@@ -91,20 +91,20 @@ def _holds_objects(node: Any, where: str, depth: int = 0) -> bool:
 
 @dataclass
 class PathIndex:
-    """Paths of tensors from their names, given the containers among a section's values.
+    """Finds the paths of tensors from their names, given the containers among a section's values.
 
-    ``at`` is a container known from elsewhere: the place in the target into which everything below it is put.
+    ``at`` is one more container: the place in the target that gets everything stored below it.
     """
 
     containers: Mapping[Path, Container]
     at: Path = ()
     ambiguous: set[str] = field(init=False)
-    """Dotted names that more than one container has."""
+    """Dotted names that several containers have."""
     _by_name: dict[str, Path] = field(init=False)
     _exact: dict[str, Path] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Sorted, so that saving and loading settle two paths of one dotted name alike.
+        # Sorted, so that saving and loading choose the same of two paths with one dotted name.
         branches = sorted((path for path, c in self.containers.items() if c.kind != "tensor"), key=repr)
         self._by_name = {}
         self.ambiguous = set()
@@ -116,11 +116,11 @@ class PathIndex:
 
     @classmethod
     def of(cls, values: Mapping[Path, Any], at: Path = ()) -> PathIndex:
-        """From a section's values."""
+        """Make the index from a section's values."""
         return cls({path: value for path, value in values.items() if type(value) is Container}, at)
 
     def path_of(self, fqn: str) -> Path:
-        """Where the tensor of this name stands."""
+        """The path of the tensor with this name."""
         if not self.containers and not self.at:
             return (fqn,)
         if fqn in self._exact:
@@ -140,13 +140,13 @@ class PathIndex:
 
 
 class _Branch(dict["str | int", Any]):
-    """A container while its children arrive."""
+    """A container that is still being built."""
 
 
 def build_tree(leaves: Iterable[tuple[Path, Any]], containers: Mapping[Path, Container], at: Path, section: str) -> Any:
-    """The tree at path ``at`` from its leaves, with the container types it had.
+    """Build the tree at path ``at`` from its leaves, with its original container types.
 
-    Raises ``MismatchError`` where leaves contradict each other or a list is incomplete.
+    Raises ``MismatchError`` if leaves contradict each other or a list is incomplete.
     """
     top = _Branch()
     count = 0
@@ -160,7 +160,7 @@ def build_tree(leaves: Iterable[tuple[Path, Any]], containers: Mapping[Path, Con
         for part in path[len(at) : -1]:
             child = node.setdefault(part, _Branch())
             if type(child) is not _Branch:
-                raise _misfit(section, path, "lies below what is stored as a plain value or tensor")
+                raise _misfit(section, path, "is stored below a plain value or tensor")
             node = child
         if path[-1] in node:
             raise _misfit(section, path, "is stored twice")
@@ -178,7 +178,7 @@ def _finish(node: Any, path: Path, containers: Mapping[Path, Container], section
     if container.kind not in ("list", "tuple"):
         return children
     if len(children) != container.length or any(index not in children for index in range(container.length)):
-        raise _misfit(section, path, f"is a {container.kind} of {container.length} items, of which some are not loaded")
+        raise _misfit(section, path, f"is a {container.kind} of {container.length} items, some of which are not loaded")
     items = [children[index] for index in range(container.length)]
     return items if container.kind == "list" else tuple(items)
 

@@ -1,8 +1,8 @@
-"""Where stored leaves go in a tree: tensors are filled, plain values replaced in the container that holds them.
+"""Load stored leaves into a tree: fill tensors, and replace plain values in their containers.
 
-Every node of the target becomes a ``Restore``: given the stored values, it returns what belongs in the node's place,
-which for mutable containers is the node itself. None stands for a node that stays where it is, with nothing to do: a
-tensor that is filled.
+Every node of the target becomes a ``Restore`` function: given the stored values, it returns the object for the node's
+place, which for a mutable container is the container itself. A node that needs nothing in ``apply``, such as
+a tensor that is filled in place, has None.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError, StateError
-from ..shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
-from ..values import Container, path_name
+from ..format.values import Container, path_name
+from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from .base import Context
 from .dtensor import empty_like_dtensor, is_dtensor
 from .per_rank import PerRank
@@ -29,7 +29,7 @@ Restore = Callable[[Values], Any]
 
 
 def build_target(obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
-    """The ``SectionTarget`` of a tree or stateful object that is a whole section."""
+    """The ``SectionTarget`` of a tree or stateful object that is a section."""
     builder = _Builder(context, stored)
     restore = builder.visit(obj)
 
@@ -41,7 +41,7 @@ def build_target(obj: Any, context: Context, stored: StoredSection) -> SectionTa
     builder.target.apply = apply
     builder.target.ignorable |= {
         path for path, value in stored.values.items() if type(value) is Container
-    } - builder.target.wanted_values
+    } - builder.target.requested_values
     _check_replaceable(obj, context)
     return builder.target
 
@@ -51,8 +51,8 @@ def _check_replaceable(obj: Any, context: Context) -> None:
     in_place = isinstance(obj, MutableMapping) or kind in ("per_rank", "stateful", "list")
     if not in_place and not (kind == "tensor" and not obj.is_meta) and not isinstance(context.state, MutableMapping):
         raise StateError(
-            f"section {context.section!r} is a {type(obj).__name__}, which can only be loaded by replacing it in the "
-            f"state, but the state is a {type(context.state).__name__} that cannot be changed; pass a dict"
+            f"section {context.section!r} is a {type(obj).__name__}, which a load must replace in the "
+            f"state, but the state is an immutable {type(context.state).__name__}; pass a dict"
         )
 
 
@@ -70,25 +70,25 @@ class _Builder:
         self.target = SectionTarget()
         self._memory = SameMemory()
 
-    def visit(self, node: Any, path: Path = (), skip: bool = False) -> Restore | None:
-        """Make room at ``path``; with ``skip`` what is not stored stays as it is."""
+    def visit(self, node: Any, path: Path = (), *, skip: bool = False) -> Restore | None:
+        """Make room at ``path``. With ``skip``, anything that is not stored stays unchanged."""
         if isinstance(node, torch.Tensor):
-            return self._tensor(node, path or ROOT_TENSOR, skip)
+            return self._tensor(node, path or ROOT_TENSOR, skip=skip)
         kind = kind_of(node, self._where(path), root=not path)
         if kind == "per_rank":
             return self._per_rank(node, path)
         if kind == "stateful":
-            return self._stateful(node, path, skip or getattr(node, "on_resize", "") == "skip")
+            return self._stateful(node, path, skip=skip or getattr(node, "on_resize", "") == "skip")
         if kind == "mapping":
-            return self._mapping(node, path, skip)
+            return self._mapping(node, path, skip=skip)
         if kind in ("list", "tuple"):
-            return self._sequence(node, path, skip)
+            return self._sequence(node, path, skip=skip)
         if isinstance(node, Mapping) and not node:
-            return self._empty_mapping(node, path, skip)
-        return self._leaf(node, path, skip)
+            return self._empty_mapping(node, path, skip=skip)
+        return self._leaf(node, path, skip=skip)
 
     def _per_rank(self, node: PerRank[Any], path: Path) -> Restore | None:
-        inner = self.visit(node.value, path, node.on_resize == "skip")
+        inner = self.visit(node.value, path, skip=node.on_resize == "skip")
         if inner is None:
             return None
 
@@ -98,11 +98,13 @@ class _Builder:
 
         return restore
 
-    def _mapping(self, node: Mapping[Any, Any], path: Path, skip: bool) -> Restore | None:
+    def _mapping(self, node: Mapping[Any, Any], path: Path, *, skip: bool) -> Restore | None:
         if not isinstance(node, MutableMapping):
-            raise StateError(f"{self._where(path)} is a {type(node).__name__}, which cannot be filled; pass a dict")
+            raise StateError(f"{self._where(path)} is a {type(node).__name__}, which is immutable; pass a dict")
         children = {
-            key: inner for key, child in node.items() if (inner := self.visit(child, (*path, key), skip)) is not None
+            key: inner
+            for key, child in node.items()
+            if (inner := self.visit(child, (*path, key), skip=skip)) is not None
         }
         if not children:
             return None
@@ -116,8 +118,8 @@ class _Builder:
 
         return restore
 
-    def _sequence(self, node: Any, path: Path, skip: bool) -> Restore | None:
-        children = [self.visit(child, (*path, index), skip) for index, child in enumerate(node)]
+    def _sequence(self, node: Any, path: Path, *, skip: bool) -> Restore | None:
+        children = [self.visit(child, (*path, index), skip=skip) for index, child in enumerate(node)]
         if not any(children):
             return None
 
@@ -132,7 +134,7 @@ class _Builder:
 
         return restore
 
-    def _leaf(self, node: Any, path: Path, skip: bool) -> Restore:
+    def _leaf(self, node: Any, path: Path, *, skip: bool) -> Restore:
         marker = self.stored.values.get(path)
         if type(marker) is Container:
             if marker.kind in ("list", "tuple") and type(node) in (list, tuple):
@@ -142,7 +144,7 @@ class _Builder:
             )
             name = self._where(path)
             raise MismatchError(f"{name}: {detail}; put an empty dict (or list) there", [("value", name, detail)])
-        self._want(path, skip)
+        self._request(path, skip=skip)
 
         def restore(values: Values) -> Any:
             value = values.get(path, node)
@@ -154,13 +156,13 @@ class _Builder:
 
         return restore
 
-    def _empty_mapping(self, node: Mapping[Any, Any], path: Path, skip: bool) -> Restore:
+    def _empty_mapping(self, node: Mapping[Any, Any], path: Path, *, skip: bool) -> Restore:
         if not isinstance(node, MutableMapping):
-            return self._leaf(node, path, skip)
+            return self._leaf(node, path, skip=skip)
         if not self._below(path):
             if not path and path not in self.stored.values:
                 return lambda values: node
-            return self._leaf(node, path, skip)
+            return self._leaf(node, path, skip=skip)
         rebuilt = self._rebuilt(path)
 
         def restore(values: Values) -> Any:
@@ -172,7 +174,7 @@ class _Builder:
 
         return restore
 
-    def _tensor(self, tensor: torch.Tensor, path: Path, skip: bool) -> Restore | None:
+    def _tensor(self, tensor: torch.Tensor, path: Path, *, skip: bool) -> Restore | None:
         fqn = path_name(path)
         if skip:
             self.target.optional.add(fqn)
@@ -188,7 +190,7 @@ class _Builder:
         return lambda values: filled
 
     def _tie(self, fqn: str, first: str) -> None:
-        """One tensor under two names is filled once, from the first."""
+        """Fill one tensor with two names once, from the first name."""
         self.target.aliases[fqn] = first
         stored = self.stored
         if fqn not in stored.metas:
@@ -197,7 +199,7 @@ class _Builder:
         if stored.aliases.get(fqn, fqn) != stored.aliases.get(first, first):
             self.context.notes.append(
                 f"{self.context.section}: {first} and {fqn} are one tensor here but were stored separately; it was "
-                f"filled from {first}, and {fqn} left unread"
+                f"filled from {first}, and {fqn} was left unread"
             )
 
     def _fill(self, fqn: str, tensor: torch.Tensor) -> None:
@@ -205,14 +207,14 @@ class _Builder:
         if not tensor.is_meta:
             self.target.shards.extend(shards)
 
-    def _stateful(self, node: Any, path: Path, skip: bool) -> Restore:
-        """The stored state as it is, whatever keys it has: growing and shrinking states are the object's business."""
+    def _stateful(self, node: Any, path: Path, *, skip: bool) -> Restore:
+        """Load the stored state with whatever keys it has; the object must accept states that grow or shrink."""
         capture = _Template(self.context)
         capture.visit(state_of(node, self._where(path)), path)
         if path in self.stored.values and self.stored.values[path] == {}:
-            self._want(path, skip)
+            self._request(path, skip=skip)
         elif not self._below(path):
-            return self._absent(node, capture.source, path, skip)
+            return self._absent(node, capture.source, path, skip=skip)
         rebuilt = self._rebuilt(path, capture.tensors, in_place=isinstance(node, torch.nn.Module))
 
         def restore(values: Values) -> Any:
@@ -221,11 +223,11 @@ class _Builder:
 
         return restore
 
-    def _absent(self, node: Any, state: SectionSource, path: Path, skip: bool) -> Restore:
-        """Nothing is stored of a stateful object: all that it has is missing, and it is left alone."""
+    def _absent(self, node: Any, state: SectionSource, path: Path, *, skip: bool) -> Restore:
+        """Report everything in a stateful object as missing, since nothing is stored for it, and leave it unchanged."""
         for value_path, value in state.values.items():
             if type(value) is not Container:
-                self._want(value_path, skip or value_path == path)
+                self._request(value_path, skip=skip or value_path == path)
         self.target.metas.update(state.metas)
         self.target.optional.update(state.metas if skip else ())
         return lambda values: node
@@ -241,20 +243,20 @@ class _Builder:
         return {fqn: p for fqn, p in paths.items() if len(p) > len(path) and p[: len(path)] == path}
 
     def _rebuilt(
-        self, path: Path, templates: Mapping[Path, torch.Tensor] | None = None, in_place: bool = False
+        self, path: Path, templates: Mapping[Path, torch.Tensor] | None = None, *, in_place: bool = False
     ) -> Restore:
-        """Everything stored at and below ``path`` as a tree of its own.
+        """Rebuild everything stored at and below ``path`` as a new tree.
 
-        Its tensors are laid out like the templates: DTensors are filled themselves, plain ones only with ``in_place``,
-        since the tensors in a state dict may be another object's, which loads them itself.
+        The templates give the layout of its tensors. A DTensor is filled itself; a plain tensor only with ``in_place``,
+        since a tensor in a state dict may belong to another object that loads it.
         """
         size = len(path)
         stored = {p: value for p, value in self.stored.values.items() if p[:size] == path}
-        self.target.wanted_values.update(stored)
+        self.target.requested_values.update(stored)
         containers = {p: value for p, value in stored.items() if type(value) is Container}
         tensors: dict[Path, torch.Tensor] = {}
         for fqn, tensor_path in self._tensors_below(path).items():
-            tensors[tensor_path] = self._room(fqn, (templates or {}).get(tensor_path), in_place)
+            tensors[tensor_path] = self._room(fqn, (templates or {}).get(tensor_path), in_place=in_place)
             self._fill(fqn, tensors[tensor_path])
 
         def restore(values: Values) -> Any:
@@ -263,7 +265,7 @@ class _Builder:
 
         return restore
 
-    def _room(self, fqn: str, template: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+    def _room(self, fqn: str, template: torch.Tensor | None, *, in_place: bool) -> torch.Tensor:
         meta = self.stored.metas[fqn]
         if template is not None and template.is_meta:
             template = None
@@ -272,8 +274,8 @@ class _Builder:
         device = self.context.device or (template.device if template is not None else None)
         return torch.empty(meta.shape, dtype=torch_dtype(meta), device=device or "cpu")
 
-    def _want(self, path: Path, skip: bool) -> None:
-        self.target.wanted_values.add(path)
+    def _request(self, path: Path, *, skip: bool) -> None:
+        self.target.requested_values.add(path)
         if skip:
             self.target.optional.add(path)
 
@@ -282,19 +284,19 @@ class _Builder:
 
 
 class _Template(Capture):
-    """The tensors and paths of a state dict that a stored one is about to replace."""
+    """The tensors and paths of a state dict that a stored one will replace."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.tensors: dict[Path, torch.Tensor] = {}
 
-    def _tensor(self, tensor: torch.Tensor, path: Path, own: bool) -> None:
+    def _tensor(self, tensor: torch.Tensor, path: Path, *, own: bool) -> None:
         self.tensors[path] = tensor
         self.source.metas[path_name(path)] = tensor_shards(path_name(path), tensor)[0]
 
 
 def _materialize(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Memory for a meta tensor; the caller puts it in the tensor's place."""
+    """A tensor with memory for a meta tensor. The caller puts it in the meta tensor's place."""
     made = (
         empty_like_dtensor(tensor, device=device)
         if is_dtensor(tensor)

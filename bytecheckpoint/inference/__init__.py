@@ -1,7 +1,7 @@
-"""Into an inference engine: which part of which stored tensor each of its ranks wants, and how it gets there."""
+"""Load stored weights into inference engines: target layouts, delivery from a checkpoint, and the weight push."""
 
 from __future__ import annotations
 
-from .delivery import Delivered, StoredWeights
+from .delivery import DeliveryReport, StoredWeights
 
-__all__ = ["Delivered", "StoredWeights"]
+__all__ = ["DeliveryReport", "StoredWeights"]

@@ -1,4 +1,4 @@
-"""Recorded copies carried out: each rank reads only the parts of stored tensors that its parameters want."""
+"""Deliver a checkpoint's weights to an engine: each rank reads only the parts that its parameters hold."""
 
 from __future__ import annotations
 
@@ -8,36 +8,57 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from ..control.base import Operation
 from ..errors import CheckpointError
-from ..geometry import Box
-from ..reading_together import read_together
-from ..shards import torch_dtype
-from .recording import Copy, Recorder
-from .strided import StridedView, box_of
+from ..load.shared_reads.negotiation import ShareReads
+from ..load.shared_reads.run import read_together
+from ..tensors.geometry import Box
+from ..tensors.shards import torch_dtype
+from .layouts.recording import Copy, Recorder
+from .layouts.strided import StridedView, box_of
 
-__all__ = ["Delivered", "StoredWeights"]
+__all__ = ["DeliveryReport", "StoredWeights"]
 
-_SCRATCH = 256 << 20  # bytes of parts that cannot go straight into place, held at a time
+_SCRATCH_BYTES = 256 << 20  # in use at a time for reads that cannot go directly to a parameter
 
 _Part = tuple[int, Box, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Delivered:
-    """``wanted`` bytes went into parameters, ``straight`` of them with no copy on the way. For that, ``read`` bytes
-    came from storage and ``received`` from other ranks. ``seen``: tensors whose values the loader computed with."""
+class DeliveryReport:
+    """What a delivery moved, in bytes.
 
-    wanted: int
-    straight: int
+    Attributes:
+        requested: Bytes that went into parameters.
+        direct: Bytes of these that were read directly into place, without an intermediate copy.
+        read: Bytes that were read from storage.
+        received: Bytes that other ranks sent.
+        seen: Names of the tensors whose values the loader computed with.
+    """
+
+    requested: int
+    direct: int
     read: int
     received: int
     seen: tuple[str, ...]
 
 
 class StoredWeights:
-    """The tensors of one section of a checkpoint, under the names that the model itself has for them."""
+    """The tensors of one section of a checkpoint, under the model's own names.
+
+    Args:
+        checkpoint: An open checkpoint.
+        section: The section that holds the model.
+
+    Raises:
+        CheckpointError: The checkpoint has no such section.
+
+    Example:
+        >>> weights = StoredWeights(bcp.open(path))
+        >>> model.load_weights(weights.tensors())   # records the copies, reads nothing
+        >>> report = weights.deliver(operation)     # reads
+    """
 
     def __init__(self, checkpoint: Checkpoint, section: str = "model") -> None:
         if section not in checkpoint.sections:
@@ -48,53 +69,65 @@ class StoredWeights:
         self.recorder = Recorder(self._read_view)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What ``load_weights`` of a model takes; tied names too. Nothing is read."""
+        """``(name, recorded tensor)`` pairs for a model's ``load_weights``, including tied names. Reads nothing."""
         names = (name for name in self._checkpoint if name.startswith(self._prefix))
         metas = ((name, self._checkpoint[name]) for name in names)
         return self.recorder.tensors(
             (name.removeprefix(self._prefix), stored.shape, stored.dtype) for name, stored in metas
         )
 
-    def deliver(self, op: Operation, share_reads: str = "auto") -> Delivered:
-        """Read what was recorded into the parameters, on all ranks of ``op`` at once. Raises as ``read_together``."""
-        wanted = 0
-        straight: list[_Part] = []
+    def deliver(self, op: Operation, share_reads: ShareReads = "auto") -> DeliveryReport:
+        """Read what the loader copied into the parameters.
+
+        Args:
+            op: An operation in which all ranks call this method.
+            share_reads: Whether ranks forward bytes that several of them request, as for ``bytecheckpoint.load``.
+
+        Returns:
+            The bytes that were requested, read and received.
+
+        Raises:
+            CorruptionError: Stored bytes do not match their checksums.
+            StorageError: Storage cannot be read.
+        """
+        requested = 0
+        direct: list[_Part] = []
         others: list[Copy] = []
         for copy in self.recorder.copies:
-            wanted += copy.target.nbytes
-            part = self._straight(copy)
+            requested += copy.target.nbytes
+            part = self._direct_read(copy)
             if part is None:
                 others.append(copy)
             else:
-                straight.append(part)
-        received = read_together(op, self._checkpoint, straight, share_reads=share_reads)
+                direct.append(part)
+        received = read_together(op, self._checkpoint, direct, share_reads=share_reads)
         with op.phase("read"):
             for batch in self._batches(others):
-                self._carry_out(batch)
-        return Delivered(
-            wanted,
-            sum(out.nbytes for _, _, out in straight),
+                self._read_and_copy(batch)
+        return DeliveryReport(
+            requested,
+            sum(out.nbytes for _, _, out in direct),
             self._checkpoint.stats.read,
             received,
             tuple(sorted({name for name, _ in self.recorder.seen})),
         )
 
-    def _straight(self, copy: Copy) -> _Part | None:
-        """The read that puts a copy in place, cast on its way; None where its order of elements is another."""
+    def _direct_read(self, copy: Copy) -> _Part | None:
+        """The read, with a cast, that replaces ``copy``; None if the elements are in a different order."""
         row, shape, _ = self._stored(copy.name)
         found = box_of(shape, copy.view)
         if found is None:
             return None
         try:
             return row, found.box, copy.target.permute(found.order).view(found.box.lengths)
-        except RuntimeError:  # the target's own strides do not allow it
+        except RuntimeError:  # the target's strides do not allow this view
             return None
 
-    def _carry_out(self, copies: Sequence[Copy]) -> None:
+    def _read_and_copy(self, copies: Sequence[Copy]) -> None:
         parts: list[_Part] = []
         views: list[torch.Tensor] = []
         for copy in copies:
-            part, view = self._aside(copy.name, copy.view)
+            part, view = self._scratch_read(copy.name, copy.view)
             parts.append(part)
             views.append(view)
         self._checkpoint.read(parts)
@@ -103,38 +136,40 @@ class StoredWeights:
                 copy.target.copy_(view)
 
     def _read_view(self, name: str, view: StridedView) -> torch.Tensor:
-        part, values = self._aside(name, view)
+        part, values = self._scratch_read(name, view)
         self._checkpoint.read([part])
         return values
 
-    def _aside(self, name: str, view: StridedView) -> tuple[_Part, torch.Tensor]:
-        """A read into memory of its own, and the view of that memory that is wanted."""
+    def _scratch_read(self, name: str, view: StridedView) -> tuple[_Part, torch.Tensor]:
+        """A read into newly allocated memory, and the requested view of that memory."""
         row, shape, dtype = self._stored(name)
         found = box_of(shape, view)
         if found is None:
             whole = torch.empty(shape, dtype=dtype)
             return (row, Box.whole(shape), whole), whole.as_strided(view.shape, view.strides, view.offset)
         part = torch.empty(found.box.lengths, dtype=dtype)
-        turned = part.reshape([view.shape[d] for d in found.order])
-        back = sorted(range(len(found.order)), key=found.order.__getitem__)
-        return (row, found.box, part), turned.permute(back)
+        ordered = part.reshape([view.shape[d] for d in found.order])
+        inverse = sorted(range(len(found.order)), key=found.order.__getitem__)
+        return (row, found.box, part), ordered.permute(inverse)
 
     def _batches(self, copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+        """``copies`` in batches whose scratch memory stays within the limit."""
         batch: list[Copy] = []
-        held = 0
+        used = 0
         for copy in copies:
             _, shape, dtype = self._stored(copy.name)
             numel = math.prod(shape) if box_of(shape, copy.view) is None else copy.view.numel
             nbytes = numel * dtype.itemsize
-            if batch and held + nbytes > _SCRATCH:
+            if batch and used + nbytes > _SCRATCH_BYTES:
                 yield batch
-                batch, held = [], 0
+                batch, used = [], 0
             batch.append(copy)
-            held += nbytes
+            used += nbytes
         if batch:
             yield batch
 
     def _stored(self, name: str) -> tuple[int, tuple[int, ...], torch.dtype]:
+        """The manifest row, shape and dtype of a stored tensor."""
         manifest = self._checkpoint.manifest
         full = self._prefix + name
         row = manifest.tensor_row(self._checkpoint.aliases.get(full, full))

@@ -1,7 +1,8 @@
-"""When to save, what to keep, where to resume, and how to leave: the checkpoints of one job below one root."""
+"""Save on a schedule, keep the right checkpoints, resume from the newest valid one, and handle preemption."""
 
 from __future__ import annotations
 
 from .manager import CheckpointManager
+from .options import Cadence, Preemption, Retention
 
-__all__ = ["CheckpointManager"]
+__all__ = ["Cadence", "CheckpointManager", "Preemption", "Retention"]

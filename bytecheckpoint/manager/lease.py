@@ -1,10 +1,11 @@
-"""Who may save below a root: one job at a time, which shows that it lives by rewriting one small object.
+"""Lease of a root: one job at a time saves below it, and shows that it is alive by rewriting a small object.
 
-No clock is compared with another and no modification time is asked: whoever finds a lease that is not its own watches
-it. A holder that does not write for three of its own intervals, on the watcher's clock, is taken for dead, and at once
-where its process is on this host and has ended. A holder that was only asleep finds the lease taken, and saves no more.
-A store has no lock that a sleeper loses by itself, so the holder also looks right before each commit; what could go
-wrong in the moment between look and commit is a checkpoint whose files are removed, which every reader notices.
+Clocks of different hosts are never compared, and modification times are never used. A job that finds another job's
+lease watches it. If the holder does not write for three of its own heartbeat intervals, on the watcher's clock, the
+watcher takes the lease over; it does so at once if the holder's process ran on this host and has ended. A holder that
+was only suspended finds that the lease was taken, and saves no more. Stores have no lock that a suspended process loses
+automatically, so the holder also checks the lease right before each commit. If the lease changes between that check and
+the commit, the result may be a checkpoint whose files are removed; every reader detects that.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from dataclasses import asdict, dataclass, replace
 
 import msgpack
 
+from ..checkpoint.attempts import JOB_MARK_BYTES
 from ..control.peers import PeerIdentity
-from ..engine.writing.commit import JOB_BYTES
 from ..errors import KeyExistsError, KeyNotFoundError, RootInUseError, StorageError
 from ..storage_backends.base import StorageBackend
 
-__all__ = ["LEASE_KEY", "Lease", "LeaseRecord"]
+__all__ = ["HEARTBEATS_PER_LEASE", "LEASE_KEY", "Lease", "LeaseRecord"]
 
 LEASE_KEY = "lease.msgpack"
 
 _MAX_BYTES = 1 << 16
-_SILENT_INTERVALS = 3
-_LONGEST_INTERVAL_S = 300.0
+HEARTBEATS_PER_LEASE = 3
+_MAX_INTERVAL_S = 300.0
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """What the object says: ``beat`` counts up as long as the holder lives, every ``interval_s``."""
+    """Content of the lease object. The holder increments ``beat`` every ``interval_s`` seconds."""
 
     job: bytes
     holder: PeerIdentity
@@ -49,20 +50,20 @@ class LeaseRecord:
 
     @classmethod
     def unpack(cls, data: bytes) -> LeaseRecord:
-        """Raises ``ValueError`` for anything but a lease."""
+        """Raises ``ValueError`` unless ``data`` is a lease."""
         try:
             fields = msgpack.unpackb(data)
             record = cls(**{**fields, "holder": PeerIdentity(**fields["holder"])})
-            valid = type(record.beat) is int and 0 < float(record.interval_s) <= _LONGEST_INTERVAL_S
+            valid = type(record.beat) is int and 0 < float(record.interval_s) <= _MAX_INTERVAL_S
         except Exception as error:
             raise ValueError(f"not a lease: {error}") from error
         if not valid:
-            raise ValueError("not a lease: no such beat or interval")
+            raise ValueError("not a lease: the beat or the interval is out of range")
         return record
 
     def __str__(self) -> str:
         return (
-            f"job {self.job.hex()} (process {self.holder.pid} on {self.holder.host}, last sign of life number "
+            f"job {self.job.hex()} (process {self.holder.pid} on {self.holder.host}, last heartbeat number "
             f"{self.beat}, at {self.written} by its clock)"
         )
 
@@ -76,13 +77,22 @@ class Lease:
         self._ended = threading.Event()
         self._lost: RootInUseError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bcp-lease")
-        self._beating = self._thread.submit(self._beat)
+        self._heartbeat = self._thread.submit(self._send_heartbeats)
 
     @classmethod
     def acquire(cls, backend: StorageBackend, here: PeerIdentity, *, interval_s: float) -> Lease:
-        """Take the lease of the root that ``backend`` is open on. Where another job has it, find out whether that
-        lives: raises ``RootInUseError`` if so; if not, that takes ``3 * interval_s`` of that job at most."""
-        record = LeaseRecord(secrets.token_bytes(JOB_BYTES), here, 1, interval_s, _now())
+        """Acquire the lease of the root that ``backend`` is open on.
+
+        If another job holds it, this waits up to ``3 * interval_s`` of that job to find out whether it is alive.
+
+        Returns:
+            The lease, whose heartbeat has begun.
+
+        Raises:
+            RootInUseError: Another job holds the lease and is alive.
+            StorageError: The store failed.
+        """
+        record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now())
         while True:
             found = _read(backend)
             if found is None:
@@ -98,23 +108,24 @@ class Lease:
 
     @property
     def job(self) -> bytes:
+        """Identifies this job; it becomes part of the names of its attempts."""
         return self._record.job
 
     def check(self) -> None:
-        """Raise ``RootInUseError`` where another job has the lease now, ``StorageError`` where that cannot be seen."""
+        """Read the lease. Raise ``RootInUseError`` if another job holds it, ``StorageError`` if it cannot be read."""
         with self._lock:
             if self._lost is None and not self._ended.is_set():
-                self._look()
+                self._read_own()
             if self._lost is not None:
                 raise self._lost
 
     def raise_if_lost(self) -> None:
-        """As ``check``, as of the last look."""
+        """Raise what the last check or heartbeat found, without reading the lease."""
         if self._lost is not None:
             raise self._lost
 
     def close(self) -> None:
-        """Give the lease back. Never raises."""
+        """Release the lease. Never raises."""
         self._ended.set()
         self._thread.shutdown(wait=True)
         with self._lock:
@@ -124,38 +135,40 @@ class Lease:
                     self._backend.delete([LEASE_KEY])
             except StorageError as error:
                 _log.warning(
-                    "%s: the lease could not be given back, the next job waits for it: %s", self._backend.url, error
+                    "%s: the lease could not be released; the next job waits until it expires: %s",
+                    self._backend.url,
+                    error,
                 )
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._record.interval_s):
             with self._lock:
                 try:
-                    self._look()
+                    self._read_own()
                     if self._lost is not None:
                         _log.error("%s", self._lost)
                         return
                     self._record = replace(self._record, beat=self._record.beat + 1, written=_now())
                     _put(self._backend, self._record)
                 except StorageError as error:
-                    _log.warning("%s: no sign of life could be written: %s", self._backend.url, error)
+                    _log.warning("%s: the heartbeat of the lease could not be written: %s", self._backend.url, error)
 
-    def _look(self) -> None:
+    def _read_own(self) -> None:
         found = _read(self._backend)
         if found is not None and found.job != self.job:
             self._lost = RootInUseError(
-                f"{self._backend.url}: {found} has taken this root over from job {self.job.hex()}, which was silent "
-                f"for too long. This job must not save there any more: stop it, or give it another root"
+                f"{self._backend.url}: {found} has taken this root over from job {self.job.hex()}, which sent no "
+                f"heartbeat for too long. This job must not save there any more: stop it, or use another root"
             )
 
 
 def _has_died(backend: StorageBackend, found: LeaseRecord, here: PeerIdentity) -> bool:
-    """Whether the holder is dead; False where the lease is gone or changed hands meanwhile."""
-    if here.sees(found.holder) and found.holder.has_ended():
+    """Return whether the holder has ended; False if the lease was released or taken over in between."""
+    if here.can_observe(found.holder) and found.holder.has_ended():
         _log.info("%s: %s has ended; its lease is taken over", backend.url, found)
         return True
-    _log.info("%s: waiting for a sign of life of %s", backend.url, found)
-    give_up = time.monotonic() + _SILENT_INTERVALS * found.interval_s
+    _log.info("%s: waiting for a heartbeat of %s", backend.url, found)
+    give_up = time.monotonic() + HEARTBEATS_PER_LEASE * found.interval_s
     while time.monotonic() < give_up:
         time.sleep(found.interval_s / 4)
         latest = _read(backend)
@@ -163,16 +176,16 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, here: PeerIdentity) -
             return False
         if (latest.job, latest.beat) != (found.job, found.beat):
             raise RootInUseError(
-                f"{backend.url} is in use by {latest}. Two jobs must not save below one root: stop that job, or give "
-                f"this one another root"
+                f"{backend.url} is in use by {latest}. Two jobs must not save below one root: stop that job, or use "
+                f"another root for this one"
             )
-        if here.sees(found.holder) and found.holder.has_ended():
+        if here.can_observe(found.holder) and found.holder.has_ended():
             return True
     _log.warning(
-        "%s: %s gave no sign of life for %g s and is taken for dead",
+        "%s: %s sent no heartbeat for %g s; its lease is taken over",
         backend.url,
         found,
-        _SILENT_INTERVALS * found.interval_s,
+        HEARTBEATS_PER_LEASE * found.interval_s,
     )
     return True
 
@@ -183,19 +196,19 @@ def _read(backend: StorageBackend) -> LeaseRecord | None:
     except KeyNotFoundError:
         return None
     except ValueError as error:
-        _log.warning("%s/%s is %s; it is replaced", backend.url, LEASE_KEY, error)
+        _log.warning("%s/%s is %s; replacing it", backend.url, LEASE_KEY, error)
         backend.delete([LEASE_KEY])
         return None
 
 
 def _put_first(backend: StorageBackend, record: LeaseRecord) -> None:
-    """Raises ``KeyExistsError`` where the store can tell that another job was quicker."""
+    """Raises ``KeyExistsError`` if another job was faster and the store supports conditional puts."""
     try:
         backend.put(LEASE_KEY, record.pack(), if_absent=True)
     except KeyExistsError:
         raise
     except StorageError:
-        # A store without conditional puts. Of two jobs that begin at once the quicker one finds its lease taken later.
+        # The store has no conditional puts. If two jobs begin at once, the faster one finds its lease taken later.
         _put(backend, record)
 
 

@@ -1,13 +1,12 @@
-"""The checkpoints of one job below one root: when, where, which to keep, which to resume from, and how to leave."""
+"""The checkpoints of one job below one root: when to save, what to keep, where to resume, how to leave."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,184 +15,207 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..at_exit import before_exit
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpointer import Checkpointer, default_checkpointer
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
-from ..errors import CheckpointError, KeyNotFoundError, StateError, UnsupportedVersionError
-from ..handle import SaveHandle
-from ..loading import LoadReport
+from ..errors import CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
+from ..load.report import LoadReport
 from ..planners import Layout
-from ..save_options import SaveOptions, WhenBusy
+from ..runtime.exit import before_exit
+from ..runtime.limits import DEFAULT_DEADLINE_S
+from ..save.handle import SaveHandle
+from ..save.options import SaveOptions, WhenBusy
 from ..storage_backends import join, open_backend
-from .agenda import Agenda, Verdict
-from .arguments import BestMode, OnPreempt, check_arguments, check_metrics
-from .cadence import Cadence
+from .coordinator import CoordinationRounds, Decision, SaveCoordinator, SavesInFlight
 from .housekeeping import METRICS_KEY, STEP_NAME, Housekeeping
-from .in_flight import SavesInFlight
-from .lease import Lease
-from .meetings import Meetings
-from .retention import Retention
+from .lease import HEARTBEATS_PER_LEASE, Lease
+from .options import Cadence, Preemption, Retention, check_seconds, check_whole_number
 from .signals import SignalWatch
 
 __all__ = ["CheckpointManager"]
 
-_LEAST_GRACE_S = 1.0
+_MIN_DEADLINE_S = 1.0  # of a save on preemption, even if the grace period is already over
 
 State: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+_LEAVE_ON_SIGTERM = Preemption()
 
 _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves when it is due, keeps what is to be kept, resumes from the newest checkpoint that holds, and leaves in good
-    order when the job is told to.
+    """Saves on a schedule, keeps the right checkpoints, resumes from the newest valid one, and handles preemption.
 
-        with bcp.CheckpointManager("s3://runs/7b", every_steps=1000, every_minutes=30, keep_last=3) as manager:
-            report = manager.resume(state)
-            for step in range(extra["step"], steps):
-                train()
-                manager.save(step + 1, state)
+    Create one manager per root and job, on every rank. Call every method on every rank, from the training thread;
+    only ``request_save`` may be called on a single rank and from any thread. Checkpoints are the folders
+    ``step-<number>`` of the root; nothing else below the root is touched. A lease on the root prevents two jobs from
+    saving there by mistake.
 
-    Every method is to be called on every rank, from the thread that trains; ``request_save`` alone on any, from any
-    thread. Checkpoints are the folders ``step-<number>`` of the root; nothing else there is touched.
+    Args:
+        root: Local path or URL below which the checkpoints are saved.
+        cadence: When saves are due. An int ``n`` is short for ``Cadence(every_steps=n)``. With None, only
+            ``save(..., force=True)``, ``request_save`` and preemption save.
+        keep: Which checkpoints to keep. An int ``n`` is short for ``Retention(last=n)``; None keeps all. Others are
+            removed on rank 0, in a background thread, after a new checkpoint is committed.
+        preemption: Signals on which all ranks save and leave; by default SIGTERM. None handles no signals.
+        async_save: Whether ``save`` returns once the state is copied. The other save options mean the same as in
+            ``bytecheckpoint.save``.
+        max_in_flight: How many asynchronous saves may run at a time.
+        when_busy: What happens if a save is due while ``max_in_flight`` saves run: "wait" for the oldest one, or
+            "skip" the new one.
+        framework: As in ``bytecheckpoint.save``.
+        layout: As in ``bytecheckpoint.save``.
+        gate: As in ``bytecheckpoint.save``; ignored if ``async_save`` is False.
+        allow_pickle: As in ``bytecheckpoint.save``.
+        metadata: Plain values that are stored with every checkpoint. The key ``"metrics"`` is reserved.
+        deadline_s: Seconds that each wait for another rank, for staging memory or for storage may take.
+        lease_s: Seconds without a heartbeat after which another job may take the root over.
+        coordinate_every_s: About how often, in seconds, ranks exchange signals, requests and clock-based decisions;
+            a smaller value reacts faster and costs more small messages.
+        storage_options: Options for the storage backend, such as credentials.
+        checkpointer: The ``Checkpointer`` to use, if the shared one has the wrong memory budget or communicator.
+
+    Attributes:
+        root: The root, as a string.
+        preempted: Whether a preemption signal made all ranks save and leave.
+
+    Raises:
+        UsageError: An argument is invalid.
+        RootInUseError: Another job saves below this root.
+        StorageError: The lease could not be written.
+        ControlError: The ranks could not work together.
+
+    Example:
+        >>> cadence = bcp.Cadence(every_steps=1000, every_minutes=30)
+        >>> with bcp.CheckpointManager("s3://runs/7b", cadence=cadence, keep=3) as manager:
+        ...     manager.resume(state)
+        ...     for step in range(extra["step"] + 1, steps + 1):
+        ...         train_step()
+        ...         extra["step"] = step
+        ...         manager.save(step, state)
     """
 
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
-        every_steps: int | None = None,
-        every_minutes: float | None = None,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: int | None = None,
-        best_metric: str | None = None,
-        best_mode: BestMode = "min",
+        cadence: Cadence | int | None = None,
+        keep: Retention | int | None = None,
+        preemption: Preemption | None = _LEAVE_ON_SIGTERM,
         async_save: bool = True,
         max_in_flight: int = 1,
         when_busy: WhenBusy = "wait",
-        preempt_signals: Iterable[int] = (signal.SIGTERM,),
-        save_signals: Iterable[int] = (),
-        grace_s: float = 30.0,
-        on_preempt: OnPreempt = "exit",
         framework: str | None = None,
         layout: Layout = "shards",
         gate: bool = False,
         allow_pickle: bool = False,
         metadata: Mapping[str, Any] | None = None,
-        deadline_s: float = 600.0,
+        deadline_s: float = DEFAULT_DEADLINE_S,
         lease_s: float = 15.0,
-        meet_every_s: float = 2.0,
+        coordinate_every_s: float = 2.0,
         storage_options: Mapping[str, Any] | None = None,
         checkpointer: Checkpointer | None = None,
     ) -> None:
-        """Takes the lease of ``root``, so that no other job saves there by mistake.
-
-        *When.* A save is due every ``every_steps`` steps, and ``every_minutes`` minutes after the last one began by
-        rank 0's clock; and when a rank gets one of ``save_signals`` or somebody calls ``request_save``. At most
-        ``max_in_flight`` are under way; one that is due then waits for the oldest, or with ``when_busy="skip"`` is
-        left out.
-
-        *Which stay.* The last ``keep_last``, all whose step is a multiple of ``keep_every``, and the ``keep_best`` by
-        the metric ``best_metric``; all, where none of these is given. Others are removed after the commit of a new one,
-        which itself always stays.
-
-        *Leaving.* When any rank gets one of ``preempt_signals`` (handlers are put in place by the main thread), all
-        ranks save the same step, within ``grace_s`` seconds from the signal, and ``save`` raises ``SystemExit`` with
-        128 + signal on all of them; with ``on_preempt="return"`` it returns, and ``preempted`` is true.
-
-        ``lease_s``: a job that gives no sign of life for so long has lost its lease. ``meet_every_s``: how often the
-        ranks ask each other, at the least, whether a signal came or a save is wanted. ``metadata`` is stored with every
-        checkpoint. ``checkpointer`` brings a memory budget, or ranks, of its own. All else as in ``save``.
-
-        Raises ``RootInUseError`` where another job saves below the root, ``StateError`` for arguments that mean
-        nothing, and what ``save`` raises of storage and ranks.
-        """
         self.root = os.fspath(root)
         self.preempted = False
         self._pid = os.getpid()
         self._checkpointer = checkpointer if checkpointer is not None else default_checkpointer()
-        self._ranks = Meetings(self._checkpointer, deadline_s)
+        self._rounds = CoordinationRounds(self._checkpointer, deadline_s)
         self._storage_options = dict(storage_options or {})
-        self._deadline_s, self._async, self._exits = deadline_s, async_save, on_preempt == "exit"
+        self._deadline_s, self._async = deadline_s, async_save
+        self._preemption = preemption if preemption is not None else Preemption(signals=())
         self._metadata = dict(metadata or {})
         self._options = SaveOptions(
-            framework, allow_pickle=allow_pickle, deadline_s=deadline_s, layout=layout, gate=gate and async_save
+            framework=framework,
+            allow_pickle=allow_pickle,
+            deadline_s=deadline_s,
+            layout=layout,
+            gate=gate and async_save,
         )
         self._in_flight = SavesInFlight(max_in_flight)
         self._signals = SignalWatch(())
         self._lease: Lease | None = None
         self._housekeeping: Housekeeping | None = None
         self._closed = False
-        op = self._ranks.operation()
+        op = self._rounds.begin()
         try:
             with op.phase("lease"):
-                check_arguments(
-                    max_in_flight=max_in_flight,
-                    on_preempt=on_preempt,
-                    best_mode=best_mode,
-                    keep_best=keep_best,
-                    best_metric=best_metric,
-                    metadata=self._metadata,
-                    grace_s=grace_s,
-                    lease_s=lease_s,
-                    meet_every_s=meet_every_s,
-                )
+                check_whole_number("max_in_flight", max_in_flight)
+                check_seconds("lease_s", lease_s)
+                check_seconds("coordinate_every_s", coordinate_every_s)
+                if METRICS_KEY in self._metadata:
+                    raise UsageError(f"the metadata key {METRICS_KEY!r} is reserved for the metrics passed to save")
                 replace(self._options, when_busy=when_busy, metadata=self._metadata).check()
-                cadence = Cadence(every_steps, every_minutes, time.monotonic())
-                retention = Retention(keep_last, keep_every, keep_best, best_mode == "min")
-                leaving, saving = tuple(preempt_signals), tuple(save_signals)
-                self._signals = SignalWatch((*leaving, *saving))
-                self._agenda = Agenda(
+                cadence = cadence if isinstance(cadence, Cadence) else Cadence(every_steps=cadence)
+                retention = keep if isinstance(keep, Retention) else Retention(last=keep)
+                self._signals = SignalWatch((*self._preemption.signals, *cadence.signals))
+                self._coordinator = SaveCoordinator(
                     cadence,
+                    self._preemption,
                     self._signals,
-                    preempt_signals=leaving,
-                    save_signals=saving,
-                    grace_s=grace_s,
-                    skips_when_busy=when_busy == "skip",
-                    # One process asks nobody, which costs nothing.
-                    meet_every_s=meet_every_s if op.world_size > 1 else 0.0,
+                    skip_when_busy=when_busy == "skip",
+                    # In a single process a round exchanges nothing and costs nothing.
+                    interval_s=coordinate_every_s if op.world_size > 1 else 0.0,
                 )
                 if op.rank == 0:
-                    self._take_root(retention, best_metric, lease_s)
+                    self._acquire_root(retention, lease_s)
             op.barrier("lease")
         except BaseException:
-            self._let_go()
+            self._release()
             raise
         finally:
             op.close()
-        before_exit(partial(_finish, weakref.ref(self)))
-
-    # -- resuming ------------------------------------------------------------------------------------------------
+        before_exit(partial(_release_at_exit, weakref.ref(self)))
 
     def latest(self, *, allow_fresh: bool = False) -> Checkpoint | None:
-        """The newest checkpoint below the root that holds, the same on all ranks; None where nothing was ever saved.
+        """Open the newest valid checkpoint below the root, the same one on all ranks.
 
-        As ``bytecheckpoint.latest``, but that rank 0 alone looks. Raises ``NoValidCheckpointError`` where there are
-        traces of saves and no checkpoint that holds, unless ``allow_fresh``.
+        Like ``bytecheckpoint.latest``, except that only rank 0 searches.
+
+        Args:
+            allow_fresh: Return None if saves were made below the root but none of them is valid.
+
+        Returns:
+            The checkpoint, or None if nothing was ever saved.
+
+        Raises:
+            NoValidCheckpointError: Saves were made below the root, but none of them is valid.
+            StorageError: The store failed.
+            ControlError: The ranks could not work together.
         """
-        with self._ranks.meeting() as op:
-            name = self._ranks.newest(op, self.root, (), allow_fresh, self._storage_options)
+        with self._rounds.round() as op:
+            name = self._find_newest(op, (), allow_fresh)
         if name is None:
             return None
         return self._checkpointer.open(join(self.root, name), storage_options=self._storage_options)
 
     def resume(self, state: Mapping[str, Any], *, allow_fresh: bool = False, **options: Any) -> LoadReport | None:
-        """Load the newest checkpoint that holds into ``state``; None, and ``state`` as it was, where nothing was ever
-        saved.
+        """Load the newest valid checkpoint into ``state``.
 
-        Where bytes of it turn out to be damaged while it is loaded, that is logged and the one before is loaded. A
-        state that does not fit the checkpoint is a ``MismatchError``, a checkpoint of a newer library an
-        ``UnsupportedVersionError``, and no reason to take an older one. ``options``
-        are those of ``bytecheckpoint.load``. Raises as ``latest`` and ``load``; after a ``NoValidCheckpointError``,
-        tensors may hold values of a damaged checkpoint.
+        If a checkpoint turns out to be damaged while it is loaded, the damage is logged and the one before it is
+        loaded. Only damage makes the manager fall back: a state that does not fit the checkpoint and a checkpoint of
+        a newer library are errors.
+
+        Args:
+            state: The state to fill in place, as in ``bytecheckpoint.load``.
+            allow_fresh: Return None if saves were made below the root but none of them is valid.
+            **options: Options of ``bytecheckpoint.load``.
+
+        Returns:
+            The report of the load, or None if nothing was ever saved; then ``state`` is unchanged.
+
+        Raises:
+            NoValidCheckpointError: Saves were made below the root, but none of them is valid. Tensors of ``state`` may
+                already hold values of a damaged checkpoint.
+            MismatchError: ``state`` does not fit the checkpoint.
+            UnsupportedVersionError: A newer library saved the newest checkpoint.
+            BytecheckpointError: Other errors of ``bytecheckpoint.load``.
         """
         damaged: list[str] = []
         while True:
-            with self._ranks.meeting("load") as op:
-                name = self._ranks.newest(op, self.root, damaged, allow_fresh, self._storage_options)
+            with self._rounds.round(followed_by="load") as op:
+                name = self._find_newest(op, damaged, allow_fresh)
             if name is None:
                 return None
             try:
@@ -208,13 +230,11 @@ class CheckpointManager:
             except UnsupportedVersionError:
                 raise
             except (CheckpointError, KeyNotFoundError) as error:
-                _log.error("%s cannot be loaded, the one before is tried: %s", name, error)
+                _log.error("%s cannot be loaded; trying the one before it: %s", name, error)
                 damaged.append(name)
             else:
                 _log.info("%s: resumed from %s", self.root, name)
                 return report
-
-    # -- saving --------------------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -224,52 +244,71 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> SaveHandle | None:
-        """Save ``state`` as ``step`` if that is due, or with ``force``. Call it once at every turn of the training
-        loop, after the step; most calls return None at once.
+        """Save ``state`` if a save is due. Call it once per turn of the training loop, after the training step.
 
-        ``state`` may be a function that makes it, called only for a save. ``metrics`` are stored with the checkpoint
-        (rank 0's); ``keep_best`` goes by them. Every ``meet_every_s``, and where a save is due, the ranks ask each
-        other whether one is wanted or a signal came; a rank that does not come is named by a ``DeadlineError``.
+        Most calls return None immediately. A rank that does not call ``save`` while the others wait for it is named by
+        their ``DeadlineError``.
 
-        Raises what an earlier save failed with in the background, on every rank, and then saves nothing: call it
-        again to go on. Raises ``DisagreementError`` where ranks are at different steps, ``RootInUseError`` where
-        another job has taken the root, ``SystemExit`` when it is time to leave, and what ``bytecheckpoint.save``
-        raises.
+        Args:
+            step: The number of the training step; the same on all ranks.
+            state: As in ``bytecheckpoint.save``, or a function that returns it and is called only if a save is made.
+            metrics: Numbers that are stored with the checkpoint (those of rank 0) and that ``Retention.metric`` refers
+                to.
+            force: Save now, whatever the cadence. A step that was already saved is not saved again.
+
+        Returns:
+            The handle of the save, or None if no save was made.
+
+        Raises:
+            UsageError: The manager is closed, or an argument is invalid.
+            DisagreementError: The ranks passed different steps.
+            RootInUseError: Another job has taken the root over.
+            SystemExit: All ranks saved because of a preemption signal, and ``Preemption.action`` is "exit".
+            BytecheckpointError: Whatever ``bytecheckpoint.save`` raises, and on all ranks the failure of an earlier
+                save in the background. Nothing was saved; call ``save`` again to continue.
         """
         if self._closed:
-            raise StateError("this CheckpointManager was closed; make a new one")
-        is_due = force or self._agenda.is_due(step)
-        if not self._agenda.must_meet(is_due):
+            raise UsageError("this CheckpointManager is closed; create a new one")
+        is_due = force or self._coordinator.is_due(step)
+        if not self._coordinator.begin_turn(is_due):
             return None
-        with self._ranks.meeting("save") as op:
-            verdict, plain_metrics = self._meet(op, step, is_due, metrics)
+        with self._rounds.round(followed_by="save") as op:
+            decision, plain_metrics = self._coordinate(op, step, is_due, metrics)
         handle = None
-        if verdict.save:
-            deadline_s = max(_LEAST_GRACE_S, verdict.grace_s) if verdict.leaving else self._deadline_s
+        if decision.save:
+            is_leaving = decision.preemption_signal != 0
+            deadline_s = max(_MIN_DEADLINE_S, decision.grace_s) if is_leaving else self._deadline_s
             with self._checkpointer.following(op, "save", deadline_s):
-                handle = self._begin(step, state, plain_metrics, deadline_s)
-        if verdict.leaving:
-            self._leave(step, verdict.leaving)
+                handle = self._begin_save(step, state, plain_metrics, deadline_s)
+        if decision.preemption_signal:
+            self._leave(step, decision.preemption_signal)
         return handle
 
     def request_save(self) -> None:
-        """Ask for a save at one of the next turns, on all ranks. From any rank and thread."""
-        self._agenda.request()
+        """Request a save by all ranks in one of the next turns. May be called on any rank, from any thread."""
+        self._coordinator.request()
 
     def wait(self) -> None:
-        """Until all saves are committed. Raises, on every rank, what any of them failed with."""
-        with self._ranks.meeting() as op, self._settling():
+        """Wait until all saves are committed.
+
+        Raises:
+            BytecheckpointError: The failure of a save, on all ranks.
+        """
+        with self._rounds.round() as op, self._settling():
             self._in_flight.finish(op)
 
     def close(self) -> None:
-        """Wait for all saves, then give lease, signals and threads back. Raises what a save failed with, once all is
-        given back."""
+        """Wait for all saves, then release the lease, the signal handlers and the threads.
+
+        Raises:
+            BytecheckpointError: The failure of a save, after everything is released.
+        """
         if self._closed:
             return
         try:
             self.wait()
         finally:
-            self._let_go()
+            self._release()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -280,42 +319,43 @@ class CheckpointManager:
         if error is None:
             self.close()
         else:
-            # The others may be elsewhere, or gone: nothing is asked of them.
+            # The other ranks may be elsewhere or gone, so this rank does not wait for them.
             if not self._closed:
-                self._ranks.tell(error)
-            self._let_go()
+                self._rounds.report_failure(error)
+            self._release()
 
-    # -- what the ranks settle -------------------------------------------------------------------------------------
+    def _find_newest(self, op: Operation, excluded: list[str] | tuple[()], allow_fresh: bool) -> str | None:
+        return self._rounds.find_newest(
+            op, self.root, excluded, allow_fresh=allow_fresh, storage_options=self._storage_options
+        )
 
-    def _meet(
+    def _coordinate(
         self, op: Operation, step: int, is_due: bool, metrics: Mapping[str, float] | None
-    ) -> tuple[Verdict, dict[str, float]]:
+    ) -> tuple[Decision, dict[str, float]]:
         with self._settling():
             with op.phase("check"):
-                plain_metrics = check_metrics(metrics)
+                plain_metrics = _as_floats(metrics)
                 if self._lease is not None:
                     self._lease.raise_if_lost()
             is_busy = self._in_flight.is_full()
             self._in_flight.settle(op)
-            verdict = self._agenda.meet(op, step, is_due, is_busy)
-            if verdict.save:
-                self._in_flight.make_room(op)
-            return verdict, plain_metrics
+            decision = self._coordinator.decide(op, step, is_due=is_due, is_busy=is_busy)
+            if decision.save:
+                self._in_flight.wait_for_room(op)
+            return decision, plain_metrics
 
     @contextmanager
     def _settling(self) -> Iterator[None]:
-        """What the ranks settle of earlier saves. Where that fails, the step may be saved once more."""
+        """If the block fails, forget earlier saves and allow that the step is saved again."""
         try:
             yield
         except BaseException:
-            self._agenda.failed()
+            self._coordinator.save_failed()
             self._in_flight.drain()
             raise
 
-    # -- one save ------------------------------------------------------------------------------------------------
-
-    def _begin(self, step: int, state: State, metrics: Mapping[str, float], deadline_s: float) -> SaveHandle:
-        self._agenda.began(step)
+    def _begin_save(self, step: int, state: State, metrics: Mapping[str, float], deadline_s: float) -> SaveHandle:
+        self._coordinator.save_began(step)
         metadata = {**self._metadata, METRICS_KEY: metrics} if metrics else self._metadata
         options = replace(self._options, step=step, metadata=metadata, deadline_s=deadline_s)
         if self._lease is not None:
@@ -326,10 +366,10 @@ class CheckpointManager:
         url = join(self.root, name)
         try:
             handle = self._checkpointer.save_with(
-                url, _maker(state), options, async_save=self._async, storage_options=self._storage_options
+                url, _state_factory(state), options, async_save=self._async, storage_options=self._storage_options
             )
         except BaseException:
-            self._agenda.failed()
+            self._coordinator.save_failed()
             if self._housekeeping is not None:
                 self._housekeeping.forget(name)
             raise
@@ -339,25 +379,25 @@ class CheckpointManager:
         return handle
 
     def _leave(self, step: int, number: int) -> None:
-        _log.warning("%s: leaving at step %d, on %s", self.root, step, signal.Signals(number).name)
+        _log.warning("%s: leaving at step %d because of %s", self.root, step, signal.Signals(number).name)
         self.preempted = True
+        exits = self._preemption.action == "exit"
         try:
             self.wait()
         finally:
-            if self._exits:
-                self._let_go()
-        if self._exits:
+            if exits:
+                self._release()
+        if exits:
             raise SystemExit(128 + number)
 
-    # -- what is held --------------------------------------------------------------------------------------------
-
-    def _take_root(self, retention: Retention, metric: str | None, lease_s: float) -> None:
+    def _acquire_root(self, retention: Retention, lease_s: float) -> None:
         backend = open_backend(self.root, **self._storage_options)
-        self._lease = Lease.acquire(backend, PeerIdentity.of_this_process(0), interval_s=lease_s / 3)
-        self._housekeeping = Housekeeping(self.root, self._storage_options, retention, metric, self._lease.job)
+        here = PeerIdentity.of_this_process(0)
+        self._lease = Lease.acquire(backend, here, interval_s=lease_s / HEARTBEATS_PER_LEASE)
+        self._housekeeping = Housekeeping(self.root, self._storage_options, retention, self._lease.job)
 
-    def _let_go(self) -> None:
-        """Wait for this rank's part of all saves, log what failed, and give everything back. Asks nothing of others."""
+    def _release(self) -> None:
+        """Wait for this rank's part of all saves, log failures, and release everything. Does not wait for others."""
         if self._closed:
             return
         self._closed = True
@@ -369,16 +409,27 @@ class CheckpointManager:
         self._signals.close()
 
 
-def _maker(state: Any) -> Callable[[], Any]:
-    # Modules can be called too, and make no state.
+def _as_floats(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Metrics as plain floats; tensors and arrays of one element are accepted too. Raises ``UsageError``."""
+    plain: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            plain[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"the metric {name!r} is not a number: {value!r}") from error
+    return plain
+
+
+def _state_factory(state: Any) -> Callable[[], Any]:
+    # Modules are callable too, but do not return a state.
     if isinstance(state, (Mapping, torch.nn.Module)) or not callable(state):
         return lambda: state
-    make: Callable[[], Any] = state
-    return make
+    factory: Callable[[], Any] = state
+    return factory
 
 
-def _finish(manager: weakref.ref[CheckpointManager]) -> None:
+def _release_at_exit(manager: weakref.ref[CheckpointManager]) -> None:
     alive = manager()
-    # A forked child runs this too where multiprocessing ends it; saves, lease and threads are its parent's.
+    # multiprocessing runs this also at the end of a forked child, whose saves, lease and threads are its parent's.
     if alive is not None and alive._pid == os.getpid():
-        alive._let_go()
+        alive._release()

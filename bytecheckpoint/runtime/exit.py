@@ -1,4 +1,4 @@
-"""What must happen before the interpreter goes, and before executors take no more work."""
+"""Run functions before the interpreter shuts down executors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 __all__ = ["before_exit"]
 
-# Executors take no more work once the interpreter begins to shut down, and are joined then, which is before atexit
-# functions run. Python's own executors register here too, and the last registered runs first.
+# The interpreter joins its executors before it runs atexit functions, and they accept no work from then on. Executors
+# register with threading._register_atexit; functions registered there later run earlier.
 _register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
 
 
 def before_exit(function: Callable[[], None]) -> None:
-    """Call ``function`` once the main thread has ended, while executors still work; the last registered goes first.
+    """Call ``function`` when the main thread has ended and executors still accept work; the last registered runs first.
 
-    Raises ``RuntimeError`` where the interpreter is shutting down already.
+    Raises ``RuntimeError`` if the interpreter is already shutting down.
     """
     _register(function)

@@ -1,7 +1,8 @@
-"""Python's garbage collector, paused while a state is described.
+"""Pause Python's garbage collector while a state is described.
 
-Describing makes some objects for each tensor and keeps them, none in a cycle. The collector wakes up after so many new
-objects and looks through all that the process has: with 20,000 tensors that was half the time of a save.
+Describing a state creates and keeps some objects for each tensor, none of them in a reference cycle. The collector
+runs after a fixed number of new objects and visits every object of the process. With 20,000 tensors it took half the
+time of a save.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ _was_enabled = False
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collection runs in this process inside the block. For any thread, nested and at once: the last to leave
-    restores what the first found, unless somebody has switched the collector on meanwhile."""
+    """Disable garbage collection in this process inside the block.
+
+    Any thread may use it, also nested or at the same time as others. The last one to leave restores the state that the
+    first one found, unless other code has enabled the collector in between.
+    """
     global _pauses, _was_enabled
     with _lock:
         if _pauses == 0:
@@ -33,13 +37,13 @@ def paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _pauses = max(0, _pauses - 1)  # 0 already where the block was left by a fork
+            _pauses = max(0, _pauses - 1)  # already 0 if the process was forked inside the block
             if _pauses == 0 and _was_enabled:
                 gc.enable()
 
 
 def _in_child() -> None:
-    """A forked child has none of the threads that would restore it, and maybe one's lock."""
+    """Reset the state in a forked child: the threads that would restore it are gone, and the lock may be held."""
     global _lock, _pauses
     _lock = threading.Lock()
     if _pauses and _was_enabled:

@@ -1,7 +1,7 @@
-"""What makes the model part of a checkpoint, stored whole, a directory that Hugging Face's libraries and vLLM load.
+"""The files that make a model stored whole a directory that Hugging Face's libraries and vLLM load.
 
-Beside the data files of an attempt stand an index, which says what tensor is in which file, and the model's
-configuration where it has one. Both are of the file kind ``companion``: part of the checkpoint, read by no load.
+They are an index, which maps each tensor to its file, and the model's configuration if it has one. Both have the file
+kind ``companion``: they belong to the checkpoint, and no load reads them.
 """
 
 from __future__ import annotations
@@ -16,31 +16,26 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from .engine.file_layout import data_key
-from .engine.files import FileImage
-from .manifest import COMPANION, Manifest
-from .planners import SavePlan
+from ..engine.files import FileImage, data_key
+from ..format.hf_index import CONFIG_KEY, INDEX_KEY, index_document
+from ..format.manifest import COMPANION
+from ..planners import SavePlan
 
-__all__ = ["CONFIG_KEY", "INDEX_KEY", "SINGLE_KEY", "StoredModel", "companions", "index_document", "model_directory"]
-__all__ += ["stored_models"]
-
-INDEX_KEY = "model.safetensors.index.json"
-SINGLE_KEY = "model.safetensors"
-CONFIG_KEY = "config.json"
+__all__ = ["StoredModel", "companion_images", "find_models"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A section that is a model. ``config`` is its configuration as JSON, where it has one."""
+    """A section that is a model; ``config`` is its configuration as JSON, if it has one."""
 
     section: str
     config: bytes | None
 
 
-def stored_models(state: Mapping[str, Any]) -> list[StoredModel]:
-    """The sections of a state that are modules (or lists of them), and whatever is called ``model``."""
+def find_models(state: Mapping[str, Any]) -> list[StoredModel]:
+    """Return the sections that are modules or lists of modules, and the section ``model``."""
     found = []
     for name, obj in sorted(state.items()):
         parts = obj if isinstance(obj, (list, tuple)) else [obj]
@@ -50,41 +45,28 @@ def stored_models(state: Mapping[str, Any]) -> list[StoredModel]:
     return found
 
 
-def companions(plan: SavePlan, models: Sequence[StoredModel], attempt: str) -> list[FileImage]:
-    """The files to be written beside those of ``plan``, in which every tensor is whole.
+def companion_images(plan: SavePlan, models: Sequence[StoredModel], attempt: str) -> list[FileImage]:
+    """Return the companions of a plan that stores every tensor whole.
 
-    The usual names belong to the section ``model``, or to the only model there is; the index of any other is
-    ``<section>.safetensors.index.json``.
+    The usual file names belong to the section ``model``, or to the only model of the state. The index of any other
+    model is ``<section>.safetensors.index.json``.
     """
     images = []
     for model in models:
-        usual = model.section == "model" or len(models) == 1
-        key = f"{attempt}/{INDEX_KEY if usual else f'{model.section}.safetensors.index.json'}"
+        is_main = model.section == "model" or len(models) == 1
+        key = f"{attempt}/{INDEX_KEY if is_main else f'{model.section}.safetensors.index.json'}"
         images.append(FileImage(key, model.section, COMPANION, _index(plan, model.section)))
-        if usual and model.config is not None:
+        if is_main and model.config is not None:
             images.append(FileImage(f"{attempt}/{CONFIG_KEY}", model.section, COMPANION, model.config))
     return images
 
 
-def index_document(file_of: Mapping[str, str], total_size: int) -> bytes:
-    """An index: the file of each tensor by name, and the bytes of all tensors."""
-    document = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(file_of.items()))}
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def model_directory(manifest: Manifest) -> str | None:
-    """The directory, relative to the checkpoint, that other libraries load as a model; None where there is none."""
-    key = f"{manifest.attempt}/{INDEX_KEY}"
-    row = manifest.files.name.index(key) if key in manifest.files.name else None
-    return None if row is None or manifest.files.kind[row] != COMPANION else manifest.attempt
-
-
 def _index(plan: SavePlan, section: str) -> bytes:
-    """Names that tied weights also go by are left out, as the files hold one copy: who loads the model ties them."""
+    """The index omits the aliases of tied weights: the files hold one copy, and the model ties them when it loads."""
     tensors, shards = plan.tensors, plan.shards
     number = tensors.sections.index(section) if section in tensors.sections else -1
-    wanted = (tensors.section == number) & (plan.scope < 0)
-    rows = np.flatnonzero(wanted[shards.tensor])
+    in_section = (tensors.section == number) & (plan.scope < 0)
+    rows = np.flatnonzero(in_section[shards.tensor])
     file_of = {}
     for tensor, owner in zip(shards.tensor[rows].tolist(), plan.owner[rows].tolist()):
         file_of[tensors.fqn_of(tensor)] = posixpath.basename(data_key("", section, owner, "tensors"))
@@ -92,26 +74,26 @@ def _index(plan: SavePlan, section: str) -> bytes:
 
 
 def _config(module: nn.Module) -> bytes | None:
-    """The configuration as the model's own library writes it, with the name of the architecture."""
+    """Return the configuration as the model's own library writes it, with the name of the architecture."""
     for part in _unwrapped(module):
         to_json = getattr(getattr(part, "config", None), "to_json_string", None)
         if callable(to_json):
             try:
                 document = dict(json.loads(to_json()))
-            except Exception:  # noqa: BLE001 - foreign code; without it the checkpoint is complete all the same
+            except Exception:  # noqa: BLE001 - foreign code; the checkpoint is complete without it
                 _log.warning(
-                    "the configuration of %s is no JSON object, and left out", type(part).__name__, exc_info=True
+                    "the configuration of %s is not a JSON object; it is not stored", type(part).__name__, exc_info=True
                 )
                 return None
             if not document.get("architectures"):
-                # FSDP-2 gives a module a class of its own, named after the one it had.
+                # FSDP-2 replaces the class of a module with one named "FSDP" and the original name.
                 document["architectures"] = [type(part).__name__.removeprefix("FSDP")]
             return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
     return None
 
 
 def _unwrapped(module: nn.Module) -> Iterator[nn.Module]:
-    """The innermost module first: what wrappers hand through may be theirs."""
+    """Yield the innermost module first, because a wrapper may have a ``config`` that is not the model's."""
     inner = next((m for n in ("module", "_orig_mod") if isinstance(m := module._modules.get(n), nn.Module)), None)
     inner = inner or module._modules.get("_fsdp_wrapped_module")
     if inner is not None:

@@ -1,9 +1,9 @@
-"""A save whose copy goes on behind the forward and backward pass: what may be copied late, and who has to wait for it.
+"""The gate of a save with ``gate=True``: what may be copied after the call, and what has to wait until it is copied.
 
-Late are parameters and optimizer state that change in steps of the state's own optimizers alone. These steps wait, and
-so do ``load_state_dict`` of the optimizers and modules, and loads of this library. Everything else (buffers, tensors of
-trees, parameters that nobody steps) is copied before ``save`` returns. A change of something late that passes by all
-that makes the save fail.
+Parameters and optimizer state that change only in steps of the state's own optimizers are *late*: they are copied after
+``save`` has returned. Those steps wait for the copy, and so do ``load_state_dict`` of the optimizers and modules, and
+loads of this library. Everything else (buffers, tensors of trees, parameters that no optimizer steps) is copied before
+``save`` returns. If anything else changes a late tensor before it is copied, the save fails.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from .engine.files import FileImage
-from .engine.staging.staging import Staging
-from .errors import StateError
-from .frameworks.step_hooks import StepHooks
+from ..engine.files import FileImage
+from ..engine.resources import IOEngine
+from ..engine.staging.staging import Staging
+from ..errors import StateError
+from ..frameworks.step_hooks import StepHooks
 
-__all__ = ["SaveGate"]
+__all__ = ["SaveGate", "pass_gates"]
 
 
 class SaveGate:
-    """The gate of one save. Made and ``shut`` by the caller of the save, in whose thread the rest runs too."""
+    """The gate of one save. The training thread creates, closes, passes and removes it."""
 
     def __init__(self, state: Mapping[str, Any], images: Sequence[FileImage]) -> None:
         self._hooks = StepHooks(state)
@@ -41,31 +43,52 @@ class SaveGate:
         self._deadline_s: float | None = None
         self._pid = os.getpid()
 
-    def shut(self, staging: Staging, deadline_s: float) -> None:
-        """Copy what is not late; from here on all others wait until ``staging`` has copied the rest too."""
-        # What the gate holds after the save must not keep the state alive.
+    def close(self, engine: IOEngine, staging: Staging, deadline_s: float) -> None:
+        """Copy what is not late. From here on, changes of late tensors wait until ``staging`` has copied these too.
+
+        ``engine`` is the one that copies; ``pass_gates`` finds the gate by it.
+        """
+        # The gate may outlive the save and must not keep the state alive.
         watched, self._watched = self._watched, []
         staging.fill_early(self._is_late, partial(_check_unchanged, watched))
-        staging.hold_caller()
+        staging.make_caller_wait()
         self._staging, self._deadline_s = staging, deadline_s
-        self._hooks.register(self.pass_through)
+        self._hooks.register(self.wait_open)
+        _closed_gates.setdefault(engine, []).append(self)
 
-    def pass_through(self) -> None:
-        """Return when late tensors may be changed. Where the save fails, that is at once, and nothing is raised: the
-        failure is the save's."""
+    def wait_open(self) -> None:
+        """Return when late tensors may change: they are copied, or the save has failed. Raises nothing."""
         staging = self._staging
-        # A forked child has its own copy of the state, and nobody who would finish copying.
+        # A forked child has its own copy of the state and no thread that would finish copying.
         if staging is not None and self._pid == os.getpid():
-            staging.let_change(self._deadline_s)
+            staging.wait_changeable(self._deadline_s)
             if staging.is_settled():
                 self._staging = None
 
     def remove(self) -> None:
-        """Take everything off that the gate has put on modules and optimizers. In the thread that trains."""
+        """Remove the hooks from modules and optimizers. Call it on the training thread."""
         self._hooks.remove()
 
     def _is_late(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._late
+
+
+# Closed gates, by the engine that copies. The mapping is process-wide because tensors are: a load through one
+# Checkpointer must not overwrite what a gated save of another one has yet to copy.
+_closed_gates: WeakKeyDictionary[IOEngine, list[SaveGate]] = WeakKeyDictionary()
+
+
+def pass_gates(*engines: IOEngine) -> None:
+    """Return when no gated save has anything left to copy: none of ``engines``, or without any, none of this process.
+
+    Call it on the training thread, which may not be inside a hook of torch: it removes hooks.
+    """
+    for engine in engines or tuple(_closed_gates):
+        gates = _closed_gates.get(engine, [])
+        while gates:
+            gate = gates.pop()
+            gate.wait_open()
+            gate.remove()
 
 
 def _check_unchanged(watched: Sequence[tuple[str, torch.Tensor, int]]) -> None:
@@ -73,8 +96,8 @@ def _check_unchanged(watched: Sequence[tuple[str, torch.Tensor, int]]) -> None:
     if changed:
         others = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise StateError(
-            f"{', '.join(changed[:3])}{others}: changed after the call of save(gate=True) and before handle.staged(), "
+            f"{', '.join(changed[:3])}{others}: changed after save(gate=True) was called and before handle.staged(), "
             f"but not by a step of an optimizer of the saved state, by load_state_dict or by a load of this library, "
-            f"which would have waited; nothing was saved. Put the optimizer that does it into the state, call "
+            f"which would have waited. Nothing was saved. Add the optimizer that changes it to the state, call "
             f"handle.wait_staged() first, or save without a gate"
         )

@@ -1,38 +1,89 @@
-"""This rank's part of a state in the order in which its plan lists it, and the files it is given to write."""
+"""This rank's part of a state: what adapters report, in the order in which the save plan lists it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgpack
 import numpy as np
 import torch
 import xxhash
 
-from .engine.file_layout import FileLayout, data_key, lay_out_file
-from .engine.files import FileImage, tensor_image, values_image
-from .geometry import Box
-from .mesh_layout import MeshPlace
-from .metadata import BasicMeta
-from .planners import OWN_BOXES, WHOLE, Assignment, Contents, Layout, LocalPlan, ValueEntry, as_contents, mesh_boxes
-from .sections import Section, rank_name
-from .shards import IrregularShard, MeshShard, Path, SectionSource, Shard, torch_dtype
-from .tables import BoxTable, TensorTable
-from .values import encode_path, encode_value, encode_values_file, path_name, value_digest
-from .version import HEADER_METADATA
+from ..control.base import Operation
+from ..engine.files import FileImage, FileLayout, data_key, lay_out_file, tensor_image, values_image
+from ..format.values import encode_path, encode_value, encode_values_file, path_name, value_digest
+from ..frameworks.sections import Section, rank_name, resolve_sections
+from ..planners import (
+    OWN_BOXES,
+    WHOLE,
+    Assignment,
+    ContentDigests,
+    Layout,
+    LocalPlan,
+    ValueEntry,
+    mesh_boxes,
+    stack_digests,
+)
+from ..tensors.geometry import Box
+from ..tensors.mesh_layout import MeshPlace
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import IrregularShard, MeshShard, Path, SectionSource, Shard, torch_dtype
+from ..tensors.tables import BoxTable, TensorTable
+from ..version import HEADER_METADATA
+from .options import SaveOptions
 
-__all__ = ["LocalState"]
+__all__ = ["Listing", "LocalState", "describe_state"]
+
+
+def describe_state(op: Operation, state: Mapping[str, Any], options: SaveOptions) -> LocalState:
+    """Ask the adapters what this rank holds of ``state``. Copies no tensor and does no I/O.
+
+    Raises:
+        StateError: The state holds something that cannot be stored.
+    """
+    sections = resolve_sections(
+        state,
+        framework=options.framework,
+        rank=op.rank,
+        world_size=op.world_size,
+        allow_pickle=options.allow_pickle,
+    )
+    return LocalState(
+        sections,
+        {section.name: section.capture() for section in sections},
+        rank=op.rank,
+        world_size=op.world_size,
+        allow_pickle=options.allow_pickle,
+        layout=options.layout,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """A rank's local plan.
+
+    ``order`` maps the rows of the plan's shards to positions among all sections' shards; None if both are the same.
+    """
+
+    plan: LocalPlan
+    order: list[int] | None
+
+    @cached_property
+    def table(self) -> bytes:
+        """The part of the plan that other ranks may share, packed."""
+        return self.plan.table().to_bytes()
 
 
 class LocalState:
-    """This rank's shards and encoded values in the order its plan lists them.
+    """This rank's shards and encoded values.
 
-    ``fingerprint`` stands for everything that planning looks at, and for nothing else: names, dtypes, shapes, boxes,
-    adapters, whose own a tensor is, the paths of values, the rank and the number of ranks, and the ``layout`` (what is
-    stored of a tensor that ranks hold in parts); not for what tensors and values contain. States of one process with
-    equal fingerprints have the same plan wherever all ranks' contents compare alike. ``contents`` are those of the
-    items of which nothing but their names says that they are replicas.
+    ``fingerprint`` covers everything that planning looks at and nothing else: names, dtypes, shapes, boxes, adapters,
+    which tensors belong to one rank alone, the paths of values, the rank, the world size and the layout. It does not
+    cover the contents of tensors and values. Two states of one process with equal fingerprints have the same plan,
+    provided that the ranks' contents compare the same way.
     """
 
     def __init__(
@@ -52,20 +103,18 @@ class LocalState:
         self.values: list[tuple[str, Path, bytes]] = []
         self._entries: list[ValueEntry] = []
         for name, source in sources.items():
-            last: object = self  # the options of an optimizer's group stand there once for each of its parameters
+            # The options of an optimizer's group appear once for each of its parameters: encode each object once.
+            last: object = self
             data = digest = b""
             for path, value in source.values.items():
                 if value is not last:
                     data = encode_value(value, f"{name}.{path_name(path)}", allow_pickle=allow_pickle)
                     last, digest = value, value_digest(data)
-                own = path in source.per_rank
                 self.values.append((name, path, data))
-                self._entries.append(ValueEntry(name, encode_path(path), digest, len(data), own))
-        self.order: list[int] | None = None
-        """Where the plan's shards stand among all sections' shards; None where in the same order."""
-        self.fingerprint = self._fingerprint(world_size)
+                self._entries.append(ValueEntry(name, encode_path(path), digest, len(data), path in source.per_rank))
+        self.fingerprint = self._compute_fingerprint(world_size)
 
-    def _fingerprint(self, world_size: int) -> bytes:
+    def _compute_fingerprint(self, world_size: int) -> bytes:
         parts: list[object] = [self._rank, world_size, self.layout, self._kinds]
         for source in self._sources.values():
             metas, shards = source.metas.values(), source.shards
@@ -89,73 +138,60 @@ class LocalState:
         shards = (shard for source in self._sources.values() for shard in source.shards)
         return sum(shard.box.numel * shard.meta.dtype.itemsize for shard in shards)
 
+    @property
+    def values_nbytes(self) -> list[int]:
+        """Bytes of each encoded value."""
+        return [len(data) for *_, data in self.values]
+
     @cached_property
-    def contents(self) -> Contents:
-        """Digests of the items that are compared, in the order of ``PlanTable.compared_items``."""
+    def contents(self) -> ContentDigests:
+        """Digests of the items that ranks compare, in the order of ``PlanTable.compared_items``.
+
+        Nothing but their names suggests that these items are replicas.
+        """
         digests = [entry.digest for entry in self._entries if not entry.per_rank]
         for source in self._sources.values():
             if source.digests:
                 digests += [source.digests[fqn] for fqn in source.metas if fqn in source.digests]
-        return as_contents(digests)
+        return stack_digests(digests)
 
     def separate(self, names: Sequence[str]) -> None:
-        """Make the tensors of these full names this rank's own; the plan is then another."""
+        """Mark the tensors with these full names as this rank's own. Call ``list_items`` again afterwards."""
         for full in names:
             section, _, fqn = full.partition(".")
             if fqn in self._sources[section].metas:
                 self._sources[section].make_per_rank(fqn)
-        for derived in ("plan", "table"):
-            self.__dict__.pop(derived, None)
 
-    def follow(self, separated: Sequence[str], order: list[int] | None) -> None:
-        """Be as a state of this fingerprint was when it had been planned: ``order`` is what its ``order`` was then."""
-        self.separate(separated)
-        self.order = order
+    def list_items(self) -> Listing:
+        """Build this rank's local plan."""
+        return _ListingBuilder(self._sources, self._rank).build(self._entries, self._kinds)
 
-    @cached_property
-    def plan(self) -> LocalPlan:
-        """What this rank holds. Sets ``order``."""
-        plan, self.order = _Listing(self._sources, self._rank).plan(self._entries, self._kinds)
-        return plan
-
-    @cached_property
-    def table(self) -> bytes:
-        """What other ranks may have in common with the plan, packed."""
-        return self.plan.table().to_bytes()
-
-    def _listed(self) -> list[tuple[SectionSource, Shard]]:
-        """By row of the plan. Tensors without elements have a row, and no bytes."""
-        listed = [
-            (source, shard) for source in self._sources.values() for shard in (*source.shards, *_elementless(source))
-        ]
-        return listed if self.order is None else [listed[at] for at in self.order]
-
-    def lay_out(self, assignment: Assignment) -> list[FileLayout]:
-        """The tensor files that this rank was given to write, good for every state of this fingerprint."""
-        files, listed = [], self._listed()
+    def lay_out(self, assignment: Assignment, order: list[int] | None) -> list[FileLayout]:
+        """Lay out the tensor files that this rank writes. The result is valid for every state of this fingerprint."""
+        sources = [source for source in self._sources.values() for _ in _shards_of(source)]
+        shards = self.shards(order)
+        if order is not None:
+            sources = [sources[position] for position in order]
+        files = []
         for section, rows in assignment.files:
-            shards = []
+            named = []
             for row in rows.tolist():
-                source, shard = listed[row]
-                own = shard.fqn in source.per_rank
-                name = rank_name(shard.fqn, self._rank) if own else shard.fqn
-                shards.append(Shard.proved(name, shard.meta, shard.box, shard.tensor))
-            files.append(lay_out_file(section, rows, shards, HEADER_METADATA))
+                shard = shards[row]
+                name = rank_name(shard.fqn, self._rank) if shard.fqn in sources[row].per_rank else shard.fqn
+                named.append(Shard.unchecked(name, shard.meta, shard.box, shard.tensor))
+            files.append(lay_out_file(section, rows, named, HEADER_METADATA))
         return files
 
-    @property
-    def shards(self) -> list[Shard]:
-        """By row of the plan, under the names of the state."""
-        shards: list[Shard] = []
-        for source in self._sources.values():
-            shards += source.shards
-            shards += _elementless(source)
-        return shards if self.order is None else [shards[at] for at in self.order]
+    def shards(self, order: list[int] | None) -> list[Shard]:
+        """Return the shards by row of the plan that has this ``order``, under their names in the state."""
+        shards = [shard for source in self._sources.values() for shard in _shards_of(source)]
+        return shards if order is None else [shards[position] for position in order]
 
-    def images(self, files: Sequence[FileLayout], assignment: Assignment, attempt: str) -> list[FileImage]:
-        """What this rank was given to write: this state's tensors and values in files that were laid out."""
+    def images(
+        self, files: Sequence[FileLayout], assignment: Assignment, shards: Sequence[Shard], attempt: str
+    ) -> list[FileImage]:
+        """Return the files that this rank writes; ``shards`` are those of the plan, by row."""
         images = []
-        shards = self.shards
         for file in files:
             key = data_key(attempt, file.section, self._rank, "tensors")
             images.append(tensor_image(key, file, [shards[row] for row in file.rows]))
@@ -171,8 +207,9 @@ class LocalState:
         return images
 
 
-def _elementless(source: SectionSource) -> Iterator[Shard]:
-    """The one empty shard of each tensor without elements: it is what makes the tensor part of a file."""
+def _shards_of(source: SectionSource) -> Iterator[Shard]:
+    """The section's shards, and one empty shard for each tensor without elements, so that a file lists that tensor."""
+    yield from source.shards
     empty = [(fqn, meta) for fqn, meta in source.metas.items() if 0 in meta.shape]
     if not empty:
         return
@@ -182,60 +219,60 @@ def _elementless(source: SectionSource) -> Iterator[Shard]:
             yield Shard(fqn, meta, Box.whole(meta.shape), torch.empty(meta.shape, dtype=torch_dtype(meta)))
 
 
-class _Listing:
-    """Tensors and shards of all sections as the columns of a ``LocalPlan``."""
+class _ListingBuilder:
+    """Turns the tensors and shards of all sections into the columns of a ``LocalPlan``."""
 
     def __init__(self, sources: Mapping[str, SectionSource], rank: int) -> None:
         self._sources, self._rank = sources, rank
         self._layouts: dict[MeshPlace, int] = {}
-        self._proved: dict[tuple[int, tuple[int, ...], Box], bool] = {}
+        self._derivable: dict[tuple[int, tuple[int, ...], Box], bool] = {}
 
-    def plan(self, values: list[ValueEntry], kinds: list[tuple[str, str]]) -> tuple[LocalPlan, list[int] | None]:
-        """The plan, and for each of its shards where it stands among all sections' shards (None: in that order)."""
+    def build(self, values: list[ValueEntry], kinds: list[tuple[str, str]]) -> Listing:
         metas: list[tuple[str, str, BasicMeta]] = []
-        own: list[bool] = []
+        is_own: list[bool] = []
         pinned: list[bool] = []
         compared: list[bool] = []
-        held: list[int] = []
-        common: list[tuple[int, int, Box]] = []
-        apart: list[tuple[int, int, Box]] = []
+        holdings: list[int] = []
+        derived: list[tuple[int, int, Box]] = []  # boxes that other ranks can compute
+        listed: list[tuple[int, int, Box]] = []  # boxes that other ranks cannot compute
         aliases: list[tuple[str, str]] = []
-        at = 0
+        position = 0
         for name, source in self._sources.items():
             by_name: dict[str, list[tuple[int, Shard]]] = {}
-            for shard in (*source.shards, *_elementless(source)):
-                by_name.setdefault(shard.fqn, []).append((at, shard))
-                at += 1
+            for shard in _shards_of(source):
+                by_name.setdefault(shard.fqn, []).append((position, shard))
+                position += 1
             for row, (fqn, meta) in enumerate(source.metas.items(), len(metas)):
-                is_own = fqn in source.per_rank
-                metas.append((name, rank_name(fqn, self._rank) if is_own else fqn, meta))
-                own.append(is_own)
+                per_rank = fqn in source.per_rank
+                metas.append((name, rank_name(fqn, self._rank) if per_rank else fqn, meta))
+                is_own.append(per_rank)
                 pinned.append(fqn in source.pinned)
                 compared.append(fqn in source.digests)
                 shards = by_name.get(fqn, [])
-                how = self._how(shards[0][1]) if len(shards) == 1 else OWN_BOXES
-                held.append(how)
-                (apart if how == OWN_BOXES else common).extend((where, row, shard.box) for where, shard in shards)
+                holding = self._holding(shards[0][1]) if len(shards) == 1 else OWN_BOXES
+                holdings.append(holding)
+                boxes = listed if holding == OWN_BOXES else derived
+                boxes.extend((at, row, shard.box) for at, shard in shards)
             aliases += [(f"{name}.{alias}", f"{name}.{fqn}") for alias, fqn in source.aliases.items()]
-        listed = [*common, *apart]
-        order = [where for where, _, _ in listed]
+        rows = [*derived, *listed]
+        order = [at for at, _, _ in rows]
         plan = LocalPlan(
             TensorTable.build(metas),
-            BoxTable.build([(row, box) for _, row, box in listed]),
+            BoxTable.build([(row, box) for _, row, box in rows]),
             values,
-            np.where(np.array(own, np.bool_), self._rank, -1).astype(np.int64, copy=False),
+            np.where(np.array(is_own, np.bool_), self._rank, -1).astype(np.int64, copy=False),
             aliases,
             kinds,
             np.array(pinned, np.bool_),
-            np.array(held, np.int64),
+            np.array(holdings, np.int64),
             [place.layout for place in self._layouts],
             [place.coordinate for place in self._layouts],
             np.array(compared, np.bool_),
         )
-        return plan, None if order == list(range(len(order))) else order
+        return Listing(plan, None if order == list(range(len(order))) else order)
 
-    def _how(self, shard: Shard) -> int:
-        """How ranks like this one hold the tensor, of which this is all that this one has."""
+    def _holding(self, shard: Shard) -> int:
+        """Return how ranks of this layout hold the tensor, given the only shard that this rank holds of it."""
         if isinstance(shard, IrregularShard):
             return OWN_BOXES
         if shard.box == Box.whole(shard.meta.shape):
@@ -245,8 +282,8 @@ class _Listing:
             return OWN_BOXES
         number = self._layouts.setdefault(place, len(self._layouts) + 1)
         key = (number, shard.meta.shape, shard.box)
-        if key not in self._proved:
-            # Other ranks will take this rank's word for the place and work out the box by themselves.
+        if key not in self._derivable:
+            # Rank 0 computes the box from the mesh, so this rank checks that the result is its actual box.
             offsets, lengths = mesh_boxes(place.layout, shard.meta.shape, np.array([place.coordinate], np.int64))
-            self._proved[key] = Box(tuple(offsets[0].tolist()), tuple(lengths[0].tolist())) == shard.box
-        return number if self._proved[key] else OWN_BOXES
+            self._derivable[key] = Box(tuple(offsets[0].tolist()), tuple(lengths[0].tolist())) == shard.box
+        return number if self._derivable[key] else OWN_BOXES

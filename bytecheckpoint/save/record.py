@@ -1,22 +1,75 @@
-"""From the plan and what every rank confirmed to the manifest that will be committed."""
+"""From the plan and the checksums of every rank to the manifest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import msgpack
 import numpy as np
 
-from ...errors import PlanError
-from ...manifest import FileTable, Manifest, SectionInfo, timestamp
-from ...planners import SavePlan
-from ...tables import Int64, ragged_positions
-from .image_write import WrittenFile
+from ..engine.files import data_key
+from ..engine.writing import WrittenFile
+from ..errors import PlanError
+from ..format.manifest import FileTable, Manifest, SectionInfo, timestamp
+from ..planners import SavePlan
+from ..tensors.tables import Int64, ragged_positions
 
-__all__ = ["record"]
+__all__ = ["Confirmations", "build_manifest", "pack_written"]
 
 
-def record(
+def pack_written(files: Sequence[WrittenFile]) -> bytes:
+    """Encode what rank 0 cannot derive from the plan: header lengths and checksums of a rank's files, in plan order."""
+    heads = np.array([file.head_checksum for file in files], np.uint64)
+    checksums = np.concatenate([heads, *(file.checksums for file in files)])
+    packed: bytes = msgpack.packb([[file.head_length for file in files], checksums.astype("<u8").tobytes()])
+    return packed
+
+
+class Confirmations:
+    """Decodes what the ranks of one save sent about their files, according to its plan."""
+
+    def __init__(self, plan: SavePlan, *, attempt: str, chunk_size: int) -> None:
+        self._plan, self._attempt, self._chunk_size = plan, attempt, chunk_size
+        chunks = -(-plan.shards.nbytes(plan.tensors)[plan.order] // chunk_size)
+        ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(chunks)))[plan.file_starts]
+        self.chunk_counts: Int64 = ends[1:] - ends[:-1]
+        """Number of checksums, by file of the plan."""
+
+    def unpack(self, rank: int, message: bytes) -> list[WrittenFile]:
+        """Decode the message that ``rank`` packed with ``pack_written``.
+
+        Raises:
+            PlanError: The message does not describe the files that the plan assigns to the rank.
+        """
+        planned = self._plan.files_of(rank)
+        lengths, raw = msgpack.unpackb(message)
+        chunks = [0 if row is None else int(self.chunk_counts[row]) for _, _, row in planned]
+        if len(lengths) != len(planned) or len(raw) != 8 * (len(planned) + sum(chunks)):
+            raise PlanError(
+                f"rank {rank} was assigned {len(planned)} files with {sum(chunks)} checksums, but confirmed "
+                f"{len(lengths)} files with {len(raw) // 8 - len(lengths)} checksums"
+            )
+        words = np.frombuffer(raw, "<u8").astype(np.uint64)
+        written, at = [], len(planned)
+        for index, ((section, kind, row), count) in enumerate(zip(planned, chunks)):
+            written.append(
+                WrittenFile(
+                    key=data_key(self._attempt, section, rank, kind),
+                    size=lengths[index] + (0 if row is None else self._plan.files[row].data_size),
+                    head_length=lengths[index],
+                    head_checksum=int(words[index]),
+                    chunk_size=self._chunk_size,
+                    section=section,
+                    kind=kind,
+                    checksums=words[at : at + count],
+                )
+            )
+            at += count
+        return written
+
+
+def build_manifest(
     plan: SavePlan,
     confirmed: Sequence[Sequence[WrittenFile]],
     *,
@@ -25,15 +78,16 @@ def record(
     metadata: dict[str, Any],
     library_version: str,
 ) -> Manifest:
-    """The manifest of a save whose files are all durable. ``confirmed`` is by rank.
+    """Build the manifest of a save whose files are all durable. ``confirmed`` is by rank.
 
-    Raises ``PlanError`` where a rank did not write what it was given.
+    Raises:
+        PlanError: A rank did not write a file that it was assigned.
     """
     written = [(rank, file) for rank, files in enumerate(confirmed) for file in files]
     at = {(rank, file.section): row for row, (rank, file) in enumerate(written) if file.kind == "tensors"}
-    lacking = [f"{f.section} by rank {f.rank}" for f in plan.files if (f.rank, f.section) not in at]
-    if lacking:
-        raise PlanError(f"planned files were not written: {', '.join(lacking)}")
+    missing = [f"{f.section} by rank {f.rank}" for f in plan.files if (f.rank, f.section) not in at]
+    if missing:
+        raise PlanError(f"planned files were not written: {', '.join(missing)}")
     file_row = np.array([at[f.rank, f.section] for f in plan.files], np.int64)
     section_index = {name: index for index, (name, _) in enumerate(plan.sections)}
     return Manifest.assemble(
@@ -68,7 +122,7 @@ def record(
 def _in_shard_order(
     plan: SavePlan, file_row: Int64, written: Sequence[tuple[int, WrittenFile]]
 ) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """All checksums, from the order of files and offsets in which they were taken to the plan's order of shards."""
+    """Reorder all checksums from the order of files and offsets to the plan's order of shards."""
     if not len(plan.file):
         return np.empty(0, np.uint64)
     chunk = np.array([file.chunk_size for _, file in written], np.int64)[file_row[plan.file]]

@@ -1,9 +1,9 @@
-"""Named steps: what is timed, what is logged, what a trace shows, and where tests inject crashes, are one list.
+"""Named steps, their timings, and the functions that observe or record them.
 
-``saving.py`` and ``loading.py`` wrap every protocol step in ``Timings.step``; the engine wraps what its threads do
-inside a step (hash, write, read, verify ...) in ``Timings.working``. Observers see each step begin and end in the
-thread that runs it; an observer that raises (or kills the process) does so in the middle of the protocol. Recorders get
-finished spans, of steps and of work, and only look.
+The save and load protocols wrap every step in ``Timings.step``; the engine wraps the work of its threads inside a step
+(hash, write, read, verify, ...) in ``Timings.measure``. Observers are called in the thread that runs the step. An
+observer that raises, or that kills the process, does so in the middle of the protocol; tests use this to inject
+crashes. Recorders receive finished spans.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SAVE_STEPS = ("check", "describe", "agree", "plan", "stage", "merge", "write", "
 LOAD_STEPS = ("check", "open", "describe", "plan", "read", "apply", "report")
 
 Observer = Callable[[str, str], None]
-"""Called with ``("save.write", "enter")`` and ``("save.write", "exit")``; inner points of a step bear a longer name,
-such as ``save.write.file``, and the event ``"point"``."""
+"""Called with a name and an event: ``("save.write", "enter")`` and ``("save.write", "exit")`` for a step, and
+``("save.write.file", "point")`` for a point inside a step."""
 
 _log = logging.getLogger("bytecheckpoint")
 _observers: list[Observer] = []
@@ -31,9 +31,19 @@ _recorders: list[Recorder] = []
 
 @dataclass(frozen=True)
 class Span:
-    """Something that one thread of one rank did: from ``begin`` for ``seconds``, on the clock of
-    ``time.perf_counter``. ``operation`` is ``save`` or ``load``, ``url`` the checkpoint; ``is_step`` tells a step of
-    the protocol from work inside one."""
+    """A step, or work inside a step, that one thread has finished.
+
+    Attributes:
+        operation: ``save`` or ``load``.
+        name: The name of the step or of the work.
+        begin: When it began, in seconds on the clock of ``time.perf_counter``.
+        seconds: How long it took.
+        nbytes: How many bytes it moved; 0 if that does not apply.
+        rank: The rank that ran it.
+        url: The checkpoint.
+        thread: The name of the thread that ran it.
+        is_step: True for a step of the protocol, false for work inside a step.
+    """
 
     operation: str
     name: str
@@ -47,30 +57,50 @@ class Span:
 
 
 Recorder = Callable[[Span], None]
-"""Called from the thread that did the work, as soon as it is done. Must be quick and must not raise."""
+"""Called in the thread that did the work, as soon as it is finished. It must be quick and must not raise."""
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Call ``observer`` at every step of this process from now on. Returns a function that takes it off again."""
+    """Call a function at the begin and the end of every step in this process.
+
+    Args:
+        observer: See ``Observer``. It is called in the thread that runs the step, and may raise.
+
+    Returns:
+        A function that removes the observer.
+    """
     _observers.append(observer)
     return lambda: _observers.remove(observer)
 
 
 def record(recorder: Recorder) -> Callable[[], None]:
-    """Hand every span of this process to ``recorder`` from now on. Returns a function that takes it off again."""
+    """Pass every finished span in this process to a function.
+
+    Args:
+        recorder: See ``Recorder``.
+
+    Returns:
+        A function that removes the recorder.
+    """
     _recorders.append(recorder)
     return lambda: _recorders.remove(recorder)
 
 
 def notify(name: str, event: str) -> None:
+    """Call every observer."""
     for observer in tuple(_observers):
         observer(name, event)
 
 
 @dataclass
 class Work:
-    """What the threads did under one name, all together: ``seconds`` add up over threads, so that they may be more
-    than went by on the clock."""
+    """The work of all threads under one name.
+
+    Attributes:
+        seconds: The sum over all threads, which may exceed the elapsed time.
+        nbytes: How many bytes the threads moved.
+        count: How many times work of this name was done.
+    """
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -79,11 +109,19 @@ class Work:
 
 @dataclass
 class Timings:
-    """How one save or load went on this rank. Thread-safe.
+    """The timings of one save or load on this rank.
 
-    ``seconds`` and ``nbytes`` are of each step, in the order in which the steps ran, by the clock; ``work`` is what
-    threads did inside the steps. ``pipelined`` says that staging memory was less than the state, so that staging went
-    on only as fast as writing gave memory back.
+    ``str`` formats them on one line. Several threads may record work at the same time; a step runs on one thread at a
+    time. Read the attributes when the operation has ended.
+
+    Attributes:
+        operation: ``save`` or ``load``.
+        rank: This rank.
+        url: The checkpoint.
+        seconds: Elapsed seconds of each step, in the order in which the steps ran.
+        nbytes: Bytes that each step moved.
+        work: Work of threads inside the steps, by name.
+        pipelined: True if the staging memory was smaller than the state, so that staging had to wait for writing.
     """
 
     operation: str
@@ -97,7 +135,14 @@ class Timings:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Time a block as step ``name``; observers see it as ``<operation>.<name>``."""
+        """Time a block as a step of the protocol, and notify observers at its begin and end.
+
+        Args:
+            name: The step's name. Observers receive ``<operation>.<name>``.
+
+        Yields:
+            Nothing; the block is the step.
+        """
         full = f"{self.operation}.{name}"
         notify(full, "enter")
         begin = time.perf_counter()
@@ -112,16 +157,31 @@ class Timings:
             _log.debug("%s took %.4f s", full, taken)
 
     @contextmanager
-    def working(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Time a block as work on ``nbytes`` bytes inside a step. For any thread; costs about two microseconds."""
+    def measure(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Time a block as work inside a step. Thread-safe; costs about two microseconds.
+
+        Args:
+            name: The name of the work.
+            nbytes: The bytes that the block moves.
+
+        Yields:
+            Nothing; the block is the work.
+        """
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.worked(name, begin, time.perf_counter() - begin, nbytes)
+            self.record_work(name, begin, time.perf_counter() - begin, nbytes)
 
-    def worked(self, name: str, begin: float, seconds: float, nbytes: int = 0) -> None:
-        """``working`` for who looks at the clock himself: ``begin`` is of ``time.perf_counter``."""
+    def record_work(self, name: str, begin: float, seconds: float, nbytes: int = 0) -> None:
+        """Add work that the caller has timed. Thread-safe.
+
+        Args:
+            name: The name of the work.
+            begin: When it began, in seconds on the clock of ``time.perf_counter``.
+            seconds: How long it took.
+            nbytes: The bytes that it moved.
+        """
         with self._lock:
             work = self.work.setdefault(name, Work())
             work.seconds += seconds
@@ -130,12 +190,12 @@ class Timings:
         self._record(name, begin, seconds, nbytes, is_step=False)
 
     def point(self, name: str) -> None:
-        """A place inside a step where an observer may look in."""
+        """Notify observers of the point ``name`` inside a step, as ``<operation>.<name>``."""
         if _observers:
             notify(f"{self.operation}.{name}", "point")
 
     def count(self, name: str, nbytes: int) -> None:
-        """Add bytes moved by step ``name``."""
+        """Add ``nbytes`` to the bytes that step ``name`` has moved. Thread-safe."""
         with self._lock:
             self.nbytes[name] = self.nbytes.get(name, 0) + nbytes
 

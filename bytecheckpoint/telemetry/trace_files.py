@@ -1,7 +1,7 @@
-"""Spans as files that Perfetto and chrome://tracing open: one a rank, and all ranks' in one.
+"""Write spans to files that Perfetto and chrome://tracing open: one file per rank, or one for all ranks.
 
-The form is the JSON array of the Trace Event Format. A rank's file is appended to while it runs and its closing bracket
-is left out, which viewers allow, so that what a killed process did can be seen too.
+A file is a JSON array of the Trace Event Format. A rank appends to its file while it runs and never writes the closing
+bracket, which viewers accept, so that the file of a killed process is readable too.
 """
 
 from __future__ import annotations
@@ -16,44 +16,53 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import StateError
+from ..errors import UsageError
 from .trace import Span, record
 
 __all__ = ["TraceFiles", "merge_traces"]
 
 _log = logging.getLogger(__name__)
 
-_BUFFERED = 500  # events held back while no step ends
+# Events buffered before a write, if no step ends earlier.
+_MAX_BUFFERED = 500
 
 
 class TraceFiles:
-    """Writes what this process's saves and loads do from now on into ``directory``, a file for each rank. Thread-safe.
+    """Write the spans of this process's saves and loads to one file per rank. Thread-safe.
 
-    Ranks are lined up by their hosts' clocks. ``close`` ends it; it is a context manager too. Raises ``StateError``
-    where the directory cannot be made. Where it cannot be written to later on, the log says so once, the trace has
-    gaps, and saves and loads go on.
+    Files are named ``rank-<rank>-<process id>.json``. Ranks are aligned by the clocks of their hosts. If a file cannot
+    be written, a warning is logged once, the trace has gaps, and saves and loads continue. Use it as a context manager,
+    or call ``close``.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Start to write.
+
+        Args:
+            directory: Where the files go. It is created if it does not exist.
+
+        Raises:
+            UsageError: The directory cannot be created.
+        """
         self.directory = Path(directory)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StateError(f"no trace can be written to {self.directory}: {error}") from error
+            raise UsageError(f"cannot create the directory {self.directory} for a trace: {error}") from error
         self._lock = threading.Lock()
-        self._waiting: dict[int, list[dict[str, Any]]] = {}
+        self._buffered: dict[int, list[dict[str, Any]]] = {}
         self._begun: set[int] = set()
         self._has_gaps = False
         self._threads: dict[tuple[int, str], int] = {}
-        # Spans are on a clock that began anywhere; files of several processes need one that all of them have.
+        # perf_counter has an arbitrary origin, and files of several processes need a common one.
         self._epoch = time.time() - time.perf_counter()
-        self._stop = record(self._take)
+        self._stop = record(self._add)
 
     def close(self) -> None:
-        """Write what is held back, and take no more."""
+        """Stop to record, and write what is still buffered."""
         self._stop()
         with self._lock:
-            for rank in list(self._waiting):
+            for rank in list(self._buffered):
                 self._flush(rank)
 
     def __enter__(self) -> TraceFiles:
@@ -62,11 +71,11 @@ class TraceFiles:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _take(self, span: Span) -> None:
+    def _add(self, span: Span) -> None:
         with self._lock:
-            events = self._waiting.setdefault(span.rank, [])
+            events = self._buffered.setdefault(span.rank, [])
             events.append(self._event(span))
-            if span.is_step or len(events) >= _BUFFERED:
+            if span.is_step or len(events) >= _MAX_BUFFERED:
                 self._flush(span.rank)
 
     def _event(self, span: Span) -> dict[str, Any]:
@@ -85,15 +94,15 @@ class TraceFiles:
         }
 
     def _thread(self, rank: int, name: str) -> int:
-        """Its number; the first time, its name goes into the file too."""
+        """Return the number of a thread, and write its name the first time."""
         number = self._threads.get((rank, name))
         if number is None:
             number = self._threads[rank, name] = len(self._threads)
-            self._waiting[rank].append(_named("thread_name", rank, number, name))
+            self._buffered[rank].append(_named("thread_name", rank, number, name))
         return number
 
     def _flush(self, rank: int) -> None:
-        events = self._waiting.pop(rank)
+        events = self._buffered.pop(rank)
         try:
             self._append(rank, events)
         except OSError as error:
@@ -116,10 +125,19 @@ def _named(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def merge_traces(paths: Sequence[Path], target: Path) -> int:
-    """Write the events of several ranks' files as one file; how many they are.
+    """Merge the trace files of several ranks into one.
 
-    Times are counted from the first event. A file's last line may be cut off. Raises ``StateError`` for a file that is
-    no trace.
+    Times in the merged file count from the first event. The last line of a file may be incomplete.
+
+    Args:
+        paths: The files to merge.
+        target: The file to write.
+
+    Returns:
+        The number of events.
+
+    Raises:
+        UsageError: A file is not a trace.
     """
     events = [event for path in paths for event in _events(path)]
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
@@ -140,5 +158,5 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines) > 1:  # the process was killed while it wrote
                 return
-            raise StateError(f"{path}, line {number}: this is no trace of ranks: {error}") from error
+            raise UsageError(f"{path}, line {number} is not an event of a trace: {error}") from error
         yield event

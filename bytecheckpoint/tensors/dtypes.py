@@ -1,20 +1,20 @@
-"""Element types: their names, sizes, and how safetensors spells them. Knows nothing of torch.
+"""Element types: names, sizes, and safetensors codes. Does not use torch.
 
-A dtype's name is torch's name without the ``torch.`` prefix. A dtype that safetensors has no code for is stored
-under ``U8`` with one trailing dimension of ``itemsize`` (see ``docs/format.md``); the manifest keeps the true name.
+A dtype has torch's name without the prefix ``torch.``. A dtype without a safetensors code is stored as ``U8`` with one
+more dimension of ``itemsize`` (see ``docs/format.md``); the manifest keeps its name.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from .errors import FormatError
+from ..errors import FormatError
 
-__all__ = ["DTYPES", "DType", "casts_at_all", "casts_losslessly", "dtype_named"]
+__all__ = ["DTYPES", "DType", "find_dtype", "is_lossless_cast", "is_meaningful_cast"]
 
 
 class DType(NamedTuple):
-    """One element type. ``itemsize`` is in bytes; ``safetensors`` is None where that format has no code for it."""
+    """One element type. ``itemsize`` is in bytes; ``safetensors`` is None if that format has no code for it."""
 
     name: str
     itemsize: int
@@ -47,7 +47,7 @@ _TABLE: list[tuple[str, int, str, str | None]] = [
     ("float8_e5m2", 1, "float", "F8_E5M2"),
     ("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ"),
     ("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ"),
-    # The stock Python reader of safetensors does not map F8_E8M0 yet, so it travels as U8.
+    # The stock Python reader of safetensors does not map F8_E8M0 yet, so it is stored as U8.
     ("float8_e8m0fnu", 1, "float", None),
     ("float4_e2m1fn_x2", 1, "bits", None),
     *((f"{sign}int{bits}", 1, "bits", None) for sign in ("", "u") for bits in range(1, 8)),
@@ -61,15 +61,15 @@ _TABLE: list[tuple[str, int, str, str | None]] = [
 DTYPES: dict[str, DType] = {
     name: DType(name, size, kind, code, index) for index, (name, size, kind, code) in enumerate(_TABLE)
 }
-"""Every element type the format knows, by name."""
+"""Every element type of the format, by name."""
 
 
-def dtype_named(name: str) -> DType:
-    """The dtype of this name. Raises ``FormatError`` for one the format does not know."""
+def find_dtype(name: str) -> DType:
+    """Return the dtype of this name. Raises ``FormatError`` if the format has no such dtype."""
     try:
         return DTYPES[name]
     except KeyError:
-        raise FormatError(f"unknown dtype {name!r}; known are {', '.join(DTYPES)}") from None
+        raise FormatError(f"unknown dtype {name!r}; known dtypes: {', '.join(DTYPES)}") from None
 
 
 # Significand bits (with the hidden one) and exponent bits of the float types; signed range bits of the integer types.
@@ -84,14 +84,14 @@ _FLOATS = {
 _COMPLEX_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
-def casts_losslessly(source: DType, target: DType) -> bool:
-    """Whether every value of ``source`` is exactly representable in ``target``."""
+def is_lossless_cast(source: DType, target: DType) -> bool:
+    """Whether ``target`` represents every value of ``source`` exactly."""
     if source == target:
         return True
     if source.kind == "complex":
-        return target.kind == "complex" and casts_losslessly(_part(source), _part(target))
+        return target.kind == "complex" and is_lossless_cast(_part(source), _part(target))
     if target.kind == "complex":
-        return casts_losslessly(source, _part(target))
+        return is_lossless_cast(source, _part(target))
     if source.name in _FLOATS and target.name in _FLOATS:
         return all(a <= b for a, b in zip(_FLOATS[source.name], _FLOATS[target.name]))
     if source.kind in ("int", "uint", "bool") and target.kind in ("int", "uint"):
@@ -101,9 +101,11 @@ def casts_losslessly(source: DType, target: DType) -> bool:
     return False
 
 
-def casts_at_all(source: DType, target: DType) -> bool:
-    """Whether a cast is meaningful when the caller accepts rounding: never from numbers with a fraction to whole ones,
-    never to or from opaque bits."""
+def is_meaningful_cast(source: DType, target: DType) -> bool:
+    """Whether a cast makes sense if the caller accepts rounding.
+
+    It does not from numbers with a fraction to integers, and not to or from opaque bits.
+    """
     if "bits" in (source.kind, target.kind):
         return False
     ranks = {"bool": 0, "uint": 1, "int": 1, "float": 2, "complex": 3}

@@ -1,7 +1,7 @@
-"""Algebra of n-D boxes: the one language in which tensors, shards, plans and reads speak of each other.
+"""The algebra of n-dimensional boxes, in which tensors, shards, plans and reads are described.
 
-A box is a half-open range per dimension, in global coordinates. A 0-d tensor has exactly one box, with no
-dimensions and one element. Nothing here knows of dtypes, bytes, ranks or torch.
+A box is a half-open range per dimension, in global coordinates. A 0-d tensor has exactly one box, with no dimensions
+and one element. This module does not deal with dtypes, bytes, ranks or torch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import PlanError
+from ..errors import PlanError
 
 __all__ = ["Box", "Int64", "contiguous_runs", "decompose", "find_overlap", "inseparable", "row_major_strides"]
 
 Int64 = npt.NDArray[np.int64]
 
-# Boxes that no axis separates are compared pair by pair; real tilings leave a handful, so more is refused.
+# Boxes that no axis separates are compared pair by pair. Real tilings leave a handful, so more are rejected.
 _MAX_PAIRWISE = 4096
 
 
@@ -29,60 +29,88 @@ class _Ranges(NamedTuple):
 
 
 class Box(_Ranges):
-    """``lengths[d]`` consecutive indices from ``offsets[d]`` in every dimension ``d``. Ordered by offsets."""
+    """A box of a tensor: in each dimension ``d``, the indices from ``offsets[d]`` to ``offsets[d] + lengths[d] - 1``.
 
-    # A tuple, because boxes are made and compared by the hundred thousand.
+    Boxes are immutable, hashable, and ordered by offsets. The box of a 0-d tensor has no dimensions and one element.
+
+    Args:
+        offsets: The first index in each dimension, in elements.
+        lengths: The number of indices in each dimension; 0 makes the box empty.
+
+    Raises:
+        PlanError: A number is negative, or the two tuples have different lengths.
+
+    Example:
+        >>> box = Box((2, 0), (4, 8))                      # rows 2 to 5 of a tensor with eight columns
+        >>> box.intersect(Box((4, 0), (4, 8)))
+        Box(offsets=(4, 0), lengths=(2, 8))
+    """
+
+    # A tuple, because hundreds of thousands of boxes are created and compared.
     __slots__ = ()
 
     def __new__(cls, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Box:
-        """Raises ``PlanError`` for what is no box."""
+        """Create a box. Raises ``PlanError`` if the numbers do not form one."""
         if len(offsets) != len(lengths) or (offsets and (min(offsets) < 0 or min(lengths) < 0)):
             raise PlanError(f"not a box: offsets {offsets}, lengths {lengths}")
         return tuple.__new__(cls, (offsets, lengths))
 
     @classmethod
-    def proved(cls, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Box:
-        """A box from numbers that are known to be one: computed from boxes, or checked as whole columns."""
+    def unchecked(cls, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Box:
+        """Create a box without validation, from numbers that were computed from valid boxes or checked in bulk.
+
+        Args:
+            offsets: As in the constructor.
+            lengths: As in the constructor.
+
+        Returns:
+            The box.
+        """
         return tuple.__new__(cls, (offsets, lengths))
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that is all of a tensor of this shape."""
+        """Return the box of a whole tensor of shape ``shape``."""
         return cls((0,) * len(shape), shape if type(shape) is tuple else tuple(map(int, shape)))
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions."""
         return len(self.offsets)
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.lengths)
 
     @property
     def stops(self) -> tuple[int, ...]:
+        """The index after the last one, in each dimension."""
         return tuple(o + n for o, n in zip(self.offsets, self.lengths))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None where it has no element."""
+        """Return the part that this box and ``other`` have in common, or None if it has no element."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         lengths = tuple(min(a, b) - o for a, b, o in zip(self.stops, other.stops, offsets))
-        return Box.proved(offsets, lengths) if all(n > 0 for n in lengths) else None
+        return Box.unchecked(offsets, lengths) if all(n > 0 for n in lengths) else None
 
     def contains(self, other: Box) -> bool:
+        """Return whether ``other``, of the same number of dimensions, lies inside this box."""
         for begin, length, start, size in zip(self.offsets, self.lengths, other.offsets, other.lengths):
             if start < begin or start + size > begin + length:
                 return False
         return True
 
     def shift(self, by: Sequence[int]) -> Box:
-        """The same box moved by ``by``: local coordinates to those of the tensor it lies in."""
+        """Return the box moved by ``by``, for example from local coordinates to those of the enclosing tensor."""
         return Box(tuple(o + b for o, b in zip(self.offsets, by)), self.lengths)
 
     def relative_to(self, outer: Box) -> Box:
-        """The same box in coordinates whose origin is ``outer``'s first element."""
+        """Return the box in coordinates whose origin is the first element of ``outer``."""
         return Box(tuple(o - b for o, b in zip(self.offsets, outer.offsets)), self.lengths)
 
     def slices(self) -> tuple[slice, ...]:
+        """Return the slices that select the box from a tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths))
 
     def __str__(self) -> str:
@@ -90,7 +118,7 @@ class Box(_Ranges):
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements between neighbours along each dimension of a contiguous tensor of this shape."""
+    """Return the distance in elements between neighbours along each dimension of a contiguous tensor of this shape."""
     strides: list[int] = []
     step = 1
     for n in reversed(shape):
@@ -100,12 +128,22 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def decompose(start: int, length: int, shape: Sequence[int]) -> list[Box]:
-    """Cut elements ``[start, start + length)`` of the row-major flattened tensor into the fewest contiguous boxes.
+    """Split elements ``[start, start + length)`` of the row-major flattened tensor into the fewest contiguous boxes.
 
-    The boxes are disjoint, cover the range exactly, and come in storage order, each being one piece of the flat
-    memory: consecutive parts of it are the boxes' contents. (Boxes with gaps could sometimes be one fewer.) At most
-    ``2 n - 1`` for ``n`` dimensions (ByteCheckpoint, NSDI'25, section 3.3: irregular tensors are saved where they
-    lie, with no communication).
+    The boxes are disjoint, cover the range exactly, and come in storage order. Each is one run of the flat memory, so
+    consecutive parts of it are the boxes' contents. (Boxes with gaps could sometimes be one fewer.) See ByteCheckpoint
+    (NSDI'25), section 3.3: irregular tensors are saved without communication.
+
+    Args:
+        start: The first element.
+        length: The number of elements.
+        shape: The shape of the tensor.
+
+    Returns:
+        At most ``2 n - 1`` boxes for ``n`` dimensions; none for an empty range.
+
+    Raises:
+        PlanError: The range exceeds the tensor.
     """
     total = prod(shape)
     if start < 0 or length < 0 or start + length > total:
@@ -143,9 +181,18 @@ def _box(prefix: tuple[int, ...], start: int, stop: int, rest: tuple[int, ...]) 
 
 
 def contiguous_runs(inner: Box, outer: Box) -> tuple[Int64, int]:
-    """Where ``inner``'s elements lie in the row-major memory of ``outer``: start indices and one common run length.
+    """Find the elements of one box in the row-major memory of another.
 
-    Runs come in ``inner``'s own row-major order, so concatenated they are its contents. Units are elements.
+    Args:
+        inner: The box to find.
+        outer: A box that contains it.
+
+    Returns:
+        The indices, in elements, at which contiguous runs start, and the length of every run. The runs are in the
+        row-major order of ``inner``, so that concatenated they are its contents.
+
+    Raises:
+        PlanError: ``inner`` is not inside ``outer``.
     """
     if not outer.contains(inner):
         raise PlanError(f"box {inner} is not inside {outer}")
@@ -170,11 +217,20 @@ def contiguous_runs(inner: Box, outer: Box) -> tuple[Int64, int]:
 
 
 def find_overlap(offsets: Int64, lengths: Int64) -> tuple[int, int] | None:
-    """Two boxes (by row of the ``[n, d]`` arrays) that share an element, or None when all are disjoint.
+    """Return two boxes (rows of the ``[n, d]`` arrays) that share an element, or None if all are disjoint.
 
-    Boxes are split along each axis in turn into groups that the axis separates; what no axis separates is compared
-    pair by pair. Near-linear for tilings made by meshes and flat ranges. Raises ``PlanError`` for an inseparable
-    group of over 4096 boxes, which no sharding produces.
+    Boxes are split along each axis in turn into groups that the axis separates; boxes that no axis separates are
+    compared pair by pair. The cost is nearly linear for the tilings of meshes and flat ranges.
+
+    Args:
+        offsets: The offsets of the boxes, ``[n, d]``.
+        lengths: The lengths of the boxes, ``[n, d]``.
+
+    Returns:
+        The row numbers of two boxes, or None.
+
+    Raises:
+        PlanError: More than 4096 boxes form a group that no axis separates, which no sharding produces.
     """
     alive = np.flatnonzero((lengths > 0).all(axis=1))
     pending = [(alive, 0, 0)]
@@ -214,10 +270,18 @@ def _overlap_pairwise(rows: Int64, offsets: Int64, lengths: Int64) -> tuple[int,
 
 
 def inseparable(offsets: Int64, lengths: Int64, group: Int64) -> list[Int64]:
-    """Which boxes (by row of the ``[n, d]`` arrays) of one ``group`` no axis separates; all others are disjoint.
+    """Return groups of boxes (rows of the ``[n, d]`` arrays) that no axis separates; all other boxes are disjoint.
 
-    ``find_overlap`` for many tensors at once, up to the comparing of pairs: each axis in turn splits every group where
-    no box reaches over, until a round over all axes splits nothing. Boxes are not empty, and ``group`` ascends.
+    This is ``find_overlap`` for many tensors at once, without comparing pairs: each axis in turn splits every group
+    where no box crosses, until a round over all axes splits nothing.
+
+    Args:
+        offsets: The offsets of the boxes, ``[n, d]``.
+        lengths: The lengths of the boxes, ``[n, d]``, all at least 1.
+        group: The tensor of each box, ascending.
+
+    Returns:
+        For each group, its row numbers.
     """
     ndim = offsets.shape[1]
     left = np.arange(len(offsets))
@@ -238,10 +302,10 @@ def inseparable(offsets: Int64, lengths: Int64, group: Int64) -> list[Int64]:
 
 
 def _running_max(group: Int64, values: Int64) -> Int64:
-    """The largest of ``values``, all of them >= 0, so far within each stretch of equal ``group``."""
+    """Return the largest of ``values`` (all >= 0) so far within each run of equal ``group``."""
     number = np.cumsum(np.append(False, group[1:] != group[:-1]))
     top = int(values.max()) + 1
-    # Lifted above those of every stretch before, the values of a stretch need no maximum of their own.
+    # Adding a larger offset for each run lets one running maximum serve all runs.
     if (int(number[-1]) + 1) * top < 1 << 62:
         reach: Int64 = np.maximum.accumulate(number * top + values) - number * top
         return reach

@@ -1,7 +1,7 @@
-"""What is known of a tensor, a shard of it, and the bytes that hold it: BasicMeta, ShardMeta, ByteMeta.
+"""Metadata of a tensor, of a shard, and of the bytes that store it: BasicMeta, ShardMeta, ByteMeta.
 
-These are ByteCheckpoint's three kinds of metadata (NSDI'25, section 3.2), as small immutable values. The manifest
-keeps the same facts as columns; these are what single look-ups return.
+These are ByteCheckpoint's three kinds of metadata (NSDI'25, section 3.2) as small immutable values. The manifest stores
+the same facts as columns; single look-ups return these.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ from .geometry import Box
 __all__ = ["BasicMeta", "ByteMeta", "Path", "ShardMeta"]
 
 Path = tuple["str | int", ...]
-"""Where a value stands in its section's tree: one component per nested mapping key or list index."""
+"""The position of a value in its section's tree: one component per nested mapping key or list index."""
 
 
 class BasicMeta(NamedTuple):
-    """A tensor as a whole: its element type and global shape."""
+    """The element type and the global shape of a tensor. Immutable and hashable.
+
+    Attributes:
+        dtype: The element type.
+        shape: The global shape; empty for a 0-d tensor.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
+        """The number of elements of the global tensor."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The size of the global tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -39,7 +46,12 @@ class BasicMeta(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMeta:
-    """One shard: an n-D box of the tensor named ``fqn``, in global coordinates."""
+    """A box of a tensor.
+
+    Attributes:
+        fqn: The tensor's name.
+        box: The box in global coordinates.
+    """
 
     fqn: str
     box: Box
@@ -47,9 +59,15 @@ class ShardMeta:
 
 @dataclass(frozen=True)
 class ByteMeta:
-    """Where a shard's bytes lie: row-major, ``length`` bytes at ``offset`` of ``file``.
+    """Where a shard's row-major bytes are stored.
 
-    ``checksums`` are xxh3-64 values of consecutive pieces of ``chunk_size`` bytes, the last one shorter.
+    Attributes:
+        file: The file, relative to the checkpoint.
+        offset: The first byte in the file.
+        length: The number of bytes in the file.
+        chunk_size: The bytes that one checksum covers; the last chunk may be shorter.
+        checksums: The xxh3-64 values of consecutive chunks.
+        codec: The name of the codec.
     """
 
     file: str

@@ -1,7 +1,7 @@
-"""The meeting point of frameworks and engine: local memory with a global address.
+"""The interface between frameworks and the engine: local memory with a global address.
 
-An adapter (``frameworks/``) turns any object into a list of ``Shard``s and a set of plain values; saving reads the
-shards' memory, loading writes into it. Nobody else needs to know what FSDP, tensor parallel or ZeRO mean.
+An adapter (``frameworks/``) turns an object into a list of ``Shard``s and a set of plain values. A save reads the
+shards' memory; a load writes to it. No other module depends on FSDP, tensor parallelism or ZeRO.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import StateError, UnsupportedTensorError
 from .dtypes import DTYPES, DType
-from .errors import StateError, UnsupportedTensorError
 from .geometry import Box
 from .mesh_layout import MeshPlace
 from .metadata import BasicMeta, Path
@@ -35,44 +35,89 @@ __all__ = [
     "whole_tensor",
 ]
 
-# Those that this torch has.
+# The dtypes that this version of torch has.
 _DTYPES: dict[torch.dtype, DType] = {
     found: dtype for name, dtype in DTYPES.items() if isinstance(found := getattr(torch, name, None), torch.dtype)
 }
 
 
 def torch_dtype(meta: BasicMeta) -> torch.dtype:
-    """The torch element type of ``meta``. Raises ``UnsupportedTensorError`` where this torch has no such type."""
+    """Return the torch dtype of a tensor.
+
+    Args:
+        meta: The tensor's metadata.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        UnsupportedTensorError: This version of torch does not have the dtype.
+    """
     dtype = getattr(torch, meta.dtype.name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedTensorError(
-            f"torch {torch.__version__} has no dtype {meta.dtype.name}; a newer torch is needed"
+            f"torch {torch.__version__} has no dtype {meta.dtype.name}; use a newer version of torch"
         )
     return dtype
 
 
 def basic_meta(dtype: torch.dtype, shape: tuple[int, ...] | torch.Size) -> BasicMeta:
-    """Dtype and global shape as this library writes them. Raises ``UnsupportedTensorError`` for quantised dtypes."""
+    """Return the metadata of a tensor.
+
+    Args:
+        dtype: The element type.
+        shape: The global shape.
+
+    Returns:
+        The metadata.
+
+    Raises:
+        UnsupportedTensorError: The dtype cannot be stored, because it is quantized.
+    """
     known = _DTYPES.get(dtype)
     if known is None:
-        raise UnsupportedTensorError(f"dtype {dtype} cannot be stored: it has no plain bytes of its own")
+        raise UnsupportedTensorError(f"dtype {dtype} cannot be stored, because its elements are not plain bytes")
     return BasicMeta(known, tuple(map(int, shape)))
 
 
 @lru_cache(maxsize=1 << 14)  # a model has few shapes, an optimizer the same ones again
 def whole_tensor(dtype: torch.dtype, shape: torch.Size) -> tuple[BasicMeta, Box]:
-    """``basic_meta``, and the box that is all of the tensor."""
+    """Return the metadata of a tensor, and the box that covers it completely.
+
+    Args:
+        dtype: The element type.
+        shape: The global shape.
+
+    Returns:
+        The metadata and the box, both of them cached.
+
+    Raises:
+        UnsupportedTensorError: The dtype cannot be stored, because it is quantized.
+
+    Example:
+        >>> meta, box = whole_tensor(rows.dtype, rows.shape)
+        >>> shard = Shard("rows", meta, box, rows)
+    """
     meta = basic_meta(dtype, shape)
     return meta, Box.whole(meta.shape)
 
 
 @dataclass(eq=False, slots=True)
 class Shard:
-    """A box of the global tensor ``fqn`` that lies in this process's memory. Not to be changed once made.
+    """A box of a global tensor in this process's memory. Do not change an instance.
 
-    ``tensor`` has exactly the box's shape and the meta's dtype, on any device; it may be a non-contiguous view, never
-    a copy: loading fills it. A replica is simply the same box on several ranks. Raises ``StateError`` for a tensor
-    that is not the box, ``UnsupportedTensorError`` for one without dense bytes.
+    Shards of several ranks with the same ``fqn`` and ``box`` are replicas: the save writes one of them.
+
+    Attributes:
+        fqn: The tensor's name in its section.
+        meta: The dtype and the shape of the global tensor.
+        box: The box in global coordinates.
+        tensor: The local memory, on any device, with exactly the box's shape and the dtype of ``meta``. It may be a
+            non-contiguous view, but not a copy, because a load fills it.
+
+    Raises:
+        StateError: The tensor does not match the box, or the box exceeds the global shape.
+        UnsupportedTensorError: The tensor is sparse or quantized.
     """
 
     fqn: str
@@ -91,8 +136,18 @@ class Shard:
             )
 
     @classmethod
-    def proved(cls, fqn: str, meta: BasicMeta, box: Box, tensor: torch.Tensor) -> Self:
-        """A shard of which it is known already that the tensor is dense and is the box."""
+    def unchecked(cls, fqn: str, meta: BasicMeta, box: Box, tensor: torch.Tensor) -> Self:
+        """Create a shard without validation.
+
+        Args:
+            fqn: As in the constructor.
+            meta: As in the constructor.
+            box: As in the constructor.
+            tensor: A dense tensor that matches the box.
+
+        Returns:
+            The shard.
+        """
         shard = object.__new__(cls)
         shard.fqn, shard.meta, shard.box, shard.tensor = fqn, meta, box, tensor
         return shard
@@ -100,29 +155,44 @@ class Shard:
 
 @dataclass(eq=False, slots=True)
 class IrregularShard(Shard):
-    """A shard that is where flat memory, or a plan of its own, happened to be cut. Where it is all of a tensor, that
-    does not make it a replica."""
+    """A shard at a position that a flat 1-D range, or a separate plan, determines (ZeRO, FSDP-1).
+
+    It is never a replica of a shard of another rank, even if it covers the whole tensor.
+
+    Attributes:
+        fqn: As in ``Shard``.
+        meta: As in ``Shard``.
+        box: As in ``Shard``. Use ``tensors.geometry.decompose`` to convert a flat range to boxes.
+        tensor: As in ``Shard``.
+    """
 
 
 @dataclass(eq=False, slots=True)
 class MeshShard(Shard):
-    """A shard that is where it is because of its rank's place in a mesh, which ``find_place`` tells; None where the
-    mesh cuts in a way that is not put down in a ``MeshLayout``. Only ranks that plan anew ask."""
+    """A shard at a position that the rank's coordinates in a mesh determine.
+
+    Attributes:
+        find_place: Returns these coordinates, or None if the mesh splits in a way that ``MeshLayout`` cannot express.
+            It is called only when ranks plan again.
+    """
 
     find_place: Callable[[], MeshPlace | None]
 
 
 @dataclass
 class SectionSource:
-    """One section of the state, ready to be saved: what ``capture`` of an adapter returns.
+    """One section of the state, ready to save: what an adapter's ``capture`` returns.
 
-    ``metas`` names every tensor of the section of which this rank knows, also those it holds no element of.
-    ``values`` are plain (see ``values.py``), each under its path; a value that differs between ranks is stored once
-    for each. ``aliases`` maps a tied name to the name its bytes are stored under. Names in ``per_rank`` (tensors, by
-    fqn; values, by path) belong to this rank alone and are never taken for replicas. ``digests`` stands for the content
-    of plain tensors that nothing but their name says are replicas (tensors of trees, an optimizer's scalars): where
-    ranks differ, saving stores each rank's own instead of taking one for all. ``pinned`` names tensors whose replicas
-    may differ although one will do for all (buffers): the lowest rank's is stored, so that all come from one rank.
+    Attributes:
+        metas: Every tensor of the section by name, including those of which this rank holds no element.
+        shards: The shards of this rank. Each name is a key of ``metas``.
+        values: Plain values by path. A value that differs between ranks is stored once per rank.
+        aliases: For each tied name, the name under which its bytes are stored. No name is a key of ``metas``.
+        per_rank: Tensors (by name) and values (by path) that belong to this rank only, and are never replicas.
+        digests: By name, identifiers of the contents of plain tensors that have the same name on all ranks but may
+            differ (tensors of trees, an optimizer's scalars). If the digests differ, every rank's tensor is stored.
+        pinned: Tensors whose replicas may differ although one suffices (buffers). The lowest rank's replica is stored,
+            so that all pinned tensors come from one rank.
     """
 
     metas: dict[str, BasicMeta] = field(default_factory=dict)
@@ -134,7 +204,13 @@ class SectionSource:
     pinned: set[str] = field(default_factory=set)
 
     def make_per_rank(self, fqn: str) -> None:
-        """Turn a tensor into this rank's own; names tied to it become tensors of their own, of the same memory."""
+        """Mark a tensor as belonging to this rank only.
+
+        Names that are tied to it become separate tensors with the same memory.
+
+        Args:
+            fqn: The name of a tensor in ``metas``.
+        """
         names = [fqn, *(alias for alias, name in self.aliases.items() if name == fqn)]
         local = [shard for shard in self.shards if shard.fqn == fqn]
         for alias in names[1:]:
@@ -146,10 +222,12 @@ class SectionSource:
 
 @dataclass(frozen=True)
 class StoredSection:
-    """What a checkpoint holds of one section, as an adapter sees it when it makes room for a load.
+    """The stored contents of one section, as an adapter sees them when it prepares a load. Read-only.
 
-    ``values`` are those meant for this rank: shared ones, and its own where values were stored for each rank.
-    ``metas`` has aliases resolved: a tied name is listed too, with the meta of what it stands for.
+    Attributes:
+        metas: Every stored tensor by name. A tied name has the metadata of its target.
+        values: The plain values for this rank by path: those of all ranks, and those that the per-rank policy chose.
+        aliases: For each tied name, the name under which its bytes are stored.
     """
 
     metas: Mapping[str, BasicMeta]
@@ -159,20 +237,26 @@ class StoredSection:
 
 @dataclass
 class SectionTarget:
-    """Where one section's bytes and values go: what ``target`` of an adapter returns.
+    """Where one section's bytes and values go: what an adapter's ``target`` returns.
 
-    ``shards`` are filled in place, their dtypes being those wanted (expanded ones too, where the stored values allow
-    it). ``wanted_values`` are the paths the object needs (missing ones are reported); ``apply`` is called once, on the
-    main thread, when every byte of every section has arrived and been verified, with the stored values by path: it puts
-    plain values (and state created for the load) into the object. ``metas`` and ``aliases`` are as in
-    ``SectionSource``.
-    ``optional`` names tensors and value paths that may be missing from the checkpoint (lazily created optimizer
-    state); ``ignorable`` those stored names that the object has no use for and that may be left unread.
+    Attributes:
+        metas: The tensors that the object needs, by name, as in ``SectionSource``.
+        shards: The memory of this rank to fill. The load fills it in place and casts to its dtypes. It also fills
+            expanded tensors if the stored values allow it.
+        requested_values: The paths of the values that the object needs. The load reports those that are missing.
+        aliases: Tied names of the object, as in ``SectionSource``.
+        optional: Tensors (by name) and values (by path) that the checkpoint may lack unless ``strict="exact"``, such as
+            optimizer state that is created lazily.
+        ignorable: Stored tensors and values that the object does not need. Only ``strict="exact"`` treats them as
+            unexpected.
+        apply: Puts the plain values, and state that was created for the load, into the object. The load calls it once,
+            on the thread of the caller, with the stored values by path, after all bytes of all sections have been read
+            and verified.
     """
 
     metas: dict[str, BasicMeta] = field(default_factory=dict)
     shards: list[Shard] = field(default_factory=list)
-    wanted_values: set[Path] = field(default_factory=set)
+    requested_values: set[Path] = field(default_factory=set)
     aliases: dict[str, str] = field(default_factory=dict)
     optional: set[str | Path] = field(default_factory=set)
     ignorable: set[str | Path] = field(default_factory=set)

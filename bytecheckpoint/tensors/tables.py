@@ -1,7 +1,7 @@
-"""Columns instead of objects: tensors and boxes by the million, as numpy arrays.
+"""Columnar tables of tensors and boxes, as numpy arrays, for millions of rows.
 
-Planners and the manifest speak of the same two tables. A *ragged* column holds ``ndim`` numbers per row back to back;
-``starts`` says where each row begins.
+Planners and the manifest use the same two tables. A *ragged* column holds ``ndim`` numbers per row back to back;
+``starts`` is where each row begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ITEMSIZE: Int64 = np.array([dtype.itemsize for dtype in _BY_CODE], np.int64)
 
 
 def ragged_starts(counts: Int64) -> Int64:
-    """Where rows of these counts begin when they lie back to back, and, last, where all end."""
+    """Return where rows of these lengths begin when they lie back to back, and, last, where all end."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
@@ -31,9 +31,12 @@ def ragged_starts(counts: Int64) -> Int64:
 
 @dataclass(eq=False)
 class TensorTable:
-    """Every tensor by name: section, dtype and global shape. Row order is the tensors' identity within one plan or
-    manifest; ``names`` are full (``<section>.<fqn>``) and unique; ``sections`` lists section names, ``section``
-    indexes it; ``dtype`` holds ``DType.code``; ``shape`` is ragged by ``ndim``."""
+    """Every tensor by name: section, dtype and global shape.
+
+    A row number identifies a tensor within one plan or manifest. ``names`` are full (``<section>.<fqn>``) and unique;
+    ``sections`` lists section names, and ``section`` is an index of it; ``dtype`` holds ``DType.code``; ``shape`` is
+    ragged by ``ndim``.
+    """
 
     names: list[str]
     sections: list[str]
@@ -47,7 +50,7 @@ class TensorTable:
 
     @classmethod
     def build(cls, rows: Iterable[tuple[str, str, BasicMeta]]) -> TensorTable:
-        """From ``(section, fqn, meta)`` rows."""
+        """Create a table from ``(section, fqn, meta)`` rows."""
         names: list[str] = []
         sections: dict[str, int] = {}
         indices: list[int] = []
@@ -76,7 +79,7 @@ class TensorTable:
         return BasicMeta(_BY_CODE[int(self.dtype[row])], self.shape_of(row))
 
     def metas(self, rows: Int64) -> list[BasicMeta]:
-        """``meta_of`` of many rows."""
+        """Return ``meta_of`` for many rows."""
         shape = self.shape.tolist()
         columns = (self.dtype[rows].tolist(), self.starts[rows].tolist(), self.starts[rows + 1].tolist())
         return [BasicMeta(_BY_CODE[code], tuple(shape[begin:end])) for code, begin, end in zip(*columns)]
@@ -85,7 +88,7 @@ class TensorTable:
         return self.sections[int(self.section[row])]
 
     def fqn_of(self, row: int) -> str:
-        """The name within its section."""
+        """Return the name within its section."""
         return self.names[row][len(self.section_of(row)) + 1 :]
 
     def itemsize(self) -> Int64:
@@ -99,8 +102,10 @@ class TensorTable:
 
 @dataclass(eq=False)
 class BoxTable:
-    """Boxes of tensors of a ``TensorTable``: ``tensor`` is the row there; ``offsets`` and ``lengths`` are ragged by
-    that tensor's ndim."""
+    """Boxes of the tensors of a ``TensorTable``.
+
+    ``tensor`` is the row in that table; ``offsets`` and ``lengths`` are ragged by the tensor's ndim.
+    """
 
     tensor: Int64
     offsets: Int64
@@ -109,7 +114,7 @@ class BoxTable:
 
     @classmethod
     def build(cls, rows: Sequence[tuple[int, Box]]) -> BoxTable:
-        """From ``(tensor row, box)``."""
+        """Create a table from ``(tensor row, box)`` pairs."""
         return cls(
             np.array([row for row, _ in rows], np.int64),
             np.array(list(chain.from_iterable([box.offsets for _, box in rows])), np.int64),
@@ -128,7 +133,7 @@ class BoxTable:
         """``box_of`` every row."""
         offsets, lengths = self.offsets.tolist(), self.lengths.tolist()
         valid = int(self.offsets.min(initial=0)) >= 0 and int(self.lengths.min(initial=0)) >= 0
-        make = Box.proved if valid else Box
+        make = Box.unchecked if valid else Box
         for begin, end in pairwise(self.starts.tolist()):
             yield make(tuple(offsets[begin:end]), tuple(lengths[begin:end]))
 
@@ -145,14 +150,14 @@ class BoxTable:
         return self.numel() * tensors.itemsize()[self.tensor]
 
     def take(self, rows: Int64) -> BoxTable:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         counts = self.starts[rows + 1] - self.starts[rows]
         picked = ragged_positions(self.starts[rows], counts)
         return BoxTable(self.tensor[rows], self.offsets[picked], self.lengths[picked], ragged_starts(counts))
 
 
 def ragged_positions(starts: Int64, counts: Int64) -> Int64:
-    """Flat positions of rows that begin at ``starts`` and hold ``counts`` numbers each."""
+    """Return the flat positions of rows that begin at ``starts`` and hold ``counts`` numbers each."""
     total = int(counts.sum())
     ends = np.cumsum(counts)
     positions: Int64 = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
@@ -160,7 +165,7 @@ def ragged_positions(starts: Int64, counts: Int64) -> Int64:
 
 
 def _ragged_product(values: Int64, starts: Int64) -> Int64:
-    """Product of each row's numbers; 1 for an empty row."""
+    """Return the product of each row's numbers; 1 for an empty row."""
     padded = np.append(values, 1)
     product: Int64 = np.empty(len(starts) - 1, np.int64)
     if len(product):

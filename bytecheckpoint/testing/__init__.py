@@ -1,7 +1,52 @@
-"""The kit for tests of this library and of plug-ins for it."""
+"""The test kit for this library and for plug-ins.
+
+- Conformance suites: ``StorageConformance``, ``AdapterConformance`` and ``CommunicatorConformance``. Subclass one in a
+  test module and define its fixture. The suites need pytest, and ``StorageConformance`` also needs hypothesis.
+- Fault injection: ``FaultyBackend`` with ``FaultRule``, and ``CountingBackend``.
+- Ranks: ``RankPool`` and ``run_ranks`` run functions in several processes that form a process group.
+- ``time_limit`` scales time limits for slow machines.
+"""
 
 from __future__ import annotations
 
-from .ranks import RankPool, RanksFailed, run_ranks
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["RankPool", "RanksFailed", "run_ranks"]
+from .faults import OPERATIONS, Call, CountingBackend, FaultRule, FaultyBackend
+from .ranks import RankPool, RanksFailed, run_ranks
+from .time_limits import time_limit
+
+if TYPE_CHECKING:
+    from .adapters import AdapterCase, AdapterConformance
+    from .communicators import CommunicatorConformance
+    from .storage import StorageConformance
+
+__all__ = [
+    "OPERATIONS",
+    "AdapterCase",
+    "AdapterConformance",
+    "Call",
+    "CommunicatorConformance",
+    "CountingBackend",
+    "FaultRule",
+    "FaultyBackend",
+    "RankPool",
+    "RanksFailed",
+    "StorageConformance",
+    "run_ranks",
+    "time_limit",
+]
+
+# These modules import pytest, which ranks and benchmarks do not need.
+_SUITES = {
+    "AdapterCase": "adapters",
+    "AdapterConformance": "adapters",
+    "CommunicatorConformance": "communicators",
+    "StorageConformance": "storage",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SUITES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_SUITES[name]}", __name__), name)

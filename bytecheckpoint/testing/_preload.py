@@ -1,7 +1,9 @@
-"""Imported once by the fork server, so that every rank forked from it starts with torch already loaded.
+"""Modules that the fork server imports once, so that ranks start with torch loaded.
 
-Nothing here may start a thread or touch an accelerator: ranks are forked from this process.
+This module must not start a thread or use an accelerator: ranks are forked from the process that imports it.
 """
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ import warnings
 
 __all__: list[str] = []
 
-# Read by the OpenMP runtime when it is loaded; ranks share few cores.
+# The OpenMP runtime reads this when it is loaded. Ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch's stores look up the names of loopback addresses; a name server that drops requests must not cost 5 s each time.
+# torch's stores look up the names of loopback addresses; a name server that drops requests would cost 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import msgpack  # noqa: F401
-    import numpy  # noqa: F401
+    import msgpack
+    import numpy
     import torch
     import torch._dynamo
     import torch.distributed
@@ -34,11 +36,11 @@ with warnings.catch_warnings():
     with contextlib.suppress(ImportError):
         import torch.distributed.pipelining
     with contextlib.suppress(ImportError):
-        import hypothesis  # noqa: F401
-        import pytest  # noqa: F401
+        import hypothesis
+        import pytest
 
 torch.set_num_threads(1)
 
-# What is loaded by now stays: collections in the ranks need not visit it (nor copy its pages).
+# These objects live forever: the ranks' garbage collector need not visit them, which would copy their pages.
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""Backends that wrap another one: to count what is done, and to make the n-th operation fail, stop or come late."""
+"""Wrap a storage backend to record its operations, or to make chosen operations fail, block or transfer less."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from typing_extensions import Buffer
 
-from ..errors import StorageError
+from ..errors import StorageError, UsageError
 from ..storage_backends.base import ObjectStat, ObjectWriter, StorageBackend
 
 __all__ = ["OPERATIONS", "Call", "CountingBackend", "FaultRule", "FaultyBackend"]
@@ -35,7 +35,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Call:
-    """One operation on a backend. ``size`` is the bytes it moves, as far as that is known before it runs."""
+    """One operation on a backend.
+
+    Attributes:
+        operation: One of ``OPERATIONS``.
+        key: The key; for ``list`` and ``list_children`` the prefix.
+        offset: Where a ``write`` or ``read_into`` begins, in bytes.
+        size: Bytes that the operation transfers, 0 if that is not known before it runs.
+    """
 
     operation: str
     key: str
@@ -45,18 +52,34 @@ class Call:
 
 @dataclass
 class FaultRule:
-    """What to do at some of the operations that match.
+    """A fault at some of the operations that match.
 
-    An operation matches by its name (one of ``OPERATIONS``, or ``*``) and its key (a shell pattern; for ``list`` and
-    ``list_children`` the prefix; ``delete`` matches once for each key). The rule acts on the matches number ``nth`` to
-    ``nth + times - 1``, counted from 1 over all threads; ``times=None`` is for ever. It then does, in this order:
+    The rule counts the operations that match, over all threads. It acts on the matches number ``nth`` to
+    ``nth + times - 1``. When it acts, it first calls ``hook``, then waits for ``wait``, then runs the operation with at
+    most ``cut`` bytes, and then raises ``error``. Without ``cut`` and ``after``, ``error`` is raised in place of the
+    operation.
 
-    - ``hook(call)``, on the calling thread (to kill a process, to record, to change something behind the back);
-    - ``wait``: blocks until this event is set; ``StorageError`` after ``wait_limit`` seconds, so that a test fails;
-    - ``cut``: only the first ``cut`` bytes go through. A torn ``put`` or ``write`` reaches the store, a ``get`` returns
-      less, and the rest of a ``read_into`` buffer stays as it was. Without ``error`` nobody is told;
-    - ``error``: raised in place of the operation (with ``after=True`` or with a cut: when it was done, as where only
-      the reply is lost). A class or a function of no arguments is called to make one.
+    Attributes:
+        operation: One of ``OPERATIONS``, or ``*`` for all of them.
+        key: A shell pattern for the key; for ``list`` and ``list_children``, the prefix. ``delete`` matches once for
+            each of its keys.
+        nth: The first match on which the rule acts, counted from 1.
+        times: On how many matches the rule acts; ``None`` for all later matches.
+        error: What to raise: an exception, or a class or function without arguments that makes one.
+        cut: How many bytes of the operation to transfer. A ``put`` or ``write`` stores an incomplete object, a ``get``
+            returns less, and ``read_into`` leaves the rest of the buffer unchanged. Without ``error``, the caller does
+            not notice.
+        wait: An event to wait for.
+        wait_limit: Seconds after which the wait raises ``StorageError``, so that a test fails instead of hanging.
+        hook: Called with the operation on the calling thread, for example to kill the process.
+        after: Raise ``error`` after the operation has succeeded, as if only its response was lost.
+        matched: How many operations have matched so far.
+
+    Raises:
+        UsageError: ``operation`` or ``nth`` is invalid.
+
+    Example:
+        >>> backend = FaultyBackend(inner, [FaultRule("put", "*.msgpack", nth=2, error=StorageError("lost"))])
     """
 
     operation: str = "*"
@@ -70,17 +93,18 @@ class FaultRule:
     hook: Callable[[Call], None] | None = None
     after: bool = False
     matched: int = field(default=0, init=False)
-    """How many operations matched so far."""
 
     def __post_init__(self) -> None:
         if self.operation not in (*OPERATIONS, "*"):
-            raise ValueError(f"no operation {self.operation!r}; there are {', '.join(OPERATIONS)}")
+            raise UsageError(
+                f"{self.operation!r} is not an operation of a backend; the operations are {', '.join(OPERATIONS)}"
+            )
         if self.nth < 1:
-            raise ValueError(f"operations are counted from 1, got nth={self.nth}")
+            raise UsageError(f"operations are counted from 1, got nth={self.nth}")
         self._lock = threading.Lock()
 
-    def strikes(self, call: Call) -> bool:
-        """Count ``call`` if it matches; true if the rule acts on it."""
+    def acts_on(self, call: Call) -> bool:
+        """Whether the rule acts on ``call``. Counts it if it matches."""
         if self.operation not in ("*", call.operation) or not fnmatchcase(call.key, self.key):
             return False
         with self._lock:
@@ -88,13 +112,12 @@ class FaultRule:
             return self.matched >= self.nth and (self.times is None or self.matched < self.nth + self.times)
 
     def make_error(self) -> BaseException | None:
-        """The error to raise, if any; a new one where ``error`` is a class or a function."""
+        """Return the error to raise, if any; a new one if ``error`` is a class or a function."""
         return self.error if self.error is None or isinstance(self.error, BaseException) else self.error()
 
 
 class _WrappingBackend(StorageBackend):
-    """Every operation goes through ``_around``, which may do something else instead. A cut operation is given the
-    number of bytes that go through, or None for all."""
+    """Passes every operation to ``_around`` as a function of the number of bytes to transfer, ``None`` for all."""
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
@@ -124,10 +147,10 @@ class _WrappingBackend(StorageBackend):
             if cut is None:
                 self.inner.read_into(key, offset, view)
                 return
-            # Whole first: a cut makes a reader see less, it does not make a missing object appear.
-            whole = bytearray(view.nbytes)
-            self.inner.read_into(key, offset, whole)
-            view[:cut] = whole[:cut]
+            # Read everything first: a cut must not hide that the object is missing or too short.
+            content = bytearray(view.nbytes)
+            self.inner.read_into(key, offset, content)
+            view[:cut] = content[:cut]
 
         self._around(Call("read_into", key, offset, view.nbytes), read)
 
@@ -170,7 +193,7 @@ class _WrappingWriter(ObjectWriter):
         self._backend._around(Call("complete", self._key), lambda cut: self._inner.complete())
 
     def abort(self) -> None:
-        # A rule cannot make abort raise, only see it: the contract says that it never does.
+        # A rule can observe abort but not make it raise, as abort never raises.
         try:
             self._backend._around(Call("abort", self._key), lambda cut: None)
         finally:
@@ -178,22 +201,31 @@ class _WrappingWriter(ObjectWriter):
 
 
 class FaultyBackend(_WrappingBackend):
-    """``inner`` with ``rules``; for each operation, the first rule that acts decides. Rules may be added any time."""
+    """A backend that passes operations on to another one, except those on which a rule acts.
+
+    If several rules act on an operation, the first one decides. Every rule counts every match.
+
+    Args:
+        inner: The backend to wrap.
+        rules: The faults. The attribute ``rules`` may be changed at any time.
+    """
 
     def __init__(self, inner: StorageBackend, rules: Sequence[FaultRule] = ()) -> None:
         super().__init__(inner)
         self.rules = [*rules]
 
     def _around(self, call: Call, operation: Callable[[int | None], _T]) -> _T:
-        # Every rule counts every match, also where an earlier rule acts.
-        striking = [rule for rule in tuple(self.rules) if rule.strikes(call)]
-        if not striking:
+        # A list, not a generator: every rule counts every match.
+        acting = [rule for rule in tuple(self.rules) if rule.acts_on(call)]
+        if not acting:
             return operation(None)
-        rule = striking[0]
+        rule = acting[0]
         if rule.hook is not None:
             rule.hook(call)
         if rule.wait is not None and not rule.wait.wait(rule.wait_limit):
-            raise StorageError(f"{call.operation} {call.key!r}: nobody set the event within {rule.wait_limit} s")
+            raise StorageError(
+                f"{call.operation} {call.key!r}: the event of a fault rule was not set within {rule.wait_limit} s"
+            )
         error = rule.make_error()
         if error is not None and rule.cut is None and not rule.after:
             raise error
@@ -204,9 +236,14 @@ class FaultyBackend(_WrappingBackend):
 
 
 class CountingBackend(_WrappingBackend):
-    """``inner``, with a record of every operation in ``calls``, in the order in which they began.
+    """A backend that records the operations that it passes on to another one.
 
-    Operations that fail are counted too; ``size`` of a ``get`` is entered when it has returned."""
+    The attribute ``calls`` lists the operations in the order in which they began, including those that failed. The size
+    of a ``get`` is recorded when it returns.
+
+    Args:
+        inner: The backend to wrap.
+    """
 
     def __init__(self, inner: StorageBackend) -> None:
         super().__init__(inner)
@@ -214,27 +251,30 @@ class CountingBackend(_WrappingBackend):
         self._lock = threading.Lock()
 
     def count(self, operation: str = "*", key: str = "*") -> int:
-        """How many calls match, by name and by shell pattern."""
+        """Return how many calls match the name ``operation`` and the shell pattern ``key``."""
         return len(self.matching(operation, key))
 
     def operations(self) -> Counter[str]:
-        """How many calls there were of each operation."""
+        """Return the number of calls of each operation."""
         with self._lock:
             return Counter(call.operation for call in self.calls)
 
     def matching(self, operation: str = "*", key: str = "*") -> list[Call]:
-        """The calls that match, by name and by shell pattern."""
+        """Return the calls that match the name ``operation`` and the shell pattern ``key``."""
         with self._lock:
             calls = tuple(self.calls)
         return [call for call in calls if operation in ("*", call.operation) and fnmatchcase(call.key, key)]
 
     def bytes_written(self, key: str = "*") -> int:
+        """Return the bytes written to keys that match the shell pattern ``key``."""
         return sum(call.size for operation in ("put", "write") for call in self.matching(operation, key))
 
     def bytes_read(self, key: str = "*") -> int:
+        """Return the bytes read from keys that match the shell pattern ``key``."""
         return sum(call.size for operation in ("get", "read_into") for call in self.matching(operation, key))
 
     def reset(self) -> None:
+        """Forget all calls."""
         with self._lock:
             self.calls.clear()
 

@@ -1,4 +1,4 @@
-"""Manifests made up from a list of tensors, for tests of what reads manifests. No data files belong to them."""
+"""Build manifests without data files, for tests of code that reads manifests."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..geometry import Box
-from ..manifest import FileTable, Manifest, SectionInfo
-from ..metadata import BasicMeta
-from ..tables import BoxTable, TensorTable
+from ..format.manifest import FileTable, Manifest, SectionInfo
+from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
+from ..tensors.tables import BoxTable, TensorTable
 
 __all__ = ["make_manifest"]
 
@@ -26,10 +26,11 @@ def make_manifest(
     scope: Mapping[str, int] | None = None,
     attempt: str = "attempt-0",
 ) -> Manifest:
-    """A valid manifest of ``(section, fqn, meta, boxes)`` rows, if the boxes tile their tensors.
+    """Build a manifest of ``(section, fqn, meta, boxes)`` rows.
 
-    Each section has a file per rank that got one of its shards; shards are dealt out to ``ranks`` in turn, in the
-    order given. Checksums are 1, 2, 3, ... in that order. ``scope`` gives the rank of full names that are not shared.
+    The manifest is valid if the boxes of each row tile its tensor. Shards are assigned to ``ranks`` in turn, and each
+    section has one file for each rank that has a shard of it. Checksums count from 1 in the order of the shards.
+    ``scope`` maps the full names of per-rank tensors to their ranks.
     """
     table = TensorTable.build([(section, fqn, meta) for section, fqn, meta, _ in tensors])
     shards = BoxTable.build([(row, box) for row, (_, _, _, boxes) in enumerate(tensors) for box in boxes])

@@ -1,7 +1,7 @@
-"""The child side of the rank harness: what one rank process does between being forked and being killed.
+"""The child side of the rank harness: serve the calls of one rank process.
 
-Messages are pickled: they travel over a pipe between a test process and the children it made itself, never from disk
-or network, and only in tests.
+Messages are pickled. They go through a pipe between a test process and its own children, never through a disk or a
+network, and only in tests.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from typing import Any
 __all__ = ["THIRD_PARTY_WARNINGS", "Call", "FunctionReference", "load_function", "serve"]
 
 THIRD_PARTY_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
-    # FSDP-1 and some of its strategies are deprecated by torch; this library supports them all the same.
+    # FSDP-1 and some of its strategies are deprecated by torch; this library still supports them.
     (FutureWarning, r"The `NO_SHARD` sharding strategy is deprecated"),
     (FutureWarning, r"FSDP\.state_dict_type\(\) and FSDP\.set_state_dict_type\(\) are being deprecated"),
-    # FSDP-1 on one rank of a mesh dimension: the fallback it announces is what such a test is about.
+    # FSDP-1 on one rank of a mesh dimension: some tests use this fallback on purpose.
     (UserWarning, r"FSDP is switching to use `NO_SHARD`"),
-    # torch's own calls inside FSDP-1's state dicts.
+    # FSDP-1's state dicts cause these inside torch.
     (UserWarning, r"`_get_pg_default_device` will be deprecated"),
     (UserWarning, r"Multiple backends are registered with this ProcessGroup"),
     (FutureWarning, r"Please use DTensor instead and we are deprecating ShardedTensor"),
-    # torch's own checkpoint reader and tensors that share storage, when a test compares with them.
+    # Raised by torch's checkpoint reader and by tensors that share storage, which some tests compare with.
     (UserWarning, r"TypedStorage is deprecated"),
     (UserWarning, r"torch\.distributed is disabled, unavailable or uninitialized"),
-    # Raised for a barrier on a group made without a device.
+    # Raised for a barrier on a group without a device.
     (UserWarning, r"No device id is provided via `init_process_group`"),
 )
-"""Warnings of other people's code that tests do not turn into errors: (category, regular expression)."""
+"""Warnings of third-party code that tests do not turn into errors: (category, regular expression)."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """A module-level function by name, with the file it stands in: test files cannot be imported by name alone."""
+    """A module-level function by name and file: test files cannot be imported by name alone."""
 
     module: str
     file: str | None
@@ -62,7 +62,7 @@ class FunctionReference:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function on one rank. ``arguments`` is a pickled tuple, read after the module is loaded."""
+    """One call of a function on one rank. ``arguments`` is a pickled tuple, unpickled after the module is loaded."""
 
     function: FunctionReference
     arguments: bytes
@@ -75,11 +75,11 @@ class Call:
 
 
 def serve(connection: Connection, output_file: str, stack_file: str, import_path: list[str]) -> None:
-    """Run calls until the parent goes away.
+    """Serve calls until the parent process ends.
 
-    For each ``Call`` the answers are ``("returned" | "raised", payload, text, at)`` and then, once the process group
-    is gone, ``("idle", b"", "", at)``; ``at`` is the ``time.monotonic`` of the answer, which all processes of a host
-    share. A rank that returned keeps its group until the parent says that all others are done.
+    For each ``Call`` the rank sends ``("returned" | "raised", payload, text, at)`` and then, after it has destroyed its
+    process group, ``("idle", b"", "", at)``; ``at`` is ``time.monotonic()``, which all processes of a host share.
+    A rank that has returned keeps its group until the parent reports that all other ranks have returned.
     """
     _prepare_process(output_file, stack_file, import_path)
     while True:
@@ -90,7 +90,7 @@ def serve(connection: Connection, output_file: str, stack_file: str, import_path
         if call is None:
             return
         os.truncate(output_file, 0)
-        with _surroundings(call):
+        with _fresh_surroundings(call):
             _answer(connection, call)
         _flush()
         gc.collect()
@@ -98,7 +98,7 @@ def serve(connection: Connection, output_file: str, stack_file: str, import_path
 
 
 def load_function(reference: FunctionReference) -> Callable[..., Any]:
-    """Find the function, loading its module by path where its name cannot be imported."""
+    """Return the function, and load its module from the file if the name cannot be imported."""
     target: Any = _load_module(reference.module, reference.file)
     for part in reference.qualname.split("."):
         target = getattr(target, part)
@@ -135,11 +135,11 @@ def _same_file(one: str | None, other: str) -> bool:
 
 
 def _prepare_process(output_file: str, stack_file: str, import_path: list[str]) -> None:
-    # A group of its own, so that the parent can kill a rank with whatever it started.
+    # A new session and process group, so that the parent can kill a rank together with its children.
     with contextlib.suppress(OSError):
         os.setsid()
     if sys.platform == "linux":
-        # The fork server ends when the test process does, however that one ends; ranks must not outlive it.
+        # The fork server ends when the test process does, even if that is killed; ranks must not outlive it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.open(output_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -148,7 +148,7 @@ def _prepare_process(output_file: str, stack_file: str, import_path: list[str]) 
     os.close(descriptor)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    # The handlers write to the bare descriptor at any time, so it stays open for as long as the process lives.
+    # The handlers may write at any time, so this descriptor stays open until the process ends.
     stacks = os.open(stack_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
@@ -156,8 +156,8 @@ def _prepare_process(output_file: str, stack_file: str, import_path: list[str]) 
 
 
 @contextlib.contextmanager
-def _surroundings(call: Call) -> Iterator[None]:
-    """Give each call the same start, and undo what it changed of the process."""
+def _fresh_surroundings(call: Call) -> Iterator[None]:
+    """Set up the same environment for each call, and restore the process afterwards."""
     environment = dict(os.environ)
     folder = os.getcwd()
     os.environ.update(call.env)
@@ -182,23 +182,23 @@ def _surroundings(call: Call) -> Iterator[None]:
 def _answer(connection: Connection, call: Call) -> None:
     import torch
 
-    _same_start()
+    _reset_defaults()
     try:
-        # By contract of this module: our own parent's bytes.
+        # The bytes come from this process's own parent.
         function = load_function(call.function)
         arguments = pickle.loads(call.arguments)  # noqa: S301
-        _join(call)
+        _init_process_group(call)
         result = function(call.rank, call.world_size, *arguments)
         answer = pickle.dumps(result)
-    except BaseException:  # noqa: BLE001 - everything, SystemExit too, is reported to the parent as text
-        # Taken first: nobody has failed because of this rank yet, as its group lives until the end of this call.
+    except BaseException:  # noqa: BLE001 - the parent gets everything as text, SystemExit too
+        # Taken first: no other rank has failed because of this one yet, since its group still exists.
         at = time.monotonic()
         _flush()
         connection.send(("raised", b"", traceback.format_exc(), at))
     else:
         _flush()
         connection.send(("returned", answer, "", time.monotonic()))
-        # Peers may still be inside a collective with this rank: the group lives until all have returned.
+        # Peers may still be in a collective with this rank, so the group must exist until all have returned.
         connection.recv()
     finally:
         if torch.distributed.is_initialized():
@@ -206,7 +206,7 @@ def _answer(connection: Connection, call: Call) -> None:
                 torch.distributed.destroy_process_group()
 
 
-def _same_start() -> None:
+def _reset_defaults() -> None:
     import numpy
     import torch
 
@@ -217,7 +217,7 @@ def _same_start() -> None:
     torch.manual_seed(0)
 
 
-def _join(call: Call) -> None:
+def _init_process_group(call: Call) -> None:
     import torch.distributed
     from torch._C._distributed_c10d import FileStore
 

@@ -1,17 +1,7 @@
-"""The rank harness: run a function on N ranks of a real process group, quickly and without leaving anything behind.
+"""Run a function on N ranks of a real process group.
 
-Ranks are forked from a server that has torch loaded, so a rank costs a fraction of a second. Whatever goes wrong, the
-caller gets one ``RanksFailed`` with every rank's traceback, the stacks of those that hang, and what they printed.
-
-    def shares(rank, world_size, total):        # a function at the top level of any module or test file
-        return total // world_size
-
-    with RankPool(4) as pool:
-        assert pool.run(shares, 100) == [25] * 4
-        assert pool.run(shares, 100, world_size=2) == [50] * 2
-
-Nothing that a rank leaves in its globals is undone between calls, apart from environment, folder, warning filters,
-default dtype and random seeds, which are the same at the start of every call.
+Ranks are forked from a server process that has imported torch, so a rank starts in a fraction of a second. Any failure
+raises one ``RanksFailed`` with every rank's traceback, the stacks of ranks that hang, and the output of all ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +25,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ..errors import UsageError
 from .rank_process import Call, FunctionReference, load_function, serve
+from .time_limits import time_limit
 
 __all__ = ["RankPool", "RanksFailed", "run_ranks"]
 
@@ -44,10 +36,13 @@ _OUTPUT_TAIL = 4000
 
 
 class RanksFailed(Exception):
-    """Some rank raised, died or did not finish.
+    """A rank raised, died or did not finish.
 
-    ``tracebacks`` holds the text of each rank that raised, ``stacks`` those of the ranks that had to be killed or
-    that crashed, ``deaths`` how ranks ended that were not expected to; all by rank. ``outputs`` is what each printed.
+    Attributes:
+        tracebacks: The traceback of each rank that raised, by rank.
+        stacks: The stacks of all threads of each rank that crashed or had to be killed, by rank.
+        deaths: How each rank ended whose death was not expected, by rank.
+        outputs: The standard output and error of every rank, by rank.
     """
 
     def __init__(
@@ -67,7 +62,7 @@ class RanksFailed(Exception):
 
 @dataclass
 class _Rank:
-    """One child process and the parent's ends of everything that belongs to it."""
+    """One child process, the parent's end of its pipe, and its files."""
 
     process: Any
     connection: Connection
@@ -76,15 +71,34 @@ class _Rank:
 
 
 class RankPool:
-    """Rank processes that are reused from call to call; each call gets a process group of its own.
+    """Rank processes that are reused from call to call.
 
-    Processes start when a call first needs them. After any failure, and after an expected death, the next call gets
-    new ones. Use as a context manager, or ``close`` it. For one thread at a time.
+    The pool starts processes when a call first needs them, and replaces all of them after a failure or an expected
+    death. Every call gets a new process group. Environment, working directory, warning filters, default dtype and
+    random seeds are reset before each call; other global state of a rank is not.
+
+    Use the pool as a context manager, or call ``close``. It is not thread-safe.
+
+    Example:
+        A rank finds the function by its name, so the function must be at the top level of a module or test file::
+
+            def share(rank, world_size, total):
+                return total // world_size
+
+            with RankPool(4) as pool:
+                assert pool.run(share, 100) == [25] * 4
+                assert pool.run(share, 100, world_size=2) == [50] * 2
+
+    Args:
+        world_size: The largest number of ranks that a call can use.
+
+    Raises:
+        UsageError: ``world_size`` is less than 1.
     """
 
     def __init__(self, world_size: int) -> None:
         if world_size < 1:
-            raise ValueError(f"a pool needs at least one rank, not {world_size}")
+            raise UsageError(f"a pool needs at least one rank, but world_size is {world_size}")
         self.world_size = world_size
         self._ranks: list[_Rank] = []
         self._folder: Path | None = None
@@ -98,7 +112,7 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks that are up now, by rank."""
+        """The process ids of the ranks that are running now, by rank."""
         return [rank.process.pid for rank in self._ranks]
 
     def run(
@@ -106,24 +120,37 @@ class RankPool:
         fn: Callable[..., Any],
         *args: Any,
         world_size: int | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 120.0,
         env: Mapping[str, str] | None = None,
         backend: str | None = "gloo",
         expect_death: Mapping[int, int] | None = None,
     ) -> list[Any]:
-        """Call ``fn(rank, world_size, *args)`` on every rank and return the results by rank.
+        """Call ``fn(rank, world_size, *args)`` on every rank.
 
-        ``fn`` stands at the top level of a module or test file; arguments and results can be pickled. ``world_size``
-        takes only the first ranks of the pool. ``backend=None`` makes no process group. ``env`` is added to the
-        environment for this call. A rank that is killed as ``expect_death`` (rank to signal number) says has the
-        result None; not dying then is a failure. Raises ``RanksFailed``, at the latest some seconds after
-        ``timeout_s``; nothing of the call is running any more then.
+        Args:
+            fn: A function at the top level of a module or test file.
+            *args: Further arguments; they must be picklable.
+            world_size: Number of ranks, the first ones of the pool; all ranks by default.
+            timeout_s: Seconds until ranks that still run are killed, multiplied by ``BCP_TEST_TIME_FACTOR``.
+            env: Environment variables to set during this call.
+            backend: Backend of the process group, or None for no process group.
+            expect_death: Signal number by rank, for each rank that a signal must kill during the call.
+
+        Returns:
+            The results by rank, None for a rank whose death was expected. Results must be picklable.
+
+        Raises:
+            RanksFailed: A rank raised, died or did not finish in time, or survived although its death was expected.
+                Nothing of the call runs any more.
+            TypeError: Ranks cannot find ``fn`` by its name.
+            UsageError: ``world_size`` is larger than the pool.
         """
         size = self.world_size if world_size is None else world_size
         if not 1 <= size <= self.world_size:
-            raise ValueError(f"world_size {size} does not fit a pool of {self.world_size} ranks")
+            raise UsageError(f"world_size must be between 1 and {self.world_size}, the size of the pool, not {size}")
         function = _reference(fn)
         arguments = pickle.dumps(args)
+        timeout_s = time_limit(timeout_s)
         try:
             self._start(size)
             return self._run(function, arguments, size, timeout_s, dict(env or {}), backend, dict(expect_death or {}))
@@ -132,14 +159,14 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """End all ranks, and wait until they are gone."""
+        """Kill all ranks, and wait until they have ended."""
         self._kill()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
     def _start(self, size: int) -> None:
-        # An idle rank has nothing to say: what can be read is the end of its pipe.
+        # An idle rank sends nothing, so a readable pipe means that the rank has ended.
         if any(rank.connection.poll() for rank in self._ranks):
             self._kill()
         if self._folder is None:
@@ -151,17 +178,17 @@ class RankPool:
             output, stack = self._folder / f"output-{number}", self._folder / f"stack-{number}"
             output.touch()
             stack.touch()
-            ours, theirs = context.Pipe()
+            own_end, child_end = context.Pipe()
             process = context.Process(
                 target=serve,
-                args=(theirs, str(output), str(stack), list(sys.path)),
+                args=(child_end, str(output), str(stack), list(sys.path)),
                 name=f"rank-{len(self._ranks)}",
                 daemon=True,
             )
             process.start()
-            # With our copy closed, the end of the child is the end of the pipe.
-            theirs.close()
-            self._ranks.append(_Rank(process, ours, output, stack))
+            # The child holds the only copy now, so the pipe ends when the child does.
+            child_end.close()
+            self._ranks.append(_Rank(process, own_end, output, stack))
 
     def _run(
         self,
@@ -178,7 +205,7 @@ class RankPool:
         call = _OneCall(self._ranks[:size], expect_death, time.monotonic() + timeout_s, timeout_s)
         for number, rank in enumerate(call.ranks):
             os.truncate(rank.stack_file, 0)
-            # A rank that dies now is found by collect().
+            # collect() finds a rank that dies now.
             with contextlib.suppress(BrokenPipeError):
                 rank.connection.send(Call(function, arguments, number, size, backend, str(store), timeout_s, env))
         call.collect({"returned", "raised"})
@@ -190,7 +217,7 @@ class RankPool:
         store.unlink(missing_ok=True)
         if call.dead:
             self._kill()
-        return [pickle.loads(call.results[number]) if number in call.results else None for number in range(size)]  # noqa: S301 - our own children's bytes
+        return [pickle.loads(call.results[number]) if number in call.results else None for number in range(size)]  # noqa: S301 - bytes of this process's own children
 
     def _kill(self) -> None:
         ranks, self._ranks = self._ranks, []
@@ -207,7 +234,7 @@ class RankPool:
 
 
 class _OneCall:
-    """What the parent knows about a call that is under way."""
+    """The parent's view of a call in progress."""
 
     def __init__(
         self, ranks: Sequence[_Rank], expect_death: Mapping[int, int], deadline: float, timeout_s: float
@@ -223,7 +250,7 @@ class _OneCall:
         self._stacks: dict[int, str] = {}
         self._late: list[int] = []
         self._failed_at: dict[int, float] = {}
-        self._looked_at = 0.0
+        self._polled_at = 0.0
 
     @property
     def failed(self) -> bool:
@@ -235,41 +262,41 @@ class _OneCall:
                 self.ranks[number].connection.send("release")
 
     def collect(self, kinds: set[str]) -> None:
-        """Take one answer of these kinds from every living rank; stop early when the rest does not come."""
+        """Receive one message of these kinds from every living rank, or give up at the deadline."""
         waiting = {
             self.ranks[number].connection: number for number in range(len(self.ranks)) if number not in self.dead
         }
         while waiting:
-            self._looked_at = time.monotonic()
-            remaining = self._deadline - self._looked_at
+            self._polled_at = time.monotonic()
+            remaining = self._deadline - self._polled_at
             ready = connections.wait(list(waiting), timeout=max(0.0, remaining))
             if not ready and remaining <= 0:
                 self._late = sorted(waiting.values())
-                self._take_stacks()
+                self._dump_stacks()
                 return
             for pipe in ready:
                 number = waiting[pipe]  # type: ignore[index]
-                if self._take(number, kinds):
+                if self._receive(number, kinds):
                     del waiting[pipe]  # type: ignore[arg-type]
 
     def failure(self, what: str) -> RanksFailed:
         outputs = {number: _tail(rank.output_file) for number, rank in enumerate(self.ranks)}
         lines = [f"{what} failed."]
-        # Answers of a busy machine come together, so it is not their coming that tells the cause from what it caused.
+        # On a busy machine messages arrive together, so the time of arrival does not show which failure came first.
         for number in sorted(self._failed_at, key=self._failed_at.__getitem__):
             if number in self._tracebacks:
                 lines.append(f"\n--- rank {number} raised ---\n{self._tracebacks[number].rstrip()}")
             if number in self._deaths:
                 lines.append(f"\n--- rank {number} {self._deaths[number]} ---\n{self._stacks.get(number, '').rstrip()}")
         for number in self._late:
-            why = "when the others had failed" if self._failed_at else f"after {self._timeout_s:g} s"
+            why = "after the others had failed" if self._failed_at else f"after {self._timeout_s:g} s"
             lines.append(f"\n--- rank {number} was still running {why} ---\n{self._stacks[number].rstrip()}")
         lines += [
             f"\n--- output of rank {number} ---\n{text.rstrip()}" for number, text in outputs.items() if text.strip()
         ]
         return RanksFailed("\n".join(lines), self._tracebacks, self._stacks, self._deaths, outputs)
 
-    def _take(self, number: int, kinds: set[str]) -> bool:
+    def _receive(self, number: int, kinds: set[str]) -> bool:
         try:
             kind, payload, text, at = self.ranks[number].connection.recv()
         except (EOFError, OSError):
@@ -278,12 +305,12 @@ class _OneCall:
         if kind == "returned":
             if number in self._expect_death:
                 self._deaths[number] = f"returned, but should have died by {_signal_name(self._expect_death[number])}"
-                self._note(number, at)
+                self._record_failure(number, at)
             else:
                 self.results[number] = payload
         elif kind == "raised":
             self._tracebacks[number] = text
-            self._note(number, at)
+            self._record_failure(number, at)
         return kind in kinds
 
     def _died(self, number: int) -> None:
@@ -295,31 +322,49 @@ class _OneCall:
             return
         self._deaths[number] = f"died by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
         self._stacks[number] = _with_source(rank.stack_file.read_text(errors="replace"))
-        # The dead tell no time: some moment since the last look, and so before all that others raised because of it.
-        self._note(number, self._looked_at)
+        # The time of a death is unknown. The last poll precedes everything that other ranks raised because of it.
+        self._record_failure(number, self._polled_at)
 
-    def _note(self, number: int, at: float) -> None:
+    def _record_failure(self, number: int, at: float) -> None:
         self._failed_at.setdefault(number, at)
-        self._deadline = min(self._deadline, time.monotonic() + _AFTER_FAILURE_S)
+        self._deadline = min(self._deadline, time.monotonic() + time_limit(_AFTER_FAILURE_S))
 
-    def _take_stacks(self) -> None:
+    def _dump_stacks(self) -> None:
         for number in self._late:
             os.kill(self.ranks[number].process.pid, signal.SIGUSR1)
         for number in self._late:
             text = _settled_text(self.ranks[number].stack_file)
-            self._stacks[number] = _with_source(text) if text else "(no stack: the process does not answer signals)"
+            self._stacks[number] = _with_source(text) if text else "(no stack: the process does not react to signals)"
 
 
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     env: Mapping[str, str] | None = None,
     backend: str | None = "gloo",
     expect_death: Mapping[int, int] | None = None,
 ) -> list[Any]:
-    """``RankPool.run`` on new processes that end with the call."""
+    """Call ``fn(rank, world_size, *args)`` on ranks that start and end with the call.
+
+    Args:
+        fn: A function at the top level of a module or test file.
+        world_size: Number of ranks.
+        *args: Further arguments; they must be picklable.
+        timeout_s: Seconds until ranks that still run are killed, multiplied by ``BCP_TEST_TIME_FACTOR``.
+        env: Environment variables to set in the ranks.
+        backend: Backend of the process group, or None for no process group.
+        expect_death: Signal number by rank, for each rank that a signal must kill during the call.
+
+    Returns:
+        The results by rank, None for a rank whose death was expected.
+
+    Raises:
+        RanksFailed: A rank raised, died or did not finish in time, or survived although its death was expected.
+        TypeError: Ranks cannot find ``fn`` by its name.
+        UsageError: ``world_size`` is less than 1.
+    """
     with RankPool(world_size) as pool:
         return pool.run(fn, *args, timeout_s=timeout_s, env=env, backend=backend, expect_death=expect_death)
 
@@ -327,17 +372,17 @@ def run_ranks(
 def _reference(fn: Callable[..., Any]) -> FunctionReference:
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if not module or not qualname or "<" in qualname:
-        raise TypeError(f"{fn!r} must be a function at the top level of a module, so that a rank can find it by name")
+        raise TypeError(f"{fn!r} must be a function at the top level of a module, so that ranks can find it by name")
     loaded = sys.modules.get(module)
     file = getattr(loaded, "__file__", None)
     reference = FunctionReference(module, file, qualname)
     if loaded is not None and load_function(reference) is not fn:
-        raise TypeError(f"{module}.{qualname} is not {fn!r}: a rank would call something else")
+        raise TypeError(f"{module}.{qualname} is not {fn!r}, so ranks would call another function")
     return reference
 
 
 def _kill_group(pid: int) -> None:
-    # A rank leads a process group of its own; before it has made one there is nothing else to kill.
+    # Each rank has created a process group, which contains its children too.
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -357,9 +402,9 @@ def _tail(file: Path) -> str:
 
 
 def _settled_text(file: Path) -> str:
-    """The dump is written by a signal handler in the other process: read until it has stopped growing."""
-    text, give_up = "", time.monotonic() + 3.0
-    while time.monotonic() < give_up:
+    """Return the text once it has stopped growing: a signal handler in the other process writes it."""
+    text, deadline = "", time.monotonic() + time_limit(3.0)
+    while time.monotonic() < deadline:
         time.sleep(0.1)
         latest = file.read_text(errors="replace")
         if latest and latest == text:
@@ -369,7 +414,7 @@ def _settled_text(file: Path) -> str:
 
 
 def _with_source(stacks: str) -> str:
-    """Add the source line under each frame, as a traceback has it."""
+    """Add the source line under each frame, as in a traceback."""
     lines = []
     for line in stacks.splitlines():
         lines.append(line)

@@ -1,7 +1,7 @@
-"""Which tensors are stored whole although ranks hold them in parts, who writes each, and who sends what to whom.
+"""Choose the tensors to store whole although ranks hold parts of them, and plan which rank sends what to which owner.
 
-A save plan says which rank contributes which box. Here the boxes of a tensor become fragments that travel to one owner,
-which writes the tensor as one. Pure and deterministic, like the plan it starts from.
+In a save plan, every box has a writer. Here the boxes of a tensor become fragments that travel to one owner, which
+writes the tensor as one. Pure and deterministic, like the save plan.
 """
 
 from __future__ import annotations
@@ -13,34 +13,42 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ..errors import PlanError
-from ..safetensors_file import shard_name
-from ..tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
-from .assignment import Assignment
-from .gather_share import LEAST_PIECE, PIECE_SIZE, GatherShare, item_places
-from .save_plan import SavePlan, lay_out_files, rows_by_rank
-from .wire import Bool
+from ...errors import PlanError
+from ...format.safetensors import shard_name
+from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from ..save.assignment import Assignment
+from ..save.plan import SavePlan, lay_out_files, rows_by_rank
+from ..wire import Bool
+from .share import PIECE_ALIGNMENT, PIECE_SIZE, GatherShare, item_places
 
 __all__ = ["LAYOUTS", "GatherPlan", "Layout", "plan_gather"]
 
 Layout = Literal["shards", "merged", "whole"]
-"""What is stored of a tensor that ranks hold in parts: the parts (irregular ones decomposed into boxes); the whole
-where the parts are no regular grid; the whole."""
+"""How to store a tensor that ranks hold in parts.
+
+``shards`` stores the parts, with irregular ones decomposed into boxes. ``merged`` stores a tensor whole if its parts do
+not form a regular grid. ``whole`` stores every tensor whole.
+"""
 
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
-# So many of a tensor's holders, those with most of it, are considered as its owner before all other ranks.
-_CANDIDATES = 8
+# The number of a tensor's largest holders that are considered as its owner before all other ranks.
+_MAX_CANDIDATES = 8
 
 
 @dataclass(eq=False)
 class GatherPlan:
-    """A save plan in which tensors were made whole, and the fragments they are made of.
+    """A save plan in which some tensors are stored whole, and the fragments that they consist of.
 
-    ``stored`` is the plan of what will be on storage; its ``source`` is -1 for a tensor made whole. The other columns
-    are by fragment: what was a shard to be written is one, by tensor, then offsets. ``target`` is the row of
-    ``stored.shards`` that it becomes part of, ``boxes`` where it lies in it, in the target's own coordinates;
-    ``holder`` is the rank that stages it, ``row`` its row in that rank's ``LocalPlan.shards``.
+    The columns are by fragment, which is a shard of the original plan, sorted by tensor, then offsets.
+
+    Attributes:
+        stored: The plan of what will be on storage; its ``source`` is -1 for a tensor that is gathered.
+        target: The row of ``stored.shards`` that a fragment becomes part of.
+        boxes: The fragment's box, in the target's own coordinates.
+        holder: The rank that stages the fragment.
+        row: The fragment's row in that rank's ``LocalPlan.shards``.
+        piece_size: Bytes of a file that are gathered and written at once.
     """
 
     stored: SavePlan
@@ -52,27 +60,48 @@ class GatherPlan:
 
     @cached_property
     def gathered(self) -> Bool:
-        """By file of ``stored``: whether any of it is made of fragments. The others are written as ever."""
+        """By file of ``stored``: whether any part of it consists of fragments. Other files need no gathering."""
         found = np.zeros(len(self.stored.files), np.bool_)
         found[self.stored.file[self.stored.source < 0]] = True
         return found
 
     @property
     def bytes_sent(self) -> int:
-        """What all ranks together send to others."""
+        """The bytes that all ranks together send to others."""
         travels = self.stored.owner[self.target] != self.holder
         return int(self.boxes.nbytes(self.stored.tensors)[travels].sum())
 
     def assignment(self, rank: int) -> Assignment:
-        """What ``rank`` writes on its own: values, and files of which nothing is gathered."""
+        """Return what a rank writes without gathering.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            Its values, and its files without gathered tensors.
+        """
         return self.stored.assignment(rank, self._files_alone(rank))
 
     def assignment_bytes(self, rank: int) -> bytes:
-        """``assignment`` for ``Assignment.from_bytes``."""
+        """Return ``assignment``, packed for ``Assignment.from_bytes``.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            The packed assignment.
+        """
         return self.stored.assignment_bytes(rank, self._files_alone(rank))
 
     def share(self, rank: int) -> GatherShare:
-        """What ``rank`` sends, gathers and writes beside that."""
+        """Return what a rank sends, gathers and writes in addition to its ``assignment``.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            Its part of the gather plan.
+        """
         stored = self.stored
         sent = self._held(rank)
         sent = sent[stored.owner[self.target[sent]] != rank]
@@ -95,7 +124,7 @@ class GatherPlan:
         )
 
     def _items(self, rows: Int64) -> TensorTable:
-        """Rows of ``stored.shards`` as tensors in their own right, named as in the file."""
+        """Rows of ``stored.shards`` as tensors, named as in the file."""
         tensors, shards = self.stored.tensors, self.stored.shards.take(rows)
         file = self.stored.file[rows]
         sections = [self.stored.files[index].section for index in np.unique(file).tolist()]
@@ -120,7 +149,7 @@ class GatherPlan:
         return order[starts[rank] : starts[rank + 1]] if rank + 1 < len(starts) else order[:0]
 
     def _fragments_of(self, targets: Int64) -> Int64:
-        """Fragments are in the order of their targets, because targets are in the order of tensors."""
+        """Return the fragments of ``targets``. Fragments are sorted by target, because targets are sorted by tensor."""
         starts = self._fragment_starts
         return ragged_positions(starts[targets], starts[targets + 1] - starts[targets])
 
@@ -134,7 +163,7 @@ class GatherPlan:
 
     @cached_property
     def _places(self) -> Int64:
-        """By row of ``stored.shards``: where it begins in what its owner gathers, counting files that are gathered."""
+        """Where a row of ``stored.shards`` begins in its owner's output, which consists of the gathered files."""
         stored, places = self.stored, np.full(len(self.stored.shards), -1, np.int64)
         files, _ = rows_by_rank(np.array([file.rank for file in stored.files], np.int64))
         nbytes = stored.shards.nbytes(stored.tensors)
@@ -144,7 +173,7 @@ class GatherPlan:
         rows = np.concatenate(targets)
         file = stored.file[rows]
         rank = stored.owner[rows]
-        # Every rank's output begins at 0 again, whole pieces after the one before it.
+        # Every rank's output begins at 0; item_places has put them one after the other.
         found = item_places(file, nbytes[rows], self.piece_size)
         begins = np.flatnonzero(np.diff(rank, prepend=-1))
         places[rows] = found - np.repeat(found[begins], np.diff(np.append(begins, len(rows))))
@@ -152,15 +181,29 @@ class GatherPlan:
 
 
 def plan_gather(plan: SavePlan, layout: Layout, *, world_size: int, piece_size: int = PIECE_SIZE) -> GatherPlan | None:
-    """Make whole what ``layout`` wants whole; None where that is nothing, so that ``plan`` stands as it is.
+    """Plan which tensors to gather for a layout.
 
-    Tensors already planned as one box stay with their writer. Each of the others gets one owner: the rank that holds
-    most of it where its even share of all bytes leaves room, else the rank with the least to write. So no rank writes
-    more than an even share and one such tensor, unless it does so without them. Raises ``PlanError`` for an unknown
-    layout.
+    A tensor that is already planned as one box keeps its writer. Each other tensor gets one owner: the rank that holds
+    most of it if that stays within an even share of all bytes, else the rank with the least to write. So no rank writes
+    more than an even share plus one such tensor, unless the save plan already assigns more to it.
+
+    Args:
+        plan: The save plan.
+        layout: What to store of a tensor that ranks hold in parts (see ``Layout``).
+        world_size: The number of ranks.
+        piece_size: Bytes of a file that are gathered and written at once; a multiple of 16.
+
+    Returns:
+        The gather plan, or None if nothing is gathered and ``plan`` remains as it is.
+
+    Raises:
+        PlanError: The layout or the piece size is not valid.
     """
-    if layout not in LAYOUTS or piece_size < LEAST_PIECE or piece_size % LEAST_PIECE:
-        raise PlanError(f"no layout {layout!r} in pieces of {piece_size}; layouts are {', '.join(LAYOUTS)}")
+    if layout not in LAYOUTS or piece_size < PIECE_ALIGNMENT or piece_size % PIECE_ALIGNMENT:
+        raise PlanError(
+            f"cannot use layout {layout!r} with pieces of {piece_size} bytes; layouts are {', '.join(LAYOUTS)}, and "
+            f"pieces are multiples of {PIECE_ALIGNMENT} bytes"
+        )
     if layout == "shards":
         return None
     shards, tensors = plan.shards, plan.tensors
@@ -175,7 +218,7 @@ def plan_gather(plan: SavePlan, layout: Layout, *, world_size: int, piece_size: 
     stored = _whole(plan, kept, np.flatnonzero(merged), owner_of)
     ndim = tensors.ndim[shards.tensor]
     target = np.searchsorted(stored.shards.tensor, shards.tensor)
-    # A tensor that is kept in parts has one row for each of them, in the same order.
+    # A tensor that stays in parts has one row for each part, in the same order.
     target[kept] += kept - np.searchsorted(shards.tensor, shards.tensor[kept])
     offsets = np.where(np.repeat(merged[shards.tensor], ndim), shards.offsets, 0)
     boxes = BoxTable(shards.tensor, offsets, shards.lengths, shards.starts)
@@ -183,13 +226,13 @@ def plan_gather(plan: SavePlan, layout: Layout, *, world_size: int, piece_size: 
 
 
 def _regular(shards: BoxTable, counts: Int64) -> Bool:
-    """By tensor: whether its boxes, which tile it, are a grid: one for each combination of its axes' offsets."""
+    """By tensor: whether its boxes, which tile it, form a grid: one box for each combination of its axes' offsets."""
     cells = np.ones(len(counts), np.float64)
     ndim = shards.starts[1:] - shards.starts[:-1]
     for axis in range(int(ndim.max(initial=0))):
         rows = np.flatnonzero((ndim > axis) & (counts > 1)[shards.tensor])
         tensor, offset = shards.tensor[rows], shards.offsets[shards.starts[rows] + axis]
-        # Sorted by tensor already, and by the first axis within each.
+        # The rows are already sorted by tensor, and by the first axis within each tensor.
         order = np.lexsort((offset, tensor)) if axis and offset.any() else np.arange(len(rows))
         tensor, offset = tensor[order], offset[order]
         fresh = np.ones(len(rows), np.bool_)
@@ -200,9 +243,9 @@ def _regular(shards: BoxTable, counts: Int64) -> Bool:
 
 
 def _choose_owners(plan: SavePlan, merged: Bool, world_size: int) -> Int64:
-    """By tensor the rank that is to write it (-1 where it is not ``merged``).
+    """By tensor: the rank that writes it (-1 if it is not ``merged``).
 
-    First come the tensors of which one rank holds most bytes: these are the bytes that need not travel.
+    Tensors of which one rank holds most bytes come first: these bytes need not be sent.
     """
     nbytes = plan.shards.nbytes(plan.tensors)
     rows = merged[plan.shards.tensor]
@@ -218,9 +261,9 @@ def _choose_owners(plan: SavePlan, merged: Bool, world_size: int) -> Int64:
     which = np.flatnonzero(merged)
     for row in which[np.argsort(-held[begins[which]], kind="stable")].tolist():
         size, begin = int(sizes[row]), int(begins[row])
-        end = min(int(begins[row + 1]), begin + _CANDIDATES)
+        end = min(int(begins[row + 1]), begin + _MAX_CANDIDATES)
         near = holders[begin:end].tolist()
-        # Of those that hold much of it, the one with least to write: what it need not be sent hardly differs.
+        # Of the ranks that hold much of it, take the one with the least to write: the bytes to send hardly differ.
         much = near[: int((2 * held[begin:end] >= held[begin]).sum())]
         owner = min(much, key=lambda rank: (loads[rank], rank))
         if loads[owner] + size > fair:
@@ -235,7 +278,7 @@ def _choose_owners(plan: SavePlan, merged: Bool, world_size: int) -> Int64:
 
 
 def _holdings(tensor: Int64, rank: Int64, nbytes: Int64, world_size: int) -> tuple[Int64, Int64, Int64]:
-    """Who holds how much of each tensor: by tensor, those with most first, then by rank."""
+    """Return tensor, rank and bytes of each rank's part of each tensor, by tensor, largest part first, then by rank."""
     key, inverse = np.unique(tensor * world_size + rank, return_inverse=True)
     held = np.bincount(inverse, weights=nbytes, minlength=len(key)).astype(np.int64)
     order = np.lexsort((key, -held, key // world_size))
@@ -243,7 +286,7 @@ def _holdings(tensor: Int64, rank: Int64, nbytes: Int64, world_size: int) -> tup
 
 
 def _whole(plan: SavePlan, kept: Int64, merged: Int64, owner_of: Int64) -> SavePlan:
-    """``plan`` with one whole box, written by its owner, for each of the tensors ``merged``; ``kept`` rows stay."""
+    """Return ``plan`` with one whole box, written by its owner, for each tensor in ``merged``; ``kept`` rows remain."""
     tensors, old = plan.tensors, plan.shards.take(kept)
     shape = tensors.shape[ragged_positions(tensors.starts[merged], tensors.ndim[merged])]
     tensor = np.concatenate((old.tensor, merged))

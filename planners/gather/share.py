@@ -1,4 +1,4 @@
-"""One rank's part in making tensors whole: what it sends, what it gathers, and how both sides cut it into pieces."""
+"""One rank's part of a gather plan: what it sends, what it gathers, and how both sides split it into pieces."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..dtypes import DTYPES
-from ..tables import BoxTable, Int64, TensorTable
-from .dedup import matrices
-from .local_plan import LocalPlan
-from .wire import Fields, column, pack
+from ...tensors.dtypes import DTYPES
+from ...tensors.tables import BoxTable, Int64, TensorTable
+from ..dedup import matrices
+from ..save.local_plan import LocalPlan
+from ..wire import Fields, pack_column, pack_message
 
-__all__ = ["LEAST_PIECE", "PIECE_SIZE", "Cuts", "GatherShare", "cut_fragments", "item_places"]
+__all__ = ["PIECE_ALIGNMENT", "PIECE_SIZE", "FragmentSlices", "GatherShare", "item_places", "split_fragments"]
 
 PIECE_SIZE = 8 << 20
-"""Bytes of a file's data that are gathered and written as one."""
+"""Bytes of a file's data that are gathered and written at once."""
 
-LEAST_PIECE = 16
-"""Piece sizes are multiples of this, so that no element lies in two pieces."""
+PIECE_ALIGNMENT = 16
+"""Piece sizes are multiples of this many bytes, so that no element lies in two pieces."""
 
 _KIND = "gather share"
 _MAX_PLACE = 2**62
@@ -26,12 +26,16 @@ _MAX_NDIM = 64
 
 
 @dataclass(eq=False)
-class Cuts:
-    """Fragments cut at the borders of their owner's pieces. Rows come in the order in which bytes travel.
+class FragmentSlices:
+    """Fragments split at the borders of their owner's pieces, in the order in which the bytes travel.
 
-    Bytes ``[start, stop)`` of fragment ``fragment`` (its elements in row-major order) belong into piece ``piece`` of
-    the output of the owner, which shares them with ``peer``. ``at`` is where they begin in the piece if they lie there
-    as one run, else -1.
+    Attributes:
+        piece: The piece of the owner's output to which a slice belongs.
+        peer: The receiver of an outgoing slice, or the sender of an incoming one.
+        fragment: The fragment that contains the slice.
+        start: The first byte of the slice in the fragment, whose elements are in row-major order.
+        stop: The byte after its last one.
+        at: Its first byte in the piece if it is one run there, else -1.
     """
 
     piece: Int64
@@ -51,13 +55,18 @@ class Cuts:
 
 @dataclass(eq=False)
 class GatherShare:
-    """What one rank does so that tensors are stored whole.
+    """What one rank does so that tensors are stored whole. Every byte of every item is in exactly one box.
 
-    It sends its shards ``sent`` (rows of its ``LocalPlan.shards``) to the ranks ``to``, where each one's tensor begins
-    at byte ``place`` of what that rank gathers. It writes ``items``: in the order of files (one a section) and of
-    bytes, named as in the file and shaped as stored. Box ``i`` of ``boxes`` is a part of item ``boxes.tensor[i]``, in
-    the item's own coordinates; it comes from rank ``source[i]``, and where that is this rank itself it is row
-    ``row[i]`` of its shards (else -1). Every byte of every item is in exactly one box.
+    Attributes:
+        piece_size: Bytes of a file that are gathered and written at once.
+        sent: The shards to send, as rows of ``LocalPlan.shards``.
+        to: The receiver of each.
+        place: The byte in the receiver's output where the tensor of each begins.
+        items: The tensors to write, in the order of files (one per section) and bytes, named as in the file and shaped
+            as stored.
+        boxes: The parts of the items, in the item's own coordinates; ``tensor`` is the item.
+        source: The rank that holds each part.
+        row: The part's row in this rank's shards if this rank holds it, else -1.
     """
 
     piece_size: int
@@ -71,7 +80,7 @@ class GatherShare:
 
     @property
     def staged(self) -> Int64:
-        """Rows of this rank's shards that it must hold until all is gathered, ascending."""
+        """Rows of this rank's shards that stay in staging memory until everything is gathered, ascending."""
         return np.union1d(self.sent, self.row[self.row >= 0])
 
     @property
@@ -80,76 +89,107 @@ class GatherShare:
         return int(_nbytes(self.items).sum())
 
     def item_places(self) -> Int64:
-        """The first byte of each item in what this rank gathers: every file begins on a whole piece."""
+        """Return where each item begins in this rank's output. Every file begins on a new piece.
+
+        Returns:
+            The first byte of each item.
+        """
         return item_places(self.items.section, _nbytes(self.items), self.piece_size)
 
-    def outgoing(self, plan: LocalPlan) -> Cuts:
-        """What to send, in order; ``fragment`` is a row of ``sent``."""
-        return cut_fragments(plan.tensors, plan.shards.take(self.sent), self.place, self.to, self.piece_size)
+    def outgoing(self, plan: LocalPlan) -> FragmentSlices:
+        """Return what to send.
 
-    def incoming(self) -> Cuts:
-        """What to gather, in order; ``fragment`` is a row of ``boxes``."""
-        return cut_fragments(
+        Args:
+            plan: This rank's plan.
+
+        Returns:
+            The slices in order; ``fragment`` is a row of ``sent``.
+        """
+        return split_fragments(plan.tensors, plan.shards.take(self.sent), self.place, self.to, self.piece_size)
+
+    def incoming(self) -> FragmentSlices:
+        """Return what to gather.
+
+        Returns:
+            The slices in order; ``fragment`` is a row of ``boxes``.
+        """
+        return split_fragments(
             self.items, self.boxes, self.item_places()[self.boxes.tensor], self.source, self.piece_size
         )
 
     def to_bytes(self) -> bytes:
-        """For ``from_bytes``, on any machine."""
+        """Pack for ``from_bytes``.
+
+        Returns:
+            Bytes that any machine can unpack.
+        """
         items, boxes = self.items, self.boxes
-        return pack(
+        return pack_message(
             _KIND,
             {
-                "piece_size": column(np.array([self.piece_size], np.int64)),
-                "sent": column(self.sent),
-                "to": column(self.to),
-                "place": column(self.place),
+                "piece_size": pack_column(np.array([self.piece_size], np.int64)),
+                "sent": pack_column(self.sent),
+                "to": pack_column(self.to),
+                "place": pack_column(self.place),
                 "names": items.names,
                 "sections": items.sections,
-                "section": column(items.section),
-                "dtype": column(items.dtype),
-                "ndim": column(items.ndim),
-                "shape": column(items.shape),
-                "item": column(boxes.tensor),
-                "offsets": column(boxes.offsets),
-                "lengths": column(boxes.lengths),
-                "source": column(self.source),
-                "row": column(self.row + 1),
+                "section": pack_column(items.section),
+                "dtype": pack_column(items.dtype),
+                "ndim": pack_column(items.ndim),
+                "shape": pack_column(items.shape),
+                "item": pack_column(boxes.tensor),
+                "offsets": pack_column(boxes.offsets),
+                "lengths": pack_column(boxes.lengths),
+                "source": pack_column(self.source),
+                "row": pack_column(self.row + 1),
             },
         )
 
     @classmethod
     def from_bytes(cls, data: bytes, plan: LocalPlan, world_size: int) -> GatherShare:
-        """What the planning rank sent in answer to ``plan``, whose rows it must speak of.
+        """Unpack what the planning rank sent.
 
-        Raises ``PlanError`` for bytes that ``to_bytes`` would not have written.
+        Args:
+            data: What ``to_bytes`` has returned.
+            plan: The plan to whose rows it refers.
+            world_size: The number of ranks.
+
+        Returns:
+            This rank's part of the gather plan.
+
+        Raises:
+            PlanError: ``to_bytes`` cannot have written the bytes.
         """
         fields = Fields(_KIND, data)
-        piece = fields.within("piece_size", fields.integers("piece_size", 1), LEAST_PIECE, _MAX_PLACE)
-        sent = fields.within("sent", fields.integers("sent"), 0, len(plan.shards))
-        to = fields.within("to", fields.integers("to", len(sent)), 0, world_size)
-        place = fields.within("place", fields.integers("place", len(sent)), 0, _MAX_PLACE)
+        piece = fields.in_range("piece_size", fields.integers("piece_size", 1), PIECE_ALIGNMENT, _MAX_PLACE)
+        sent = fields.in_range("sent", fields.integers("sent"), 0, len(plan.shards))
+        to = fields.in_range("to", fields.integers("to", len(sent)), 0, world_size)
+        place = fields.in_range("place", fields.integers("place", len(sent)), 0, _MAX_PLACE)
         names, sections = fields.strings("names"), fields.strings("sections")
         count = len(names)
-        section = fields.within("section", fields.integers("section", count), 0, len(sections))
-        dtype = fields.within("dtype", fields.integers("dtype", count), 0, len(DTYPES))
-        ndim = fields.within("ndim", fields.integers("ndim", count), 0, _MAX_NDIM + 1)
-        shape = fields.within("shape", fields.integers("shape", int(ndim.sum())), 0, _MAX_PLACE)
+        section = fields.in_range("section", fields.integers("section", count), 0, len(sections))
+        dtype = fields.in_range("dtype", fields.integers("dtype", count), 0, len(DTYPES))
+        ndim = fields.in_range("ndim", fields.integers("ndim", count), 0, _MAX_NDIM + 1)
+        shape = fields.in_range("shape", fields.integers("shape", int(ndim.sum())), 0, _MAX_PLACE)
         items = TensorTable(names, sections, section, dtype, ndim, shape)
-        item = fields.within("item", fields.integers("item"), 0, count)
+        item = fields.in_range("item", fields.integers("item"), 0, count)
         total = int(ndim[item].sum())
         offsets, lengths = (
-            fields.within(name, fields.integers(name, total), 0, _MAX_PLACE) for name in ("offsets", "lengths")
+            fields.in_range(name, fields.integers(name, total), 0, _MAX_PLACE) for name in ("offsets", "lengths")
         )
-        source = fields.within("source", fields.integers("source", len(item)), 0, world_size)
-        row = fields.within("row", fields.integers("row", len(item)), 0, len(plan.shards) + 1) - 1
+        source = fields.in_range("source", fields.integers("source", len(item)), 0, world_size)
+        row = fields.in_range("row", fields.integers("row", len(item)), 0, len(plan.shards) + 1) - 1
         return cls(
             int(piece[0]), sent, to, place, items, BoxTable.from_columns(items, item, offsets, lengths), source, row
         )
 
 
 def item_places(file: Int64, nbytes: Int64, piece_size: int) -> Int64:
-    """Where each item begins in what its owner gathers: items of one file (its number ascends) back to back, every
-    file on a whole piece."""
+    """Return where each item begins in its owner's output.
+
+    ``file`` is the file of each item, ascending. Items of a file lie back to back, and every file begins on a new
+    piece.
+    """
     ends = np.cumsum(nbytes)
     first = np.flatnonzero(np.diff(file, prepend=-1))
     file_begin = (ends - nbytes)[first]
@@ -160,12 +200,14 @@ def item_places(file: Int64, nbytes: Int64, piece_size: int) -> Int64:
     return places
 
 
-def cut_fragments(tensors: TensorTable, boxes: BoxTable, place: Int64, peer: Int64, piece_size: int) -> Cuts:
-    """Cut every fragment at the borders of the pieces of its owner's output; empty fragments have no cuts.
+def split_fragments(
+    tensors: TensorTable, boxes: BoxTable, place: Int64, peer: Int64, piece_size: int
+) -> FragmentSlices:
+    """Split every fragment at the borders of the pieces of its owner's output. Empty fragments have no slices.
 
-    ``boxes`` lie in ``tensors``, whose first byte is at ``place`` (by box) of the output. Within a piece the bytes of
-    one peer come in the order of the boxes; a box's bytes in any piece are one stretch of its own memory, because
-    both count its elements in row-major order.
+    ``boxes`` lie in ``tensors``; ``place`` is, by box, the first byte of its tensor in the output. Within a piece, the
+    bytes of one peer come in the order of the boxes. The bytes of a box in any piece are one run of the box's own
+    memory, because both count its elements in row-major order.
     """
     itemsize, numel = tensors.itemsize()[boxes.tensor], boxes.numel()
     first, last = _ends(tensors, boxes)
@@ -178,7 +220,7 @@ def cut_fragments(tensors: TensorTable, boxes: BoxTable, place: Int64, peer: Int
     bounds = (lowest, lowest + piece_size // itemsize[fragment])
     straight = (last - first + 1 == numel)[fragment]
     start, stop = (np.clip(bound - first[fragment], 0, numel[fragment]) for bound in bounds)
-    # A fragment within one piece is all there; only those that are strided and cut need counting.
+    # Only fragments that are strided and lie in several pieces need counting.
     bent = np.flatnonzero(~straight & np.repeat(count > 1, count))
     for column_, bound in ((start, bounds[0]), (stop, bounds[1])):
         column_[bent] = _elements_before(tensors, boxes, fragment[bent], bound[bent])
@@ -189,11 +231,11 @@ def cut_fragments(tensors: TensorTable, boxes: BoxTable, place: Int64, peer: Int
     order = order[stop[order] > start[order]]
     size = itemsize[fragment]
     columns = (piece, peer[fragment], fragment, start * size, stop * size, at)
-    return Cuts(*(one[order] for one in columns))
+    return FragmentSlices(*(one[order] for one in columns))
 
 
 def _ends(tensors: TensorTable, boxes: BoxTable) -> tuple[Int64, Int64]:
-    """Row-major positions of the first and the last element of each box in its tensor."""
+    """Return the row-major positions of the first and the last element of each box in its tensor."""
     first, last = np.zeros(len(boxes), np.int64), np.zeros(len(boxes), np.int64)
     for rows, offsets, lengths in matrices(boxes):
         shape = _shapes(tensors, boxes.tensor[rows], offsets.shape[1])
@@ -204,7 +246,7 @@ def _ends(tensors: TensorTable, boxes: BoxTable) -> tuple[Int64, Int64]:
 
 
 def _elements_before(tensors: TensorTable, boxes: BoxTable, rows: Int64, position: Int64) -> Int64:
-    """How many elements of box ``rows[i]`` come before row-major position ``position[i]`` of its tensor."""
+    """Return how many elements of box ``rows[i]`` precede row-major position ``position[i]`` of its tensor."""
     before = np.zeros(len(rows), np.int64)
     for part, offsets, lengths in matrices(boxes.take(rows)):
         ndim = offsets.shape[1]

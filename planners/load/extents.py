@@ -1,4 +1,4 @@
-"""How to fetch many ranges of many files: which bytes lie together, and are read at once, each of them only once."""
+"""Plan the reads of many ranges of many files: nearby ranges are read at once, and every byte only once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..tables import Int64, ragged_positions, ragged_starts
+from ...tensors.tables import Int64, ragged_positions, ragged_starts
 
 __all__ = ["Extents", "plan_extents"]
 
 
 @dataclass(eq=False)
 class Extents:
-    """Disjoint *blocks*, in the order of files and their bytes, packed into *extents*: what one read fetches.
+    """Disjoint *blocks*, sorted by file and byte, grouped into *extents*: what one read fetches.
 
-    Block ``i`` is bytes ``[begin[i], end[i])`` of ``file[i]``; the ranges that have bytes in it, at least one, are
-    ``uses[use_starts[i]:use_starts[i + 1]]``. Extent ``j`` is blocks ``[starts[j], starts[j + 1])``, all of one file,
-    with what lies between them.
+    Block ``i`` is bytes ``[begin[i], end[i])`` of ``file[i]``. The ranges with bytes in it, at least one, are
+    ``uses[use_starts[i]:use_starts[i + 1]]``. Extent ``j`` consists of the blocks ``[starts[j], starts[j + 1])``, all
+    of one file, and the bytes between them.
     """
 
     file: Int64
@@ -32,18 +32,18 @@ class Extents:
 
 
 def plan_extents(file: Int64, begin: Int64, end: Int64, step: Int64, *, size: int, slack: int, gap: int) -> Extents:
-    """Extents for the ranges ``[begin, end)`` of ``file``, none of them empty.
+    """Return the extents for the ranges ``[begin, end)`` of ``file``, none of them empty.
 
-    Ranges may overlap, where they have the same ``step``; a range is cut only at multiples of its step from its begin
-    (or from that of the range that it overlaps). A block is at most ``size`` bytes long, or one step where that is
-    longer; an extent at most ``size + slack``, or one block. Blocks that are up to ``gap`` bytes apart are read
-    together.
+    Ranges that overlap must have the same ``step``. A range is split only at multiples of its step from its begin (or
+    from the begin of the range that it overlaps). A block has at most ``size`` bytes, or one step if that is longer; an
+    extent has at most ``size + slack`` bytes, or one block. Blocks of one file that are at most ``gap`` bytes apart are
+    read together.
     """
     if len(file) == 0:
         none = np.empty(0, np.int64)
         return Extents(none, none, none, np.zeros(1, np.int64), none, np.zeros(1, np.int64))
     order = np.lexsort((begin, file))
-    # One line of addresses for all files, with room between them that nothing bridges.
+    # Map all files to one address space, with gaps between them that no extent spans.
     number = np.cumsum(np.append(False, np.diff(file[order]) != 0))
     base = number * (int(end.max()) + gap + 1)
     low, high = begin[order] + base, end[order] + base
@@ -51,16 +51,16 @@ def plan_extents(file: Int64, begin: Int64, end: Int64, step: Int64, *, size: in
     stop = np.maximum.reduceat(high, heads)
     length = np.maximum(size // step[order][heads], 1) * step[order][heads]
     counts = -(-(stop - low[heads]) // length)
-    mine = np.repeat(np.arange(len(heads)), counts)
-    at = low[heads][mine] + ragged_positions(np.zeros_like(counts), counts) * length[mine]
-    until = np.minimum(at + length[mine], stop[mine])
+    head = np.repeat(np.arange(len(heads)), counts)
+    at = low[heads][head] + ragged_positions(np.zeros_like(counts), counts) * length[head]
+    until = np.minimum(at + length[head], stop[head])
     first = np.searchsorted(at, low, side="right") - 1
     met = np.searchsorted(at, high, side="left") - first
     block = ragged_positions(first, met)
     sorted_by_block = np.argsort(block, kind="stable")
-    base = base[heads][mine]
+    base = base[heads][head]
     return Extents(
-        file[order][heads][mine],
+        file[order][heads][head],
         at - base,
         until - base,
         ragged_starts(np.bincount(block, minlength=len(at))),
@@ -70,7 +70,7 @@ def plan_extents(file: Int64, begin: Int64, end: Int64, step: Int64, *, size: in
 
 
 def _packed(begin: list[int], end: list[int], size: int, gap: int) -> list[int]:
-    """Where extents begin, and, last, the number of blocks."""
+    """Return the first block of each extent and, last, the number of blocks."""
     starts = [0]
     first = begin[0]
     reach = end[0]

@@ -1,19 +1,28 @@
-"""Reading part of a stored box: cut it so that a reader reads little more than it wants, in bounded pieces."""
+"""Split a part of a stored box into sub-boxes that are read one by one, with little waste and bounded size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..errors import PlanError
-from ..geometry import Box, row_major_strides
+from ...errors import PlanError
+from ...tensors.geometry import Box, row_major_strides
 
-__all__ = ["slabs", "span"]
+__all__ = ["byte_span", "split_box"]
 
 
-def span(inner: Box, outer: Box, itemsize: int) -> tuple[int, int]:
-    """First and one-past-last byte of ``inner`` in the row-major memory of ``outer``; ``(0, 0)`` for an empty box.
+def byte_span(inner: Box, outer: Box, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of ``inner`` in the row-major memory of ``outer``.
 
-    Both boxes are in global coordinates. Raises ``PlanError`` when ``inner`` is not inside ``outer``.
+    Args:
+        inner: A box, in global coordinates.
+        outer: The box that contains it, in global coordinates.
+        itemsize: Bytes per element.
+
+    Returns:
+        The first and one-past-last byte; ``(0, 0)`` for an empty box.
+
+    Raises:
+        PlanError: ``inner`` is not inside ``outer``.
     """
     if not outer.contains(inner):
         raise PlanError(f"box {inner} is not inside {outer}")
@@ -26,23 +35,34 @@ def span(inner: Box, outer: Box, itemsize: int) -> tuple[int, int]:
     return first * itemsize, (last + 1) * itemsize
 
 
-def slabs(inner: Box, outer: Box, itemsize: int, max_bytes: int, gap_bytes: int) -> Iterator[Box]:
-    """Cut ``inner``, a part of the row-major stored box ``outer``, into sub-boxes to be read one by one.
+def split_box(inner: Box, outer: Box, itemsize: int, max_bytes: int, gap_bytes: int) -> Iterator[Box]:
+    """Split ``inner``, a part of the row-major stored box ``outer``, into sub-boxes to read one by one.
 
-    They are disjoint, cover ``inner``, and come in storage order. The ``span`` of each is at most ``max_bytes``
-    (or one element, where that is longer), and no two neighbouring runs within one are more than ``gap_bytes``
-    apart. Boxes are in global coordinates. Raises ``PlanError`` when ``inner`` is not inside ``outer``.
+    The sub-boxes are disjoint, cover ``inner``, and come in storage order.
+
+    Args:
+        inner: The box to split, in global coordinates.
+        outer: The stored box, in global coordinates.
+        itemsize: Bytes per element.
+        max_bytes: The largest ``byte_span`` of a sub-box; a single element may exceed it.
+        gap_bytes: The largest gap between two neighbouring runs within a sub-box.
+
+    Returns:
+        The sub-boxes.
+
+    Raises:
+        PlanError: ``inner`` is not inside ``outer``, or a number is not valid.
     """
     if not outer.contains(inner):
         raise PlanError(f"box {inner} is not inside {outer}")
     if itemsize < 1 or max_bytes < 1 or gap_bytes < 0:
-        raise PlanError(f"cannot cut by itemsize {itemsize}, max_bytes {max_bytes}, gap_bytes {gap_bytes}")
+        raise PlanError(f"cannot split with itemsize {itemsize}, max_bytes {max_bytes}, gap_bytes {gap_bytes}")
     if inner.numel == 0:
         return iter(())
     strides = [stride * itemsize for stride in row_major_strides(outer.lengths)]
-    # rest[d]: bytes spanned by one index of the dimensions before d, with everything of d and after.
+    # rest[d]: bytes spanned by one index of the dimensions before d, including all of dimension d and after.
     rest = [itemsize] * (inner.ndim + 1)
-    # whole[d]: such a piece may be read as one.
+    # whole[d]: such a part can be read at once.
     whole = [True] * (inner.ndim + 1)
     for axis in reversed(range(inner.ndim)):
         length = inner.lengths[axis]

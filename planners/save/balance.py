@@ -1,7 +1,7 @@
-"""Who writes what several ranks hold: worst-fit, largest first, by bytes.
+"""Choose which rank writes what several ranks hold: worst-fit by bytes, largest first.
 
-What only one rank holds is that rank's to write and counts as load from the start. Every choice is deterministic:
-among the least loaded, the lowest rank.
+What only one rank holds counts as its load from the start. Every choice is deterministic: of the least loaded ranks,
+the lowest.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from ..tables import Int64, ragged_positions, ragged_starts
+from ...tensors.tables import Int64, ragged_positions, ragged_starts
+from ..wire import Bool
 from .rank_sets import RankSets, distinct_sets
-from .wire import Bool
 
 __all__ = ["choose_writers"]
 
-# Measured, in units of placing one group by heap (about 1.5 us): a round, and a member of a set in it.
+# Measured costs of a round, and of one member of a set in it, relative to placing one item by heap (about 1.5 us).
 _ROUND_COST, _CELL_COST = 20.0, 0.002
-_FEW = 20  # one item in so many may be of a set that overlaps others, for the rest to be placed in rounds
+# Rounds are used if at most one item in this many belongs to a set that overlaps others.
+_FEW = 20
 
 
 @dataclass(eq=False)
 class _Shared:
-    """Items that need a choice: ``member_set`` says which ranks have each. Those of set ``s`` are
-    ``ranks[starts[s] : starts[s + 1]]``."""
+    """Items that several ranks hold.
+
+    ``member_set`` is the set of each; set ``s`` is ``ranks[starts[s] : starts[s + 1]]``.
+    """
 
     nbytes: Int64
     member_set: Int64
@@ -34,16 +37,15 @@ class _Shared:
 
 
 def choose_writers(nbytes: Int64, member_set: Int64, sets: RankSets) -> Int64:
-    """For each item the rank that writes it, of those that have it: the ranks of set ``member_set``.
+    """Return, for each item, the rank that writes it, out of the set of ranks ``member_set`` that hold it.
 
-    The largest load exceeds the even share by no more than the largest shared item, unless forced or because
-    ranks hold too different things.
+    The largest load exceeds the even share by at most the largest shared item, unless the holders force a larger one.
     """
     chosen = sets.lowest(member_set)
     multi = np.flatnonzero(~sets.are_single(member_set))
     if len(multi) == 0:
         return chosen
-    # Exact: a rank's bytes stay far below 2**53.
+    # Floats are exact here: a rank's bytes stay far below 2**53.
     alone = nbytes.astype(np.float64)
     alone[multi] = 0
     forced = np.bincount(chosen, weights=alone, minlength=sets.world_size).astype(np.int64)
@@ -59,14 +61,14 @@ def choose_writers(nbytes: Int64, member_set: Int64, sets: RankSets) -> Int64:
 
 
 def _choose(shared: _Shared, forced: Int64) -> Int64:
-    """Which member of its set writes each item."""
+    """Return which member of its set writes each item."""
     alone = _disjoint(shared)
     items = alone[shared.member_set]
     rounds = int(np.bincount(shared.member_set[items], minlength=1).max())
     widths = shared.starts[1:] - shared.starts[:-1]
     cost = rounds * (_ROUND_COST + _CELL_COST * int(alone.sum()) * float(widths[alone].max(initial=0)))
     if cost < int(items.sum()) and _FEW * int((~items).sum()) <= len(items):
-        # What is left is little and has the wider choice; its bytes are made up for when the rest is placed.
+        # The remaining items are few and have more choice; placing the others afterwards evens out their bytes.
         choice = np.empty(len(items), np.int64)
         rest = _part(shared, ~items, ~alone)
         choice[~items], loads = _choose_by_heaps(rest, forced, _largest_first(rest))
@@ -76,7 +78,7 @@ def _choose(shared: _Shared, forced: Int64) -> Int64:
     largest_first = _largest_first(shared)
     choice, loads = _choose_by_heaps(shared, forced, largest_first)
     if float(loads.max()) > 1.02 * _least_possible(shared, forced):
-        # Sets that overlap: placing the least movable first is sometimes better.
+        # The sets overlap: placing the items with the least choice first is sometimes better.
         least_movable_first = largest_first[np.argsort(widths[shared.member_set[largest_first]], kind="stable")]
         other, other_loads = _choose_by_heaps(shared, forced, least_movable_first)
         if other_loads.max() < loads.max():
@@ -89,7 +91,7 @@ def _largest_first(shared: _Shared) -> Int64:
 
 
 def _disjoint(shared: _Shared) -> Bool:
-    """Sets that share no rank with each other, those with most items first."""
+    """Return sets that have no rank in common, preferring those with most items."""
     widths = shared.starts[1:] - shared.starts[:-1]
     busiest = np.argsort(-np.bincount(shared.member_set, minlength=len(widths)), kind="stable")
     if len(np.unique(shared.ranks)) == len(shared.ranks):
@@ -104,7 +106,7 @@ def _disjoint(shared: _Shared) -> Bool:
 
 
 def _part(shared: _Shared, items: Bool, sets: Bool) -> _Shared:
-    """Some of the items, whose sets are among ``sets``."""
+    """Return some of the items; their sets are among ``sets``."""
     widths = (shared.starts[1:] - shared.starts[:-1])[sets]
     ranks = shared.ranks[ragged_positions(shared.starts[:-1][sets], widths)]
     number = np.cumsum(sets) - 1
@@ -112,9 +114,9 @@ def _part(shared: _Shared, items: Bool, sets: Bool) -> _Shared:
 
 
 def _least_possible(shared: _Shared, forced: Int64) -> float:
-    """What the largest load is at least, whoever writes what."""
+    """Return a lower bound of the largest load over all choices."""
     begins, widths = shared.starts[:-1], shared.starts[1:] - shared.starts[:-1]
-    # Ranks between which load can move at all bear the number of the lowest of them.
+    # Ranks between which load can move have the number of the lowest of them.
     island = np.arange(len(forced))
     while True:
         lowest = np.minimum.reduceat(island[shared.ranks], begins)
@@ -132,7 +134,10 @@ def _least_possible(shared: _Shared, forced: Int64) -> float:
 
 
 def _choose_by_heaps(shared: _Shared, forced: Int64, order: Int64) -> tuple[Int64, Int64]:
-    """Group by group. One heap a set; loads only grow, so an entry that is out of date is put back when it comes up."""
+    """Place item by item, with one heap per set.
+
+    Loads only grow, so an entry that is out of date is put back when it reaches the top.
+    """
     loads: list[int] = forced.tolist()
     bounds, ranks = shared.starts.tolist(), shared.ranks.tolist()
     members = [ranks[bounds[s] : bounds[s + 1]] for s in range(len(bounds) - 1)]
@@ -156,9 +161,9 @@ def _choose_by_heaps(shared: _Shared, forced: Int64, order: Int64) -> tuple[Int6
 
 
 def _choose_by_rounds(shared: _Shared, forced: Int64, order: Int64) -> Int64:
-    """The same choice for sets that share no rank: round ``k`` places the ``k``-th largest group of every set."""
+    """Make the same choice for disjoint sets: round ``k`` places the ``k``-th largest item of every set."""
     per_set = np.bincount(shared.member_set, minlength=len(shared.starts) - 1)
-    # Sets with many groups come first, so that those still busy in a round are a prefix.
+    # Sets with many items come first, so that the sets that take part in a round are a prefix.
     place = np.empty(len(per_set), np.int64)
     busiest = np.argsort(-per_set, kind="stable")
     place[busiest] = np.arange(len(per_set))

@@ -1,7 +1,7 @@
-"""What one rank holds, and the forms in which it travels to the rank that plans.
+"""What one rank holds, and how it is sent to the rank that plans.
 
-Most of it many ranks hold alike, or could work out for each other: names, shapes, replicas, parts of a mesh. That is a
-``PlanTable``, of which ranks need but compare a digest. The rest are boxes that only their holder knows.
+Most of it is equal on many ranks, or can be computed for other ranks: names, shapes, replicas, parts of a mesh. That is
+a ``PlanTable``, of which ranks compare only a digest. The rest are boxes that only their holder can list.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from itertools import compress
 
 import numpy as np
 
-from ..dtypes import DTYPES
-from ..mesh_layout import MeshLayout
-from ..tables import BoxTable, Int64, TensorTable, ragged_starts
-from .wire import Bool, Fields, check_within, column, flags, malformed, pack, pack_words, unpack_words
+from ...tensors.dtypes import DTYPES
+from ...tensors.mesh_layout import MeshLayout
+from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_starts
+from ..wire import Bool, Fields, check_range, malformed, pack_column, pack_flags, pack_message, pack_words, unpack_words
 
 __all__ = [
     "OWN_BOXES",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 OWN_BOXES, WHOLE = -1, 0
-"""How ranks with one ``PlanTable`` hold a tensor, other than cut by a mesh: each as it says; each all of it."""
+"""How ranks with the same ``PlanTable`` hold a tensor that no mesh splits: each lists its boxes, or holds it all."""
 
 _TABLE, _BOXES = "plan table", "boxes"
 _MAX_NDIM = 64
@@ -43,8 +43,10 @@ ValueKey = tuple[str, bytes]
 
 @dataclass(eq=False)
 class ValueNames:
-    """Plain values, in their order: section and path, an opaque encoded key, of each. Those ``per_rank`` are never
-    replicas."""
+    """Section and path (an opaque encoded key) of plain values, in order.
+
+    Values marked ``per_rank`` are never replicas.
+    """
 
     sections: list[str]
     paths: list[bytes]
@@ -54,14 +56,21 @@ class ValueNames:
         return len(self.paths)
 
     def keys(self) -> list[ValueKey]:
-        """Section and path of each."""
+        """Section and path of each value."""
         return list(zip(self.sections, self.paths))
 
 
 @dataclass(frozen=True)
 class ValueEntry:
-    """One plain value that a rank holds. ``path`` is an opaque encoded key, ``digest`` stands for the content,
-    ``size`` is in bytes; ``per_rank`` values are never taken for replicas."""
+    """One plain value that a rank holds.
+
+    Attributes:
+        section: The section of the value.
+        path: An opaque encoded key.
+        digest: Identifies the content.
+        size: The size of the encoded value in bytes.
+        per_rank: If true, the value is never a replica.
+    """
 
     section: str
     path: bytes
@@ -74,11 +83,17 @@ class ValueEntry:
 class PlanTable:
     """What the plans of many ranks have in common.
 
-    Tensors marked ``own`` belong to each rank alone; their names lack the ``@<rank>`` that they are stored under.
-    ``held`` is by tensor: ``OWN_BOXES``, ``WHOLE``, or a number ``k`` above: each rank holds the one box that
-    ``layouts[k - 1]`` gives it. ``aliases`` are ``(name, name it stands for)``, full names; ``sections`` are
-    ``(name, adapter kind)``; ``pinned`` are tensors that the lowest rank writes. The contents of tensors marked
-    ``compared`` tell whether they are replicas.
+    Attributes:
+        tensors: The tensors. The names of own tensors lack the suffix ``@<rank>`` under which they are stored.
+        own: Whether a tensor belongs to each rank alone, by tensor.
+        pinned: Whether the lowest rank writes a tensor, by tensor.
+        compared: Whether the contents of a tensor decide if it is a replica, by tensor.
+        held: By tensor ``OWN_BOXES``, ``WHOLE``, or a number ``k`` above: each rank holds the box that ``layouts[k -
+            1]`` assigns to it.
+        layouts: How meshes split tensors.
+        values: Section and path of the plain values.
+        aliases: Pairs of full names (alias, target).
+        sections: Pairs (name, kind of adapter).
     """
 
     tensors: TensorTable
@@ -92,47 +107,65 @@ class PlanTable:
     sections: list[tuple[str, str]]
 
     def to_bytes(self) -> bytes:
-        """For ``from_bytes``, on any machine. Equal for equal tables."""
+        """Pack for ``from_bytes``. Equal tables give equal bytes.
+
+        Returns:
+            Bytes that any machine can unpack.
+        """
         tensors, values = self.tensors, self.values
-        return pack(
+        return pack_message(
             _TABLE,
             {
                 "names": tensors.names,
                 "tensor_sections": tensors.sections,
-                "section": column(tensors.section),
+                "section": pack_column(tensors.section),
                 "dtypes": list(DTYPES),
-                "dtype": column(tensors.dtype),
-                "ndim": column(tensors.ndim),
-                "shape": column(tensors.shape),
-                "own": flags(self.own),
-                "pinned": flags(self.pinned),
-                "compared": flags(self.compared),
-                "held": column(self.held - OWN_BOXES),
+                "dtype": pack_column(tensors.dtype),
+                "ndim": pack_column(tensors.ndim),
+                "shape": pack_column(tensors.shape),
+                "own": pack_flags(self.own),
+                "pinned": pack_flags(self.pinned),
+                "compared": pack_flags(self.compared),
+                "held": pack_column(self.held - OWN_BOXES),
                 "layouts": [part for layout in self.layouts for part in _pack_layout(layout)],
                 "value_section": values.sections,
                 "value_path": values.paths,
-                "value_per_rank": flags(values.per_rank),
+                "value_per_rank": pack_flags(values.per_rank),
                 "aliases": [name for pair in self.aliases for name in pair],
                 "sections": [name for pair in self.sections for name in pair],
             },
         )
 
     def compared_items(self) -> list[str | ValueKey]:
-        """What the contents of a rank are of: values by section and path, then tensors by full name."""
+        """Return what a rank's content digests refer to.
+
+        Returns:
+            Values by section and path, then tensors by full name.
+        """
         names = self.tensors.names
         tensors = [names[row] for row in np.flatnonzero(self.compared).tolist()]
         return [*compress(self.values.keys(), (~self.values.per_rank).tolist()), *tensors]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PlanTable:
-        """A peer's table. Raises ``PlanError`` for bytes that ``to_bytes`` would not have written."""
+        """Unpack a peer's table.
+
+        Args:
+            data: What ``to_bytes`` has returned.
+
+        Returns:
+            The table.
+
+        Raises:
+            PlanError: ``to_bytes`` cannot have written the bytes.
+        """
         fields = Fields(_TABLE, data)
         tensors = _tensors(fields)
         layouts = _layouts(fields)
-        held = OWN_BOXES + fields.within("held", fields.integers("held", len(tensors)), 0, len(layouts) + 2)
+        held = OWN_BOXES + fields.in_range("held", fields.integers("held", len(tensors)), 0, len(layouts) + 2)
         dims = np.array([0, *(len(layout.cuts) for layout in layouts)], np.int64)
         if (dims[np.maximum(held, 0)] != tensors.ndim)[held > WHOLE].any():
-            raise fields.malformed("a layout is of another number of dimensions than its tensor")
+            raise fields.malformed("a layout and its tensor have different numbers of dimensions")
         return cls(
             tensors,
             fields.flags("own", len(tensors)),
@@ -148,16 +181,24 @@ class PlanTable:
 
 @dataclass(eq=False)
 class LocalPlan:
-    """What one rank holds: row ``i`` of ``shards`` is its ``i``-th shard.
+    """What one rank holds.
 
-    ``scope`` has one number a tensor: -1 for a tensor that ranks share, else the rank that alone has it (whose name
-    already ends in ``@<rank>``); None where all are shared. ``pinned`` (None: none) marks tensors whose replicas may
-    differ, so that the lowest rank writes them: all of them then come from one and the same rank. ``aliases`` are
-    ``(name, name it stands for)``, full names; ``sections`` are ``(name, adapter kind)``.
+    The first shards are those of tensors that are not held as ``OWN_BOXES``, one each, in the order of tensors.
 
-    ``held`` (None: all ``OWN_BOXES``), ``layouts`` and ``compared`` (None: none) are as in ``PlanTable``;
-    ``coordinates`` is the rank's place in the mesh of each layout. The first shards are those of tensors that are not
-    held as ``OWN_BOXES``, one each, in the order of tensors.
+    Attributes:
+        tensors: The tensors that this rank has or describes.
+        shards: The boxes in this rank's memory.
+        values: The plain values.
+        scope: By tensor, -1 if ranks share it, else the rank that alone has it (its name ends in ``@<rank>``). None if
+            all are shared.
+        aliases: Pairs of full names (alias, target).
+        sections: Pairs (name, kind of adapter).
+        pinned: Whether replicas of a tensor may differ, so that the lowest rank writes them all consistently. None if
+            none may.
+        held: As in ``PlanTable``; None if all are ``OWN_BOXES``.
+        layouts: As in ``PlanTable``.
+        coordinates: This rank's coordinates in the mesh of each layout.
+        compared: As in ``PlanTable``; None if no tensor is compared.
     """
 
     tensors: TensorTable
@@ -172,12 +213,20 @@ class LocalPlan:
     coordinates: list[tuple[int, ...]] = field(default_factory=list)
     compared: Bool | None = None
 
-    def places(self) -> Int64:
-        """``coordinates``, one after the other."""
+    def flat_coordinates(self) -> Int64:
+        """Return ``coordinates`` as one array.
+
+        Returns:
+            The coordinates of all layouts, one after the other.
+        """
         return np.array([number for coordinate in self.coordinates for number in coordinate], np.int64)
 
     def table(self) -> PlanTable:
-        """What other ranks may have in common with this one."""
+        """Return the part of this plan that other ranks may have in common.
+
+        Returns:
+            The table.
+        """
         tensors = self.tensors
         own = np.zeros(len(tensors), np.bool_) if self.scope is None else self.scope >= 0
         if self.scope is not None and own.any():
@@ -202,7 +251,11 @@ class LocalPlan:
         )
 
     def own_boxes(self) -> BoxTable:
-        """The shards that no other rank could know of."""
+        """Return the shards that other ranks cannot compute.
+
+        Returns:
+            The boxes, in the order of ``shards``.
+        """
         common = 0 if self.held is None else int((self.held != OWN_BOXES).sum())
         if common == 0:
             return self.shards
@@ -216,39 +269,56 @@ class LocalPlan:
 
 
 def pack_boxes(boxes: BoxTable) -> bytes:
-    """For ``unpack_boxes``, on any machine; nothing where there are none."""
+    """Pack boxes for ``unpack_boxes``.
+
+    Args:
+        boxes: The boxes.
+
+    Returns:
+        Bytes that any machine can unpack; empty if there are no boxes.
+    """
     return pack_words(boxes.tensor, boxes.offsets, boxes.lengths) if len(boxes) else b""
 
 
-def unpack_boxes(told: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTable, Int64]:
-    """The own boxes of several peers one after the other, all of ``tensors``, and how many each has.
+def unpack_boxes(messages: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTable, Int64]:
+    """Unpack the own boxes of several peers.
 
-    Raises ``PlanError`` for bytes that ``pack_boxes`` would not have written.
+    Args:
+        messages: What ``pack_boxes`` has returned on each peer.
+        tensors: The tensors to which the boxes refer.
+
+    Returns:
+        The boxes of all peers one after the other, and the number of boxes of each peer.
+
+    Raises:
+        PlanError: ``pack_boxes`` cannot have written the bytes.
     """
-    telling = [peer for peer, data in enumerate(told) if data]
-    counts = np.zeros(len(told), np.int64)
-    (tensor, rows), (offsets, numbers), (lengths, as_many) = unpack_words(_BOXES, [told[peer] for peer in telling], 3)
-    counts[telling] = rows
-    check_within(_BOXES, "tensor", tensor, 0, len(tensors))
-    check_within(_BOXES, "offsets", offsets, 0, _MAX_LENGTH)
-    check_within(_BOXES, "lengths", lengths, 0, _MAX_LENGTH)
+    senders = [peer for peer, data in enumerate(messages) if data]
+    counts = np.zeros(len(messages), np.int64)
+    (tensor, rows), (offsets, numbers), (lengths, as_many) = unpack_words(
+        _BOXES, [messages[peer] for peer in senders], 3
+    )
+    counts[senders] = rows
+    check_range(_BOXES, "tensor", tensor, 0, len(tensors))
+    check_range(_BOXES, "offsets", offsets, 0, _MAX_LENGTH)
+    check_range(_BOXES, "lengths", lengths, 0, _MAX_LENGTH)
     boxes = BoxTable.from_columns(tensors, tensor, offsets, lengths)
-    # Each must bring as many numbers as its own boxes have, or they would be taken for those of another's.
+    # Each peer must send as many numbers as its own boxes have, or they would be attributed to another peer.
     expected = np.diff(boxes.starts[ragged_starts(rows)])
     if (numbers != expected).any() or (as_many != expected).any():
-        raise malformed(_BOXES, "boxes of another number of dimensions than their tensors")
+        raise malformed(_BOXES, "boxes and their tensors have different numbers of dimensions")
     return boxes, counts
 
 
 def _pack_layout(layout: MeshLayout) -> tuple[object, object]:
     cuts = [number for axis in layout.cuts for number in (len(axis), *axis)]
-    return column(np.array(layout.shape, np.int64)), column(np.array(cuts, np.int64))
+    return pack_column(np.array(layout.shape, np.int64)), pack_column(np.array(cuts, np.int64))
 
 
 def _layouts(fields: Fields) -> list[MeshLayout]:
     columns = [one.tolist() for one in fields.columns("layouts")]
     if len(columns) % 2:
-        raise fields.malformed("half a layout")
+        raise fields.malformed("a layout is incomplete")
     layouts = []
     for shape, numbers in zip(columns[::2], columns[1::2]):
         cuts = []
@@ -270,18 +340,18 @@ def _tensors(fields: Fields) -> TensorTable:
     count = len(names)
     if len(set(names)) != count:
         raise fields.malformed("a tensor is listed twice")
-    # Codes are positions in the sender's table; another version of the library may have another.
+    # Codes are positions in the sender's dtype table, which depends on the version of the library.
     if fields.strings("dtypes") != list(DTYPES):
-        raise fields.malformed("the sender knows other dtypes")
-    section = fields.within("section", fields.integers("section", count), 0, len(sections))
-    dtype = fields.within("dtype", fields.integers("dtype", count), 0, len(DTYPES))
-    ndim = fields.within("ndim", fields.integers("ndim", count), 0, _MAX_NDIM + 1)
-    shape = fields.within("shape", fields.integers("shape", int(ndim.sum())), 0, _MAX_LENGTH)
+        raise fields.malformed("the sender has another list of dtypes")
+    section = fields.in_range("section", fields.integers("section", count), 0, len(sections))
+    dtype = fields.in_range("dtype", fields.integers("dtype", count), 0, len(DTYPES))
+    ndim = fields.in_range("ndim", fields.integers("ndim", count), 0, _MAX_NDIM + 1)
+    shape = fields.in_range("shape", fields.integers("shape", int(ndim.sum())), 0, _MAX_LENGTH)
     prefixes = [f"{section}." for section in sections]
     of_name = [prefixes[code] for code in section.tolist()]
     if not all(map(str.startswith, names, of_name)):
         name = next(name for name, prefix in zip(names, of_name) if not name.startswith(prefix))
-        raise fields.malformed(f"tensor {name!r} is not of its section")
+        raise fields.malformed(f"the name of tensor {name!r} does not begin with its section")
     return TensorTable(names, sections, section, dtype, ndim, shape)
 
 

@@ -1,4 +1,4 @@
-"""All groups' tables as one: every tensor, value, alias and section once, and every disagreement named."""
+"""Merge the tables of all groups: every tensor, value, alias and section once; ranks that disagree are an error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from ..errors import PlanError
-from ..tables import Int64, TensorTable, ragged_positions, ragged_starts
+from ...errors import PlanError
+from ...tensors.tables import Int64, TensorTable, ragged_positions, ragged_starts
+from ..wire import Bool
 from .local_plan import ValueKey
 from .plan_groups import PlanGroup
-from .wire import Bool
 
 __all__ = [
     "PlannedValues",
@@ -28,8 +28,14 @@ __all__ = [
 
 @dataclass(eq=False)
 class PlannedValues:
-    """The plain values to be written, by section, path and rank: that of ``keys[i]`` by ``rank[i]``, whose
-    ``index[i]``-th value it is. Those ``shared`` are the same on every rank that has them and are written once."""
+    """The plain values to write, sorted by section, path and rank.
+
+    Attributes:
+        keys: Section and path of each value.
+        rank: The rank that writes it.
+        index: Its row in that rank's values.
+        shared: Whether it is equal on every rank that holds it, and so written once.
+    """
 
     keys: list[ValueKey]
     rank: Int64
@@ -41,12 +47,17 @@ class PlannedValues:
 
     @classmethod
     def none(cls) -> PlannedValues:
+        """Return no values.
+
+        Returns:
+            An empty table.
+        """
         nothing: Int64 = np.empty(0, np.int64)
         return cls([], nothing, nothing, nothing.astype(np.bool_))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0-3, 8``, cut short where there are many stretches."""
+    """Return a text such as ``rank 3`` or ``ranks 0-3, 8``, shortened if there are many ranges."""
     stretches: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if stretches and stretches[-1][1] == rank - 1:
@@ -62,18 +73,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def merge_tensors(
     groups: Sequence[PlanGroup], sections: list[str]
 ) -> tuple[TensorTable, Int64, list[Int64], list[Int64]]:
-    """One table sorted by name, the scope of each tensor (-1, or the one rank that has it), and by group the new row of
-    each row of its table (-1 for own tensors) and those of its own tensors, as ``[own tensor, rank]``.
+    """Merge the tensors of all groups into one table.
 
-    Raises ``PlanError`` that lists every tensor of which ranks disagree, and who says what.
+    Returns the table, sorted by name; the scope of each tensor (-1, or the rank that alone has it); by group, the new
+    row of each row of its table (-1 for own tensors); and by group, the new rows of its own tensors as ``[own tensor,
+    rank]``. Raises ``PlanError`` that lists every tensor on which ranks disagree, with the ranks and their
+    descriptions.
     """
     shared = [np.flatnonzero(~group.table.own) for group in groups]
     named = [_names(group, rows) for group, rows in zip(groups, shared)]
-    ours = [_own_names(group) for group in groups]
+    own_names = [_own_names(group) for group in groups]
     known, numbers = _numbered(named)
-    owned = [name for of_group in ours for names in of_group for name in names]
+    owned = [name for of_group in own_names for names in of_group for name in names]
     clashes = [name for name in owned if name in known]
-    # In the order in which groups list them, which is half sorted.
+    # The order in which groups list them is nearly sorted, which makes sorting fast.
     listed = [*known, *owned]
     order = sorted(range(len(listed)), key=listed.__getitem__)
     names = list(map(listed.__getitem__, order))
@@ -86,7 +99,7 @@ def merge_tensors(
     rows: list[Int64] = []
     own: list[Int64] = []
     at = len(known)
-    for group, places, number, of_group in zip(groups, shared, numbers, ours):
+    for group, places, number, of_group in zip(groups, shared, numbers, own_names):
         new = np.full(len(group.table.tensors), -1, np.int64)
         new[places] = row_of[number]
         rows.append(new)
@@ -103,7 +116,7 @@ def merge_tensors(
 
 
 def _numbered(named: Sequence[list[str]]) -> tuple[dict[str, int], list[Int64]]:
-    """Number every name in the order in which groups list it first; and by group the numbers of its names."""
+    """Number every name in the order in which groups list it first, and return the numbers of each group's names."""
     number_of: dict[str, int] = {}
     numbers = []
     for names in named:
@@ -124,7 +137,7 @@ def _names(group: PlanGroup, rows: Int64) -> list[str]:
 
 
 def _own_names(group: PlanGroup) -> list[list[str]]:
-    """What each rank's own tensors are stored under."""
+    """The names under which each rank's own tensors are stored."""
     names, ranks = group.table.tensors.names, group.ranks.tolist()
     return [[f"{names[row]}@{rank}" for rank in ranks] for row in np.flatnonzero(group.table.own).tolist()]
 
@@ -132,60 +145,60 @@ def _own_names(group: PlanGroup) -> list[list[str]]:
 def _table(
     groups: Sequence[PlanGroup], names: list[str], sections: list[str], rows: list[Int64], own: list[Int64]
 ) -> tuple[TensorTable, list[str]]:
-    """The tensors ``names``, and those of which groups disagree."""
+    """Return the table of the tensors ``names``, and the names on which groups disagree."""
     codes = {name: code for code, name in enumerate(sections)}
     facts = np.full((3, len(names)), -1, np.int64)
-    odd = np.zeros(len(names), np.bool_)
-    told: list[tuple[TensorTable, Int64, Int64]] = []
-    for group, new, ours in zip(groups, rows, own):
+    conflicting = np.zeros(len(names), np.bool_)
+    sources: list[tuple[TensorTable, Int64, Int64]] = []
+    for group, new, own_names in zip(groups, rows, own):
         tensors = group.table.tensors
-        shared, mine = np.flatnonzero(~group.table.own), np.flatnonzero(group.table.own)
-        old = np.concatenate((shared, np.repeat(mine, ours.shape[1])))
-        at = np.concatenate((new[shared], ours.reshape(-1)))
+        shared, own_rows = np.flatnonzero(~group.table.own), np.flatnonzero(group.table.own)
+        old = np.concatenate((shared, np.repeat(own_rows, own_names.shape[1])))
+        at = np.concatenate((new[shared], own_names.reshape(-1)))
         section = np.array([codes[name] for name in tensors.sections], np.int64)
-        said = np.stack((section[tensors.section[old]], tensors.dtype[old], tensors.ndim[old]))
+        claims = np.stack((section[tensors.section[old]], tensors.dtype[old], tensors.ndim[old]))
         fresh = facts[0, at] < 0
-        odd[at[~fresh & (facts[:, at] != said).any(axis=0)]] = True
-        facts[:, at[fresh]] = said[:, fresh]
-        told.append((tensors, old, at))
+        conflicting[at[~fresh & (facts[:, at] != claims).any(axis=0)]] = True
+        facts[:, at[fresh]] = claims[:, fresh]
+        sources.append((tensors, old, at))
     section, dtype, ndim = facts
     starts = ragged_starts(ndim)
     shape = np.full(int(starts[-1]), -1, np.int64)
-    for tensors, old, at in told:
-        same = ~odd[at]
+    for tensors, old, at in sources:
+        same = ~conflicting[at]
         old, at = old[same], at[same]
         where = ragged_positions(starts[at], ndim[at])
-        said = tensors.shape[ragged_positions(tensors.starts[old], ndim[at])]
+        claims = tensors.shape[ragged_positions(tensors.starts[old], ndim[at])]
         fresh = shape[where] < 0
-        clash = ~fresh & (shape[where] != said)
-        odd[np.repeat(at, ndim[at])[clash]] = True
-        shape[where[fresh]] = said[fresh]
+        clash = ~fresh & (shape[where] != claims)
+        conflicting[np.repeat(at, ndim[at])[clash]] = True
+        shape[where[fresh]] = claims[fresh]
     table = TensorTable(names, sections, section.copy(), dtype.copy(), ndim.copy(), shape)
-    return table, [names[row] for row in np.flatnonzero(odd).tolist()]
+    return table, [names[row] for row in np.flatnonzero(conflicting).tolist()]
 
 
 def _conflict_text(groups: Sequence[PlanGroup], names: list[str]) -> str:
-    said: dict[str, dict[str, list[int]]] = {name: defaultdict(list) for name in names}
+    claims: dict[str, dict[str, list[int]]] = {name: defaultdict(list) for name in names}
     for group in groups:
         tensors = group.table.tensors
         for row, name in enumerate(tensors.names):
-            text = f"{tensors.meta_of(row)} in section {tensors.section_of(row)!r}" if name in said else ""
+            text = f"{tensors.meta_of(row)} in section {tensors.section_of(row)!r}" if name in claims else ""
             if group.table.own[row]:
                 for rank in group.ranks.tolist():
                     full = f"{name}@{rank}"
-                    if full in said:
+                    if full in claims:
                         text = f"{tensors.meta_of(row)} in section {tensors.section_of(row)!r}"
-                        said[full][f"{text}, of rank {rank} alone"].append(rank)
+                        claims[full][f"{text}, of rank {rank} alone"].append(rank)
             elif text:
-                said[name][text] += group.ranks.tolist()
-    lines = [f"ranks disagree about {len(names)} tensors:"]
-    for name, texts in said.items():
+                claims[name][text] += group.ranks.tolist()
+    lines = [f"ranks describe {len(names)} tensors differently:"]
+    for name, texts in claims.items():
         lines.append(f"  {name}: " + "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in texts.items()))
     return "\n".join(lines)
 
 
 def merge_pinned(groups: Sequence[PlanGroup], tensors: TensorTable, rows: Sequence[Int64]) -> Bool:
-    """Tensors that any rank wants to be written by the lowest rank that has them. A rank's own it writes anyway."""
+    """By tensor, whether any rank requires the lowest holder to write it. A rank writes its own tensors in any case."""
     pinned = np.zeros(len(tensors), np.bool_)
     for group, new in zip(groups, rows):
         pinned[new[group.table.pinned & ~group.table.own]] = True
@@ -193,47 +206,48 @@ def merge_pinned(groups: Sequence[PlanGroup], tensors: TensorTable, rows: Sequen
 
 
 def merge_sections(groups: Sequence[PlanGroup]) -> list[tuple[str, str]]:
-    """Every section with its adapter's kind, by name. Raises ``PlanError`` where ranks name different kinds."""
+    """Every section with its adapter's kind, by name. Raises ``PlanError`` if ranks name different kinds."""
     return _agreed("section", "adapter", groups, [group.table.sections for group in groups])
 
 
 def merge_aliases(groups: Sequence[PlanGroup], tensors: TensorTable) -> list[tuple[str, str]]:
-    """Every tied name with what it stands for, by name.
+    """Every alias with its target, by name.
 
-    Raises ``PlanError`` for a name that stands for two things, that is a tensor's as well, or for nothing there is.
+    Raises ``PlanError`` for an alias with two targets, one that is also a tensor, and one whose target does not exist.
     """
     aliases = _agreed("alias", "target", groups, [group.table.aliases for group in groups])
     if not aliases:
         return aliases
     names, tied = set(tensors.names), {name for name, _ in aliases}
-    faults = [f"{name}: is a tensor, and an alias of {target} too" for name, target in aliases if name in names]
-    faults += [f"{name}: alias of {to}, which no rank has" for name, to in aliases if to not in names | tied]
+    faults = [f"{name} is a tensor and also an alias of {target}" for name, target in aliases if name in names]
+    faults += [f"{name} is an alias of {to}, which no rank has" for name, to in aliases if to not in names | tied]
     if faults:
-        raise PlanError("aliases that cannot be:\n  " + "\n  ".join(faults))
+        raise PlanError("invalid aliases:\n  " + "\n  ".join(faults))
     return aliases
 
 
 def _agreed(
-    what: str, says: str, groups: Sequence[PlanGroup], pairs: Sequence[Sequence[tuple[str, str]]]
+    what: str, value_name: str, groups: Sequence[PlanGroup], pairs: Sequence[Sequence[tuple[str, str]]]
 ) -> list[tuple[str, str]]:
-    said: dict[str, dict[str, list[int]]] = {}
+    claims: dict[str, dict[str, list[int]]] = {}
     for group, one in zip(groups, pairs):
         for name, value in one:
-            said.setdefault(name, {}).setdefault(value, []).extend(group.ranks.tolist())
+            claims.setdefault(name, {}).setdefault(value, []).extend(group.ranks.tolist())
     faults = [
-        f"{what} {name}: " + "; ".join(f"{says} {value!r} on {ranks_text(ranks)}" for value, ranks in values.items())
-        for name, values in sorted(said.items())
+        f"{what} {name}: "
+        + "; ".join(f"{value_name} {value!r} on {ranks_text(ranks)}" for value, ranks in values.items())
+        for name, values in sorted(claims.items())
         if len(values) > 1
     ]
     if faults:
         raise PlanError("ranks disagree:\n  " + "\n  ".join(faults))
-    return sorted((name, next(iter(values))) for name, values in said.items())
+    return sorted((name, next(iter(values))) for name, values in claims.items())
 
 
 def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -> PlannedValues:
-    """Who writes which value. ``differing`` are those of which holders have different ones.
+    """Plan which rank writes which value. ``differing`` are the keys that are not equal on all their holders.
 
-    Raises ``PlanError`` for a path that one rank has twice.
+    Raises ``PlanError`` for a path that a rank lists twice.
     """
     lowest_first = sorted(groups, key=lambda group: int(group.ranks[0]))
     tables = [group.table.values for group in lowest_first]
@@ -244,15 +258,15 @@ def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -
     counts = np.array([len(values) for values in tables], np.int64)
     group = np.repeat(np.arange(len(tables)), counts)
     index = ragged_positions(np.zeros_like(counts), counts)
-    _refuse_twice(lowest_first, distinct, group, number)
-    apart = np.zeros(len(distinct), np.bool_)
-    apart[[number_of[key] for key in differing if key in number_of]] = True
+    _reject_duplicates(lowest_first, distinct, group, number)
+    separate = np.zeros(len(distinct), np.bool_)
+    separate[[number_of[key] for key in differing if key in number_of]] = True
     for_each = np.concatenate([np.empty(0, np.bool_), *(values.per_rank for values in tables)])
-    apart[number[for_each]] = True
-    # The first group that has a value, and in it the lowest rank, writes it for all.
+    separate[number[for_each]] = True
+    # The lowest rank of the first group that has a value writes it for all.
     _, first = np.unique(number, return_index=True)
-    first = first[~apart[number[first]]]
-    each = np.flatnonzero(apart[number])
+    first = first[~separate[number[first]]]
+    each = np.flatnonzero(separate[number])
     holders = [lowest_first[which].ranks for which in group[each].tolist()]
     times = np.array([len(ranks) for ranks in holders], np.int64)
     lowest = np.array([int(one.ranks[0]) for one in lowest_first], np.int64)
@@ -261,10 +275,10 @@ def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -
     order = np.lexsort((rank, number[row]))
     row, rank = row[order], rank[order]
     written = number[row]
-    return PlannedValues(list(map(distinct.__getitem__, written.tolist())), rank, index[row], ~apart[written])
+    return PlannedValues(list(map(distinct.__getitem__, written.tolist())), rank, index[row], ~separate[written])
 
 
-def _refuse_twice(groups: Sequence[PlanGroup], keys: list[ValueKey], group: Int64, number: Int64) -> None:
+def _reject_duplicates(groups: Sequence[PlanGroup], keys: list[ValueKey], group: Int64, number: Int64) -> None:
     pairs = np.sort(group * len(keys) + number)
     twice = pairs[1:][pairs[1:] == pairs[:-1]]
     if len(twice):

@@ -1,4 +1,4 @@
-"""What each rank of a mesh holds of a tensor: the arithmetic of ``torch.chunk``, for all ranks at once."""
+"""Compute the box that each rank of a mesh holds, with the arithmetic of ``torch.chunk``, for all ranks at once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import PlanError
-from ..mesh_layout import MeshLayout
-from ..tables import Int64, ragged_starts
+from ...errors import PlanError
+from ...tensors.mesh_layout import MeshLayout
+from ...tensors.tables import Int64, ragged_starts
 
 __all__ = ["MeshMembers", "mesh_boxes", "mesh_members"]
 
 
 @dataclass(frozen=True, eq=False)
 class MeshMembers:
-    """Ranks grouped by their place along the dimensions of a mesh that cut: all of a group hold the same box.
+    """Ranks grouped by their coordinates in the mesh dimensions that split: all ranks of a group hold the same box.
 
-    Group ``g`` is ``ranks[starts[g] : starts[g + 1]]``, ascending, and one of them stands at ``coordinates[g]``.
+    Group ``g`` is ``ranks[starts[g] : starts[g + 1]]``, ascending; one of them has the coordinates ``coordinates[g]``.
     """
 
     ranks: Int64
@@ -27,12 +27,12 @@ class MeshMembers:
 
 
 def mesh_members(layout: MeshLayout, ranks: Int64, coordinates: Int64) -> MeshMembers:
-    """Group ``ranks`` (ascending), which stand at ``coordinates`` (``[rank, dimension]``) of the mesh.
+    """Group ``ranks`` (ascending) by their ``coordinates`` (``[rank, dimension]``) in the mesh.
 
     Raises ``PlanError`` for a coordinate outside the mesh.
     """
     if ((coordinates < 0) | (coordinates >= np.array(layout.shape, np.int64))).any():
-        raise PlanError(f"a rank stands outside its mesh of {layout.shape}")
+        raise PlanError(f"the coordinates of a rank are outside its mesh of shape {layout.shape}")
     where = np.zeros(len(ranks), np.int64)
     for dim in sorted(dim for axis in layout.cuts for dim in axis):
         where = where * layout.shape[dim] + coordinates[:, dim]
@@ -43,10 +43,21 @@ def mesh_members(layout: MeshLayout, ranks: Int64, coordinates: Int64) -> MeshMe
 
 
 def mesh_boxes(layout: MeshLayout, shape: Sequence[int], coordinates: Int64) -> tuple[Int64, Int64]:
-    """Offsets and lengths, as ``[n, ndim]``, of what is held at each row of ``coordinates`` of a tensor of this shape;
-    some length is 0 where that is nothing. Raises ``PlanError`` for a tensor of other dimensions than the layout's."""
+    """Compute the boxes of a tensor that are held at some coordinates of a mesh.
+
+    Args:
+        layout: How the mesh splits the tensor.
+        shape: The tensor's shape.
+        coordinates: Mesh coordinates, as ``[n, mesh dimension]``.
+
+    Returns:
+        Offsets and lengths, as ``[n, ndim]``. A length is 0 if nothing is held there.
+
+    Raises:
+        PlanError: The layout has another number of dimensions than the tensor.
+    """
     if len(layout.cuts) != len(shape):
-        raise PlanError(f"a mesh layout of {len(layout.cuts)} dimensions for a tensor of shape {tuple(shape)}")
+        raise PlanError(f"a mesh layout has {len(layout.cuts)} dimensions, but its tensor has shape {tuple(shape)}")
     offsets = np.zeros((len(coordinates), len(shape)), np.int64)
     lengths = np.empty((len(coordinates), len(shape)), np.int64)
     for axis, (size, cuts) in enumerate(zip(shape, layout.cuts)):

@@ -1,6 +1,6 @@
-"""Who writes which bytes where: from what every rank holds to the layout of every file. Pure and deterministic.
+"""Plan a save: from what every rank holds to the contents of every file. Pure and deterministic.
 
-merge tables -> group replicas -> prove the tiling -> balance by bytes -> lay out files
+merge tables -> group replicas -> check the tiling -> balance by bytes -> lay out files
 """
 
 from __future__ import annotations
@@ -13,32 +13,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import PlanError
-from ..geometry import Box
-from ..tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from ...errors import PlanError
+from ...tensors.geometry import Box
+from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from ..coverage import tiling_faults
+from ..dedup import ElementNumbers, Replicas, differs, group_replicas, number_elements
+from ..wire import Bool, pack_columns, pack_flags
 from .assignment import Assignment, pack_assignment
 from .balance import choose_writers
-from .coverage import tiling_faults
-from .dedup import ElementNumbers, Replicas, differs, group_replicas, number_elements
 from .local_plan import LocalPlan, ValueKey
-from .merge import (
-    PlannedValues,
-    merge_aliases,
-    merge_pinned,
-    merge_sections,
-    merge_tensors,
-    merge_values,
-    ranks_text,
-)
+from .merge import PlannedValues, merge_aliases, merge_pinned, merge_sections, merge_tensors, merge_values, ranks_text
 from .plan_groups import HeldRows, PlanGroup, group_plans, held_rows
 from .rank_sets import RankSets, distinct_sets
-from .wire import Bool, columns, flags
 
 __all__ = [
     "PlannedFile",
     "SavePlan",
+    "consecutive_offsets",
     "lay_out_files",
-    "layout",
     "plan_columns",
     "plan_groups",
     "plan_save",
@@ -46,13 +38,19 @@ __all__ = [
 ]
 
 _MAX_ITEMSIZE = 16
-_NO_VALUES = (columns(np.empty(0, np.int64), np.zeros(2, np.int64))[0], b"")
+_NO_VALUES = (pack_columns(np.empty(0, np.int64), np.zeros(2, np.int64))[0], b"")
 
 
-def layout(nbytes: Int64) -> tuple[Int64, int]:
-    """Where items of these sizes begin when laid one after the other, and where the last one ends, in bytes.
+def consecutive_offsets(nbytes: Int64) -> tuple[Int64, int]:
+    """Compute the offsets of items that lie one after the other.
 
-    Within a file larger element types come first, so every item is aligned to its element size with no padding.
+    Within a file, larger element types come first, so that every item is aligned to its element size without padding.
+
+    Args:
+        nbytes: The size of each item in bytes.
+
+    Returns:
+        The offset of each item, and the total size, in bytes.
     """
     places = np.cumsum(nbytes, dtype=np.int64)
     total = int(places[-1]) if len(places) else 0
@@ -70,12 +68,24 @@ class PlannedFile(NamedTuple):
 
 @dataclass(eq=False)
 class SavePlan:
-    """The whole save. Columns are by row of ``shards``, which are unique and sorted by tensor, then offsets.
+    """The plan of a complete save.
 
-    ``tensors`` are sorted by full name; ``scope`` is by row of them (-1, or the one rank that has the tensor).
-    ``owner`` is the rank that writes a shard, ``source`` the row in its ``LocalPlan.shards``, ``file`` an index into
-    ``files`` (by section, then rank), ``offset`` bytes from the start of the file's data. ``order`` lists the shards
-    file by file, each in the order of its bytes: those of file ``f`` are ``order[file_starts[f] : file_starts[f+1]]``.
+    Columns are by row of ``shards``, which are unique and sorted by tensor, then offsets.
+
+    Attributes:
+        tensors: Every tensor, sorted by full name.
+        scope: By tensor, the rank that alone has it, or -1 if ranks share it.
+        shards: The boxes to write.
+        owner: The rank that writes a shard.
+        source: The shard's row in its owner's ``LocalPlan.shards``.
+        file: The shard's row in ``files``.
+        offset: The shard's first byte in the data of its file.
+        files: Every file of tensors, sorted by section, then rank.
+        order: The shards file by file, in the order of their bytes.
+        file_starts: The shards of file ``f`` are ``order[file_starts[f] : file_starts[f + 1]]``.
+        values: The plain values to write.
+        aliases: Pairs of full names (alias, target), sorted.
+        sections: Pairs (name, kind of adapter), sorted.
     """
 
     tensors: TensorTable
@@ -93,7 +103,15 @@ class SavePlan:
     sections: list[tuple[str, str]] = field(default_factory=list)
 
     def assignment(self, rank: int, files: Sequence[int] | None = None) -> Assignment:
-        """What ``rank`` is to be told, of all its files or of ``files`` (rows) alone."""
+        """Return what one rank writes.
+
+        Args:
+            rank: The rank.
+            files: Rows of ``files`` to include; None for all files of the rank.
+
+        Returns:
+            The assignment.
+        """
         rows = self.file_rows(rank) if files is None else files
         values = self._value_rows(rank)
         return Assignment(
@@ -103,7 +121,15 @@ class SavePlan:
         )
 
     def assignment_bytes(self, rank: int, files: Sequence[int] | None = None) -> bytes:
-        """``assignment`` for ``Assignment.from_bytes``; what many ranks are told is packed at once."""
+        """Return ``assignment``, packed for ``Assignment.from_bytes``. The columns of all ranks are packed at once.
+
+        Args:
+            rank: The rank.
+            files: Rows of ``files`` to include; None for all files of the rank.
+
+        Returns:
+            The packed assignment.
+        """
         rows = self.file_rows(rank) if files is None else files
         packed_rows, packed_values = self._packed
         values, shared = packed_values[rank] if rank < len(packed_values) else _NO_VALUES
@@ -111,12 +137,26 @@ class SavePlan:
         return pack_assignment(sections, [packed_rows[row] for row in rows], values, shared)
 
     def file_rows(self, rank: int) -> Sequence[int]:
-        """The rows in ``files`` of those that ``rank`` writes, ascending."""
+        """Return the rows in ``files`` that a rank writes.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            The rows, ascending.
+        """
         return self._files_of.get(rank, ())
 
     def files_of(self, rank: int) -> list[tuple[str, str, int | None]]:
-        """The files that ``rank`` writes, in its order: section, kind (as a manifest calls it), and for a file of
-        tensors its row in ``files``."""
+        """Return the files that a rank writes.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            The section and the kind (as in a manifest) of each file, and for a file of tensors its row in ``files``, in
+            the order in which the rank writes them.
+        """
         found: list[tuple[str, str, int | None]] = []
         found += [(self.files[row].section, "tensors", row) for row in self.file_rows(rank)]
         values = self._value_rows(rank)
@@ -147,27 +187,36 @@ class SavePlan:
 
     @cached_property
     def _packed(self) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
-        """By file the column of its rows; by rank those of its values, and which of them are shared."""
+        """By file, the packed column of its rows; by rank, the packed columns of its values and their flags."""
         order, starts = self._values_by_rank
-        shared = flags(self.values.shared[order])
+        shared = pack_flags(self.values.shared[order])
         bounds = pairwise(starts.tolist())
-        values = zip(columns(self.values.index[order], starts), [shared[begin:end] for begin, end in bounds])
-        return columns(self.source[self.order], self.file_starts), list(values)
+        values = zip(pack_columns(self.values.index[order], starts), [shared[begin:end] for begin, end in bounds])
+        return pack_columns(self.source[self.order], self.file_starts), list(values)
 
 
 def rows_by_rank(rank: Int64) -> tuple[Int64, Int64]:
-    """Rows in the order of the rank that each has, and where those of each rank (up to the highest) begin."""
+    """Return the rows sorted by rank, and where those of each rank, up to the highest, begin."""
     order = np.argsort(rank, kind="stable")
     return order, np.searchsorted(rank[order], np.arange(int(rank.max(initial=-1)) + 2))
 
 
 def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:
-    """Plan a save of what the ranks hold; ``plans[r]`` is rank ``r``'s.
+    """Plan a save of what the ranks hold.
 
-    Equal boxes of a tensor are replicas, and one rank writes each (the lowest, where a rank has the tensor ``pinned``);
-    empty boxes are dropped, but for one whole box of a tensor without elements. A value that is the same wherever it
-    is held is written once. Raises ``PlanError`` that names every fault of one kind and the ranks concerned: tensors,
-    aliases or sections of which ranks disagree, boxes that overlap, leave their tensor, or leave a hole.
+    Equal boxes of a tensor are replicas, and one rank writes each; for a pinned tensor it is the lowest holder. Empty
+    boxes are dropped, except one whole box of a tensor without elements. A value that is equal on all its holders is
+    written once.
+
+    Args:
+        plans: The plan of each rank, by rank.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: Ranks describe a tensor, alias or section differently, or boxes overlap, leave their tensor, or leave
+            a hole. The message names every fault of one kind and the ranks concerned.
     """
     digests: dict[ValueKey, bytes] = {}
     differing: set[ValueKey] = set()
@@ -180,8 +229,19 @@ def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:
 
 
 def plan_groups(groups: Sequence[PlanGroup], differing: Collection[ValueKey], *, world_size: int) -> SavePlan:
-    """``plan_save`` of groups of ranks; every rank is in one of them. ``differing`` are the values that are not the
-    same wherever they are held."""
+    """Plan a save of groups of ranks (see ``plan_save``). Every rank is in one group.
+
+    Args:
+        groups: Ranks with the same table.
+        differing: The values that are not equal on all their holders.
+        world_size: The number of ranks.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: As for ``plan_save``.
+    """
     kinds = merge_sections(groups)
     sections = sorted({name for name, _ in kinds}.union(*(group.table.tensors.sections for group in groups)))
     tensors, scope, rows, own = merge_tensors(groups, sections)
@@ -198,10 +258,21 @@ def plan_groups(groups: Sequence[PlanGroup], differing: Collection[ValueKey], *,
 def plan_columns(
     tensors: TensorTable, boxes: BoxTable, rank: Int64, source: Int64, *, world_size: int, pinned: Bool | None = None
 ) -> SavePlan:
-    """``plan_save`` from columns: row ``i`` of ``boxes`` is row ``source[i]`` of what ``rank[i]`` holds.
+    """Plan a save from columns (see ``plan_save``), without values, aliases or sections; all tensors are shared.
 
-    ``tensors`` are sorted by name. Rows may come in any order; in the order of ranks is fastest. Every shared scope;
-    no values, aliases or section kinds.
+    Args:
+        tensors: The tensors, sorted by name.
+        boxes: The boxes that ranks hold. Any order is valid; sorted by rank is fastest.
+        rank: By row of ``boxes``, the rank that holds it.
+        source: By row of ``boxes``, its row in that rank's shards.
+        world_size: The number of ranks.
+        pinned: By tensor, whether the lowest holder writes it.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: As for ``plan_save``.
     """
     return _plan(tensors, HeldRows(boxes, rank, source), RankSets(world_size), pinned)
 
@@ -210,9 +281,9 @@ def _plan(tensors: TensorTable, held: HeldRows, sets: RankSets, pinned: Bool | N
     boxes = held.boxes
     numbers = number_elements(tensors, boxes)
     lowest = sets.lowest(held.member_set)
-    _refuse_outside(tensors, boxes, numbers, lowest)
+    _reject_outside(tensors, boxes, numbers, lowest)
     groups = group_replicas(numbers, np.flatnonzero(numbers.numel > 0), lowest)
-    holders = _Holders(groups, held.member_set, sets)
+    holders = _BoxHolders(groups, held.member_set, sets)
     shards, found = boxes.take(holders.unique), numbers.take(holders.unique)
     faults = tiling_faults(tensors, shards, found, holders.text)
     if faults:
@@ -228,8 +299,8 @@ def _plan(tensors: TensorTable, held: HeldRows, sets: RankSets, pinned: Bool | N
     return lay_out_files(tensors, shards, nbytes, owner, source)
 
 
-class _Holders:
-    """Who holds each distinct box, which may stand in several rows."""
+class _BoxHolders:
+    """The holders of each distinct box, which may occur in several rows."""
 
     def __init__(self, groups: Replicas, member_set: Int64, sets: RankSets) -> None:
         self._groups, self._member_set, self._sets = groups, member_set, sets
@@ -239,7 +310,7 @@ class _Holders:
         self._counts = counts[self._many]
 
     def ranks(self, low: int, high: int) -> list[int]:
-        """Who holds any of the boxes ``[low, high)``."""
+        """The ranks that hold any of the boxes ``[low, high)``."""
         rows = self._groups.rows[self._groups.starts[low] : self._groups.starts[high]]
         found: list[int] = np.unique(self._sets.members(self._member_set[rows])[0]).tolist()
         return found
@@ -251,7 +322,7 @@ class _Holders:
         """The set of all ranks that hold each box."""
         numbers: Int64 = self._member_set[self.unique]
         if len(self._many):
-            box, ranks, _ = self._spelled_out
+            box, ranks, _ = self._expanded
             begins = np.flatnonzero(np.diff(box, prepend=-1))
             starts = np.append(begins, len(box)).astype(np.int64, copy=False)
             first, kind = distinct_sets(ranks, starts)
@@ -266,13 +337,13 @@ class _Holders:
             return self.unique
         rows: Int64 = self.unique.copy()
         many, width = self._many, self._sets.world_size
-        box, ranks, held = self._spelled_out
+        box, ranks, held = self._expanded
         rows[many] = held[np.searchsorted(box * width + ranks, many * width + rank[many])]
         return rows
 
     @cached_property
-    def _spelled_out(self) -> tuple[Int64, Int64, Int64]:
-        """Box, rank and row, of boxes that stand in several rows; by box, then rank, each pair once."""
+    def _expanded(self) -> tuple[Int64, Int64, Int64]:
+        """Box, rank and row of boxes that occur in several rows, sorted by box, then rank, each pair once."""
         rows = self._groups.rows[ragged_positions(self._groups.starts[self._many], self._counts)]
         ranks, counts = self._sets.members(self._member_set[rows])
         rows = np.repeat(rows, counts)
@@ -284,7 +355,7 @@ class _Holders:
         return box, ranks, rows
 
 
-def _refuse_outside(tensors: TensorTable, boxes: BoxTable, numbers: ElementNumbers, rank: Int64) -> None:
+def _reject_outside(tensors: TensorTable, boxes: BoxTable, numbers: ElementNumbers, rank: Int64) -> None:
     outside = np.flatnonzero(~numbers.inside)
     if len(outside) == 0:
         return
@@ -294,7 +365,7 @@ def _refuse_outside(tensors: TensorTable, boxes: BoxTable, numbers: ElementNumbe
         more = f" (and {many - 1} more boxes)" if many > 1 else ""
         text = f"{_corner_text(boxes, row)} of rank {int(rank[row])}{more}"
         faults.append(f"{tensors.names[tensor]} {tensors.meta_of(tensor)}: {text}")
-    raise PlanError("boxes that are not inside their tensors:\n  " + "\n  ".join(faults))
+    raise PlanError("some boxes are not inside their tensors:\n  " + "\n  ".join(faults))
 
 
 def _corner_text(boxes: BoxTable, row: int) -> str:
@@ -302,15 +373,15 @@ def _corner_text(boxes: BoxTable, row: int) -> str:
     return f"offsets {boxes.offsets[span].tolist()}, lengths {boxes.lengths[span].tolist()}"
 
 
-def _tiling_text(tensors: TensorTable, shards: BoxTable, holders: _Holders, faults: dict[int, list[str]]) -> str:
-    lines = [f"what the ranks hold does not make up {len(faults)} of {len(tensors)} tensors:"]
+def _tiling_text(tensors: TensorTable, shards: BoxTable, holders: _BoxHolders, faults: dict[int, list[str]]) -> str:
+    lines = [f"the ranks' boxes do not tile {len(faults)} of {len(tensors)} tensors:"]
     for tensor, texts in sorted(faults.items()):
         low, high = np.searchsorted(shards.tensor, [tensor, tensor + 1]).tolist()
         held = f" (held by {ranks_text(holders.ranks(low, high))})" if high > low else ""
         lines.append(f"  {tensors.names[tensor]} {tensors.meta_of(tensor)}: {'; '.join(texts)}{held}")
     lines.append(
-        "every element must be held by some rank. Optimizer state is made at a parameter's first gradient: where only "
-        "some ranks have had one (experts without tokens), give the others a zero gradient for one step"
+        "every element must be held by a rank. An optimizer creates the state of a parameter at its first gradient; if "
+        "only some ranks have had one (experts without tokens), give the others a zero gradient for one step"
     )
     return "\n".join(lines)
 
@@ -341,12 +412,12 @@ def _with_empty(
 
 
 def lay_out_files(tensors: TensorTable, shards: BoxTable, nbytes: Int64, owner: Int64, source: Int64) -> SavePlan:
-    """One file for each section and rank that writes any of it."""
+    """Lay out one file for each section and each rank that writes a part of it."""
     names = sorted(tensors.sections)
     by_name = np.array([names.index(name) for name in tensors.sections], np.int64)
     width = int(owner.max(initial=0)) + 1
-    # One number a row: file, then the largest element types first. Rows are in the order of tensor and box already, and
-    # a stable sort leaves them so.
+    # One sort key per row: the file, then the element size, largest first. Rows are already sorted by tensor and box,
+    # and a stable sort keeps that order.
     of_tensor = by_name[tensors.section] * (width * _MAX_ITEMSIZE) + (_MAX_ITEMSIZE - tensors.itemsize())
     key = owner * _MAX_ITEMSIZE
     key += of_tensor[shards.tensor]
@@ -356,7 +427,7 @@ def lay_out_files(tensors: TensorTable, shards: BoxTable, nbytes: Int64, owner: 
     begins = np.flatnonzero(differs(in_order))
     file_starts = np.append(begins, len(order)).astype(np.int64, copy=False)
     counts = file_starts[1:] - file_starts[:-1]
-    starts, total = layout(nbytes[order])
+    starts, total = consecutive_offsets(nbytes[order])
     ends = np.append(starts, total)[file_starts]
     file, offset = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
     file[order] = np.repeat(np.arange(len(counts), dtype=np.int64), counts)

@@ -1,4 +1,4 @@
-"""Ranks whose plans have the same table, planned as one: what thousands of replicas hold is looked at once."""
+"""Plan ranks with the same table as one group, so that what thousands of replicas hold is handled once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import PlanError
-from ..tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from ...errors import PlanError
+from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable
 from .mesh_boxes import mesh_boxes, mesh_members
 from .rank_sets import RankSets
@@ -18,9 +18,16 @@ __all__ = ["HeldRows", "PlanGroup", "group_plans", "held_rows"]
 
 @dataclass(frozen=True, eq=False)
 class PlanGroup:
-    """The ranks (ascending) of one ``table``, and what each says of itself: by layout its place in the mesh
-    (``coordinates``, as ``[rank, dimension]``), and boxes of its own. Row ``i`` of ``boxes`` is the ``index[i]``-th
-    such box of rank ``rank[i]``."""
+    """The ranks with the same table, and what each holds in addition to it.
+
+    Attributes:
+        table: What they have in common.
+        ranks: The ranks, ascending.
+        coordinates: For each layout, their coordinates in its mesh as ``[rank, dimension]``.
+        boxes: The own boxes of all these ranks.
+        rank: The rank that holds an own box.
+        index: The box's number among that rank's own boxes.
+    """
 
     table: PlanTable
     ranks: Int64
@@ -31,15 +38,32 @@ class PlanGroup:
 
     @classmethod
     def of(
-        cls, table: PlanTable, ranks: Sequence[int], places: Sequence[Int64], boxes: BoxTable, counts: Int64
+        cls,
+        table: PlanTable,
+        ranks: Sequence[int],
+        positions: Sequence[Int64],
+        boxes: BoxTable,
+        counts: Int64,
     ) -> PlanGroup:
-        """``places`` (the coordinates in the meshes of all layouts, one after the other) are by rank of ``ranks``;
-        ``boxes`` are their own, of each as many as ``counts`` says. Raises ``PlanError`` for places in other meshes
-        than the table's."""
+        """Create a group.
+
+        Args:
+            table: What the ranks have in common.
+            ranks: The ranks, ascending.
+            positions: For each rank, its coordinates in the meshes of all layouts, one after the other.
+            boxes: The own boxes of all ranks, by rank.
+            counts: The number of own boxes of each rank.
+
+        Returns:
+            The group.
+
+        Raises:
+            PlanError: The coordinates do not match the table's meshes.
+        """
         dims = [len(layout.shape) for layout in table.layouts]
-        if any(len(place) != sum(dims) for place in places):
-            raise PlanError(f"ranks {ranks[:8]} do not tell their places in {len(dims)} meshes")
-        table_of_places = np.array(places, np.int64).reshape(len(ranks), sum(dims))
+        if any(len(place) != sum(dims) for place in positions):
+            raise PlanError(f"ranks {ranks[:8]} did not send their coordinates in {len(dims)} meshes")
+        table_of_places = np.array(positions, np.int64).reshape(len(ranks), sum(dims))
         members = np.array(ranks, np.int64)
         index = ragged_positions(np.zeros_like(counts), counts)
         coordinates = np.split(table_of_places, np.cumsum(dims)[:-1], axis=1) if dims else []
@@ -47,7 +71,7 @@ class PlanGroup:
 
 
 def group_plans(plans: Sequence[LocalPlan]) -> list[PlanGroup]:
-    """Group whole plans, which are by rank."""
+    """Group the plans of all ranks, which are by rank."""
     tables = [plan.table() for plan in plans]
     keys: dict[bytes, list[int]] = {}
     for rank, table in enumerate(tables):
@@ -61,15 +85,14 @@ def group_plans(plans: Sequence[LocalPlan]) -> list[PlanGroup]:
             np.concatenate([one.offsets for one in boxes]),
             np.concatenate([one.lengths for one in boxes]),
         )
-        places = [plans[rank].places() for rank in ranks]
-        groups.append(PlanGroup.of(table, ranks, places, joined, np.array([len(one) for one in boxes], np.int64)))
+        positions = [plans[rank].flat_coordinates() for rank in ranks]
+        groups.append(PlanGroup.of(table, ranks, positions, joined, np.array([len(one) for one in boxes], np.int64)))
     return groups
 
 
 @dataclass(frozen=True, eq=False)
 class HeldRows:
-    """What is held: row ``i`` of ``boxes`` by each rank of set ``member_set[i]``, whose ``source[i]``-th shard it
-    is."""
+    """What all ranks hold: the ranks of set ``member_set[i]`` hold box ``i`` as their shard number ``source[i]``."""
 
     boxes: BoxTable
     member_set: Int64
@@ -88,9 +111,14 @@ class _Part:
 def held_rows(
     groups: Sequence[PlanGroup], tensors: TensorTable, rows: Sequence[Int64], own: Sequence[Int64], sets: RankSets
 ) -> HeldRows:
-    """Everything that all ranks hold, each distinct box of a group once. ``rows`` are by group the new row of each row
-    of its table (for shared tensors), ``own`` those of its own tensors by ``[own tensor, rank]``."""
-    parts = [part for group, new, ours in zip(groups, rows, own) for part in _parts(group, tensors, new, ours, sets)]
+    """Return what all ranks hold, each distinct box of a group once.
+
+    ``rows`` has, by group, the new row of each row of its table (for shared tensors), ``own`` those of its own tensors
+    as ``[own tensor, rank]``.
+    """
+    parts = [
+        part for group, new, own_new in zip(groups, rows, own) for part in _parts(group, tensors, new, own_new, sets)
+    ]
     empty: Int64 = np.empty(0, np.int64)
     columns = [
         np.concatenate([empty, *(getattr(part, name) for part in parts)])
@@ -105,13 +133,13 @@ def _parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64, sets
     everyone = sets.add(ranks, np.array([0, len(ranks)], np.int64))
     whole = np.flatnonzero((table.held == WHOLE) & ~table.own)
     yield _whole(tensors, rows[whole], np.repeat(everyone, len(whole)), source[whole])
-    mine = np.flatnonzero(table.own)
-    alone = table.held[mine] == WHOLE
+    own_rows = np.flatnonzero(table.own)
+    alone = table.held[own_rows] == WHOLE
     yield _whole(
         tensors,
         own[alone].reshape(-1),
         np.tile(ranks, int(alone.sum())),
-        np.repeat(source[mine[alone]], len(ranks)),
+        np.repeat(source[own_rows[alone]], len(ranks)),
     )
     for number, (layout, coordinates) in enumerate(zip(table.layouts, group.coordinates), 1):
         cut = np.flatnonzero((table.held == number) & ~table.own)
@@ -131,12 +159,12 @@ def _parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64, sets
             )
     boxes = group.boxes
     tensor = rows[boxes.tensor]
-    if len(mine):
+    if len(own_rows):
         place = np.full(len(table.own), -1, np.int64)
-        place[mine] = np.arange(len(mine))
-        theirs = table.own[boxes.tensor]
-        at = np.searchsorted(ranks, group.rank[theirs])
-        tensor[theirs] = own[place[boxes.tensor[theirs]], at]
+        place[own_rows] = np.arange(len(own_rows))
+        is_own = table.own[boxes.tensor]
+        at = np.searchsorted(ranks, group.rank[is_own])
+        tensor[is_own] = own[place[boxes.tensor[is_own]], at]
     common = int((table.held != OWN_BOXES).sum())
     yield _Part(tensor, boxes.offsets, boxes.lengths, group.rank, common + group.index)
 
@@ -147,7 +175,7 @@ def _whole(tensors: TensorTable, rows: Int64, member_set: Int64, source: Int64) 
 
 
 def _by_shape(shapes: Int64) -> Iterator[tuple[tuple[int, ...], Int64]]:
-    """Each distinct row of ``[n, ndim]``, and where it stands."""
+    """Yield each distinct row of ``[n, ndim]``, and its positions."""
     if len(shapes) == 0:
         return
     kinds, kind = np.unique(shapes, axis=0, return_inverse=True)

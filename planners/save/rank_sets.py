@@ -1,18 +1,18 @@
-"""Sets of ranks that hold the same, by number, so that what thousands of ranks hold alike is one row of a plan."""
+"""Numbered sets of ranks that hold the same, so that what thousands of ranks hold is one row of a plan."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from ..tables import Int64, ragged_positions, ragged_starts
-from .wire import Bool
+from ...tensors.tables import Int64, ragged_positions, ragged_starts
+from ..wire import Bool
 
 __all__ = ["RankSets", "distinct_sets"]
 
 
 class RankSets:
-    """Sets of ranks, none of them empty. Set ``r`` is rank ``r`` alone; ``add`` makes others."""
+    """Non-empty sets of ranks. Set ``r`` is rank ``r`` alone; ``add`` creates others."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -24,7 +24,10 @@ class RankSets:
         return sum(map(len, self._counts))
 
     def add(self, ranks: Int64, starts: Int64) -> Int64:
-        """The numbers of the sets ``ranks[starts[i] : starts[i + 1]]``, each ascending. One rank alone is its own."""
+        """Return the numbers of the sets ``ranks[starts[i] : starts[i + 1]]``, each ascending.
+
+        A single rank has its own number.
+        """
         counts = starts[1:] - starts[:-1]
         numbers: Int64 = ranks[starts[:-1]].copy()
         many = np.flatnonzero(counts > 1)
@@ -36,14 +39,10 @@ class RankSets:
         return numbers
 
     def columns(self) -> tuple[Int64, Int64]:
-        """All sets' ranks, and where each set begins among them."""
+        """Return the ranks of all sets, and where each set begins among them."""
         if self._columns is None:
             self._columns = np.concatenate(self._ranks), ragged_starts(np.concatenate(self._counts))
         return self._columns
-
-    def ranks_of(self, number: int) -> Int64:
-        ranks, starts = self.columns()
-        return ranks[starts[number] : starts[number + 1]]
 
     def lowest(self, numbers: Int64) -> Int64:
         """The lowest rank of each of these sets."""
@@ -51,26 +50,26 @@ class RankSets:
         return ranks[starts[numbers]]
 
     def are_single(self, numbers: Int64) -> Bool:
-        """Whether each of these sets is one rank."""
+        """Whether each of these sets is a single rank."""
         single: Bool = numbers < self.world_size
         return single
 
     def sizes(self, numbers: Int64) -> Int64:
-        """How many ranks are in each of these sets."""
+        """The number of ranks in each of these sets."""
         _, starts = self.columns()
         return starts[numbers + 1] - starts[numbers]
 
     def members(self, numbers: Int64) -> tuple[Int64, Int64]:
-        """The ranks of these sets one after the other, and how many each has."""
+        """Return the ranks of these sets one after the other, and the number of ranks in each."""
         ranks, starts = self.columns()
         counts = self.sizes(numbers)
         return ranks[ragged_positions(starts[numbers], counts)], counts
 
 
 def distinct_sets(ranks: Int64, starts: Int64) -> tuple[Int64, Int64]:
-    """Which of these sets are the same: the first of each kind, and for every set which of those it equals.
+    """Return the first set of each kind of equal sets, and the kind of every set.
 
-    Found by a hash of the members, then proven member by member.
+    Sets are matched by a hash of their members, then compared member by member.
     """
     counts = starts[1:] - starts[:-1]
     if len(counts) == 0:
@@ -78,20 +77,20 @@ def distinct_sets(ranks: Int64, starts: Int64) -> tuple[Int64, Int64]:
     begin = starts[:-1]
     digest = np.add.reduceat(_mix(ranks), begin) ^ _mix(counts)
     _, first, kind = np.unique(digest, return_index=True, return_inverse=True)
-    first, kind = _set_apart(first, kind, counts != counts[first[kind]])
+    first, kind = _split_off(first, kind, counts != counts[first[kind]])
     like = ranks[ragged_positions(begin[first[kind]], counts)]
-    return _set_apart(first, kind, np.logical_or.reduceat(ranks != like, begin))
+    return _split_off(first, kind, np.logical_or.reduceat(ranks != like, begin))
 
 
-def _set_apart(first: Int64, kind: Int64, odd: Bool) -> tuple[Int64, Int64]:
-    """Give each set that only the hash took for another a kind of its own."""
+def _split_off(first: Int64, kind: Int64, odd: Bool) -> tuple[Int64, Int64]:
+    """Make a separate kind of each set whose hash collides with a different set's."""
     rows = np.flatnonzero(odd)
     kind[rows] = len(first) + np.arange(len(rows))
     return np.append(first, rows), kind
 
 
 def _mix(values: Int64) -> npt.NDArray[np.uint64]:
-    """Well-spread 64-bit words (splitmix64), so that sums of them tell sets apart."""
+    """Return well-spread 64-bit words (splitmix64), so that their sums distinguish sets."""
     word: npt.NDArray[np.uint64] = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,6 +1,6 @@
-"""Reading once what several ranks want: who reads which part of it, and in which order it goes round a ring.
+"""Plan which rank of a ring reads which bytes, and in which order the packets travel round the ring.
 
-See ``share_classes`` for how ranks find each other. Each of them makes the same plan from what it knows already.
+``classes`` determines the rings. Every rank of a ring computes the same plan from what it already has.
 """
 
 from __future__ import annotations
@@ -10,22 +10,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from ..geometry import Box, row_major_strides
-from .slabs import slabs, span
+from ...tensors.geometry import Box, row_major_strides
+from ..load.split import byte_span, split_box
 
-__all__ = ["Batch", "Piece", "Ring", "SharedPart", "Slab", "plan_ring"]
+__all__ = ["Batch", "Packet", "PartBox", "Ring", "SharedPart", "plan_ring"]
 
-PIECE = 8 << 20
-"""Bytes that are passed on at once."""
+PACKET_BYTES = 8 << 20
+"""Bytes that are forwarded as one message."""
 
-_LEAST_PIECE = 256 << 10
-_BATCH_PIECES = 4  # read together: what keeps a few reading threads busy
-_LONGEST_ROW = 64 << 20  # bytes of one row of a tensor before it is cut within rows
+# Smaller packets cost more in messages than the earlier start of the next rank gains.
+_MIN_PACKET_BYTES = 256 << 10
+# Packets read as one batch: enough to keep a few reading threads busy.
+_BATCH_PACKETS = 4
+# A longer row of a tensor is split within the row.
+_MAX_ROW_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class SharedPart:
-    """What a ring moves of one want: ``box``, a part of stored box ``stored``. ``row`` is for the caller's use."""
+    """A box that a ring reads and forwards.
+
+    Attributes:
+        row: An identifier of the caller's.
+        box: The box, in global coordinates.
+        stored: The stored box that contains it.
+        itemsize: Bytes per stored element.
+        memory_itemsize: Bytes per element in memory.
+        chunk_size: Bytes per checksum of the stored file.
+    """
 
     row: int
     box: Box
@@ -36,42 +48,73 @@ class SharedPart:
 
 
 @dataclass(frozen=True)
-class Slab:
-    """``box`` of part ``row``: ``nbytes`` of memory."""
+class PartBox:
+    """A box inside a shared part.
+
+    Attributes:
+        row: The ``row`` of the shared part.
+        box: The box, in global coordinates.
+        nbytes: Its size in memory, in bytes.
+    """
 
     row: int
     box: Box
     nbytes: int
 
 
-Piece = tuple[Slab, ...]
+Packet = tuple[PartBox, ...]
+"""Boxes that are forwarded as one message."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What is read together, and the pieces in which that is passed on."""
+    """Boxes that are read together.
 
-    reads: tuple[Slab, ...]
-    pieces: tuple[Piece, ...]
+    Attributes:
+        reads: The boxes to read.
+        packets: The packets in which their contents are forwarded.
+    """
+
+    reads: tuple[PartBox, ...]
+    packets: tuple[Packet, ...]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """``segments[i]`` is read by ``ranks[i]`` and goes from there to each next rank, until all have it."""
+    """Ranks that read parts for each other.
+
+    Attributes:
+        ranks: The ranks, in the order in which they forward packets.
+        segments: ``ranks[i]`` reads ``segments[i]``.
+    """
 
     ranks: tuple[int, ...]
     segments: tuple[tuple[Batch, ...], ...]
 
-    def pieces(self, at: int) -> list[Piece]:
-        """The pieces of segment ``at``, in order."""
-        return [piece for batch in self.segments[at] for piece in batch.pieces]
+    def packets(self, at: int) -> list[Packet]:
+        """Return the packets of one segment.
+
+        Args:
+            at: The index of the segment.
+
+        Returns:
+            The packets, in order.
+        """
+        return [packet for batch in self.segments[at] for packet in batch.packets]
 
     def link(self, at: int) -> Iterator[tuple[int, int]]:
-        """What ``ranks[at]`` sends to the next rank, in order: ``(segment, index of the piece)``.
+        """Iterate over what ``ranks[at]`` sends to the next rank.
 
-        A piece comes behind those of its index that are nearer their reader, so all links are busy at the same time.
+        Of packets with the same index, the one whose reader is nearest is sent first, so that all links are busy at the
+        same time.
+
+        Args:
+            at: The index of the sender in ``ranks``.
+
+        Yields:
+            The segment and the index of each packet, in order.
         """
-        counts = [sum(len(batch.pieces) for batch in segment) for segment in self.segments]
+        counts = [sum(len(batch.packets) for batch in segment) for segment in self.segments]
         for index in range(max(counts, default=0)):
             for hops in range(len(self.ranks) - 1):
                 segment = (at - hops) % len(self.ranks)
@@ -79,26 +122,34 @@ class Ring:
                     yield segment, index
 
 
-def plan_ring(ranks: Sequence[int], parts: Sequence[SharedPart], *, piece: int = PIECE) -> Ring:
-    """Deal ``parts``, in the order given, to the ranks by even shares of bytes as they are stored.
+def plan_ring(ranks: Sequence[int], parts: Sequence[SharedPart], *, packet_bytes: int = PACKET_BYTES) -> Ring:
+    """Distribute ``parts`` over the ranks of a ring, evenly by stored bytes.
 
-    Cuts fall where a chunk begins as long as shares stay about even, so that hardly any chunk is read twice.
+    Splits fall on chunk boundaries as long as the shares stay about even, so that hardly any chunk is read twice.
+
+    Args:
+        ranks: The ranks of the ring, in order.
+        parts: What the ring reads, in storage order.
+        packet_bytes: The largest packet, in bytes of memory. Packets of a small ring are smaller.
+
+    Returns:
+        The same ring on every rank that passes the same arguments.
     """
-    queue = deque(_Run.of(part) for whole in parts for part in _within_rows(whole))
+    queue = deque(_Run.of(part) for whole in parts for part in _split_long_rows(whole))
     rest = sum(run.nbytes for run in queue)
     share = rest // len(ranks)
-    piece = max(min(piece, share // 4), min(piece, _LEAST_PIECE))
+    packet_bytes = max(min(packet_bytes, share // 4), min(packet_bytes, _MIN_PACKET_BYTES))
     segments = []
     for left in range(len(ranks), 0, -1):
         taken = _take(queue, -(-rest // left), share // 8) if left > 1 else list(queue)
         rest -= sum(run.nbytes for run in taken)
-        segments.append(tuple(_batches(deque(taken), piece)))
+        segments.append(tuple(_batches(deque(taken), packet_bytes)))
     return Ring(tuple(ranks), tuple(segments))
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Rows ``[begin, end)`` of a part, along its first axis of more than one index."""
+    """Rows ``[begin, end)`` of a part, along its first axis with more than one index."""
 
     part: SharedPart
     axis: int
@@ -108,6 +159,7 @@ class _Run:
 
     @classmethod
     def of(cls, part: SharedPart) -> _Run:
+        """All rows of ``part``."""
         axis = next((axis for axis, length in enumerate(part.box.lengths) if length > 1), -1)
         rows = part.box.lengths[axis] if axis >= 0 else 1
         return cls(part, axis, 0, rows, part.box.numel // rows * part.itemsize)
@@ -117,18 +169,20 @@ class _Run:
         return (self.end - self.begin) * self.row_nbytes
 
     @property
-    def slab(self) -> Slab:
+    def part_box(self) -> PartBox:
         box, axis = self.part.box, self.axis
         if axis >= 0:
             offsets, lengths = [*box.offsets], [*box.lengths]
             offsets[axis] += self.begin
             lengths[axis] = self.end - self.begin
             box = Box(tuple(offsets), tuple(lengths))
-        return Slab(self.part.row, box, box.numel * self.part.memory_itemsize)
+        return PartBox(self.part.row, box, box.numel * self.part.memory_itemsize)
 
-    def cut(self, nbytes: int, slack: int) -> int:
-        """The row, both ends among them, at which about ``nbytes`` come before it. Where no row within ``slack`` bytes
-        of that begins a chunk, the one that is nearest."""
+    def split_row(self, nbytes: int, slack: int) -> int:
+        """The row, from ``begin`` to ``end`` inclusive, with about ``nbytes`` bytes before it.
+
+        A row that begins a chunk is preferred if one is within ``slack`` bytes; otherwise it is the nearest row.
+        """
         ideal = self.begin + min(max(0, nbytes), self.nbytes) / self.row_nbytes
         rows = [self.begin, self.end]
         first, step = self._chunk_rows()
@@ -140,12 +194,12 @@ class _Run:
         return best if near else round(ideal)
 
     def _chunk_rows(self) -> tuple[int, int]:
-        """Rows ``first + n * step`` begin where a chunk does; step 0 where none does."""
+        """``(first, step)``: rows ``first + n * step`` begin a chunk; step 0 if no row does."""
         part = self.part
         if self.axis < 0:
             return 0, 0
         stride = row_major_strides(part.stored.lengths)[self.axis] * part.itemsize
-        begin, _ = span(part.box, part.stored, part.itemsize)
+        begin, _ = byte_span(part.box, part.stored, part.itemsize)
         common = gcd(stride, part.chunk_size)
         if begin % common:
             return 0, 0
@@ -153,21 +207,21 @@ class _Run:
         return -(begin // common) * pow(stride // common, -1, step) % step, step
 
 
-def _within_rows(part: SharedPart) -> Iterator[SharedPart]:
-    """Rows too long to be dealt out become parts of their own."""
-    if _Run.of(part).row_nbytes <= _LONGEST_ROW:
+def _split_long_rows(part: SharedPart) -> Iterator[SharedPart]:
+    """``part``, or its sub-boxes if its rows are too long to be distributed whole."""
+    if _Run.of(part).row_nbytes <= _MAX_ROW_BYTES:
         yield part
         return
-    for box in slabs(part.box, part.box, part.itemsize, _LONGEST_ROW, 0):
+    for box in split_box(part.box, part.box, part.itemsize, _MAX_ROW_BYTES, 0):
         yield replace(part, box=box)
 
 
 def _take(queue: deque[_Run], nbytes: int, slack: int) -> list[_Run]:
-    """Remove about ``nbytes`` from the front of the queue; at least something where there is something."""
+    """Remove about ``nbytes`` from the front of a queue, and at least something unless it is empty."""
     taken: list[_Run] = []
     while queue and nbytes > 0:
         run = queue.popleft()
-        row = run.cut(nbytes, slack) if run.nbytes > nbytes else run.end
+        row = run.split_row(nbytes, slack) if run.nbytes > nbytes else run.end
         if row == run.begin and not taken:
             row = run.end
         if row > run.begin:
@@ -179,25 +233,25 @@ def _take(queue: deque[_Run], nbytes: int, slack: int) -> list[_Run]:
     return taken
 
 
-def _batches(queue: deque[_Run], piece: int) -> Iterator[Batch]:
-    wanted = _BATCH_PIECES * piece
+def _batches(queue: deque[_Run], packet_bytes: int) -> Iterator[Batch]:
+    size = _BATCH_PACKETS * packet_bytes
     while queue:
-        # A part of no rows that begin a chunk is read in one go rather than a chunk twice at every cut.
-        runs = _take(queue, wanted, 7 * wanted)
-        yield Batch(tuple(run.slab for run in runs), tuple(_pieces(runs, piece)))
+        # If none of a part's rows begins a chunk, one long read is better than reading a chunk twice at every split.
+        runs = _take(queue, size, 7 * size)
+        yield Batch(tuple(run.part_box for run in runs), tuple(_packets(runs, packet_bytes)))
 
 
-def _pieces(runs: Sequence[_Run], piece: int) -> Iterator[Piece]:
-    filled: list[Slab] = []
+def _packets(runs: Sequence[_Run], packet_bytes: int) -> Iterator[Packet]:
+    filled: list[PartBox] = []
     nbytes = 0
     for run in runs:
-        whole, itemsize = run.slab, run.part.memory_itemsize
-        for box in slabs(whole.box, whole.box, itemsize, piece, 0):
-            slab = Slab(whole.row, box, box.numel * itemsize)
-            if filled and nbytes + slab.nbytes > piece:
+        whole, itemsize = run.part_box, run.part.memory_itemsize
+        for box in split_box(whole.box, whole.box, itemsize, packet_bytes, 0):
+            part_box = PartBox(whole.row, box, box.numel * itemsize)
+            if filled and nbytes + part_box.nbytes > packet_bytes:
                 yield tuple(filled)
                 filled, nbytes = [], 0
-            filled.append(slab)
-            nbytes += slab.nbytes
+            filled.append(part_box)
+            nbytes += part_box.nbytes
     if filled:
         yield tuple(filled)

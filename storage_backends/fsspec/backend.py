@@ -1,27 +1,28 @@
-"""Every store that fsspec can reach: S3, GCS, Azure, HDFS, SFTP, SMB, WebDAV and the rest.
+"""The backend for every store that fsspec can reach: S3, GCS, Azure, HDFS, SFTP, SMB, WebDAV and others.
 
-What is atomic depends on the store, and this is what the backend does on each kind:
+How atomic an operation is depends on the store:
 
 ==================  =================================  =============================  ==============================
 kind                ``put``                            ``put(if_absent=True)``        ``create``
 ==================  =================================  =============================  ==============================
-object stores       one PUT, atomic and durable        the store's conditional PUT    a multipart upload; visible as
-(``async_impl``)                                       on S3, GCS and Azure           a whole on ``complete``
+object stores       one PUT, atomic and durable        the store's conditional PUT    a multipart upload, visible
+(``async_impl``)                                       on S3, GCS and Azure           once ``complete`` returns
 fsspec ``file``     temporary file, fsync, rename      hard link                      the same temporary file
 fsspec ``memory``   one assignment                     a lock of this process         one assignment
 all others          temporary file, ``mv``             refused: ``StorageError``      the same temporary file
 (HDFS, SFTP, ...)
 ==================  =================================  =============================  ==============================
 
-Where ``if_absent`` is refused, an emulation (look, then put) would not be decided by the store: two writers could both
-win. On "all others" a ``put`` that replaces an object is atomic where the store's rename replaces (SFTP, WebDAV); where
-it does not (HDFS, SMB), the old object is removed first, and a crash between the two leaves only the temporary file.
+``if_absent`` is refused where the store cannot decide it: if the client checked and then put, two writers could both
+succeed. On "all others" a ``put`` that replaces an object is atomic if the store's rename replaces (SFTP, WebDAV).
+Otherwise (HDFS, SMB) the old object is removed first, and a crash in between leaves only the temporary file.
 
-fsspec's ``file`` is here for chains (``dir::file:///...``): directories that it makes are not synced, so a path opened
-as a path is what survives a power cut for certain. fsspec's caches are refused, since they serve what was replaced.
+fsspec's ``file`` exists for chains (``dir::file:///...``). It does not sync the directories that it creates; open a
+path as a path for durability across power failures. fsspec's caches are rejected, because they serve objects that have
+been replaced.
 
-Retries and timeouts of single requests are the file system's own. After a lost reply its retry of a conditional PUT
-may find the key taken by its own first try: read the object back to know.
+Retries and timeouts of single requests are up to the file system. After a lost reply, its retry of a conditional PUT
+may find the key that its first try has created: read the object back to find out.
 """
 
 from __future__ import annotations
@@ -35,52 +36,61 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-from ..errors import KeyNotFoundError, StorageError
-from .base import ObjectStat, ObjectWriter, StorageBackend
-from .fsspec_connection import Connection, connect, refuse_caches
-from .fsspec_errors import map_error, mapped, redact
-from .fsspec_objects import (
-    beside,
-    drop,
-    holds_objects,
+from ...errors import KeyNotFoundError, StorageError
+from ..base import ObjectStat, ObjectWriter, StorageBackend
+from ..buffers import byte_view
+from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
+from .connection import Connection, connect, reject_caches
+from .errors import map_error, redact, translate_errors
+from .objects import (
+    has_objects,
     open_in_directory,
-    prune,
     publish,
+    put_object,
+    put_object_if_absent,
     remove,
-    store,
-    store_exclusive,
+    remove_empty_directories,
+    remove_if_exists,
+    temporary_path,
 )
-from .fsspec_writers import BufferedWriter, StreamWriter
-from .keys import check_children_prefix, check_key, check_prefix, is_object_key
-from .pieces import byte_view
+from .writers import BufferedWriter, StreamWriter
 
 __all__ = ["FsspecBackend"]
 
-# Objects up to this size are gathered in memory and stored by one request.
+# Objects up to this size are buffered in memory and stored with one request.
 _BUFFERED_BYTES = 8 * 2**20
 
-# S3 takes at most 10,000 parts, of at least 5 MiB each.
+# S3 accepts at most 10,000 parts of at least 5 MiB each.
 _PART_BYTES = 16 * 2**20
-_PARTS = 9_000
+_MAX_PARTS = 9_000
 
-_DELETES_AT_ONCE = 8
+_CONCURRENT_DELETES = 8
 
 
 class FsspecBackend(StorageBackend):
-    """Objects below ``url`` in an fsspec file system made with ``options``.
+    """Objects below a URL of an fsspec file system.
 
-    The file system is made at the first use, for this backend alone (its listings are never cached), again in a forked
-    child, and once a thread where fsspec's implementation is not made for threads.
+    The file system is created at the first use, for this backend alone, without caching of listings. A forked child
+    creates another one, and so does every thread if fsspec's implementation is not thread-safe.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
+        """Create a backend.
+
+        Args:
+            url: The URL or chain of the root.
+            **options: Options of the fsspec file system.
+
+        Raises:
+            UnsupportedURLError: The chain contains one of fsspec's caches.
+        """
         self._url = url.rstrip("/") if not url.endswith("://") else url
-        self._shown = redact(self._url)
+        self._display_url = redact(self._url)
         self._options = options
         self._shared: Connection | None = None
         self._thread = threading.local()
         self._abandoned: list[Connection] = []
-        refuse_caches(url)
+        reject_caches(url)
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> FsspecBackend:
@@ -92,39 +102,39 @@ class FsspecBackend(StorageBackend):
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         check_key(key)
-        action = f"writing {key!r} in {self._shown}"
+        action = f"writing {key!r} in {self._display_url}"
         connection = self._connection(action)
         content = bytes(byte_view(data))
         if if_absent:
-            store_exclusive(connection, action, key, content)
+            put_object_if_absent(connection, action, key, content)
         else:
-            store(connection, action, key, content)
+            put_object(connection, action, key, content)
 
     def create(self, key: str, size: int) -> ObjectWriter:
         check_key(key)
-        action = f"writing {key!r} in {self._shown}"
+        action = f"writing {key!r} in {self._display_url}"
         connection = self._connection(action, own=True)
         if size <= _BUFFERED_BYTES or connection.kind == "memory":
-            return BufferedWriter(action, size, lambda data: store(connection, action, key, data))
+            return BufferedWriter(action, size, lambda data: put_object(connection, action, key, data))
         path = connection.path(key)
         if connection.kind == "objects":
-            part = max(_PART_BYTES, -(-size // _PARTS))
+            part = max(_PART_BYTES, -(-size // _MAX_PARTS))
             options = {"autocommit": False, "block_size": part}
-            file = mapped(action, lambda: connection.fs.open(path, "wb", **options))
-            return StreamWriter(action, size, file, drop=lambda: drop(connection, path))
-        temporary = beside(path)
-        file = mapped(action, lambda: open_in_directory(connection.fs, temporary))
+            file = translate_errors(action, lambda: connection.fs.open(path, "wb", **options))
+            return StreamWriter(action, size, file, discard=lambda: remove_if_exists(connection, path))
+        temporary = temporary_path(path)
+        file = translate_errors(action, lambda: open_in_directory(connection.fs, temporary))
         return StreamWriter(
             action,
             size,
             file,
             publish=lambda: publish(connection, action, temporary, path, size),
-            drop=lambda: drop(connection, temporary),
+            discard=lambda: remove_if_exists(connection, temporary),
         )
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         check_key(key)
-        action = f"reading {key!r} in {self._shown}"
+        action = f"reading {key!r} in {self._display_url}"
         view = byte_view(buffer)
         if view.readonly:
             raise StorageError(f"{action}: the buffer to read into is read-only")
@@ -133,54 +143,54 @@ class FsspecBackend(StorageBackend):
         end = offset + len(view)
         connection = self._connection(action)
         if not len(view):
-            # A range of no bytes cannot be said in HTTP.
-            self._check_reaches(connection, action, key, offset, end, 0)
+            # HTTP has no empty range.
+            self._check_size(connection, action, key, offset, end, 0)
             return
         try:
             content = connection.fs.cat_file(connection.path(key), start=offset, end=end)
         except Exception as error:
             mapped = map_error(error, action, reading=True)
             if type(mapped) is StorageError:
-                # Stores answer a range beyond the end with an error of their own.
-                self._check_reaches(connection, action, key, offset, end, 0)
+                # A range beyond the end is an error of the store's client library.
+                self._check_size(connection, action, key, offset, end, 0)
             raise mapped from error
         if len(content) != len(view):
-            self._check_reaches(connection, action, key, offset, end, len(content))
-            raise StorageError(f"{action}: wanted bytes [{offset}, {end}), got {len(content)} bytes; try again")
+            self._check_size(connection, action, key, offset, end, len(content))
+            raise StorageError(f"{action}: requested bytes [{offset}, {end}), got {len(content)} bytes; try again")
         view[:] = content
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        action = f"reading {key!r} in {self._shown}"
+        action = f"reading {key!r} in {self._display_url}"
         size = self.stat(key).size
         if max_size is not None and size > max_size:
             raise StorageError(f"{action}: it has {size} bytes, at most {max_size} were expected")
         if size == 0:
             return b""
         connection = self._connection(action)
-        # start=0 makes it one request: s3fs fetches a large object without it in parallel ranges, and these could be
-        # of two objects when it is replaced meanwhile.
-        content = mapped(action, lambda: connection.fs.cat_file(connection.path(key), start=0), reading=True)
+        # start=0 makes it one request. Without it, s3fs fetches a large object in parallel ranges, which could belong
+        # to two objects if it is replaced at the same time.
+        content = translate_errors(action, lambda: connection.fs.cat_file(connection.path(key), start=0), reading=True)
         if max_size is not None and len(content) > max_size:
             raise StorageError(f"{action}: it has {len(content)} bytes, at most {max_size} were expected")
         return bytes(content)
 
     def stat(self, key: str) -> ObjectStat:
         check_key(key)
-        action = f"looking at {key!r} in {self._shown}"
+        action = f"looking at {key!r} in {self._display_url}"
         connection = self._connection(action)
 
         def look() -> Any:
             connection.fs.invalidate_cache()
             return connection.fs.info(connection.path(key))
 
-        info = mapped(action, look, reading=True)
+        info = translate_errors(action, look, reading=True)
         if info["type"] != "file":
             raise KeyNotFoundError(f"{action}: no such object")
         return ObjectStat(key, int(info["size"]), _version(info))
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         check_prefix(prefix)
-        action = f"listing {prefix!r} in {self._shown}"
+        action = f"listing {prefix!r} in {self._display_url}"
         connection = self._connection(action)
         directory = connection.path(prefix[: prefix.rfind("/") + 1])
 
@@ -191,7 +201,7 @@ class FsspecBackend(StorageBackend):
             except (FileNotFoundError, NotADirectoryError):
                 return {}
 
-        found = mapped(action, find, reading=True)
+        found = translate_errors(action, find, reading=True)
         infos = [info for info in found.values() if info["type"] == "file"]
         stats = [
             ObjectStat(key, int(info["size"]), _version(info))
@@ -202,7 +212,7 @@ class FsspecBackend(StorageBackend):
 
     def list_children(self, prefix: str = "") -> Sequence[str]:
         check_children_prefix(prefix)
-        action = f"listing {prefix!r} in {self._shown}"
+        action = f"listing {prefix!r} in {self._display_url}"
         connection = self._connection(action)
 
         def look() -> Any:
@@ -213,29 +223,29 @@ class FsspecBackend(StorageBackend):
                 return []
 
         names = set()
-        for info in mapped(action, look, reading=True):
+        for info in translate_errors(action, look, reading=True):
             key = connection.key(info["name"].rstrip("/"))
             if key is None or not key.startswith(prefix) or "/" in key[len(prefix) :] or not is_object_key(key):
                 continue
             if info["type"] == "file":
                 names.add(key[len(prefix) :])
-            elif connection.kind == "objects" or holds_objects(connection, action, info["name"]):
+            elif connection.kind == "objects" or has_objects(connection, action, info["name"]):
                 names.add(key[len(prefix) :] + "/")
         return sorted(names)
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             check_key(key)
-        connection = self._connection(f"deleting in {self._shown}")
+        connection = self._connection(f"deleting in {self._display_url}")
 
-        # One request a key: s3fs's bulk delete drops the errors of single keys.
+        # One request per key, because s3fs's bulk delete ignores the errors of single keys.
         def delete_one(key: str) -> None:
-            action = f"deleting {key!r} in {self._shown}"
+            action = f"deleting {key!r} in {self._display_url}"
             with suppress(KeyNotFoundError):
-                mapped(action, lambda: remove(connection, connection.path(key)), reading=True)
+                translate_errors(action, lambda: remove(connection, connection.path(key)), reading=True)
 
         if connection.fs.async_impl and len(keys) > 1:
-            with ThreadPoolExecutor(_DELETES_AT_ONCE, thread_name_prefix="bcp-delete") as pool:
+            with ThreadPoolExecutor(_CONCURRENT_DELETES, thread_name_prefix="bcp-delete") as pool:
                 for _ in pool.map(delete_one, keys):
                     pass
         else:
@@ -244,32 +254,32 @@ class FsspecBackend(StorageBackend):
         if connection.kind in ("file", "others"):
             parents = {os.path.dirname(connection.path(key)) for key in keys}
             for parent in sorted(parents, key=len, reverse=True):
-                prune(connection, parent)
+                remove_empty_directories(connection, parent)
 
     def close(self) -> None:
         self._shared = None
         self._thread = threading.local()
 
     def _connection(self, action: str, *, own: bool = False) -> Connection:
-        """The file system to use in this thread, or one of its ``own`` for a writer that other threads will use."""
-        mine: Connection | None = getattr(self._thread, "connection", None) or self._shared
-        if mine is not None and mine.pid != os.getpid():
-            # Its event loop, its sockets and its locks are the parent's. Finalizing it could hang, so it is kept.
-            self._abandoned.append(mine)
-            mine = None
-        if mine is None or (own and not mine.shareable):
-            mine = mapped(action, lambda: connect(self._url, self._options))
-            if mine.shareable:
-                self._shared = mine
+        """Return this thread's connection, or, with ``own``, one for a writer that other threads will use."""
+        found: Connection | None = getattr(self._thread, "connection", None) or self._shared
+        if found is not None and found.pid != os.getpid():
+            # Its event loop, sockets and locks belong to the parent. Finalizing it could hang, so keep it alive.
+            self._abandoned.append(found)
+            found = None
+        if found is None or (own and not found.is_shareable):
+            found = translate_errors(action, lambda: connect(self._url, self._options))
+            if found.is_shareable:
+                self._shared = found
             elif not own:
-                self._thread.connection = mine
-        return mine
+                self._thread.connection = found
+        return found
 
-    def _check_reaches(self, connection: Connection, action: str, key: str, offset: int, end: int, got: int) -> None:
+    def _check_size(self, connection: Connection, action: str, key: str, offset: int, end: int, got: int) -> None:
         size = self.stat(key).size
         if size < end:
             raise StorageError(
-                f"{action}: wanted bytes [{offset}, {end}), got {got}: the object has only {size} bytes; it was cut "
+                f"{action}: requested bytes [{offset}, {end}), got {got}: the object has only {size} bytes; it was cut "
                 "short or replaced"
             )
 

@@ -1,4 +1,4 @@
-"""One fsspec file system, as a backend uses it."""
+"""A connection to an fsspec file system."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ..errors import UnsupportedURLError
+from ...errors import UnsupportedURLError
 
-__all__ = ["Connection", "connect", "refuse_caches"]
+__all__ = ["Connection", "connect", "reject_caches"]
 
 Kind = Literal["objects", "file", "memory", "others"]
 
-# Those whose pipe_file(mode="create") is a request that the store itself decides. The base class's is not.
+# Protocols whose pipe_file(mode="create") is one conditional request. The base class checks first, then writes.
 _CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A file system made in the process ``pid``, and where in it the root is.
+    """A file system that was created in process ``pid``, and the path ``root`` in it.
 
-    ``shareable`` says whether threads may use it at once; ``conditional`` whether it has a conditional put."""
+    Threads may share it if ``is_shareable``. ``has_conditional_put`` is true if the store decides ``if_absent``.
+    """
 
     fs: Any
     root: str
     pid: int
     kind: Kind
-    conditional: bool
+    has_conditional_put: bool
 
     @property
-    def shareable(self) -> bool:
+    def is_shareable(self) -> bool:
         return self.kind != "others"
 
     def path(self, key: str) -> str:
-        """The file system's own path for a key (or prefix) below the root."""
+        """Return the file system's path of a key or prefix."""
         if not key:
             return self.root
         return f"{self.root.rstrip('/')}/{key}" if self.root else key
 
     def key(self, path: str) -> str | None:
-        """The inverse of ``path``; None for what is not below the root."""
+        """Return the key of a path; None if it is not below the root."""
         root = self.root.strip("/")
         path = path.lstrip("/")
         if not root:
@@ -56,7 +57,7 @@ class Connection:
 
 
 def connect(url: str, options: dict[str, Any]) -> Connection:
-    """Make a file system of our own: never one from fsspec's instance cache, which others may share and reconfigure."""
+    """Create a file system that is not in fsspec's instance cache, which other code may share and reconfigure."""
     fs, root = fsspec.url_to_fs(url, skip_instance_cache=True, **options)
     while isinstance(fs, DirFileSystem):
         root = f"{fs.path.rstrip('/')}/{root}".rstrip("/") if root else fs.path
@@ -69,9 +70,11 @@ def connect(url: str, options: dict[str, Any]) -> Connection:
     return Connection(fs, root, os.getpid(), kind, kind == "objects" and _has_conditional_put(fs))
 
 
-def refuse_caches(url: str) -> None:
-    """Raise ``UnsupportedURLError`` for a chain through one of fsspec's caches: it would serve objects that have been
-    replaced, and a checkpoint's manifest is replaced when it is saved again."""
+def reject_caches(url: str) -> None:
+    """Raise ``UnsupportedURLError`` for a chain through one of fsspec's caches.
+
+    A cache would serve an old manifest after a checkpoint has been saved again.
+    """
     for link in url.split("::"):
         scheme = link.partition("://")[0] if "://" in link else link
         try:
@@ -80,7 +83,7 @@ def refuse_caches(url: str) -> None:
             continue
         if issubclass(served, CachingFileSystem):
             raise UnsupportedURLError(
-                f"{url!r}: {scheme!r} may serve bytes that were replaced; open the URL without it"
+                f"{url!r}: {scheme!r} may serve objects that have been replaced; pass the URL without it"
             )
 
 
@@ -95,5 +98,5 @@ def _kind(fs: Any) -> Kind:
 def _has_conditional_put(fs: Any) -> bool:
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
     method = getattr(fs, "_pipe_file", None)
-    # Releases without it (s3fs before 2024.10) take the argument among **kwargs and overwrite.
+    # Older releases (s3fs before 2024.10) accept the argument among **kwargs, ignore it, and overwrite.
     return bool(protocols & _CONDITIONAL) and method is not None and "mode" in inspect.signature(method).parameters

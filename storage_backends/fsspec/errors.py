@@ -1,4 +1,4 @@
-"""What fsspec file systems raise, as members of the errors tree."""
+"""Translate the exceptions of fsspec file systems."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
-from .posix import map_os_error
+from ...errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
+from ..posix import map_os_error
 
-__all__ = ["map_error", "mapped", "redact"]
+__all__ = ["map_error", "redact", "translate_errors"]
 
 _T = TypeVar("_T")
 
@@ -17,13 +17,15 @@ _PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def redact(url: str) -> str:
-    """``url`` without the user and password that some schemes carry; for messages."""
+    """Return ``url`` without user and password, for messages."""
     return _PASSWORD.sub("***@", url)
 
 
 def map_error(error: Exception, action: str, *, reading: bool) -> StorageError:
-    """``error``, raised by some file system during ``action``. Implementations raise nearly anything: OSErrors with and
-    without errno, their client library's own errors, timeouts."""
+    """Return the ``StorageError`` that ``error``, raised during ``action``, means.
+
+    File systems raise almost anything: OSErrors with and without errno, errors of their client library, timeouts.
+    """
     if isinstance(error, StorageError):
         return error
     if isinstance(error, FileNotFoundError | IsADirectoryError) and reading:
@@ -31,18 +33,18 @@ def map_error(error: Exception, action: str, *, reading: bool) -> StorageError:
     if isinstance(error, FileNotFoundError):
         return StorageError(f"{action}: not found: {error or 'no detail'}; does the bucket or directory exist?")
     if isinstance(error, PermissionError):
-        return AccessDeniedError(f"{action}: denied: {error or 'no detail'}; check the credentials and what they allow")
+        return AccessDeniedError(f"{action}: denied: {error or 'no detail'}; check the credentials")
     if isinstance(error, FileExistsError):
         return KeyExistsError(f"{action}: the key is taken")
     if isinstance(error, NotImplementedError):
-        return StorageError(f"{action}: this file system cannot do that: {error or 'not implemented'}")
+        return StorageError(f"{action}: this file system does not support it: {error or 'not implemented'}")
     if isinstance(error, OSError) and error.errno:
         return map_os_error(error, action, absent_is_missing_key=reading)
     return StorageError(f"{action}: {type(error).__name__}: {error}")
 
 
-def mapped(action: str, function: Callable[[], _T], *, reading: bool = False) -> _T:
-    """What ``function`` returns; what it raises as a member of the errors tree."""
+def translate_errors(action: str, function: Callable[[], _T], *, reading: bool = False) -> _T:
+    """Call ``function`` and translate what it raises (see ``map_error``)."""
     try:
         return function()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""How an object gets under its key, and away from it, on each kind of file system (see ``FsspecBackend``).
+"""Put, publish and remove objects on each kind of file system (see ``FsspecBackend``).
 
-``action`` says in errors what was being done. All raise members of the errors tree, but for ``remove``, ``drop`` and
-``open_in_directory``, which raise what the file system does.
+``action`` describes the operation in error messages. All functions raise ``StorageError``, except ``remove``,
+``remove_if_exists`` and ``open_in_directory``, which raise the file system's exceptions.
 """
 
 from __future__ import annotations
@@ -13,56 +13,59 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from ..errors import KeyExistsError, StorageError
-from .fsspec_connection import Connection
-from .fsspec_errors import map_error, mapped
-from .keys import TEMPORARY
-from .posix import sync_directory
+from ...errors import KeyExistsError, StorageError
+from ..keys import TEMPORARY_PREFIX
+from ..posix import sync_directory
+from .connection import Connection
+from .errors import map_error, translate_errors
 
 __all__ = [
-    "beside",
-    "drop",
-    "holds_objects",
+    "has_objects",
     "open_in_directory",
-    "prune",
     "publish",
+    "put_object",
+    "put_object_if_absent",
     "remove",
-    "store",
-    "store_exclusive",
+    "remove_empty_directories",
+    "remove_if_exists",
+    "temporary_path",
 ]
 
-# A delete in another thread or process may remove a directory between our makedirs and our open.
-_TRIES = 16
+# A delete in another thread or process may remove a directory between makedirs and open, repeatedly.
+_MAX_TRIES = 16
 
 _memory_lock = threading.Lock()
 
 
-def store(connection: Connection, action: str, key: str, content: bytes) -> None:
-    """Put a whole object, replacing what has its key."""
+def put_object(connection: Connection, action: str, key: str, content: bytes) -> None:
+    """Store a complete object and replace what has its key."""
     path = connection.path(key)
     if connection.kind in ("objects", "memory"):
-        mapped(action, lambda: connection.fs.pipe_file(path, content))
+        translate_errors(action, lambda: connection.fs.pipe_file(path, content))
         return
     temporary = _write_temporary(connection, action, path, content)
     publish(connection, action, temporary, path, len(content))
 
 
-def store_exclusive(connection: Connection, action: str, key: str, content: bytes) -> None:
-    """Put a whole object unless its key is taken (``KeyExistsError``), or the store cannot tell (``StorageError``)."""
+def put_object_if_absent(connection: Connection, action: str, key: str, content: bytes) -> None:
+    """Store a complete object unless its key exists.
+
+    Raises ``KeyExistsError`` if it does, and ``StorageError`` if the store cannot decide this.
+    """
     path = connection.path(key)
     fs = connection.fs
     if connection.kind == "memory":
         with _memory_lock:
-            if mapped(action, lambda: fs.isfile(path)):
+            if translate_errors(action, lambda: fs.isfile(path)):
                 raise KeyExistsError(f"{action}: the key is taken")
-            mapped(action, lambda: fs.pipe_file(path, content))
+            translate_errors(action, lambda: fs.pipe_file(path, content))
     elif connection.kind == "file":
         temporary = _write_temporary(connection, action, path, content)
         try:
-            mapped(action, lambda: fs.link(temporary, path))
+            translate_errors(action, lambda: fs.link(temporary, path))
         finally:
-            drop(connection, temporary)
-    elif connection.conditional:
+            remove_if_exists(connection, temporary)
+    elif connection.has_conditional_put:
         try:
             fs.pipe_file(path, content, mode="create")
         except Exception as error:
@@ -72,12 +75,12 @@ def store_exclusive(connection: Connection, action: str, key: str, content: byte
     else:
         raise StorageError(
             f"{action}: {type(fs).__name__} has no conditional put, so it cannot decide which of two writers wins; "
-            "use s3://, gs://, abfs:// or a local path where that matters"
+            "use s3://, gs://, abfs:// or a local path instead"
         )
 
 
 def _write_temporary(connection: Connection, action: str, path: str, content: bytes) -> str:
-    temporary = beside(path)
+    temporary = temporary_path(path)
 
     def write() -> None:
         with open_in_directory(connection.fs, temporary) as file:
@@ -87,9 +90,9 @@ def _write_temporary(connection: Connection, action: str, path: str, content: by
                 os.fsync(file.fileno())
 
     try:
-        mapped(action, write)
+        translate_errors(action, write)
     except StorageError:
-        drop(connection, temporary)
+        remove_if_exists(connection, temporary)
         raise
     return temporary
 
@@ -98,8 +101,8 @@ def publish(connection: Connection, action: str, temporary: str, path: str, size
     """Give the finished file ``temporary``, of ``size`` bytes, the name ``path``."""
     fs = connection.fs
     if connection.kind == "file":
-        mapped(action, lambda: os.replace(temporary, path))
-        mapped(action, lambda: sync_directory(os.path.dirname(path)))
+        translate_errors(action, lambda: os.replace(temporary, path))
+        translate_errors(action, lambda: sync_directory(os.path.dirname(path)))
         return
     try:
         try:
@@ -107,7 +110,7 @@ def publish(connection: Connection, action: str, temporary: str, path: str, size
         except Exception:
             if not _exists(connection, path):
                 raise
-        # Some stores refuse to rename over an object by an error, others (WebHDFS) by saying nothing.
+        # Some stores refuse to rename over an object with an error, others (WebHDFS) silently.
         if _exists(connection, temporary):
             fs.rm_file(path)
             fs.mv(temporary, path)
@@ -119,20 +122,20 @@ def publish(connection: Connection, action: str, temporary: str, path: str, size
 
 
 def remove(connection: Connection, path: str) -> None:
-    """Delete the object at ``path``. What is not there is no error on object stores, and may be one on others."""
-    # Object stores take the deletion of what is not there; on others a directory is not the object.
+    """Delete the object at ``path``. A missing object is not an error on object stores, but may be one on others."""
+    # Object stores accept the deletion of a missing key. On others, the path may be a directory.
     if connection.kind == "objects" or connection.fs.isfile(path):
         connection.fs.rm_file(path)
 
 
-def drop(connection: Connection, path: str) -> None:
-    """``remove`` what may be gone already."""
+def remove_if_exists(connection: Connection, path: str) -> None:
+    """Delete the object at ``path`` if it exists."""
     with suppress(FileNotFoundError):
         remove(connection, path)
 
 
-def prune(connection: Connection, directory: str) -> None:
-    """Remove empty directories, up to but without the root. One that somebody fills meanwhile stays."""
+def remove_empty_directories(connection: Connection, directory: str) -> None:
+    """Remove empty directories up to, but without, the root. A directory that is filled at the same time remains."""
     root = connection.path("").rstrip("/")
     while directory.startswith(root + "/") and directory != root:
         try:
@@ -146,10 +149,10 @@ def prune(connection: Connection, directory: str) -> None:
         directory = os.path.dirname(directory)
 
 
-def holds_objects(connection: Connection, action: str, directory: str) -> bool:
+def has_objects(connection: Connection, action: str, directory: str) -> bool:
     """Whether there is a file anywhere below ``directory``."""
     walk = connection.fs.walk(directory)
-    return mapped(action, lambda: any(files for _, _, files in walk), reading=True)
+    return translate_errors(action, lambda: any(files for _, _, files in walk), reading=True)
 
 
 def _exists(connection: Connection, path: str) -> bool:
@@ -157,14 +160,14 @@ def _exists(connection: Connection, path: str) -> bool:
     return bool(connection.fs.exists(path))
 
 
-def beside(path: str) -> str:
-    """A name for a temporary file, in the directory of ``path``."""
-    return f"{os.path.dirname(path)}/{TEMPORARY}{secrets.token_hex(8)}"
+def temporary_path(path: str) -> str:
+    """Return a new name for a temporary file in the directory of ``path``."""
+    return f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
 
 
 def open_in_directory(fs: Any, path: str) -> Any:
-    """A new file, its directory made; again where a delete elsewhere removes the directory in between."""
-    for tries_left in reversed(range(_TRIES)):
+    """Create a file and its directory; retry if a delete elsewhere removes the directory in between."""
+    for tries_left in reversed(range(_MAX_TRIES)):
         try:
             fs.makedirs(os.path.dirname(path), exist_ok=True)
             return fs.open(path, "wb")
@@ -172,14 +175,14 @@ def open_in_directory(fs: Any, path: str) -> Any:
             if not tries_left:
                 raise
         except FileExistsError as error:
-            # makedirs says so too where a directory that it found was removed before it looked again.
+            # makedirs also raises this if a directory that it has found is removed before it checks again.
             if not tries_left:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
     raise AssertionError("not reached")
 
 
 def _is_precondition(error: Exception) -> bool:
-    """Whether a store said that its key is taken: 412, or 409 where two conditional writes met."""
+    """Whether an error means that the key exists: 412, or 409 if two conditional writes collide."""
     if isinstance(error, FileExistsError):
         return True
     if isinstance(error, OSError) and error.errno in (errno.EINVAL, errno.EBUSY):

@@ -1,4 +1,4 @@
-"""Objects written in pieces to stores that take them only whole or only in order."""
+"""Writers for stores that accept an object only as a whole or in order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from fsspec.spec import AbstractBufferedFile
 from typing_extensions import Buffer
 
-from ..errors import StorageError
-from .base import ObjectWriter
-from .fsspec_errors import map_error
-from .pieces import PieceMap, byte_view
+from ...errors import StorageError
+from ..base import ObjectWriter
+from ..buffers import WrittenRanges, byte_view
+from .errors import map_error
 
 __all__ = ["BufferedWriter", "StreamWriter"]
 
@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 
 
 class BufferedWriter(ObjectWriter):
-    """Gathers a small object in memory; ``store`` is given all of it by ``complete``."""
+    """Buffer a small object in memory; ``complete`` passes all of it to ``store``."""
 
     def __init__(self, action: str, size: int, store: Callable[[bytes], None]) -> None:
         self._action = action
-        self._pieces = PieceMap(action, size)
+        self._written = WrittenRanges(action, size)
         self._data = bytearray(size)
         self._store = store
         self._state = "open"
@@ -37,13 +37,13 @@ class BufferedWriter(ObjectWriter):
         view = byte_view(data)
         with self._lock:
             self._check_open()
-            self._pieces.add(offset, len(view))
+            self._written.add(offset, len(view))
             self._data[offset : offset + len(view)] = view
 
     def complete(self) -> None:
         with self._lock:
             self._check_open()
-            self._pieces.check_whole()
+            self._written.check_whole()
             self._state = "failed"
             self._store(bytes(self._data))
             self._state = "complete"
@@ -61,13 +61,13 @@ class BufferedWriter(ObjectWriter):
 
 
 class StreamWriter(ObjectWriter):
-    """Passes pieces to a file that can only be written from the start to the end.
+    """Forward parts to a file that can only be written from start to end.
 
-    A piece whose turn has come is passed on by the thread that brings it, and the others wait on the lock meanwhile,
-    which is what keeps fast writers back. A piece that comes early is copied and kept, since to block it would block
-    for ever a writer that has only one thread. So who writes roughly in order needs roughly no memory.
+    The thread that brings the next part forwards it, while other threads wait for the lock; this is the back-pressure.
+    A part that arrives early is copied and kept, because blocking would deadlock a writer with a single thread. Writing
+    roughly in order therefore needs little memory.
 
-    ``publish`` gives the finished file its name, where closing it does not; ``drop`` removes what was written.
+    ``publish`` gives the finished file its name if closing it does not; ``discard`` removes what was written.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class StreamWriter(ObjectWriter):
         file: Any,
         *,
         publish: Callable[[], None] | None = None,
-        drop: Callable[[], None],
+        discard: Callable[[], None],
     ) -> None:
         self._action = action
-        self._pieces = PieceMap(action, size)
+        self._written = WrittenRanges(action, size)
         self._file = file
         self._publish = publish
-        self._drop = drop
+        self._remove = discard
         self._early: dict[int, bytes] = {}
         self._next = 0
         self._state = "open"
@@ -93,18 +93,18 @@ class StreamWriter(ObjectWriter):
     def write(self, offset: int, data: Buffer) -> None:
         view = byte_view(data)
         with self._lock:
-            self._raise_failure()
+            self._raise_first_failure()
             self._check_open()
-            self._pieces.add(offset, len(view))
+            self._written.add(offset, len(view))
             if not len(view):
                 return
             if offset != self._next:
                 self._early[offset] = bytes(view)
                 return
             try:
-                self._pass_on(view)
+                self._append(view)
                 while self._next in self._early:
-                    self._pass_on(memoryview(self._early.pop(self._next)))
+                    self._append(memoryview(self._early.pop(self._next)))
             except Exception as error:
                 self._state, self._failure = "failed", map_error(error, self._action, reading=False)
                 raise self._failure from error
@@ -112,7 +112,7 @@ class StreamWriter(ObjectWriter):
     def complete(self) -> None:
         with self._lock:
             self._check_open()
-            self._pieces.check_whole()
+            self._written.check_whole()
             self._state = "failed"
             try:
                 self._finish()
@@ -129,18 +129,18 @@ class StreamWriter(ObjectWriter):
             try:
                 self._discard()
             except Exception as error:  # noqa: BLE001 - abort never raises, and stores raise anything
-                _log.warning("%s: could not remove what was written: %s", self._action, error)
+                _log.warning("%s: could not remove the incomplete object: %s", self._action, error)
 
     def __del__(self) -> None:
-        # A file that is forgotten would be closed by its own finalizer, and that uploads what it still holds.
+        # Without this, the finalizer of an abandoned file would close it and upload what it has buffered.
         file = getattr(self, "_file", None)
         if isinstance(file, AbstractBufferedFile) and self._state != "complete":
             file.closed = True
 
-    def _pass_on(self, view: memoryview) -> None:
+    def _append(self, view: memoryview) -> None:
         done = 0
         while done < len(view):
-            # Raw files may take less than they are given; others return the full length, or nothing.
+            # Raw files may write less than requested; others return the full length or None.
             count = self._file.write(view[done:])
             done += len(view) - done if count is None else count
         self._next += len(view)
@@ -161,17 +161,17 @@ class StreamWriter(ObjectWriter):
             try:
                 self._file.discard()
             finally:
-                # close() would upload the rest, and some implementations would then commit; the finalizer closes too.
+                # close() would upload the rest and, in some implementations, commit. The finalizer calls it, too.
                 self._file.closed = True
                 self._file.buffer = None
             if self._publish is not None:
-                self._drop()
+                self._remove()
             return
         self._file.close()
-        self._drop()
+        self._remove()
 
-    def _raise_failure(self) -> None:
-        """Of several threads that write, whichever is heard first tells the cause."""
+    def _raise_first_failure(self) -> None:
+        """Raise the first failure of any thread, so that every thread that writes reports its cause."""
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args) from self._failure
 

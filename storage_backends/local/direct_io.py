@@ -1,14 +1,14 @@
-"""Reads and writes past the page cache (``O_DIRECT``): at the device's rate, with no dirty pages to flush.
+"""Reads and writes that bypass the page cache (``O_DIRECT``), at the device's rate and without dirty pages to flush.
 
-Every page of a file goes one way only. Pages that a piece covers wholly may be written directly; pages that it covers
-in part (its head and its tail) are always written through the page cache. Pieces do not overlap, so no page is ever
-written both ways, and nothing has to be kept coherent by hand.
+A page of a file is written in one way only. Pages that a write covers completely may be written directly; the pages at
+its head and tail that it covers in part always go through the page cache. Writes do not overlap, so no page is written
+both ways, and the two paths need no coherence.
 
-Direct transfers want aligned memory, and a device takes one long run of memory far faster than five hundred pages that
-lie apart. So reads, and writes of what is not aligned, go through a bounce buffer: one for each thread, on one huge
-page, short enough to stay in the processor's cache, where the second copy costs little.
+Direct transfers need aligned memory, and a device transfers one long run of memory much faster than 500 scattered
+pages. Reads, and writes of unaligned data, therefore go through a bounce buffer: one per thread, in one huge page,
+small enough to stay in the processor's cache, where the second copy is cheap.
 
-All functions raise ``OSError``, but never because a file system refuses ``O_DIRECT``: they do the rest without it.
+All functions raise ``OSError``. If a file system refuses ``O_DIRECT``, they use the page cache for the rest.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
+from ..posix import libc_function, read_scattered_at, write_at
 from .page_cache import REFUSALS
-from .posix import libc_function, read_scattered_at, write_at
 
 __all__ = ["MIN_READ", "MIN_WRITE", "PAGE", "DirectFile", "read_direct", "write_direct"]
 
 PAGE = max(mmap.PAGESIZE, 4096)
-"""What offsets in a file are aligned to: the unit of the page cache; no device has larger blocks."""
+"""The alignment of file offsets in bytes: the unit of the page cache. No device has larger blocks."""
 
 MIN_WRITE = 256 << 10
-"""Shorter pieces are written through the page cache: each direct write is a round trip to the device."""
+"""Bytes from which a write is direct: each direct write is a round trip to the device."""
 
 MIN_READ = 256 << 10
-"""Shorter reads go through the page cache, which reads ahead."""
+"""Bytes from which a read is direct: shorter reads profit from the page cache's read-ahead."""
 
-_BOUNCE = 2 << 20
+_BOUNCE = 2 << 20  # bytes: one huge page
 _BOUNCE_PAGES = _BOUNCE // PAGE
-_LONGEST = 1 << 30  # bytes of one write; the kernel takes a little less than 2 GiB
+_MAX_WRITE_BYTES = 1 << 30  # the kernel accepts a little less than 2 GiB
 
 _WIPE_ON_FORK = 18  # madvise(2), Linux 4.14
 _POPULATE_WRITE = 23  # madvise(2), Linux 5.14
@@ -56,22 +56,25 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 class DirectFile:
-    """An open file once more, with ``O_DIRECT``. ``flags`` are those of the access (``O_RDONLY``, ``O_WRONLY``).
+    """A second descriptor of an open file, with ``O_DIRECT``; ``flags`` is ``O_RDONLY`` or ``O_WRONLY``.
 
-    ``memory`` is the alignment that it wants of addresses. ``refused`` becomes true when the file system, having opened
-    it, turns a transfer down. Raises ``OSError`` where it cannot be opened so.
+    ``memory`` is the required alignment of addresses. ``refused`` becomes true if the file system rejects a transfer.
+    Raises ``OSError`` if the file cannot be opened for direct I/O.
     """
 
     def __init__(self, fd: int, flags: int) -> None:
         self.memory = _memory_alignment(fd)
         if not self.memory:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        # Not by its name, which may mean another file by now.
+        # The file's name may refer to another file by now.
         self.fd = os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
         self.refused = False
 
     def write(self, data: memoryview, offset: int) -> int:
-        """Whole pages, at the beginning of one; the number of bytes written, fewer where ``write_at`` can tell why."""
+        """Write whole pages at the beginning of a page.
+
+        Returns the number of bytes written, fewer if ``write_at`` must report the cause.
+        """
         done = 0
         for part in self._aligned_parts(data):
             try:
@@ -85,16 +88,18 @@ class DirectFile:
         return done
 
     def chunks(self, offset: int, length: int) -> Iterator[_Bytes]:
-        """The bytes from ``offset`` on, ``length`` of them; fewer where ``read_scattered_at`` can tell why.
-        Each chunk is good until the next is asked for."""
+        """Yield ``length`` bytes from ``offset``, fewer if ``read_scattered_at`` must report the cause.
+
+        A chunk is valid until the next one is requested.
+        """
         array, memory = _own_bounce()
         end = offset + length
         while offset < end:
             start = offset // PAGE * PAGE
             pages = -(-(end - start) // PAGE)
-            # Evenly, rather than a few bytes at the end on a round trip of their own.
+            # Split evenly, to avoid a round trip for a few bytes at the end.
             pages = -(-pages // -(-pages // _BOUNCE_PAGES))
-            wanted = min(end - start, pages * PAGE)
+            length = min(end - start, pages * PAGE)
             try:
                 count = os.preadv(self.fd, [memory[: pages * PAGE]], start)
             except OSError as error:
@@ -102,12 +107,14 @@ class DirectFile:
                 return
             if start + count <= offset:
                 return
-            yield array[offset - start : min(count, wanted)]
-            offset = start + min(count, wanted)
+            yield array[offset - start : min(count, length)]
+            offset = start + min(count, length)
 
     def read(self, memory: memoryview, offset: int) -> int:
-        """Whole pages, from the beginning of one, into memory aligned alike; the number of bytes, fewer where
-        ``read_scattered_at`` can tell why."""
+        """Read whole pages, from the beginning of a page, into aligned memory.
+
+        Returns the number of bytes, fewer if ``read_scattered_at`` must report the cause.
+        """
         done = 0
         while done < len(memory):
             try:
@@ -126,12 +133,12 @@ class DirectFile:
     def _aligned_parts(self, data: memoryview) -> Iterator[memoryview]:
         source = _as_array(data)
         if source.ctypes.data % self.memory == 0:
-            yield from (data[at : at + _LONGEST] for at in range(0, len(data), _LONGEST))
+            yield from (data[at : at + _MAX_WRITE_BYTES] for at in range(0, len(data), _MAX_WRITE_BYTES))
             return
         array, memory = _own_bounce()
         for at in range(0, len(data), _BOUNCE):
             length = min(_BOUNCE, len(data) - at)
-            # Not a slice assignment of memoryviews: that holds the interpreter lock.
+            # A slice assignment of memoryviews would hold the interpreter lock.
             np.copyto(array[:length], source[at : at + length])
             yield memory[:length]
 
@@ -142,7 +149,7 @@ class DirectFile:
 
 
 def write_direct(file: DirectFile, fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset``: whole pages directly, the rest through ``fd``, which has the same file."""
+    """Write all of ``data`` at ``offset``: whole pages directly, the rest through ``fd``, the same file."""
     start, stop = -(-offset // PAGE) * PAGE, (offset + len(data)) // PAGE * PAGE
     if file.refused or stop - start < MIN_WRITE:
         write_at(fd, data, offset)
@@ -153,7 +160,7 @@ def write_direct(file: DirectFile, fd: int, data: memoryview, offset: int) -> No
 
 
 def read_direct(file: DirectFile, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """``read_scattered_at``, directly as far as that goes; ``fd`` has the same file."""
+    """Like ``read_scattered_at``, but directly as long as possible; ``fd`` is a descriptor of the same file."""
     left = deque(buffer for buffer in buffers if len(buffer))
     done = 0
     for chunk in file.chunks(offset, sum(map(len, left))):
@@ -176,12 +183,12 @@ _own = _Own()
 
 
 def _own_bounce() -> tuple[_Bytes, memoryview]:
-    """This thread's bounce buffer, as an array and as memory."""
+    """Return this thread's bounce buffer, as an array and as a memoryview."""
     if _own.bounce is None:
         block = mmap.mmap(-1, 2 * _BOUNCE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         array = np.frombuffer(block, np.uint8)
         start = -array.ctypes.data % _BOUNCE
-        # A child that is forked in the middle of a transfer gets zeros, and no claim to the pages.
+        # A child that is forked during a transfer gets zeros instead of the pages.
         for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK):
             with suppress(OSError):
                 block.madvise(advice)
@@ -196,8 +203,10 @@ def _as_array(data: memoryview) -> _Bytes:
 
 
 def _memory_alignment(fd: int) -> int:
-    """What statx says of direct transfers: the alignment of memory, 0 where there are none. A page where it does not
-    say (kernels before 6.1, most network file systems): only trying can tell then."""
+    """Return the memory alignment that statx reports for direct I/O; 0 if the file has none.
+
+    A page if statx does not report it (kernels before 6.1, most network file systems).
+    """
     statx = libc_function("statx")
     found = ctypes.create_string_buffer(_STATX_BYTES)
     if statx is None or statx(fd, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), found) != 0:

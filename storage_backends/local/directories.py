@@ -1,4 +1,4 @@
-"""Directories of a ``LocalBackend``, and how a finished file gets its name in one. Raises ``OSError``."""
+"""Directories of a ``LocalBackend``, and how a finished file gets its name. All functions raise ``OSError``."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import os
 import stat
 from contextlib import suppress
 
-from .keys import TEMPORARY
-from .posix import rename_exclusive, sync_directory
+from ..keys import TEMPORARY_PREFIX
+from ..posix import rename_exclusive, sync_directory
 
-__all__ = ["drop_leftovers", "inside", "link_exclusive", "make_directories", "mark_in_use"]
+__all__ = ["is_within", "link_exclusive", "lock_temporary", "make_directories", "remove_abandoned_files"]
 
 
-def inside(path: str, top: str) -> bool:
-    """Whether ``path`` is ``top`` or below it; both resolved."""
+def is_within(path: str, top: str) -> bool:
+    """Whether ``path`` is ``top`` or below it. Both are resolved."""
     return path == top or path.startswith(top.rstrip("/") + "/")
 
 
 def make_directories(path: str) -> None:
-    """Make a directory and what is missing above it, each made durable before anything is put in it."""
+    """Create a directory and its missing parents, and make each one durable before anything is put in it."""
     try:
         os.mkdir(path)
     except FileExistsError:
-        # stat raises where somebody removed the directory since: the caller starts again then.
+        # stat raises if another process has removed the directory since; the caller then starts again.
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
         return
@@ -39,16 +39,16 @@ def make_directories(path: str) -> None:
 
 
 def link_exclusive(source: str, target: str) -> None:
-    """Give the finished file ``source`` the name ``target`` unless that is taken (``FileExistsError``), in one step.
+    """Give the finished file ``source`` the name ``target`` in one step, or raise ``FileExistsError`` if it exists.
 
-    A hard link does it on every POSIX file system that has them; ``renameat2`` on most others. Where there is
-    neither, this refuses: creating ``target`` empty with ``O_EXCL`` and renaming over it would be exclusive, but a
-    crash between the two would leave an empty object, and readers could see it even without a crash.
+    A hard link does this on every POSIX file system that has them, ``renameat2`` on most others. If there is neither,
+    this raises: creating ``target`` empty with ``O_EXCL`` and renaming over it would be exclusive, but readers could
+    see an empty object, and a crash would leave one.
     """
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
-        # NFS may have made the link and lost the reply; the retransmission then finds it made.
+        # NFS may have created the link and lost the reply; the retransmission then finds the link.
         if os.stat(source).st_nlink != 2:
             raise
     except OSError as error:
@@ -61,32 +61,35 @@ def link_exclusive(source: str, target: str) -> None:
         os.unlink(source)
 
 
-def mark_in_use(fd: int) -> None:
-    """Lock a temporary file for as long as it is open, so that ``drop_leftovers`` knows that its writer lives."""
-    # Where the file system has no locks, drop_leftovers cannot tell either, and lets the file be.
+def lock_temporary(fd: int) -> None:
+    """Lock a temporary file while it is open, so that ``remove_abandoned_files`` does not remove it."""
+    # On a file system without locks, remove_abandoned_files cannot lock the file either and leaves it.
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def drop_leftovers(directory: str) -> bool:
-    """Remove the temporary files of killed processes, if there is nothing else. False where something remains."""
+def remove_abandoned_files(directory: str) -> bool:
+    """Remove the temporary files of killed processes if the directory contains nothing else.
+
+    Returns false if something remains.
+    """
     try:
         names = os.listdir(directory)
-        return all(name.startswith(TEMPORARY) for name in names) and all(
-            _drop_if_abandoned(os.path.join(directory, name)) for name in names
+        return all(name.startswith(TEMPORARY_PREFIX) for name in names) and all(
+            _remove_if_abandoned(os.path.join(directory, name)) for name in names
         )
     except OSError:
         return False
 
 
-def _drop_if_abandoned(path: str) -> bool:
+def _remove_if_abandoned(path: str) -> bool:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
     try:
-        # The kernel drops the lock of a process that is killed. A put that has opened its file and not locked it yet
-        # finds the file gone, and starts again.
+        # The kernel releases the lock of a killed process. A put that has opened its file but not locked it yet finds
+        # that the file is gone, and starts again.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One file of a ``LocalBackend``, being written or being read."""
+"""The reader and the writer of one file of a ``LocalBackend``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from threading import Condition, Lock
-from typing import TYPE_CHECKING, TypeVar
+from typing import Literal, TypeVar
 
 from typing_extensions import Buffer
 
-from ..errors import KeyNotFoundError, StorageError, StorageFullError
-from .base import ObjectReader, ObjectWriter
+from ...errors import KeyNotFoundError, StorageError, StorageFullError
+from ..base import ObjectReader, ObjectWriter
+from ..buffers import WrittenRanges, byte_view
+from ..posix import free_bytes, preallocate, read_scattered_at, write_at
 from .direct_io import MIN_READ, MIN_WRITE, PAGE, DirectFile, read_direct, write_direct
 from .page_cache import PageCache
-from .pieces import PieceMap, byte_view
-from .posix import free_bytes, preallocate, read_scattered_at, write_at
-
-if TYPE_CHECKING:
-    from .local import LocalBackend
+from .root import LocalRoot
 
 __all__ = ["LocalReader", "LocalWriter"]
 
@@ -29,27 +27,27 @@ _T = TypeVar("_T")
 
 
 class LocalWriter(ObjectWriter):
-    """Writes in place; large pieces past the page cache, where the file system takes them so.
+    """Write a file in place. Large parts bypass the page cache if the file system supports it.
 
-    A descriptor is closed only when no thread is inside a write: the kernel hands its number to the next file that
-    anybody opens, and a late write would land there.
+    A descriptor is closed only when no thread is inside a write: the kernel reuses its number for the next file that is
+    opened, and a late write would end up in that file.
     """
 
-    def __init__(self, backend: LocalBackend, path: str, action: str, fd: int, size: int, pieces: PieceMap) -> None:
-        self._backend = backend
+    def __init__(self, root: LocalRoot, path: str, action: str, fd: int, size: int, written: WrittenRanges) -> None:
+        self._root = root
         self._path = path
         self._action = action
         self._size = size
-        self._pieces = pieces
+        self._written = written
         self._fd = fd
         self._direct: DirectFile | None = None
-        self._state = "open"
+        self._state: Literal["open", "failed", "complete", "aborted"] = "open"
         self._failure: BaseException | None = None
-        self._writing = 0
-        self._idle = Condition()
+        self._writes_in_progress = 0
+        self._changed = Condition()
 
     def reserve(self) -> None:
-        """Take the space now, so that a full disk is known before the first byte is copied."""
+        """Reserve the space, so that a full disk is detected before the first byte is copied."""
         if not self._call(lambda: preallocate(self._fd, self._size)):
             free = free_bytes(self._path)
             if free is not None and free < self._size:
@@ -57,58 +55,58 @@ class LocalWriter(ObjectWriter):
                     f"{self._action}: needed: {self._size} bytes, free on this file system: {free} bytes; free space"
                 )
         if self._size >= MIN_WRITE:
-            self._direct = self._backend.open_direct(self._fd, os.O_WRONLY)
+            self._direct = self._root.open_direct(self._fd, os.O_WRONLY)
 
     def write(self, offset: int, data: Buffer) -> None:
         view = byte_view(data)
-        with self._idle:
-            self._raise_failure()
+        with self._changed:
+            self._raise_first_failure()
             self._check_open()
-            self._pieces.add(offset, len(view))
-            self._writing += 1
+            self._written.add(offset, len(view))
+            self._writes_in_progress += 1
         try:
             self._call(lambda: self._write(view, offset))
         except BaseException as error:
-            with self._idle:
+            with self._changed:
                 self._state, self._failure = "failed", self._failure or error
             raise
         finally:
-            with self._idle:
-                self._writing -= 1
-                self._idle.notify_all()
+            with self._changed:
+                self._writes_in_progress -= 1
+                self._changed.notify_all()
 
     def complete(self) -> None:
-        with self._idle:
+        with self._changed:
             self._check_open()
-            if self._writing:
-                raise StorageError(f"{self._action}: complete() was called while a write was going on")
-            self._pieces.check_whole()
+            if self._writes_in_progress:
+                raise StorageError(f"{self._action}: complete() was called while a thread was writing")
+            self._written.check_whole()
             self._state = "failed"
             fd, self._fd = self._fd, -1
         try:
-            # Covers what was written directly too. After a failed fsync the kernel may have dropped the dirty pages:
-            # trying it again could lie.
+            # This covers direct writes too. It is not retried: after a failed fsync the kernel may have dropped the
+            # dirty pages, and a second one would succeed without having written them.
             self._call(lambda: os.fdatasync(fd))
         finally:
             self._call(lambda: self._close(fd))
-        self._backend.sync_directories(self._path, self._action)
-        with self._idle:
+        self._root.sync_directories(self._path, self._action)
+        with self._changed:
             self._state = "complete"
 
     def abort(self) -> None:
-        with self._idle:
+        with self._changed:
             if self._state in ("complete", "aborted"):
                 return
             self._state, self._failure = "aborted", None
-            self._idle.wait_for(lambda: not self._writing)
+            self._changed.wait_for(lambda: not self._writes_in_progress)
             fd, self._fd = self._fd, -1
         try:
             if fd >= 0:
                 self._close(fd)
             os.unlink(self._path)
         except OSError as error:
-            _log.warning("%s: could not remove what was written: %s", self._action, error)
-        self._backend.prune(os.path.dirname(self._path))
+            _log.warning("%s: could not remove the incomplete object: %s", self._action, error)
+        self._root.remove_empty_directories(os.path.dirname(self._path))
 
     def _write(self, data: memoryview, offset: int) -> None:
         if self._direct is None:
@@ -116,15 +114,15 @@ class LocalWriter(ObjectWriter):
             return
         write_direct(self._direct, self._fd, data, offset)
         if self._direct.refused:
-            self._backend.give_up_direct("a write was refused")
+            self._root.disable_direct_io("a write was refused")
 
     def _close(self, fd: int) -> None:
         if self._direct is not None:
             self._direct.close()
         os.close(fd)
 
-    def _raise_failure(self) -> None:
-        """Of several threads that write, whichever is heard first tells the cause."""
+    def _raise_first_failure(self) -> None:
+        """Raise the first failure of any thread, so that every thread that writes reports its cause."""
         if isinstance(self._failure, StorageError):
             raise type(self._failure)(*self._failure.args) from self._failure
 
@@ -135,28 +133,30 @@ class LocalWriter(ObjectWriter):
     def _call(self, function: Callable[[], _T]) -> _T:
         try:
             return function()
+        except StorageError:  # also an OSError
+            raise
         except OSError as error:
-            raise self._backend.map_error(error, self._action, reading=False, needed=self._size) from error
+            raise self._root.map_error(error, self._action, reading=False, needed=self._size) from error
 
 
 class LocalReader(ObjectReader):
-    """A regular file opened for reading; it stays the file that it was, also when the key means another by now.
+    """A regular file, opened for reading. It remains the same file if the key is replaced.
 
-    Much that the page cache does not have comes straight from the device.
+    Long reads of bytes that are not in the page cache bypass it.
     """
 
-    def __init__(self, backend: LocalBackend, path: str, action: str) -> None:
-        self._backend = backend
+    def __init__(self, root: LocalRoot, path: str, action: str) -> None:
+        self._root = root
         self._action = action
         self._direct: DirectFile | None = None
         self._direct_tried = False
         self._lock = Lock()
         try:
-            # O_NONBLOCK: a FIFO under a hostile name must not hang the open. It means nothing for regular files.
+            # O_NONBLOCK keeps a FIFO with a hostile name from blocking; it has no effect on regular files.
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             found = os.fstat(self.fd)
         except OSError as error:
-            raise backend.map_error(error, action, reading=True) from error
+            raise root.map_error(error, action, reading=True) from error
         if not stat.S_ISREG(found.st_mode):
             os.close(self.fd)
             raise KeyNotFoundError(f"{action}: it is not a file")
@@ -167,16 +167,16 @@ class LocalReader(ObjectReader):
         self._read(offset, [byte_view(buffer) for buffer in buffers], None)
 
     def read_once(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """``read``, past the page cache where that is better."""
+        """Like ``read``, but bypass the page cache if that is faster."""
         views = [byte_view(buffer) for buffer in buffers]
         length = sum(map(len, views))
-        cached = length < MIN_READ or offset < 0 or self.is_at_hand(offset, length)
+        cached = length < MIN_READ or offset < 0 or self.is_cached(offset, length)
         self._read(offset, views, None if cached else self._open_direct())
 
-    def is_at_hand(self, offset: int, length: int) -> bool:
+    def is_cached(self, offset: int, length: int) -> bool:
         return self._call(lambda: self._cache.has(offset, length))
 
-    def direct_pages(self) -> int:
+    def direct_alignment(self) -> int:
         return PAGE if self._open_direct() is not None else 0
 
     def read_direct(self, offset: int, buffer: Buffer) -> int:
@@ -185,9 +185,9 @@ class LocalReader(ObjectReader):
         done = 0
         if direct is not None:
             done = self._call(lambda: direct.read(view, offset))
-            self._note_refusal(direct)
+            self._check_refused(direct)
         if done < len(view) and offset + done < self.size:
-            # Refused, or stopped short: the page cache can tell why.
+            # The direct read was refused or short: a read through the page cache reports the cause.
             done += self._call(lambda: read_scattered_at(self.fd, [view[done:]], offset + done))
         return done
 
@@ -200,12 +200,12 @@ class LocalReader(ObjectReader):
             os.close(fd)
 
     def _open_direct(self) -> DirectFile | None:
-        if not self._backend.direct_io:
+        if not self._root.direct_io:
             return None
         with self._lock:
             if not self._direct_tried:
                 self._direct_tried = True
-                self._direct = self._backend.open_direct(self.fd, os.O_RDONLY)
+                self._direct = self._root.open_direct(self.fd, os.O_RDONLY)
             return self._direct
 
     def _read(self, offset: int, views: Sequence[memoryview], direct: DirectFile | None) -> None:
@@ -218,20 +218,22 @@ class LocalReader(ObjectReader):
             done = self._call(lambda: read_scattered_at(self.fd, views, offset))
         else:
             done = self._call(lambda: read_direct(direct, self.fd, views, offset))
-            self._note_refusal(direct)
-        # An empty read beyond the end moves no bytes, but the bytes it asks for are not there either.
+            self._check_refused(direct)
+        # An empty read beyond the end moves no bytes, but it is out of range.
         if done < end - offset or offset > self.size:
             raise StorageError(
-                f"{self._action}: wanted bytes [{offset}, {end}), got {done}: the object has only "
+                f"{self._action}: requested bytes [{offset}, {end}), got {done}: the object has only "
                 f"{self.size} bytes; it was cut short or replaced"
             )
 
-    def _note_refusal(self, direct: DirectFile) -> None:
+    def _check_refused(self, direct: DirectFile) -> None:
         if direct.refused:
-            self._backend.give_up_direct("a read was refused")
+            self._root.disable_direct_io("a read was refused")
 
     def _call(self, function: Callable[[], _T]) -> _T:
         try:
             return function()
+        except StorageError:  # also an OSError
+            raise
         except OSError as error:
-            raise self._backend.map_error(error, self._action, reading=True) from error
+            raise self._root.map_error(error, self._action, reading=True) from error

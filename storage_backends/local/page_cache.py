@@ -1,4 +1,4 @@
-"""What of a file the page cache has, found out without changing it where the kernel can say so."""
+"""Find out which parts of a file are in the page cache, without changing it where the kernel allows that."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from random import randrange
 
 import numpy as np
 
-from .posix import libc_function
+from ..posix import libc_function
 
 __all__ = ["REFUSALS", "PageCache"]
 
-# EINVAL is how a file system refuses O_DIRECT, an alignment or a flag; the others come from FUSE and stacked ones.
+# A file system refuses O_DIRECT, an alignment or a flag with EINVAL; FUSE and stacked ones use the other codes.
 REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 
-_CACHESTAT = 451  # the number of the system call, Linux 6.5
+_CACHESTAT = 451  # system call number, Linux 6.5
 _RANGE = "<2Q"  # offset, length
-_COUNTS_BYTES = 40  # five 64-bit counts, the first of them the pages that are cached
-_SHARE = 7 / 8  # of a range, for it to count as cached: the kernel reads the rest ahead
+_COUNTS_BYTES = 40  # five 64-bit counts; the first is the number of cached pages
+# A range counts as cached if this share of it is: the kernel reads the rest ahead.
+_CACHED_SHARE = 7 / 8
 _Count = Callable[[int, int, int], int | None]
 
-_LOOKS = 2  # both at random: one could meet the page that an earlier look has left
+# Random probes per range: a single one could hit the page that an earlier probe has left in the cache.
+_PROBES = 2
 
 
 class PageCache:
-    """Asks about one open file. Thread-safe. Raises ``OSError``."""
+    """The page cache of one open file. Thread-safe. Raises ``OSError``."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -38,32 +40,34 @@ class PageCache:
         self._tried = False
 
     def has(self, offset: int, length: int) -> bool:
-        """Whether it seems to have these bytes. True also where the file system cannot tell: going past a cache that
-        has them costs more than it would ever gain."""
+        """Whether the cache seems to contain these bytes.
+
+        True as well if it is unknown: bypassing a cache that contains the bytes costs more than it could
+        gain.
+        """
         if length < 1:
             return True
         if not self._tried:
             self._count, self._tried = self._counting(), True
         if self._count is None:
-            return self._look(offset, length)
+            return self._probe(offset, length)
         first, end = offset // mmap.PAGESIZE, -(-(offset + length) // mmap.PAGESIZE)
-        return (self._count(self._fd, offset, length) or 0) >= _SHARE * (end - first)
+        return (self._count(self._fd, offset, length) or 0) >= _CACHED_SHARE * (end - first)
 
     def _counting(self) -> _Count | None:
-        """How cached pages of this file can be counted; None: they cannot."""
-        # A page that was read a moment ago is there, unless this file's pages belong to another one (overlayfs).
+        """Return the function that can count cached pages of this file, or None."""
+        # A page that was just read is cached, unless the pages belong to another file (overlayfs).
         os.preadv(self._fd, [bytearray(1)], 0)
         return next((count for count in (_cached_pages, _mapped_pages) if count(self._fd, 0, 1)), None)
 
-    def _look(self, offset: int, length: int) -> bool:
+    def _probe(self, offset: int, length: int) -> bool:
         if not hasattr(os, "RWF_NOWAIT"):
             return True
-        # At single pages, because what is not there the kernel begins to read at once, as much as it was asked for (a
-        # device may even be done before the kernel answers). At random, because each look leaves its page behind, and
-        # a later look must not take that for the whole.
+        # Probe single pages, because the kernel begins to read a missing range at once, and a fast device may finish
+        # before the call returns. Probe at random, because each probe leaves its page in the cache.
         page = memoryview(bytearray(mmap.PAGESIZE))
         try:
-            return all(os.preadv(self._fd, [page], offset + randrange(length), os.RWF_NOWAIT) for _ in range(_LOOKS))
+            return all(os.preadv(self._fd, [page], offset + randrange(length), os.RWF_NOWAIT) for _ in range(_PROBES))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -73,10 +77,12 @@ class PageCache:
 
 
 def _cached_pages(fd: int, offset: int, length: int) -> int | None:
-    """How many pages of this range are cached; None where cachestat(2) does not say. Pages that lie alone among those
-    that are not cached would keep the kernel from reading them ahead in large folios later, which makes every read
-    of them a quarter slower: hence a call that leaves none behind."""
-    # Elsewhere the number means another call.
+    """Return how many pages of this range are cached; None if cachestat(2) does not work.
+
+    Unlike a probing read, this leaves no page in the cache. Isolated cached pages would keep the kernel from reading
+    their neighbours ahead in large folios, which makes later reads a quarter slower.
+    """
+    # On other systems the number means another call.
     syscall = libc_function("syscall") if sys.platform == "linux" else None
     if syscall is None:
         return None
@@ -88,8 +94,11 @@ def _cached_pages(fd: int, offset: int, length: int) -> int | None:
 
 
 def _mapped_pages(fd: int, offset: int, length: int) -> int | None:
-    """The same by mincore(2), which also sees the file below an overlay; None where it does not say, as of files that
-    this user may not write: of these it calls every page cached. Of the file's end, pages count that are there."""
+    """Like ``_cached_pages``, with mincore(2), which also sees the file below an overlay.
+
+    None for a file that this user cannot write to, because mincore reports every page of it as cached. At the end of
+    the file, only existing pages count.
+    """
     mincore = libc_function("mincore") if sys.platform == "linux" else None
     if mincore is None or not os.access(f"/proc/self/fd/{fd}", os.W_OK):
         return None
@@ -102,6 +111,6 @@ def _mapped_pages(fd: int, offset: int, length: int) -> int | None:
             seen = np.zeros(-(-len(mapping) // mmap.PAGESIZE), np.uint8)
             address = np.frombuffer(mapping, np.uint8).ctypes.data
             code = mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), ctypes.c_void_p(seen.ctypes.data))
-    except (OSError, ValueError):  # not every file system maps files; one may have been cut short meanwhile
+    except (OSError, ValueError):  # the file system cannot map files, or the file was truncated
         return None
     return None if code else int((seen & 1).sum())

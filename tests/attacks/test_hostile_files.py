@@ -1,4 +1,4 @@
-"""Attacks: files made by someone who knows the format and means harm.
+"""Attacks: files that an attacker crafted with knowledge of the format.
 
 Each is refused with the error it deserves, runs no code, and makes no large allocation. They are generated, so that
 the folder holds nothing harmful; ``python tests/attacks/test_hostile_files.py`` runs them all in this process.
@@ -22,22 +22,23 @@ import pytest
 import xxhash
 import zstandard
 
-from bytecheckpoint.dtypes import dtype_named
 from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError, StateError, UnsupportedVersionError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.manifest import decode
-from bytecheckpoint.manifest.version1 import ManifestV1
-from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.safetensors_file import parse_header
+from bytecheckpoint.format.manifest import decode
+from bytecheckpoint.format.manifest.version1 import ManifestV1
+from bytecheckpoint.format.safetensors import parse_header
+from bytecheckpoint.format.values import decode_value, decode_values_file
+from bytecheckpoint.tensors.dtypes import find_dtype
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.manifests import make_manifest
-from bytecheckpoint.values import decode_value, decode_values_file
 
 MIB = 1 << 20
-CANARY = "bytecheckpoint_canary"  # an attribute of sys, once an attacker's code has run
+CANARY = "bytecheckpoint_canary"  # the attacker's code sets this attribute of sys
 
 
 class Payload:
-    """What an attacker would pickle: unpickling it runs code."""
+    """An attacker's pickle: unpickling it runs code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, (f"import sys; sys.{CANARY} = True",)
@@ -47,14 +48,14 @@ class Payload:
 
 
 def sealed(*parts: Any) -> bytes:
-    """An envelope with a checksum that holds: the attacker can compute one too."""
+    """Return an envelope with a correct checksum, which an attacker can compute too."""
     packed = [part if isinstance(part, Packed) else msgpack.packb(part) for part in parts]
     body = b"\x96" + b"".join(packed) + b"\xc4\x10"
     return body + xxhash.xxh3_128_digest(body)
 
 
 class Packed(bytes):
-    """msgpack as it stands."""
+    """Return msgpack without compression."""
 
 
 def envelope(payload: bytes, codec: str = "raw", raw_length: int | None = None) -> bytes:
@@ -62,11 +63,11 @@ def envelope(payload: bytes, codec: str = "raw", raw_length: int | None = None) 
 
 
 def document() -> dict[str, Any]:
-    """A faultless payload: two tensors, the second in two shards, all in one file."""
+    """Return a valid payload: two tensors, the second in two shards, in one file."""
     manifest = make_manifest(
         [
-            ("model", "b", BasicMeta(dtype_named("uint8"), (4,)), [Box((0,), (4,))]),
-            ("model", "w", BasicMeta(dtype_named("uint8"), (4, 4)), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))]),
+            ("model", "b", BasicMeta(find_dtype("uint8"), (4,)), [Box((0,), (4,))]),
+            ("model", "w", BasicMeta(find_dtype("uint8"), (4, 4)), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))]),
         ],
         aliases=[("model.tied", "model.w")],
     )
@@ -75,7 +76,7 @@ def document() -> dict[str, Any]:
 
 
 def crafted(**changes: Any) -> bytes:
-    """The faultless manifest with some fields replaced, ``section__field`` for ``section.field``."""
+    """Return the valid manifest with some fields replaced, ``section__field`` for ``section.field``."""
     changed = copy.deepcopy(document())
     for path, value in changes.items():
         *tables, last = path.split("__")
@@ -99,7 +100,7 @@ def file_named(name: str) -> bytes:
 
 
 def raw_payload(*pairs: tuple[str, bytes]) -> bytes:
-    """A payload map whose values are given as msgpack bytes."""
+    """Return a payload map from values in msgpack bytes."""
     body = b"".join(msgpack.packb(key) + value for key, value in pairs)
     return envelope(bytes([0x80 | len(pairs)]) + body)
 
@@ -109,17 +110,17 @@ def bomb(size: int, **options: Any) -> bytes:
 
 
 def frame_claiming(size: int) -> bytes:
-    """A zstd frame with one empty block that says it holds ``size`` bytes."""
+    """Return a zstd frame with one empty block that claims ``size`` bytes."""
     return b"\x28\xb5\x2f\xfd" + b"\xe0" + size.to_bytes(8, "little") + b"\x01\x00\x00"
 
 
-NESTED_ARRAYS = b"\xdd\x7f\xff\xff\xff" * 2000  # arrays of two billion items, one in the other
+NESTED_ARRAYS = b"\xdd\x7f\xff\xff\xff" * 2000  # nested arrays of two billion items each
 NESTED_MAPS = b"\xdf\x7f\xff\xff\xff" * 2000
 DEEP = b"\x91" * 100_000 + b"\xc0"
-WIDE = b"\xdc\xff\xff" * 600 + b"\xc0" * 65535  # each count fits the bytes there are, all of them together do not
+WIDE = b"\xdc\xff\xff" * 600 + b"\xc0" * 65535  # each count fits the data, but their sum does not
 
 MANIFESTS: dict[str, tuple[bytes, type[Exception]]] = {
-    # names that lead elsewhere
+    # names that point elsewhere
     "parent directory": (file_named("../../etc/passwd"), FormatError),
     "parent below the attempt": (file_named("attempt-0/../x.safetensors"), FormatError),
     "parent at the end": (file_named("attempt-0/.."), FormatError),
@@ -229,7 +230,7 @@ MANIFESTS: dict[str, tuple[bytes, type[Exception]]] = {
     "time is not one": (crafted(created="__import__('os')"), FormatError),
     # bombs
     "zstd bomb": (envelope(bomb(1 << 30), "zstd", 1 << 30), FormatError),
-    "zstd bomb that lies": (envelope(bomb(1 << 30), "zstd", 1000), FormatError),
+    "zstd bomb with a wrong size": (envelope(bomb(1 << 30), "zstd", 1000), FormatError),
     "zstd bomb of unknown size": (envelope(bomb(1 << 30, write_content_size=False), "zstd", 1000), FormatError),
     "zstd frame claiming 2^62": (envelope(frame_claiming(1 << 62), "zstd", 1 << 62), FormatError),
     "zstd frame claiming 4 GiB": (envelope(frame_claiming(4 << 30), "zstd", 4 << 30), FormatError),
@@ -338,11 +339,11 @@ def attack(reader: Callable[[bytes], object], data: bytes, error: type[Exception
     assert not hasattr(sys, CANARY)
 
 
-def test_the_document_that_attacks_start_from_is_valid() -> None:
+def test_the_base_document_of_the_attacks_is_valid() -> None:
     assert decode(crafted()).tensors.names == ["model.b", "model.w"]
 
 
-def test_the_canary_sings() -> None:
+def test_the_canary_detects_execution() -> None:
     pickle.loads(pickle.dumps(Payload()))
     assert hasattr(sys, CANARY)
     delattr(sys, CANARY)
@@ -358,9 +359,9 @@ def test_attack_is_refused(reader: Callable[[bytes], object], data: bytes, error
         tracemalloc.stop()
 
 
-def test_all_attacks_within_little_address_space() -> None:
-    """Allocations that Python does not trace count too."""
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120)
+def test_all_attacks_in_a_small_address_space() -> None:
+    """This includes allocations that Python does not trace."""
+    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=time_limit(120))
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == [str(len(ATTACKS)), "refused"]
 

@@ -1,4 +1,4 @@
-"""The merge stage's benchmark runs, checks what it loads, and counts what it says it counts."""
+"""Run the benchmark of the merge stage, and check its counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_contestant_is_measured(tmp_path: Path) -> None:
         assert sample["durable_s"] > 0
         assert sample["reads"] > 0
         assert sample["file_bytes"] >= result["bytes"], name
-        # Of the whole machine, so that others' traffic counts too.
+        # The counter covers the machine, so it includes the traffic of other processes.
         assert sample["wire_bytes"] > 0
     assert "merge" in samples["whole"]["stages"]
     assert [row[0] for row in table(result).rows] == list(samples)

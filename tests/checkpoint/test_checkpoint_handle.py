@@ -1,4 +1,4 @@
-"""``bcp.open``: slices of tensors that were saved in pieces, values, metadata; and finding the latest checkpoint."""
+"""``bcp.open`` (slices, values, metadata) and ``bcp.latest``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint.copying import copy
+from bytecheckpoint.convert.copy import copy
 from bytecheckpoint.errors import (
     CheckpointNotFoundError,
+    NameNotFoundError,
     NotACheckpointError,
     NoValidCheckpointError,
-    StateError,
     StorageError,
 )
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.testing.ranks import RankPool
 
 WORLD = 3
@@ -73,7 +73,7 @@ def _save(rank: int, world_size: int, path: str, layout: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same values, cut into flat ranges by FSDP-1 and into slabs by tensor parallel."""
+    """The same values, sharded into flat ranges by FSDP-1 and into slabs by tensor parallelism."""
     root = tmp_path_factory.mktemp("handle")
     with RankPool(WORLD) as pool:
         for layout in ("flat", "slabs"):
@@ -111,18 +111,18 @@ _INDICES = [
 
 
 @pytest.mark.parametrize("index", _INDICES, ids=repr)
-def test_an_index_means_what_it_means_on_a_tensor(checkpoint: bcp.Checkpoint, index: Any) -> None:
-    wanted = _expected("w")[index]
+def test_an_index_selects_what_it_selects_from_a_tensor(checkpoint: bcp.Checkpoint, index: Any) -> None:
+    expected = _expected("w")[index]
     found = checkpoint["model.w"][index]
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    assert torch.equal(found, wanted)
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
     "index", [5, -6, (0, 7), (0, 0, 0), (..., ...), slice(None, None, -1), "x", 1.0, [0, 1], None, True], ids=repr
 )
-def test_an_index_that_cannot_be_here(checkpoint: bcp.Checkpoint, index: Any) -> None:
+def test_an_index_that_does_not_fit(checkpoint: bcp.Checkpoint, index: Any) -> None:
     with pytest.raises(IndexError, match=r"model\.w"):
         checkpoint["model.w"][index]
 
@@ -151,7 +151,7 @@ def test_numpy_integers_are_integers(checkpoint: bcp.Checkpoint) -> None:
     assert torch.equal(checkpoint["model.w"][np.int64(2), np.int32(-1)], _expected("w")[2, -1])
 
 
-def test_a_box_outside(checkpoint: bcp.Checkpoint) -> None:
+def test_a_box_outside_the_tensor(checkpoint: bcp.Checkpoint) -> None:
     with pytest.raises(bcp.errors.BytecheckpointError, match=r"model\.w"):
         checkpoint["model.w"].read(Box((4, 0), (2, 7)))
     with pytest.raises(bcp.errors.BytecheckpointError, match=r"model\.w"):
@@ -167,11 +167,11 @@ def test_whole_tensors_and_their_shards(checkpoint: bcp.Checkpoint) -> None:
         assert sum(shard.box.numel for shard in tensor.shards) == torch.Size(shape).numel()
         assert name in repr(tensor)
     for name in ("model.w", "model.c"):
-        assert len(checkpoint[name].shards) > 1, "it was not cut, so nothing was tested"
+        assert len(checkpoint[name].shards) > 1, "the tensor has one shard, so this tests nothing"
 
 
-def test_the_edges(tmp_path: Path) -> None:
-    """0-d and empty tensors, and every dtype that cannot be computed with."""
+def test_unusual_tensors(tmp_path: Path) -> None:
+    """0-d and empty tensors, and dtypes with little support in torch."""
     state = {
         "zero_d": torch.tensor(5),
         "empty": torch.zeros(0, 3),
@@ -193,19 +193,19 @@ def test_the_edges(tmp_path: Path) -> None:
         checkpoint["model.zero_d"][0]
 
 
-def test_reading_costs_what_is_read(tmp_path: Path) -> None:
-    """A slice fetches the chunks around it, not the tensor."""
+def test_a_slice_reads_only_its_chunks(tmp_path: Path) -> None:
+    """A slice fetches the chunks around it, not the whole tensor."""
     chunk = 4096
     weight = torch.arange(1 << 18, dtype=torch.float32).reshape(512, 512)  # 1 MiB
     bcp.save(tmp_path, {"model": {"w": weight}}, chunk_size=chunk)
     checkpoint = bcp.open(tmp_path)
     stored = checkpoint["model.w"]
     head = 4096
-    for index, wanted in ((slice(3, 5), 2 * 512 * 4), (7, 512 * 4), ((0, 0), 4)):
-        before_read, before_wanted = checkpoint.stats.read, checkpoint.stats.wanted
+    for index, nbytes in ((slice(3, 5), 2 * 512 * 4), (7, 512 * 4), ((0, 0), 4)):
+        before_read, before_requested = checkpoint.stats.read, checkpoint.stats.requested
         assert torch.equal(stored[index], weight[index])
-        assert checkpoint.stats.wanted - before_wanted == wanted
-        assert checkpoint.stats.read - before_read <= wanted + 2 * chunk + head
+        assert checkpoint.stats.requested - before_requested == nbytes
+        assert checkpoint.stats.read - before_read <= nbytes + 2 * chunk + head
     before = checkpoint.stats.read
     assert torch.equal(stored[:, 0], weight[:, 0])
     assert checkpoint.stats.read - before <= weight.nbytes + head
@@ -216,7 +216,7 @@ def test_reading_costs_what_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk_size", [1_000_003, 9 << 20])
 def test_chunks_of_any_size(tmp_path: Path, chunk_size: int) -> None:
-    """Pieces that are read at once are whole chunks, also where these do not divide them or are longer."""
+    """Reads consist of whole chunks, even if the chunk size does not divide the read size or exceeds it."""
     weight = torch.arange(5 << 19, dtype=torch.float32)  # 10 MiB
     bcp.save(tmp_path / "a", {"model": {"w": weight}}, chunk_size=chunk_size)
     target = {"model": {"w": torch.zeros_like(weight)}}
@@ -255,10 +255,10 @@ def test_names_and_metadata(checkpoint: bcp.Checkpoint) -> None:
     assert checkpoint.verify().ok
 
 
-def test_a_name_that_is_not_there(checkpoint: bcp.Checkpoint) -> None:
+def test_an_unknown_name(checkpoint: bcp.Checkpoint) -> None:
     with pytest.raises(KeyError, match=r"no tensor 'model\.x' in "):
         checkpoint["model.x"]
-    with pytest.raises(StateError, match=r"no section 'optimizer'; it has extra_state, model"):
+    with pytest.raises(NameNotFoundError, match=r"no section 'optimizer'; it has extra_state, model"):
         checkpoint.section_values("optimizer")
 
 
@@ -282,10 +282,10 @@ def test_tied_names(tmp_path: Path) -> None:
     assert checkpoint.manifest.nbytes == 9 * 4
 
 
-# -- where there is none -----------------------------------------------------------------------------------------
+# -- no checkpoint -----------------------------------------------------------------------------------------
 
 
-def test_opening_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_opening_something_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="nothing is stored there; check the path"):
         bcp.open(tmp_path / "nowhere")
     with pytest.raises(CheckpointNotFoundError):
@@ -313,8 +313,8 @@ def test_latest_is_the_highest_step(tmp_path: Path) -> None:
     assert found.section_values("extra_state")[("value",)] == 100
 
 
-def test_latest_goes_by_the_stored_step_where_names_say_nothing(tmp_path: Path) -> None:
-    """The manifest's step comes first; a name's number counts for those saved without one."""
+def test_latest_uses_the_stored_step_before_the_name(tmp_path: Path) -> None:
+    """The number in a name counts only for checkpoints that were saved without a step."""
     bcp.save(tmp_path / "a-good-one", {"extra_state": {}}, step=50)
     bcp.save(tmp_path / "step-7", {"extra_state": {}}, step=7)
     found = bcp.latest(tmp_path)
@@ -326,7 +326,7 @@ def test_latest_goes_by_the_stored_step_where_names_say_nothing(tmp_path: Path) 
     assert found.url.endswith("run-60")
 
 
-def test_latest_passes_over_what_is_broken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_latest_skips_broken_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _steps(tmp_path, 1, 2, 3, 4)
     (tmp_path / "step-4" / "manifest.msgpack").write_bytes(b"garbage")
     (tmp_path / "step-3" / "manifest.msgpack").unlink()  # as if it was never committed
@@ -342,7 +342,7 @@ def test_latest_passes_over_what_is_broken(tmp_path: Path, caplog: pytest.LogCap
     assert "manifest" in caplog.text
 
 
-def test_latest_where_there_is_none(tmp_path: Path) -> None:
+def test_latest_without_a_complete_checkpoint(tmp_path: Path) -> None:
     assert bcp.latest(tmp_path) is None
     assert bcp.latest(tmp_path / "nowhere") is None
     (tmp_path / "step-1").mkdir()
@@ -353,12 +353,12 @@ def test_latest_where_there_is_none(tmp_path: Path) -> None:
     assert bcp.latest(tmp_path, allow_fresh=True) is None
 
 
-def test_latest_passes_over_a_checkpoint_that_lost_a_file(tmp_path: Path) -> None:
+def test_latest_skips_a_checkpoint_that_lost_a_file(tmp_path: Path) -> None:
     _steps(tmp_path, 1, 2, 3)
     lost = next((tmp_path / "step-3").glob("attempt-*/*"))
     lost.unlink()
-    cut = next((tmp_path / "step-2").glob("attempt-*/*"))
-    os.truncate(cut, cut.stat().st_size - 1)
+    truncated = next((tmp_path / "step-2").glob("attempt-*/*"))
+    os.truncate(truncated, truncated.stat().st_size - 1)
     found = bcp.latest(tmp_path)
     assert found is not None
     assert found.step == 1
@@ -381,8 +381,8 @@ def _no_process_group() -> Iterator[None]:
     assert not dist.is_initialized()
 
 
-def test_chunks_that_do_not_fit_the_elements(tmp_path: Path) -> None:
-    """A slab may begin anywhere in a chunk, also where its elements are not aligned in the buffer they are read to."""
+def test_a_chunk_size_that_is_no_multiple_of_the_element_size(tmp_path: Path) -> None:
+    """A slab may start anywhere in a chunk, even if its elements are then not aligned in the buffer."""
     weight = torch.arange(600, dtype=torch.float64).reshape(20, 30).to(torch.complex128)
     bcp.save(tmp_path / "a", {"model": {"w": weight}}, chunk_size=1000)
     stored = bcp.open(tmp_path / "a")["model.w"]
@@ -390,7 +390,7 @@ def test_chunks_that_do_not_fit_the_elements(tmp_path: Path) -> None:
         assert torch.equal(stored[index], weight[index])
 
 
-def test_small_neighbours_are_fetched_together(tmp_path: Path) -> None:
+def test_adjacent_small_tensors_are_fetched_together(tmp_path: Path) -> None:
     tensors = {f"w{i:03}": torch.full((i % 7, 3), float(i)) for i in range(200)}
     bcp.save(tmp_path / "a", {"x": dict(tensors)})
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -404,5 +404,5 @@ def test_small_neighbours_are_fetched_together(tmp_path: Path) -> None:
     with mock.patch.object(LocalBackend, "read_into", counted):
         report = bcp.load(tmp_path / "a", {"x": loaded})
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-    assert len(calls) <= 5, "one read for all small tensors, beside header and values"
+    assert len(calls) <= 5, "one read for all small tensors, in addition to header and values"
     assert report.bytes_wanted == sum(tensor.nbytes for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""``layout="whole"``: the directory that Hugging Face's libraries and vLLM load without an export."""
+"""``layout="whole"``: the directory that Hugging Face libraries and vLLM load without an export."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
+from bytecheckpoint.convert.reshard import reshard
 from bytecheckpoint.errors import CorruptionError
-from bytecheckpoint.resharding import reshard
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 INDEX = "model.safetensors.index.json"
 
 
 class _Config:
-    """What Hugging Face's configurations are to this library."""
+    """A stand-in for a Hugging Face configuration."""
 
     def __init__(self, text: str = '{"model_type": "tiny", "hidden_size": 6}') -> None:
         self._text = text
@@ -55,8 +56,8 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def read_as_others_do(directory: str) -> dict[str, torch.Tensor]:
-    """Every tensor that the index names, from the file it names, by the stock library."""
+def read_with_safetensors(directory: str) -> dict[str, torch.Tensor]:
+    """Read every tensor that the index names with the safetensors library."""
     index = json.loads(Path(directory, INDEX).read_text())
     tensors = {}
     for name, file in index["weight_map"].items():
@@ -77,7 +78,7 @@ def _wrapped(kind: str, seed: int) -> nn.Module:
 
 
 def _save(rank: int, world_size: int, kind: str, path: str, use_async: bool) -> None:
-    """Twice to one place, as a run does that keeps its last checkpoint alone."""
+    """Save twice to the same path, as a run does that keeps only its last checkpoint."""
     for step in range(2):
         model = _wrapped(kind, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
@@ -85,25 +86,27 @@ def _save(rank: int, world_size: int, kind: str, path: str, use_async: bool) -> 
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         state = {"model": model, "optimizer": optimizer, "extra": {"step": step}}
-        bcp.save(path, state, step=step, layout="whole", async_save=use_async, deadline_s=60).result(60)
+        bcp.save(path, state, step=step, layout="whole", async_save=use_async, deadline_s=time_limit(60)).result(
+            time_limit(60)
+        )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "ddp"])
-def test_the_directory_is_a_model(pool: RankPool, tmp_path: Path, kind: str) -> None:
+def test_the_directory_holds_a_model(pool: RankPool, tmp_path: Path, kind: str) -> None:
     path = str(tmp_path / "checkpoint")
     pool.run(_save, kind, path, kind != "ddp")
     checkpoint = bcp.open(path)
     directory = checkpoint.model_directory
     assert directory is not None
-    found = read_as_others_do(directory)
+    found = read_with_safetensors(directory)
     expected = {name: tensor for name, tensor in Tied(1).state_dict().items() if name != "head.weight"}
-    assert found.keys() == expected.keys(), "one copy of tied weights, and no optimizer"
+    assert found.keys() == expected.keys(), "tied weights once, and no optimizer"
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     config = json.loads(Path(directory, "config.json").read_text())
     assert config == {"architectures": ["Tied"], "hidden_size": 6, "model_type": "tiny"}
     assert os.listdir(path).count(os.path.basename(directory)) == 1
-    assert len(os.listdir(path)) == 2, "the first save's index went with its files"
+    assert len(os.listdir(path)) == 2, "the first save's index is removed with its files"
     assert checkpoint.verify().ok
     model = Tied(5)
     bcp.load(path, {"model": model})
@@ -115,33 +118,34 @@ def _save_plain(path: Path, **more: Any) -> bcp.Checkpoint:
     return bcp.open(path)
 
 
-def test_a_reader_written_from_the_page_alone_passes_them_over(tmp_path: Path) -> None:
+def test_a_reader_written_from_the_format_page_skips_companions(tmp_path: Path) -> None:
     checkpoint = _save_plain(tmp_path, layout="whole")
     assert "companion" in checkpoint.manifest.files.kind
     assert set(read_checkpoint(tmp_path)) == set(checkpoint)
     assert read_values(tmp_path, 0)["extra"] == {("step",): 4}
 
 
-def test_other_layouts_have_none(tmp_path: Path) -> None:
+def test_other_layouts_have_no_model_directory(tmp_path: Path) -> None:
     for layout in ("shards", "merged"):
         assert _save_plain(tmp_path / layout, layout=layout).model_directory is None
 
 
-def test_one_process_has_one_too(tmp_path: Path) -> None:
+def test_a_single_process_writes_a_model_directory(tmp_path: Path) -> None:
     checkpoint = _save_plain(tmp_path, layout="whole")
     assert checkpoint.model_directory is not None
-    assert torch.equal(read_as_others_do(checkpoint.model_directory)["body.weight"], Tied(2).body.weight)
+    assert torch.equal(read_with_safetensors(checkpoint.model_directory)["body.weight"], Tied(2).body.weight)
 
 
 def test_companions_are_checked_copied_and_removed(tmp_path: Path) -> None:
-    from bytecheckpoint.copying import copy, remove
+    from bytecheckpoint.convert.copy import copy, remove
 
     checkpoint = _save_plain(tmp_path / "a", layout="whole")
     copy(checkpoint, str(tmp_path / "b"))
     copied = bcp.open(tmp_path / "b")
     assert copied.model_directory is not None
     assert (
-        read_as_others_do(copied.model_directory).keys() == read_as_others_do(checkpoint.model_directory or "").keys()
+        read_with_safetensors(copied.model_directory).keys()
+        == read_with_safetensors(checkpoint.model_directory or "").keys()
     )
     assert remove(str(tmp_path / "b")).left == ()
     index = Path(checkpoint.model_directory or "", INDEX)
@@ -149,11 +153,11 @@ def test_companions_are_checked_copied_and_removed(tmp_path: Path) -> None:
     assert INDEX in "".join(checkpoint.verify().problems)
     with pytest.raises(CorruptionError, match="index"):
         copy(checkpoint, str(tmp_path / "c"))
-    # No load reads it.
+    # No load reads the index.
     bcp.load(tmp_path / "a", {"model": Tied(0)})
 
 
-def test_several_models_and_values_beside_them(tmp_path: Path) -> None:
+def test_several_models_and_plain_values(tmp_path: Path) -> None:
     state = {"model": Tied(1), "critic": Tied(2), "extra": {"note": "x"}}
     bcp.save(tmp_path, state, layout="whole")
     checkpoint = bcp.open(tmp_path)
@@ -165,11 +169,11 @@ def test_several_models_and_values_beside_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [_Config("no json"), _Config("[1]"), object()], ids=["text", "list", "none"])
-def test_a_strange_configuration_harms_nothing(tmp_path: Path, config: Any) -> None:
+def test_an_unusable_configuration_is_left_out(tmp_path: Path, config: Any) -> None:
     bcp.save(tmp_path, {"model": Tied(1, config)}, layout="whole")
     checkpoint = bcp.open(tmp_path)
     assert not Path(checkpoint.model_directory or "", "config.json").exists()
-    assert read_as_others_do(checkpoint.model_directory or "")
+    assert read_with_safetensors(checkpoint.model_directory or "")
 
 
 def _gpt2(seed: int) -> Any:
@@ -180,10 +184,10 @@ def _gpt2(seed: int) -> Any:
 
 
 def _save_gpt2(rank: int, world_size: int, path: str) -> None:
-    bcp.save(path, {"model": fully_shard(_gpt2(7))}, layout="whole", deadline_s=60)
+    bcp.save(path, {"model": fully_shard(_gpt2(7))}, layout="whole", deadline_s=time_limit(60))
 
 
-def test_transformers_loads_it(pool: RankPool, tmp_path: Path) -> None:
+def test_transformers_loads_the_model_directory(pool: RankPool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pool.run(_save_gpt2, str(tmp_path), timeout_s=120)
     checkpoint = bcp.open(tmp_path)
@@ -197,7 +201,7 @@ def test_transformers_loads_it(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["whole", "sharded"])
-def test_resharding_leaves_no_index_of_files_that_are_not_there(tmp_path: Path, layout: Any) -> None:
+def test_resharding_drops_the_companions(tmp_path: Path, layout: Any) -> None:
     bcp.save(tmp_path / "from", {"model": Tied(), "extra_state": {"step": 3}}, layout="whole")
     reshard(bcp.open(tmp_path / "from"), str(tmp_path / "to"), files=2, layout=layout)
     found = bcp.open(tmp_path / "to")

@@ -1,4 +1,4 @@
-"""export and import: bit by bit, complete or not at all, and refusing what is hostile."""
+"""``bcp export`` and ``bcp import``: bit-exact, complete or nothing, and robust against hostile files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ import safetensors.torch
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import KeyExistsError, MismatchError, NameCollisionError, StateError, UnsupportedTensorError
-from bytecheckpoint.export import export_safetensors
-from bytecheckpoint.importing import import_safetensors
-from bytecheckpoint.rewriting import PIECE
+from bytecheckpoint.convert.export import export_safetensors
+from bytecheckpoint.convert.importing import import_safetensors
+from bytecheckpoint.convert.rewriter import PIECE_BYTES
+from bytecheckpoint.errors import (
+    KeyExistsError,
+    MismatchError,
+    NameCollisionError,
+    NameNotFoundError,
+    StateError,
+    UnsupportedTensorError,
+    UsageError,
+)
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """With the stock library, by the index where there is one."""
+    """Read a folder with the safetensors library, through its index if it has one."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return safetensors.torch.load_file(folder / "model.safetensors")
@@ -43,10 +51,10 @@ def test_export_is_bit_equal(which: str, request: pytest.FixtureRequest, tmp_pat
     ran = bcp_command("export", path, tmp_path / "hf", "--json")
     assert ran.code == 0
     assert [file["name"] for file in ran.json["files"]] == ["model.safetensors"]
-    wanted = model_of(path)
+    expected = model_of(path)
     assert ran.json["dropped"] == ({"head.weight": "embed.weight"} if which == "one" else {})
-    wanted.pop("head.weight", None)
-    kit.assert_same_tensors(read_folder(tmp_path / "hf"), wanted)
+    expected.pop("head.weight", None)
+    kit.assert_same_tensors(read_folder(tmp_path / "hf"), expected)
     with safetensors.safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -67,9 +75,9 @@ def test_file_sizes_are_bounded_and_the_index_is_right(
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     found = read_folder(tmp_path / "hf")
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in found.values())
-    wanted = model_of(path)
-    wanted.pop("head.weight", None)
-    kit.assert_same_tensors(found, wanted)
+    expected = model_of(path)
+    expected.pop("head.weight", None)
+    kit.assert_same_tensors(found, expected)
 
 
 def test_tied_names_cast_and_rename(one: Path, tmp_path: Path, bcp_command) -> None:
@@ -84,7 +92,7 @@ def test_tied_names_cast_and_rename(one: Path, tmp_path: Path, bcp_command) -> N
     assert torch.equal(found["coarse"], stored["coarse"])
 
 
-def test_expected_names_make_it_complete_or_nothing(one: Path, tmp_path: Path, bcp_command) -> None:
+def test_an_export_has_all_expected_names_or_writes_nothing(one: Path, tmp_path: Path, bcp_command) -> None:
     names = ["coarse", "count", "embed.weight", "inner.bias", "inner.weight", "none"]
     expect = tmp_path / "names.json"
 
@@ -112,7 +120,7 @@ def test_expected_names_make_it_complete_or_nothing(one: Path, tmp_path: Path, b
     assert bcp_command("export", one, tmp_path / "x", "--expect", tmp_path / "none.json").code == 2
 
 
-def test_nothing_is_left_of_an_export_that_fails(four: Path, tmp_path: Path, bcp_command) -> None:
+def test_a_failed_export_leaves_nothing(four: Path, tmp_path: Path, bcp_command) -> None:
     path = tmp_path / "damaged"
     shutil.copytree(four, path)
     file = next(path.glob("*/model-00003.safetensors"))
@@ -126,15 +134,15 @@ def test_nothing_is_left_of_an_export_that_fails(four: Path, tmp_path: Path, bcp
     assert kit.folder_contents(tmp_path) == before
 
 
-def test_a_model_that_is_there_is_not_mixed_with_another(one: Path, tmp_path: Path, bcp_command) -> None:
+def test_an_existing_model_is_not_mixed_with_another(one: Path, tmp_path: Path, bcp_command) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert bcp_command("export", one, tmp_path).code == 0
     ran = bcp_command("export", one, tmp_path)
     assert ran.code == 5
-    assert "holds a model already" in ran.stderr
+    assert "already holds a model" in ran.stderr
 
 
-def test_export_refuses_what_it_cannot_say(tmp_path: Path) -> None:
+def test_export_refuses_unsupported_tensors_and_invalid_arguments(tmp_path: Path) -> None:
     bcp.save(
         tmp_path / "c",
         {"model": {"z": torch.zeros(2, dtype=torch.complex128), "a.b": torch.zeros(2), "a": torch.ones(1)}},
@@ -151,12 +159,12 @@ def test_export_refuses_what_it_cannot_say(tmp_path: Path) -> None:
         {"max_file_bytes": 0},
         {"expected": "a"},
     ):
-        with pytest.raises(StateError):
+        with pytest.raises((UsageError, NameNotFoundError)):
             export_safetensors(checkpoint, str(tmp_path / "hf"), **{"exclude": ["z"], **wrong})
     assert not (tmp_path / "hf").exists()
 
 
-def test_export_of_values_of_single_ranks_is_refused(four: Path, tmp_path: Path) -> None:
+def test_export_of_per_rank_tensors_is_refused(four: Path, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="noise@0"):
         export_safetensors(bcp.open(four), str(tmp_path / "hf"), section="own")
 
@@ -169,9 +177,9 @@ def test_round_trip(which: str, limit: int, request: pytest.FixtureRequest, tmp_
     ran = bcp_command("import", tmp_path / "hf", tmp_path / "back", "--step", 5, "--json")
     assert ran.code == 0
     assert bcp.open(tmp_path / "back").step == 5
-    wanted = model_of(path)
-    wanted.pop("head.weight", None)
-    kit.assert_same_tensors(model_of(tmp_path / "back"), wanted)
+    expected = model_of(path)
+    expected.pop("head.weight", None)
+    kit.assert_same_tensors(model_of(tmp_path / "back"), expected)
     assert bcp.open(tmp_path / "back").verify().ok
     if which == "one":
         model = kit.Tied(seed=3)
@@ -180,8 +188,8 @@ def test_round_trip(which: str, limit: int, request: pytest.FixtureRequest, tmp_
 
 
 def test_tensors_larger_than_a_piece(tmp_path: Path) -> None:
-    """Pieces and chunks end in the middle of rows."""
-    big = torch.arange(PIECE // 4 + 12_345, dtype=torch.float32).reshape(-1, 1)
+    """Pieces and chunks end inside rows."""
+    big = torch.arange(PIECE_BYTES // 4 + 12_345, dtype=torch.float32).reshape(-1, 1)
     odd = torch.arange(3 * 700_001, dtype=torch.float32).reshape(3, 700_001)
     bcp.save(tmp_path / "c", {"model": {"big": big, "odd": odd}})
     export_safetensors(bcp.open(tmp_path / "c"), str(tmp_path / "hf"))
@@ -190,8 +198,8 @@ def test_tensors_larger_than_a_piece(tmp_path: Path) -> None:
     kit.assert_same_tensors(model_of(tmp_path / "back"), {"big": big, "odd": odd})
 
 
-def test_import_of_a_stock_file(tmp_path: Path, bcp_command) -> None:
-    """Written by the stock library, with an odd order, dtypes and alignment of its own."""
+def test_import_of_a_file_by_the_safetensors_library(tmp_path: Path, bcp_command) -> None:
+    """The safetensors library chooses its own order and alignment."""
     tensors = {
         "b": torch.arange(3, dtype=torch.uint8),
         "a": torch.randn(2, 3),
@@ -227,9 +235,9 @@ def test_hostile_sources_are_refused(tmp_path: Path, bcp_command) -> None:
     refused(6, "dtype F4")
     header_file(file, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1234")
     for weight_map, code, words in (
-        ({"a": "../model-1.safetensors"}, 4, "no safetensors file beside it"),
+        ({"a": "../model-1.safetensors"}, 4, "not a safetensors file in the same folder"),
         ({"a": "model-2.safetensors"}, 4, "missing"),
-        ({"a": file.name, "b": file.name}, 4, "does not fit the files"),
+        ({"a": file.name, "b": file.name}, 4, "disagrees with the files"),
         ({}, 4, "no weight_map"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
@@ -245,7 +253,7 @@ def test_hostile_sources_are_refused(tmp_path: Path, bcp_command) -> None:
     refused(3, "2 safetensors files")
 
 
-def test_import_collisions_and_taken_targets(one: Path, tmp_path: Path) -> None:
+def test_import_collisions_and_existing_targets(one: Path, tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "m.safetensors")
     source = str(tmp_path / "m.safetensors")
     with pytest.raises(NameCollisionError, match="both become"):
@@ -256,14 +264,14 @@ def test_import_collisions_and_taken_targets(one: Path, tmp_path: Path) -> None:
         import_safetensors(source, str(tmp_path / "dst"), section="not/a/name")
     assert not (tmp_path / "dst").exists()
     shutil.copytree(one, tmp_path / "taken")
-    with pytest.raises(KeyExistsError, match="holds a checkpoint already"):
+    with pytest.raises(KeyExistsError, match="already holds a checkpoint"):
         import_safetensors(source, str(tmp_path / "taken"))
     assert bcp.open(tmp_path / "taken").verify().ok
 
 
 @pytest.mark.parametrize("limit", [10**9, 4096])
-def test_an_export_is_no_model_before_its_end(limit: int, one: Path, tmp_path: Path) -> None:
-    """What a reader finds at any moment of an export is refused; and an interruption leaves nothing."""
+def test_an_unfinished_export_cannot_be_loaded(limit: int, one: Path, tmp_path: Path) -> None:
+    """Readers reject the folder at any moment of an export, and an interruption leaves nothing."""
     seen: list[int] = []
 
     def look(nbytes: int) -> None:

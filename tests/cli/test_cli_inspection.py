@@ -1,4 +1,4 @@
-"""ls, inspect, verify, and what every command does with what is no checkpoint."""
+"""``bcp ls``, ``inspect`` and ``verify``; every command on a path without a valid checkpoint."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 import bytecheckpoint as bcp
 from bytecheckpoint.cli.options import exit_code
 from bytecheckpoint.cli.output import plain, printable, size_text
+from bytecheckpoint.testing import time_limit
 
 
-def test_ls_tells_checkpoints_from_what_is_none(one: Path, tmp_path: Path, bcp_command) -> None:
+def test_ls_lists_checkpoints_and_other_folders(one: Path, tmp_path: Path, bcp_command) -> None:
     for step in (9, 10):
         shutil.copytree(one, tmp_path / f"step-{step}")
     (tmp_path / "half" / "attempt-20260101T000000Z-00").mkdir(parents=True)
@@ -41,11 +42,11 @@ def test_ls_tells_checkpoints_from_what_is_none(one: Path, tmp_path: Path, bcp_c
     assert entries["step-10"]["attempts"] == ["attempt-dead"]
     assert "none was committed" in entries["half"]["problem"]
     text = bcp_command("ls", tmp_path).stdout
-    assert "half: partial, no checkpoint" in text
-    assert "step-10: 1 more attempt(s)" in text
+    assert "half: partial, not a checkpoint" in text
+    assert "step-10: 1 uncommitted attempt(s)" in text
 
 
-def test_ls_of_a_checkpoint_deep_roots_and_a_broken_one(one: Path, tmp_path: Path, bcp_command) -> None:
+def test_ls_of_a_checkpoint_of_deep_roots_and_of_a_broken_manifest(one: Path, tmp_path: Path, bcp_command) -> None:
     assert [entry["name"] for entry in bcp_command("ls", one, "--json").json["entries"]] == ["."]
     shutil.copytree(one, tmp_path / "a" / "b")
     assert bcp_command("ls", tmp_path, "-d", 2, "--json").json["latest"] == "a/b"
@@ -54,7 +55,7 @@ def test_ls_of_a_checkpoint_deep_roots_and_a_broken_one(one: Path, tmp_path: Pat
     ran = bcp_command("ls", tmp_path, "-d", 2, "--json")
     assert ran.code == 4
     assert ran.json["entries"][0]["status"] == "broken"
-    assert "cut short" in ran.json["entries"][0]["problem"]
+    assert "truncated" in ran.json["entries"][0]["problem"]
 
 
 def test_inspect_of_one_process(one: Path, bcp_command) -> None:
@@ -78,7 +79,7 @@ def test_inspect_of_one_process(one: Path, bcp_command) -> None:
     assert {"name": "extra.note", "section": "extra", "rank": None, "value": "hello"} in found["values"]
 
 
-def test_inspect_of_four_ranks_says_who_wrote_what(four: Path, bcp_command) -> None:
+def test_inspect_shows_which_rank_wrote_what(four: Path, bcp_command) -> None:
     found = bcp_command("inspect", four, "--shards", "--files", "--values", "-t", "model.emb*", "--json").json
     assert found["world_size"] == 4
     (tensor,) = found["tensors"]
@@ -96,7 +97,7 @@ def test_inspect_of_four_ranks_says_who_wrote_what(four: Path, bcp_command) -> N
 
 
 @pytest.mark.parametrize("which", ["one", "four"])
-def test_verify_of_what_is_whole(which: str, request: pytest.FixtureRequest, bcp_command) -> None:
+def test_verify_of_an_intact_checkpoint(which: str, request: pytest.FixtureRequest, bcp_command) -> None:
     ran = bcp_command("verify", request.getfixturevalue(which), "--json")
     assert ran.code == 0
     assert ran.json["ok"]
@@ -104,7 +105,9 @@ def test_verify_of_what_is_whole(which: str, request: pytest.FixtureRequest, bcp
 
 
 @pytest.mark.parametrize("which", ["one", "four"])
-def test_verify_names_what_is_wrong(which: str, request: pytest.FixtureRequest, tmp_path: Path, bcp_command) -> None:
+def test_verify_names_damaged_files_and_tensors(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path, bcp_command
+) -> None:
     path = tmp_path / "damaged"
     shutil.copytree(request.getfixturevalue(which), path)
     checkpoint = bcp.open(path)
@@ -140,13 +143,15 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_what_is_no_checkpoint_is_refused_and_kept(command: tuple[str, ...], tmp_path: Path, bcp_command) -> None:
+def test_a_path_without_a_checkpoint_is_refused_and_not_touched(
+    command: tuple[str, ...], tmp_path: Path, bcp_command
+) -> None:
     def run(path: Path):
         return bcp_command(*({"PATH": path, "DST": tmp_path / "dst"}.get(word, word) for word in command), "--json")
 
     something = tmp_path / "something"
     something.mkdir()
-    (something / "precious.txt").write_text("mine")
+    (something / "precious.txt").write_text("not part of a checkpoint")
     for path in (tmp_path / "nothing", something):
         ran = run(path)
         assert ran.code == 3
@@ -193,6 +198,8 @@ def test_every_error_has_an_exit_code() -> None:
         "StorageFullError": 5,
         "UnsupportedURLError": 5,
         "StateError": 6,
+        "UsageError": 6,
+        "NameNotFoundError": 6,
         "CommitUnknownError": 6,
     }
     for name, code in expected.items():
@@ -206,10 +213,12 @@ def test_output_helpers() -> None:
     assert plain({1: (float("nan"), b"x", {"y": 1.5})}) == {"1": ["nan", "b'x'", {"y": 1.5}]}
 
 
-def test_as_a_process_of_its_own(one: Path, tmp_path: Path) -> None:
+def test_as_a_separate_process(one: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         script = "from bytecheckpoint.cli import main; main()"
-        return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=time_limit(120)
+        )
 
     listed = run("ls", str(one.parent))
     assert listed.returncode == 0

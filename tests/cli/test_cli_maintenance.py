@@ -1,4 +1,4 @@
-"""reshard, diff, copy and rm."""
+"""``bcp reshard``, ``diff``, ``copy`` and ``rm``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.diffing import diff
-from bytecheckpoint.errors import StateError
-from bytecheckpoint.resharding import reshard
+from bytecheckpoint.convert.diff import diff
+from bytecheckpoint.convert.reshard import reshard
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.testing import time_limit
 
 
 @pytest.mark.parametrize("which", ["one", "four"])
@@ -63,7 +64,7 @@ def test_resharded_checkpoints_load(one: Path, four: Path, tmp_path: Path) -> No
     assert layouts.differences(built, layouts.build("plain-1", seed=1, steps=2)) == []
 
 
-def test_dry_run_plans_what_is_then_done(four: Path, tmp_path: Path, bcp_command) -> None:
+def test_a_dry_run_prints_the_plan_of_the_real_run(four: Path, tmp_path: Path, bcp_command) -> None:
     arguments = ("reshard", four, tmp_path / "new", "-n", 2, "--layout", "sharded", "--json")
     plan = bcp_command(*arguments, "--dry-run")
     assert plan.code == 0
@@ -105,7 +106,7 @@ def test_a_failed_rewrite_leaves_nothing(four: Path, tmp_path: Path, bcp_command
         assert kit.folder_contents(tmp_path) == before
 
 
-def test_targets_that_are_taken_are_kept(one: Path, four: Path, tmp_path: Path, bcp_command) -> None:
+def test_existing_targets_are_not_overwritten(one: Path, four: Path, tmp_path: Path, bcp_command) -> None:
     path = tmp_path / "taken"
     shutil.copytree(one, path)
     before = kit.folder_contents(path)
@@ -114,9 +115,9 @@ def test_targets_that_are_taken_are_kept(one: Path, four: Path, tmp_path: Path, 
         assert ran.code == 5
         assert "give another target" in ran.stderr
     assert kit.folder_contents(path) == before
-    with pytest.raises(StateError, match="files"):
+    with pytest.raises(UsageError, match="files"):
         reshard(bcp.open(four), str(tmp_path / "x"), files=0)
-    with pytest.raises(StateError, match="layout"):
+    with pytest.raises(UsageError, match="layout"):
         reshard(bcp.open(four), str(tmp_path / "x"), files=1, layout="diagonal")  # type: ignore[arg-type]
 
 
@@ -139,10 +140,10 @@ def test_copy_there_and_back(
     assert list(open_backend(there).list()) == []
 
 
-def test_rm_asks_and_keeps_what_is_not_its_own(one: Path, tmp_path: Path, bcp_command) -> None:
+def test_rm_asks_and_keeps_other_files(one: Path, tmp_path: Path, bcp_command) -> None:
     path = tmp_path / "c"
     shutil.copytree(one, path)
-    (path / "notes.txt").write_text("mine")
+    (path / "notes.txt").write_text("not part of the checkpoint")
     before = kit.folder_contents(path)
     assert bcp_command("rm", path, input="n\n").code == 1
     assert kit.folder_contents(path) == before
@@ -154,7 +155,7 @@ def test_rm_asks_and_keeps_what_is_not_its_own(one: Path, tmp_path: Path, bcp_co
     assert bcp_command("rm", path, "--yes").code == 3
 
 
-def test_diff_tells_every_kind(one: Path, tmp_path: Path, bcp_command) -> None:
+def test_diff_reports_every_kind_of_difference(one: Path, tmp_path: Path, bcp_command) -> None:
     state = {
         "model": {
             "same": torch.arange(6.0),
@@ -200,14 +201,14 @@ def test_diff_tells_every_kind(one: Path, tmp_path: Path, bcp_command) -> None:
     assert diff(bcp.open(tmp_path / "a"), bcp.open(tmp_path / "b"), values=False).values == ()
     text = bcp_command("diff", tmp_path / "a", tmp_path / "b").stdout
     assert "model.value: values: float32[4], 2 of 4 elements differ, by at most 3" in text
-    with pytest.raises(StateError):
+    with pytest.raises(UsageError):
         diff(bcp.open(tmp_path / "a"), bcp.open(tmp_path / "b"), rtol=-1)
 
 
 @pytest.mark.parametrize(
     "dtype", ["bool", "uint8", "int64", "uint32", "float16", "float8_e4m3fn", "complex64", "complex128"]
 )
-def test_diff_of_every_kind_of_dtype(dtype: str, tmp_path: Path) -> None:
+def test_diff_of_dtypes(dtype: str, tmp_path: Path) -> None:
     a = torch.tensor([0, 1, 1, 0]).to(getattr(torch, dtype))
     b = torch.tensor([0, 1, 0, 0]).to(getattr(torch, dtype))
     bcp.save(tmp_path / "a", {"model": {"x": a}})
@@ -220,7 +221,7 @@ def test_diff_of_every_kind_of_dtype(dtype: str, tmp_path: Path) -> None:
     assert (same.skipped, same.bytes_read) == (1, 0)
 
 
-def test_equal_checksums_need_no_reading(four: Path, tmp_path: Path) -> None:
+def test_shards_with_equal_checksums_are_not_read(four: Path, tmp_path: Path) -> None:
     shutil.copytree(four, tmp_path / "copy")
     report = diff(bcp.open(four), bcp.open(tmp_path / "copy"))
     assert report.same
@@ -232,11 +233,11 @@ _MEMORY = """
 import sys
 import torch
 import bytecheckpoint as bcp
-from bytecheckpoint.copying import copy
-from bytecheckpoint.diffing import diff
-from bytecheckpoint.export import export_safetensors
-from bytecheckpoint.importing import import_safetensors
-from bytecheckpoint.resharding import reshard
+from bytecheckpoint.convert.copy import copy
+from bytecheckpoint.convert.diff import diff
+from bytecheckpoint.convert.export import export_safetensors
+from bytecheckpoint.convert.importing import import_safetensors
+from bytecheckpoint.convert.reshard import reshard
 
 root = sys.argv[1]
 if sys.argv[2] == "save":
@@ -259,11 +260,11 @@ print(c.manifest.nbytes, peak() - before)
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """Every tool on a checkpoint of 195 MB with a tensor of 128 MB in it."""
+    """Every tool on a checkpoint of 195 MB that contains a tensor of 128 MB."""
 
     def run(what: str) -> str:
         command = [sys.executable, "-c", _MEMORY, str(tmp_path), what]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=time_limit(120)).stdout
 
     run("save")
     size, growth = map(int, run("tools").split())

@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.codecs import codec_named, codec_names
+from bytecheckpoint.codecs import find_codec, list_codecs
 from bytecheckpoint.errors import FormatError, UnsupportedVersionError
 
 BUILTIN = ["raw", "zstd"]
@@ -20,14 +20,14 @@ BUILTIN = ["raw", "zstd"]
 @settings(deadline=None, max_examples=30)
 def test_round_trip(name: str, data: bytes, repeat: int) -> None:
     data = data * repeat
-    codec = codec_named(name)
+    codec = find_codec(name)
     assert codec.decompress(codec.compress(memoryview(data)), len(data)) == data
 
 
 @pytest.mark.parametrize("name", BUILTIN)
 @pytest.mark.parametrize("wrong", [0, 9999, 10001, 1 << 40])
 def test_size_must_be_exact(name: str, wrong: int) -> None:
-    codec = codec_named(name)
+    codec = find_codec(name)
     with pytest.raises(FormatError):
         codec.decompress(codec.compress(bytes(10000)), wrong)
 
@@ -36,7 +36,7 @@ def test_size_must_be_exact(name: str, wrong: int) -> None:
 @settings(deadline=None, max_examples=50)
 def test_zstd_never_returns_another_size(junk: bytes, size: int) -> None:
     try:
-        content = codec_named("zstd").decompress(b"\x28\xb5\x2f\xfd" + junk, size)
+        content = find_codec("zstd").decompress(b"\x28\xb5\x2f\xfd" + junk, size)
     except FormatError:
         return
     assert len(content) == size
@@ -45,28 +45,28 @@ def test_zstd_never_returns_another_size(junk: bytes, size: int) -> None:
 def test_zstd_refuses_a_frame_without_its_size() -> None:
     stream = zstandard.ZstdCompressor().compressobj()
     frame = stream.compress(bytes(1000)) + stream.flush()
-    with pytest.raises(FormatError, match="announce"):
-        codec_named("zstd").decompress(frame, 1000)
+    with pytest.raises(FormatError, match="does not state"):
+        find_codec("zstd").decompress(frame, 1000)
 
 
-def test_zstd_refuses_extra_data_and_a_cut() -> None:
-    frame = codec_named("zstd").compress(bytes(1000))
+def test_zstd_refuses_extra_and_truncated_data() -> None:
+    frame = find_codec("zstd").compress(bytes(1000))
     for bad in (frame + b"x", frame[:-1], b""):
         with pytest.raises(FormatError):
-            codec_named("zstd").decompress(bad, 1000)
+            find_codec("zstd").decompress(bad, 1000)
 
 
-def test_one_instance_serves_many_threads() -> None:
-    codec = codec_named("zstd")
+def test_a_codec_is_thread_safe() -> None:
+    codec = find_codec("zstd")
     pieces = [bytes([i]) * 20_000 for i in range(64)]
     with ThreadPoolExecutor(4) as pool:
         packed = list(pool.map(codec.compress, pieces))
         assert list(pool.map(lambda part: codec.decompress(part, 20_000), packed)) == pieces
 
 
-def test_unknown_name_lists_what_is_known() -> None:
-    with pytest.raises(UnsupportedVersionError, match=r"no codec 'lzma9'; known are raw, zstd"):
-        codec_named("lzma9")
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UnsupportedVersionError, match=r"no codec is named 'lzma9'; known: raw, zstd"):
+        find_codec("lzma9")
 
 
 def test_plugin_is_found_by_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +85,10 @@ def test_plugin_is_found_by_entry_point(tmp_path: Path, monkeypatch: pytest.Monk
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
-        assert codec_named("reverse").compress(b"abc") == b"cba"
-        assert set(codec_names()) >= {"raw", "reverse", "zstd"}
-        with pytest.raises(UnsupportedVersionError, match="does not make a Codec 'other'"):
-            codec_named("other")
+        assert find_codec("reverse").compress(b"abc") == b"cba"
+        assert set(list_codecs()) >= {"raw", "reverse", "zstd"}
+        with pytest.raises(UnsupportedVersionError, match="does not create a Codec named 'other'"):
+            find_codec("other")
     finally:
-        codec_named.cache_clear()
+        find_codec.cache_clear()
         sys.modules.pop("reverse_codec", None)

@@ -1,4 +1,4 @@
-"""Every test of this area that takes ranks runs twice: with all ranks at rank 0's store, and in groups of two."""
+"""Run every test of this directory that needs ranks twice: with a flat tree, and with groups of two ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bytecheckpoint.control.meeting import GROUP_VARIABLE
+from bytecheckpoint.control.communicator import GROUP_VARIABLE
 from bytecheckpoint.testing.ranks import RankPool
 
 
 class GroupedRanks:
-    """A pool whose ranks talk in groups of some size."""
+    """A pool whose ranks form groups of a given size."""
 
     def __init__(self, pool: RankPool, group_size: int) -> None:
         self._pool, self._group_size = pool, group_size
@@ -25,5 +25,5 @@ class GroupedRanks:
 
 @pytest.fixture(params=["flat", "grouped"])
 def rank_pool(request: pytest.FixtureRequest, rank_pool: RankPool) -> RankPool | GroupedRanks:
-    """The kit's pool, or its ranks in groups of two."""
+    """The pool of the test kit, flat or with groups of two ranks."""
     return rank_pool if request.param == "flat" else GroupedRanks(rank_pool, 2)

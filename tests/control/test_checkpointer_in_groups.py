@@ -1,4 +1,4 @@
-"""The whole library with ranks that talk in groups of two: an FSDP-2 model, saved and loaded."""
+"""Saves and loads of an FSDP-2 model with ranks in groups of two."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch.distributed as dist
 from layouts import build, differences
 
 import bytecheckpoint as bcp
-from bytecheckpoint.control import StoreCommunicator
+from bytecheckpoint.control import SocketCommunicator
 from bytecheckpoint.errors import RankFailedError
 
 WORLD = 4
 
 
 class FailsOnce:
-    """A part of the state that fails on one rank, once."""
+    """A part of the state that fails once, on one rank."""
 
     def __init__(self, fails):
         self.fails = fails
@@ -33,8 +33,8 @@ class FailsOnce:
 
 def save_and_load(rank, world_size, folder, layout):
     store = dist.distributed_c10d._get_default_store()
-    communicator = StoreCommunicator.connect(store, rank, world_size, group_size=2)
-    assert communicator.tree.servers() == [2]
+    communicator = SocketCommunicator.connect(store, rank, world_size, group_size=2)
+    assert communicator.tree.children(2) == [3]
     with bcp.Checkpointer(communicator=communicator) as checkpointer:
         saved = build("fsdp2-4", 1, steps=2)
         part = FailsOnce(rank == 3)
@@ -42,7 +42,7 @@ def save_and_load(rank, world_size, folder, layout):
             checkpointer.save(f"{folder}/failed", {**saved.state, "part": part}, layout=layout)
         assert not os.path.exists(f"{folder}/failed/manifest.msgpack")
         for number in range(3):
-            # The second save of each kind finds the plan of the first.
+            # The second save reuses the plan of the first.
             checkpointer.save(f"{folder}/{number}", {**saved.state, "part": part}, layout=layout)
         handle = checkpointer.save(f"{folder}/async", {**saved.state, "part": part}, async_save=True, layout=layout)
         dist.barrier()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bytecheckpoint.control import SingleProcess, StoreCommunicator, current_communicator
+from bytecheckpoint.control import SingleProcess, SocketCommunicator, current_communicator
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.errors import (
     ControlError,
@@ -19,17 +19,18 @@ from bytecheckpoint.errors import (
     MismatchError,
     RankFailedError,
 )
+from bytecheckpoint.testing import time_limit
 
 WORLDS = [2, 4]
 LARGE = 9 << 20
 
 
-def begin(kind="save", deadline_s=20.0):
+def begin(kind="save", deadline_s=time_limit(20)):
     return current_communicator().operation(kind, deadline_s=deadline_s)
 
 
 def raised_by(call):
-    """Class name, text and cause's class name of what the call raises."""
+    """Return class name, text and class name of the cause of what the call raises."""
     try:
         call()
     except Exception as error:
@@ -46,7 +47,7 @@ def exchange(rank, world_size, operation):
     return gathered, scattered, sent
 
 
-def whole_operation(rank, world_size):
+def run_operation(rank, world_size):
     operation = begin()
     result = exchange(rank, world_size, operation)
     operation.close()
@@ -71,7 +72,6 @@ def large_payloads(rank, world_size):
 
 
 def many_operations(rank, world_size, number):
-    counts = []
     for _ in range(2):
         for _ in range(number):
             operation = begin()
@@ -82,9 +82,12 @@ def many_operations(rank, world_size, number):
             raised_by(lambda operation=operation: fail_in_write(rank, operation, lambda: ValueError("again")))
             operation.close()
         dist.barrier()
-        counts.append(current_communicator().key_count())
+        # Rank 0 receives the last messages a moment after the other ranks have left.
+        give_up = time.monotonic() + time_limit(20)
+        while current_communicator().unfinished_operations() and time.monotonic() < give_up:
+            time.sleep(0.005)
         dist.barrier()
-    return counts
+    return current_communicator().unfinished_operations()
 
 
 class Unpicklable(Exception):
@@ -105,7 +108,7 @@ def fail_in_write(failing, operation, make_error):
 
 def one_rank_raises(rank, world_size, failing, kind):
     errors = {
-        "foreign": lambda: ValueError("the disk said no"),
+        "foreign": lambda: ValueError("the disk is broken"),
         "unpicklable": Unpicklable,
         "own": lambda: MismatchError("does not fit", [("missing", "wte", "no such tensor")]),
     }
@@ -113,7 +116,7 @@ def one_rank_raises(rank, world_size, failing, kind):
     seen = raised_by(lambda: fail_in_write(failing, operation, errors[kind]))
     repeated = raised_by(lambda: operation.barrier("later"))
     operation.close()
-    return seen, repeated, whole_operation(rank, world_size)[2]
+    return seen, repeated, run_operation(rank, world_size)[2]
 
 
 def two_ranks_raise(rank, world_size):
@@ -165,32 +168,32 @@ def disagree(rank, world_size):
 
     seen = raised_by(differ), raised_by(lambda: operation.barrier("later"))
     operation.close()
-    return seen, whole_operation(rank, world_size)[2]
+    return seen, run_operation(rank, world_size)[2]
 
 
 def die(rank, world_size, dying, when):
-    whole_operation(rank, world_size)
-    operation = begin(deadline_s=30)
+    run_operation(rank, world_size)
+    operation = begin(deadline_s=time_limit(30))
     if rank == dying:
         if when == "inside":
             operation.barrier("alive")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def go_on():
-        # The death may be seen in either: a rank need not have left the first when another is through.
+        # Either barrier may fail: one rank can have left the first while another is still in it.
         operation.barrier("alive")
         operation.barrier("written")
 
     first = raised_by(go_on)
     operation.close()
-    following = begin(deadline_s=30)
+    following = begin(deadline_s=time_limit(30))
     second = raised_by(lambda: following.barrier("written"))
     following.close()
     return first, second
 
 
-def leave_early(rank, world_size):
-    """Rank 1 ends its process after it has left; that is no failure of the operation."""
+def end_after_leaving(rank, world_size):
+    """The process of rank 1 ends after rank 1 has left, which does not fail the operation."""
     operation = begin()
     operation.gather("plan", b"")
     if rank == 1:
@@ -198,8 +201,8 @@ def leave_early(rank, world_size):
         current_communicator().close()
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
-        # Until rank 1 is seen to have ended, and some looks longer.
-        while not current_communicator().watch.ended():
+        # The other ranks must not fail although they see the end of rank 1.
+        while not current_communicator()._router.watch.ended():
             time.sleep(0.01)
     if rank != 3:
         operation.broadcast("done", b"x" if rank == 0 else None)
@@ -207,17 +210,17 @@ def leave_early(rank, world_size):
     return True
 
 
-def never_come(rank, world_size, absent):
+def miss_an_operation(rank, world_size, absent):
     first = begin(deadline_s=0.5)
     if rank == absent:
-        # Comes once the others have given up.
+        # Enters after the others have raised.
         dist.barrier()
         seen = raised_by(lambda: first.barrier("written"))
     else:
         seen = raised_by(lambda: first.barrier("written"))
         dist.barrier()
     first.close()
-    return seen, whole_operation(rank, world_size)[2]
+    return seen, run_operation(rank, world_size)[2]
 
 
 def root_waits_for_another(rank, world_size):
@@ -227,11 +230,11 @@ def root_waits_for_another(rank, world_size):
     return seen
 
 
-def background_beside_collectives(rank, world_size):
+def operations_during_collectives(rank, world_size):
     communicator = current_communicator()
 
     def save(number):
-        operation = communicator.operation("save", deadline_s=30)
+        operation = communicator.operation("save", deadline_s=time_limit(30))
         try:
             return exchange(rank, world_size, operation)[2]
         finally:
@@ -246,30 +249,30 @@ def background_beside_collectives(rank, world_size):
             total += int(tensor)
             dist.barrier()
             if number % 20 == 0:
-                operation = communicator.operation("load", deadline_s=30)
+                operation = communicator.operation("load", deadline_s=time_limit(30))
                 exchange(rank, world_size, operation)
                 operation.close()
         return total, [save.result() for save in saves]
 
 
-def remake_the_group(rank, world_size, folder):
+def recreate_the_group(rank, world_size, folder):
     first = current_communicator()
-    whole_operation(rank, world_size)
+    run_operation(rank, world_size)
     dist.barrier()
     dist.destroy_process_group()
     alone = type(current_communicator()).__name__
     store = dist.FileStore(f"{folder}/again", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     second = current_communicator()
-    return alone, second is not first, whole_operation(rank, world_size)[2]
+    return alone, second is not first, run_operation(rank, world_size)[2]
 
 
 def same_store_twice(rank, world_size, folder):
     store = dist.FileStore(f"{folder}/shared", world_size)
     results = []
     for _ in range(2):
-        communicator = StoreCommunicator.connect(store, rank, world_size, deadline_s=20)
-        operation = communicator.operation("save", deadline_s=20)
+        communicator = SocketCommunicator.connect(store, rank, world_size, deadline_s=time_limit(20))
+        operation = communicator.operation("save", deadline_s=time_limit(20))
         results.append(exchange(rank, world_size, operation)[2])
         operation.close()
         communicator.close()
@@ -277,20 +280,18 @@ def same_store_twice(rank, world_size, folder):
 
 
 def other_hosts(rank, world_size):
-    """Ranks that believe to be on hosts of their own meet over a real address."""
-    from bytecheckpoint.control.rendezvous import meet
-
+    """Ranks with identities of different hosts connect over a real address."""
     here = PeerIdentity(rank, f"host-{rank}", os.getpid(), 1, f"boot-{rank}", "pid", "net")
     store = dist.distributed_c10d._get_default_store()
-    communicator = StoreCommunicator(meet(store, here, world_size, 20), world_size)
-    operation = communicator.operation("save", deadline_s=20)
+    communicator = SocketCommunicator.connect(store, rank, world_size, deadline_s=20, identity=here)
+    operation = communicator.operation("save", deadline_s=time_limit(20))
     result = exchange(rank, world_size, operation)[2]
     operation.close()
     communicator.close()
     return result
 
 
-def meet_without(rank, world_size, absent):
+def connect_without(rank, world_size, absent):
     if rank == absent:
         dist.barrier()
         return None
@@ -299,7 +300,7 @@ def meet_without(rank, world_size, absent):
     return seen
 
 
-def wrong_use(rank, world_size):
+def misuse(rank, world_size):
     operation = begin()
     seen = []
     if rank == 0:
@@ -312,37 +313,37 @@ def wrong_use(rank, world_size):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_messages_arrive(rank_pool, world_size):
-    results = rank_pool.run(whole_operation, world_size=world_size)
+    results = rank_pool.run(run_operation, world_size=world_size)
     assert results[0][0] == [b"from %d" % rank for rank in range(world_size)]
     assert [result[0] for result in results[1:]] == [None] * (world_size - 1)
     assert [result[1] for result in results] == [b"for %d" % rank for rank in range(world_size)]
     assert [result[2] for result in results] == [b"to all"] * world_size
 
 
-def test_the_communicator_belongs_to_the_group(rank_pool):
+def test_a_process_group_has_one_communicator(rank_pool):
     assert isinstance(current_communicator(), SingleProcess)
     assert rank_pool.run(kinds_of_communicator, world_size=1) == [("SingleProcess", False, 0, 1)]
     assert rank_pool.run(kinds_of_communicator, world_size=2) == [
-        ("StoreCommunicator", True, rank, 2) for rank in range(2)
+        ("SocketCommunicator", True, rank, 2) for rank in range(2)
     ]
 
 
-def test_a_group_made_again_gets_a_new_communicator(rank_pool, tmp_path):
-    assert rank_pool.run(remake_the_group, str(tmp_path), world_size=2) == [("SingleProcess", True, b"to all")] * 2
+def test_a_recreated_group_gets_a_new_communicator(rank_pool, tmp_path):
+    assert rank_pool.run(recreate_the_group, str(tmp_path), world_size=2) == [("SingleProcess", True, b"to all")] * 2
 
 
-def test_a_store_with_an_earlier_meetings_keys_serves_again(rank_pool, tmp_path):
+def test_a_store_with_registrations_of_an_earlier_communicator_can_be_used_again(rank_pool, tmp_path):
     assert rank_pool.run(same_store_twice, str(tmp_path), world_size=2, backend=None) == [[b"to all"] * 2] * 2
 
 
-def test_ranks_on_several_hosts_meet(rank_pool):
+def test_ranks_on_several_hosts_connect(rank_pool):
     assert rank_pool.run(other_hosts, world_size=2) == [b"to all"] * 2
 
 
-def test_a_rank_missing_at_the_first_meeting_is_named(rank_pool):
-    results = rank_pool.run(meet_without, 2, world_size=3)
+def test_a_rank_that_does_not_connect_is_named(rank_pool):
+    results = rank_pool.run(connect_without, 2, world_size=3)
     assert results[0][0] == "DeadlineError"
-    assert "rank(s) 2 to say hello" in results[0][1]
+    assert "rank(s) 2 to register" in results[0][1]
     assert results[1][0] == "DeadlineError"
 
 
@@ -350,19 +351,18 @@ def test_payloads_of_many_megabytes(rank_pool):
     assert rank_pool.run(large_payloads, world_size=2) == [(True, True, b"")] * 2
 
 
-def test_a_thousand_operations_leave_no_keys(rank_pool):
-    counts = rank_pool.run(many_operations, 500, world_size=2)
-    assert len({count for of_rank in counts for count in of_rank}) == 1
+def test_a_thousand_operations_leave_no_state(rank_pool):
+    assert rank_pool.run(many_operations, 500, world_size=2) == [0, 0]
 
 
 @pytest.mark.parametrize("failing", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["foreign", "unpicklable"])
-def test_one_cause_on_every_rank(rank_pool, failing, kind):
+def test_every_rank_raises_the_same_cause(rank_pool, failing, kind):
     results = rank_pool.run(one_rank_raises, failing, kind, world_size=4)
     assert len({result[0][:2] for result in results}) == 1
     name, text, _cause = results[0][0]
     assert name == "RankFailedError"
-    what = {"foreign": "ValueError: the disk said no", "unpicklable": "Unpicklable: holds a lock"}[kind]
+    what = {"foreign": "ValueError: the disk is broken", "unpicklable": "Unpicklable: holds a lock"}[kind]
     assert text.startswith(f"rank {failing} on {os.uname().nodename} failed in write: {what}\n\n    Traceback")
     assert "raise make_error()" in text
     original = {"foreign": "ValueError", "unpicklable": "Unpicklable"}[kind]
@@ -372,20 +372,20 @@ def test_one_cause_on_every_rank(rank_pool, failing, kind):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_this_library_is_raised_as_such_everywhere(rank_pool, failing):
+def test_an_error_of_this_library_keeps_its_class_on_every_rank(rank_pool, failing):
     results = rank_pool.run(one_rank_raises, failing, "own", world_size=2)
     assert [result[0][:2] for result in results] == [("MismatchError", "does not fit")] * 2
     assert results[1 - failing][0][2] == "RankFailedError"
 
 
-def test_the_first_of_two_failures_stands(rank_pool):
+def test_every_rank_raises_the_first_of_several_failures(rank_pool):
     results = rank_pool.run(two_ranks_raise, world_size=4)
     assert len({result[1] for result in results}) == 1
     assert "of rank " in results[0][1]
     assert "ValueError" in {result[2] for result in results}
 
 
-def test_an_interrupt_goes_its_way_and_is_reported(rank_pool):
+def test_an_interrupt_propagates_and_is_reported(rank_pool):
     results = rank_pool.run(interrupted, world_size=2)
     assert results == [("RankFailedError", "KeyboardInterrupt"), ("KeyboardInterrupt", "")]
 
@@ -396,7 +396,7 @@ def test_the_innermost_phase_is_named(rank_pool):
     assert "failed in write: ValueError: inner" in results[0][1]
 
 
-def test_a_disagreement_is_raised_by_all(rank_pool):
+def test_every_rank_raises_a_disagreement(rank_pool):
     results = rank_pool.run(disagree, world_size=4)
     assert len({result[0] for result in results}) == 1
     name, text, _cause = results[0][0][0]
@@ -421,7 +421,7 @@ def test_a_killed_rank_is_named_by_the_others(rank_pool, dying, when):
     assert len({result[0][1].partition(" failed in ")[0] for result in survivors}) == 1
 
 
-def test_the_death_of_rank_0_and_its_store(rank_pool):
+def test_the_death_of_rank_0_is_raised_by_the_others(rank_pool):
     results = rank_pool.run(die, 0, "inside", world_size=3, expect_death={0: signal.SIGKILL})
     for first, second in results[1:]:
         assert first[0] == second[0] == RankFailedError.__name__
@@ -429,33 +429,33 @@ def test_the_death_of_rank_0_and_its_store(rank_pool):
         assert "ProcessDied: its process" in first[1]
 
 
-def test_a_rank_may_end_once_it_has_left(rank_pool):
-    results = rank_pool.run(leave_early, world_size=4, expect_death={1: signal.SIGKILL})
+def test_a_rank_may_end_after_it_has_left(rank_pool):
+    results = rank_pool.run(end_after_leaving, world_size=4, expect_death={1: signal.SIGKILL})
     assert results == [True, None, True, True]
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_never_comes_is_named_and_the_next_operation_works(rank_pool, absent):
-    results = rank_pool.run(never_come, absent, world_size=3)
-    assert len({result[0][:2] for result in results}) == 1, "the late one learns the same"
+def test_a_rank_that_misses_an_operation_is_named_and_the_next_operation_works(rank_pool, absent):
+    results = rank_pool.run(miss_an_operation, absent, world_size=3)
+    assert len({result[0][:2] for result in results}) == 1, "the late rank raises the same"
     name, text, _cause = results[0][0]
     assert name == DeadlineError.__name__
     assert f"waited 0.5 s in written/{'out' if absent == 0 else 'in'} for rank(s) {absent} of 3" in text
     assert all(result[1] == b"to all" for result in results)
 
 
-def test_a_deadline_says_whom_rank_0_waits_for(rank_pool):
+def test_a_deadline_names_the_rank_that_rank_0_waits_for(rank_pool):
     results = rank_pool.run(root_waits_for_another, world_size=3)
     assert results[0][:2] == results[1][:2]
     assert "for rank(s) 0 of 3, which itself waits in written/in for rank(s) 2" in results[1][1]
 
 
-def test_background_operations_beside_the_main_threads_collectives(rank_pool):
-    results = rank_pool.run(background_beside_collectives, world_size=2)
+def test_background_operations_run_during_collectives_of_the_main_thread(rank_pool):
+    results = rank_pool.run(operations_during_collectives, world_size=2)
     assert results == [(sum(range(200)) * 2, [b"to all"] * 20)] * 2
 
 
-def test_wrong_use_is_told(rank_pool):
-    root, other = rank_pool.run(wrong_use, world_size=2)
+def test_misuse_raises(rank_pool):
+    root, other = rank_pool.run(misuse, world_size=2)
     assert [entry[0] for entry in root] == ["ValueError", "ValueError", ControlError.__name__]
     assert [entry[0] for entry in other] == [ControlError.__name__]

@@ -1,4 +1,4 @@
-"""The main thread trains, with collectives of its own; the background thread works in operations."""
+"""One thread trains with collectives while another runs operations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from bytecheckpoint.control import current_communicator
 from bytecheckpoint.errors import RankFailedError
+from bytecheckpoint.testing import time_limit
 
 WORLD = 4
 STEPS = 1000
@@ -17,8 +18,8 @@ FAILING = 3
 
 
 def one_save(communicator, number, rank, world_size):
-    """What a save exchanges; in every tenth, one rank fails."""
-    with communicator.operation("save", deadline_s=60) as operation:
+    """Run the exchanges of a save; in every tenth save, one rank fails."""
+    with communicator.operation("save", deadline_s=time_limit(60)) as operation:
         try:
             gathered = operation.gather("agree", b"%d of %d" % (rank, number))
             if rank == 0:
@@ -39,11 +40,11 @@ def train(rank, world_size):
     communicator = current_communicator()
     trained = threading.Event()
 
-    def save_on():
-        """As long as the training goes on anywhere, so that all ranks make the same number of saves."""
+    def save_repeatedly():
+        """Save until no rank trains any more, so that all ranks make the same number of saves."""
         done = []
         while True:
-            with communicator.operation("go on", deadline_s=60) as operation:
+            with communicator.operation("go on", deadline_s=time_limit(60)) as operation:
                 flags = operation.gather("trained", b"y" if trained.is_set() else b"n")
                 over = operation.broadcast("over", None if flags is None else b"y" if b"n" not in flags else b"n")
             if over == b"y":
@@ -51,7 +52,7 @@ def train(rank, world_size):
             done.append(one_save(communicator, len(done), rank, world_size))
 
     with ThreadPoolExecutor(1) as executor:
-        saves = executor.submit(save_on)
+        saves = executor.submit(save_repeatedly)
         try:
             total = 0
             for step in range(STEPS):
@@ -66,11 +67,11 @@ def train(rank, world_size):
         return total, saves.result()
 
 
-def test_operations_beside_a_thousand_collectives(rank_pool):
+def test_operations_run_during_a_thousand_collectives(rank_pool):
     results = rank_pool.run(train, world_size=WORLD)
     total = sum(step * WORLD + sum(range(WORLD)) for step in range(STEPS))
     saves = results[0][1]
     assert results == [(total, saves)] * WORLD
-    assert len(saves) > 10, "they went on at the same time"
-    wanted = ["saved"] * 9 + [(FAILING, "ValueError", "write")]
-    assert saves == (wanted * len(saves))[: len(saves)]
+    assert len(saves) > 10, "saves and training ran at the same time"
+    expected = ["saved"] * 9 + [(FAILING, "ValueError", "write")]
+    assert saves == (expected * len(saves))[: len(saves)]

@@ -28,20 +28,20 @@ class Unprintable(Exception):
 
 
 class ThrottledError(StorageError):
-    """As a plug-in would define it."""
+    """An error that a plug-in defines."""
 
 
-def travelled(error):
+def round_trip(error):
     try:
         raise error
     except BaseException as raised:
-        return FailureRecord.unpack(FailureRecord.of_error(raised, "write", HERE).pack())
+        return FailureRecord.unpack(FailureRecord.from_exception(raised, "write", HERE).pack())
 
 
 @pytest.mark.parametrize(
     ("ranks", "text"), [([], ""), ([3], "3"), ([5, 0, 1, 2], "0-2,5"), ([0, 2, 4], "0,2,4"), ([1, 0], "0-1")]
 )
-def test_ranks_are_written_short(ranks, text):
+def test_ranks_are_formatted_as_spans(ranks, text):
     assert format_ranks(ranks) == text
 
 
@@ -55,7 +55,7 @@ def test_a_disagreement_lists_values_and_ranks():
 
 
 def test_a_foreign_exception_becomes_rank_failed():
-    error = travelled(KeyError("wte")).error()
+    error = round_trip(KeyError("wte")).error()
     assert type(error) is RankFailedError
     assert str(error).startswith("rank 2 on host-a failed in write: KeyError: 'wte'\n\n    Traceback")
     assert (error.rank, error.host, error.phase, error.error_type) == (2, "host-a", "write", "KeyError")
@@ -63,27 +63,27 @@ def test_a_foreign_exception_becomes_rank_failed():
 
 
 def test_an_error_of_this_library_keeps_its_class_and_message():
-    error = travelled(CorruptionError("flipped")).error()
+    error = round_trip(CorruptionError("flipped")).error()
     assert type(error) is CorruptionError
     assert str(error) == "flipped"
     assert isinstance(error.__cause__, RankFailedError)
     assert error.__cause__.rank == 2
 
 
-def test_a_plug_ins_error_becomes_its_nearest_class():
-    assert type(travelled(ThrottledError("slow down")).error()) is StorageError
+def test_an_error_of_a_plug_in_becomes_its_nearest_class():
+    assert type(round_trip(ThrottledError("slow down")).error()) is StorageError
 
 
-def test_faults_travel():
+def test_faults_are_part_of_a_report():
     faults = [("missing", "model.wte", "did you mean model.wpe?")]
-    error = travelled(MismatchError("one fault", faults)).error()
+    error = round_trip(MismatchError("one fault", faults)).error()
     assert isinstance(error, MismatchError)
     assert error.faults == faults
 
 
-def test_a_failure_that_was_reported_before_is_not_wrapped_again():
-    first = travelled(ValueError("x")).error()
-    again = travelled(first).error()
+def test_a_reported_failure_is_not_wrapped_again():
+    first = round_trip(ValueError("x")).error()
+    again = round_trip(first).error()
     assert type(again) is RankFailedError
     assert str(again) == str(first)
     assert (again.rank, again.phase, again.error_type) == (2, "write", "ValueError")
@@ -91,25 +91,25 @@ def test_a_failure_that_was_reported_before_is_not_wrapped_again():
 
 @pytest.mark.parametrize("error", [Unprintable(), ValueError("\ud800"), KeyboardInterrupt(), SystemExit(3)])
 def test_any_exception_can_be_reported(error):
-    assert isinstance(travelled(error).error(), RankFailedError)
+    assert isinstance(round_trip(error).error(), RankFailedError)
 
 
 def test_every_error_class_can_be_reported():
     for name in errors.__all__:
-        error = travelled(getattr(errors, name)("text")).error()
+        error = round_trip(getattr(errors, name)("text")).error()
         assert isinstance(error, BytecheckpointError)
         assert type(error).__name__ == name
         assert "text" in str(error)
 
 
-def test_a_record_from_elsewhere_makes_no_foreign_class():
+def test_a_record_cannot_name_a_class_outside_the_hierarchy():
     assert type(FailureRecord(0, "h", 1, "p", "t", "m", raised_as="annotations").error()) is BytecheckpointError
 
 
-def test_a_process_is_known_by_pid_and_start():
+def test_a_process_is_identified_by_pid_and_start_time():
     here = PeerIdentity.of_this_process(0)
     assert not here.has_ended()
-    assert here.sees(here)
+    assert here.can_observe(here)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with open(f"/proc/{child.pid}/stat") as file:
         start = int(file.read().rpartition(")")[2].split()[19])
@@ -124,15 +124,15 @@ def test_a_process_is_known_by_pid_and_start():
     assert peer.has_ended()
 
 
-def test_other_hosts_and_unknown_ones_are_not_looked_at():
+def test_processes_of_other_hosts_cannot_be_observed():
     here = PeerIdentity.of_this_process(0)
     unknown = PeerIdentity(1, here.host, 1, 1, "", "", "")
-    assert not here.sees(HERE)
-    assert not unknown.sees(unknown)
-    assert not unknown.shares_network(unknown)
+    assert not here.can_observe(HERE)
+    assert not unknown.can_observe(unknown)
+    assert not unknown.shares_loopback(unknown)
 
 
-def test_one_process_needs_nobody():
+def test_a_single_process_completes_every_exchange():
     operation = SingleProcess().operation("save", deadline_s=1)
     assert operation.gather("a", b"x") == [b"x"]
     assert operation.scatter("b", [b"y"]) == b"y"

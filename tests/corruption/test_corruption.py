@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a checkpoint: an error that names file and tensor, never a wrong value."""
+"""Any damage to the bytes of a checkpoint raises an error that names the place; no load returns wrong values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from damage import MANIFEST, data_begin, flipped, keys_of, regions, replaced, sw
 from small_training import differing, memory, training
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import Checkpoint
-from bytecheckpoint.engine.resources import Engine
+from bytecheckpoint.checkpoint.checkpoint import Checkpoint
+from bytecheckpoint.engine.resources import IOEngine
 from bytecheckpoint.errors import AccessDeniedError, CheckpointError, CorruptionError, FormatError
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 from bytecheckpoint.testing.ranks import RankPool
 
 WORLD = 4
-CHUNK = 64  # so that a tensor of a few hundred bytes has several checksums
-FLIPS = 7  # of each region of each file
+CHUNK = 64  # gives a tensor of a few hundred bytes several checksums
+FLIPS = 7  # per region of each file
 
 
 def _save(rank: int, world_size: int, path: str, value: float) -> None:
@@ -49,9 +50,9 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(saved: Path) -> Iterator[Path]:
-    """The shared checkpoint; a test that leaves it damaged fails."""
+    """The shared checkpoint. A test that leaves it damaged fails."""
     yield saved
-    assert _loaded_is_right(saved)
+    assert _loads_correctly(saved)
 
 
 def _load(path: Path, **options: Any) -> dict[str, Any]:
@@ -62,23 +63,23 @@ def _load(path: Path, **options: Any) -> dict[str, Any]:
 
 @functools.cache
 def _target() -> dict[str, Any]:
-    """For loads that fail, one after the other."""
+    """Return the target of loads that fail."""
     return training(9.0)
 
 
-def _loaded_is_right(path: Path) -> bool:
+def _loads_correctly(path: Path) -> bool:
     return not differing(_load(path), memory(training(1.0)))
 
 
-def _fails(path: Path) -> str:
-    """What a load of everything says, which must be an error."""
+def _load_error(path: Path) -> str:
+    """Load everything, which must fail, and return the message."""
     with pytest.raises(CheckpointError) as caught:
         bcp.load(path, _target())
     return str(caught.value)
 
 
 def _problems(path: Path) -> str:
-    """What ``verify`` finds, which must be something; for a manifest it cannot even open."""
+    """Return the problems that ``verify`` finds, or the error if the checkpoint cannot be opened."""
     try:
         report = bcp.open(path).verify()
     except CheckpointError as error:
@@ -92,8 +93,8 @@ def _data_files(path: Path) -> list[str]:
     return [key for key in keys_of(path) if key != MANIFEST]
 
 
-def test_what_is_damaged_here(checkpoint: Path) -> None:
-    """Every kind of file is there, and what is undamaged is right."""
+def test_the_undamaged_checkpoint(checkpoint: Path) -> None:
+    """It has every kind of file, and is valid."""
     keys = keys_of(checkpoint)
     assert MANIFEST in keys
     for section in ("model", "optimizer"):
@@ -114,27 +115,27 @@ def test_a_flipped_bit_anywhere(checkpoint: Path) -> None:
             for _ in range(FLIPS):
                 offset = chance.randrange(low, high)
                 with flipped(file, offset, chance.randrange(8)):
-                    said, found = _fails(checkpoint), _problems(checkpoint)
+                    error, found = _load_error(checkpoint), _problems(checkpoint)
                 where = f"byte {offset} of {key}"
-                assert str(file) in said, where
+                assert str(file) in error, where
                 assert str(file) in found, where
                 tensor = tensor_at(file, offset)
                 if tensor:
-                    for message in (said, found):
-                        _names_the_place(message, tensor, offset)
+                    for message in (error, found):
+                        _check_place(message, tensor, offset)
                 flips += 1
     assert flips >= 200
 
 
-def _names_the_place(message: str, tensor: str, offset: int) -> None:
-    """The tensor, and a byte range of at most one chunk around the damage."""
+def _check_place(message: str, tensor: str, offset: int) -> None:
+    """Check that the message names the tensor and a range of at most one chunk around the damage."""
     assert tensor in message
     ranges = [(int(low), int(high)) for low, high in re.findall(r"bytes \[(\d+), (\d+)\)", message)]
     assert any(low <= offset < high and high - low <= CHUNK for low, high in ranges), message
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".msgpack"])
-def test_cut_at_any_length(checkpoint: Path, suffix: str) -> None:
+def test_a_file_truncated_anywhere(checkpoint: Path, suffix: str) -> None:
     chance = random.Random(7)
     for key in keys_of(checkpoint):
         file = checkpoint / key
@@ -146,31 +147,31 @@ def test_cut_at_any_length(checkpoint: Path, suffix: str) -> None:
         lengths |= {chance.randrange(len(content)) for _ in range(4)}
         for length in sorted(n for n in lengths if 0 <= n < len(content)):
             with replaced(file, content[:length]):
-                assert str(file) in _fails(checkpoint), f"{key} cut at {length}"
-                assert str(file) in _problems(checkpoint), f"{key} cut at {length}"
+                assert str(file) in _load_error(checkpoint), f"{key} truncated to {length}"
+                assert str(file) in _problems(checkpoint), f"{key} truncated to {length}"
 
 
 def test_a_missing_file(checkpoint: Path) -> None:
     for key in _data_files(checkpoint):
         file = checkpoint / key
         with replaced(file, None):
-            for message in (_fails(checkpoint), _problems(checkpoint)):
+            for message in (_load_error(checkpoint), _problems(checkpoint)):
                 assert str(file) in message
                 assert "missing" in message
     with replaced(checkpoint / MANIFEST, None):
-        assert "none was committed" in _fails(checkpoint)
+        assert "none was committed" in _load_error(checkpoint)
 
 
 def test_any_two_files_swapped(checkpoint: Path) -> None:
-    """Those of one size are told apart by their headers alone."""
+    """Only the headers distinguish files of the same size."""
     keys = _data_files(checkpoint)
     sizes = {key: (checkpoint / key).stat().st_size for key in keys}
     equal = 0
     for index, one in enumerate(keys):
         for other in keys[index + 1 :]:
             with swapped(checkpoint / one, checkpoint / other):
-                said, found = _fails(checkpoint), _problems(checkpoint)
-            assert one in said or other in said
+                error, found = _load_error(checkpoint), _problems(checkpoint)
+            assert one in error or other in error
             assert one in found
             assert other in found
             equal += sizes[one] == sizes[other]
@@ -178,34 +179,34 @@ def test_any_two_files_swapped(checkpoint: Path) -> None:
 
 
 def test_a_file_of_another_save_of_the_same_shape(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
-    """The same names, shapes and sizes, but other values: only the checksums tell."""
+    """Names, shapes and sizes are equal; only the checksums differ."""
     other = tmp_path / "other"
     pool.run(_save, str(other), 2.0)
-    theirs = {Path(key).name: other / key for key in _data_files(other)}
+    others = {Path(key).name: other / key for key in _data_files(other)}
     for key in _data_files(checkpoint):
-        content = theirs[Path(key).name].read_bytes()
+        content = others[Path(key).name].read_bytes()
         if content == (checkpoint / key).read_bytes():
             continue
         with replaced(checkpoint / key, content):
-            assert key in _fails(checkpoint)
+            assert key in _load_error(checkpoint)
             assert key in _problems(checkpoint)
 
 
 def test_bytes_appended_to_a_file_are_found_by_verify(checkpoint: Path) -> None:
-    """A load that reads parts of a file need not look behind them, and is right; ``verify`` promises more."""
+    """A load reads only parts of a file, and is correct; ``verify`` checks the whole file."""
     for key in _data_files(checkpoint):
         file = checkpoint / key
         with replaced(file, file.read_bytes() + b"more"):
             if file.suffix == ".safetensors":
-                assert _loaded_is_right(checkpoint)
+                assert _loads_correctly(checkpoint)
             else:
-                assert str(file) in _fails(checkpoint)
+                assert str(file) in _load_error(checkpoint)
             found = _problems(checkpoint)
             assert str(file) in found
-            assert "the manifest says" in found
+            assert "the manifest states" in found
     file = checkpoint / MANIFEST
     with replaced(file, file.read_bytes() + b"more"):
-        assert str(file) in _fails(checkpoint)
+        assert str(file) in _load_error(checkpoint)
 
 
 def test_verify_lists_every_fault(checkpoint: Path) -> None:
@@ -233,8 +234,8 @@ def test_slices_are_checked_too(checkpoint: Path) -> None:
                 opened[other].load()
 
 
-def test_an_unverified_load_skips_checksums_but_not_what_cannot_be(checkpoint: Path) -> None:
-    """``verify=False`` is for bytes that somebody vouches for: a flipped bit goes through, a lost file does not."""
+def test_an_unverified_load_skips_only_checksums(checkpoint: Path) -> None:
+    """With ``verify=False`` a load accepts a flipped bit, but not a lost or truncated file."""
     key = next(key for key in _data_files(checkpoint) if "model-00000" in key)
     file = checkpoint / key
     with flipped(file, data_begin(file), 1):
@@ -258,10 +259,10 @@ def _read_everything(opened: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("key", ["*.safetensors", "*.msgpack"])
-def test_a_store_that_does_not_answer_is_no_corruption(checkpoint: Path, key: str) -> None:
-    """The checkpoint may be whole: nobody should throw it away because of a network that is down."""
+def test_a_failing_store_is_not_reported_as_corruption(checkpoint: Path, key: str) -> None:
+    """The checkpoint may be intact; an unavailable network must not make a user delete it."""
     refusal = FaultRule("read_into", f"attempt-*{key}", times=None, error=lambda: AccessDeniedError("refused by test"))
-    with closing(Engine()) as engine:
+    with closing(IOEngine()) as engine:
         opened = Checkpoint.open(FaultyBackend(LocalBackend(checkpoint), [refusal]), engine)
         with pytest.raises(AccessDeniedError, match=rf"{re.escape(str(checkpoint))}.*refused by test"):
             _read_everything(opened)
@@ -270,7 +271,7 @@ def test_a_store_that_does_not_answer_is_no_corruption(checkpoint: Path, key: st
     assert all("refused by test" in problem for problem in problems)
 
 
-def test_plain_values_stay_when_a_tensor_is_damaged(checkpoint: Path) -> None:
+def test_a_failed_load_does_not_change_plain_values(checkpoint: Path) -> None:
     key = next(key for key in _data_files(checkpoint) if "optimizer-00003" in key and key.endswith(".safetensors"))
     file = checkpoint / key
     state = training(9.0)
@@ -283,28 +284,28 @@ def test_plain_values_stay_when_a_tensor_is_damaged(checkpoint: Path) -> None:
 def _load_on_ranks(rank: int, world_size: int, path: str) -> tuple[str, str, bool]:
     state = training(9.0, shard=True)
     try:
-        bcp.load(path, state, deadline_s=30)
+        bcp.load(path, state, deadline_s=time_limit(30))
     except bcp.errors.BytecheckpointError as error:
         failed = type(error).__name__, str(error)
     else:
         failed = "none", ""
-    # The line between the ranks is as good as before.
-    bcp.save(path + "-next", {"extra_state": {"after": 1}}, deadline_s=30)
+    # The ranks can still communicate.
+    bcp.save(path + "-next", {"extra_state": {"after": 1}}, deadline_s=time_limit(30))
     return (*failed, torch.is_tensor(state["extra_state"]["table"]))
 
 
-def test_every_rank_raises_the_same(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
-    """Also the ranks whose own bytes are whole."""
+def test_every_rank_raises_the_same_error(pool: RankPool, checkpoint: Path, tmp_path: Path) -> None:
+    """This includes ranks whose own bytes are intact."""
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint, copy)
     keys = [key for key in _data_files(copy) if "model-" in key]
     file = copy / keys[-1]
     with flipped(file, file.stat().st_size - 1):
-        said = pool.run(_load_on_ranks, str(copy), world_size=2)
-    assert {kind for kind, _, _ in said} == {"CorruptionError"}
-    assert all(str(file) in message for _, message, _ in said)
+        errors = pool.run(_load_on_ranks, str(copy), world_size=2)
+    assert {kind for kind, _, _ in errors} == {"CorruptionError"}
+    assert all(str(file) in message for _, message, _ in errors)
     with replaced(copy / MANIFEST, (copy / MANIFEST).read_bytes()[:-5]):
-        said = pool.run(_load_on_ranks, str(copy), world_size=2)
-    assert len({(kind, message) for kind, message, _ in said}) == 1
-    assert said[0][0] in ("CorruptionError", "FormatError")
-    assert MANIFEST in said[0][1]
+        errors = pool.run(_load_on_ranks, str(copy), world_size=2)
+    assert len({(kind, message) for kind, message, _ in errors}) == 1
+    assert errors[0][0] in ("CorruptionError", "FormatError")
+    assert MANIFEST in errors[0][1]

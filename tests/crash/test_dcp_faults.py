@@ -1,17 +1,16 @@
-"""Two scenarios in which ``torch.distributed.checkpoint`` loses training state without a word, and what happens here.
+"""Two faults in which ``torch.distributed.checkpoint`` silently loses training state, and this library does not.
 
-The tests of DCP show that the scenario is a real one; they are about torch 2.13, and where a later release does better
-they fail, and are to go.
+The tests of DCP show that the faults are real. They describe torch 2.13; if a later release handles a fault, its test
+fails and can be removed.
 
-*Two steps mixed.* Two ranks overwrite the checkpoint of step 1 with step 2, and one is killed when it is about to
-write. DCP keeps the metadata of step 1 until the end and gives the files of both steps the same names, so a load
+*Two steps mixed.* Two ranks overwrite the checkpoint of step 1 with step 2, and one rank is killed just before it
+writes. DCP keeps the metadata of step 1 until the end and gives the files of both steps the same names, so a load
 succeeds and returns rank 0's rows of step 2 and rank 1's rows of step 1.
 
-*A writer thread that fails.* ``FileSystemWriter(thread_count=2)`` starts bare threads (``_write_data`` in
-``filesystem.py``), joins them, and takes what they put in a queue. What a thread raises goes to
-``threading.excepthook``, that is to stderr: ``save`` returns as if all were well, and the tensors of that thread are
-nowhere. The next load ends with a ``KeyError`` that names a ``MetadataIndex``; the checkpoint that was overwritten is
-gone.
+*A writer thread that fails.* ``FileSystemWriter(thread_count=2)`` starts plain threads (``_write_data`` in
+``filesystem.py``), joins them, and reads their results from a queue. An exception of a thread goes to
+``threading.excepthook``, that is, to stderr. ``save`` returns normally, although the tensors of that thread are not
+stored. The next load raises a ``KeyError`` that names a ``MetadataIndex``, and the overwritten checkpoint is gone.
 """
 
 from __future__ import annotations
@@ -37,12 +36,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
+from bytecheckpoint import telemetry
 from bytecheckpoint.errors import StorageError, StorageFullError
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 WORLD = 2
-DEADLINE_S = 30.0
+DEADLINE_S = time_limit(30)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def pool() -> Iterator[RankPool]:
 
 def _rows(value: float) -> dict[str, Any]:
     """Two rows on each of two ranks."""
-    whole = torch.full((4, 3), value)
-    return {"weight": distribute_tensor(whole, init_device_mesh("cpu", (WORLD,)), [Shard(0)])}
+    full = torch.full((4, 3), value)
+    return {"weight": distribute_tensor(full, init_device_mesh("cpu", (WORLD,)), [Shard(0)])}
 
 
 class _DyingWriter(FileSystemWriter):
@@ -68,7 +68,7 @@ class _DyingWriter(FileSystemWriter):
 
 
 def _dcp_overwrite(rank: int, world_size: int, path: str) -> str:
-    warnings.simplefilter("ignore")  # that it overwrites
+    warnings.simplefilter("ignore")  # DCP warns that it overwrites
     dcp.save(_rows(1.0), checkpoint_id=path)
     try:
         dcp.save(_rows(2.0), storage_writer=_DyingWriter(path))
@@ -86,8 +86,8 @@ def _dcp_rows(rank: int, world_size: int, path: str) -> list[float]:
 @pytest.mark.peers
 def test_dcp_mixes_two_steps(pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "dcp")
-    said = pool.run(_dcp_overwrite, path, expect_death={1: signal.SIGKILL})
-    assert said[0] != "saved", "rank 0 knows that the save failed, but the next job does not"
+    results = pool.run(_dcp_overwrite, path, expect_death={1: signal.SIGKILL})
+    assert results[0] != "saved", "rank 0 detects the failure, but the next job cannot"
     assert pool.run(_dcp_rows, path) == [[2.0, 2.0, 1.0, 1.0]] * WORLD
 
 
@@ -98,7 +98,7 @@ def _overwrite(rank: int, world_size: int, path: str, point: str) -> str:
 
     bcp.save(path, {"model": _rows(1.0)}, step=1, deadline_s=DEADLINE_S)
     dist.barrier()
-    trace.observe(kill)
+    telemetry.observe(kill)
     try:
         bcp.save(path, {"model": _rows(2.0)}, step=2, deadline_s=DEADLINE_S)
     except bcp.errors.RankFailedError as error:
@@ -113,10 +113,10 @@ def _loaded_rows(rank: int, world_size: int, path: str) -> list[float]:
 
 
 @pytest.mark.parametrize("point", ["save.write", "save.write.file", "save.write.complete", "save.confirm"])
-def test_no_two_steps_are_mixed(pool: RankPool, tmp_path: Path, point: str) -> None:
+def test_two_steps_are_never_mixed(pool: RankPool, tmp_path: Path, point: str) -> None:
     path = str(tmp_path / "checkpoint")
-    said = pool.run(_overwrite, path, point, expect_death={1: signal.SIGKILL})
-    assert "rank 1" in said[0]
+    results = pool.run(_overwrite, path, point, expect_death={1: signal.SIGKILL})
+    assert "rank 1" in results[0]
     assert pool.run(_loaded_rows, path) == [[1.0, 1.0, 1.0, 1.0, 1.0]] * WORLD
 
 
@@ -124,7 +124,7 @@ def test_no_two_steps_are_mixed(pool: RankPool, tmp_path: Path, point: str) -> N
 
 
 class _HalfFullDisk(FileSystem):
-    """Two files are written at the same time, and there is no space for the one that is not the main thread's."""
+    """Two threads write a file each at the same time; only the main thread's file has space."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class _HalfFullDisk(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        self._both.wait(30)
+        self._both.wait(time_limit(30))
         is_main = threading.current_thread() is threading.main_thread()
         with super().create_stream(path if is_main else Path("/dev/full"), mode) as stream:
             yield stream
@@ -162,8 +162,8 @@ def test_dcp_saves_with_a_failed_writer_thread_and_reports_success(tmp_path: Pat
         finally:
             threading.excepthook = former
         assert [getattr(error, "errno", None) for error in failed] == [errno.ENOSPC]
-        assert set(metadata.state_dict_metadata) == {"first", "second"}, "save has returned, and promises both"
-        assert len(metadata.storage_data) == 1, "but one is stored nowhere"
+        assert set(metadata.state_dict_metadata) == {"first", "second"}, "save returned metadata of both tensors"
+        assert len(metadata.storage_data) == 1, "but one of them is not stored"
         with pytest.raises((KeyError, CheckpointException)) as caught:
             dcp.load(_tensors(0.0), checkpoint_id=path, no_dist=True)
     text = str(caught.value)
@@ -174,17 +174,17 @@ def test_dcp_saves_with_a_failed_writer_thread_and_reports_success(tmp_path: Pat
 @pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, StorageFullError), (errno.EIO, StorageError)])
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
 def test_a_failed_writer_thread_fails_the_save(tmp_path: Path, use_async: bool, code: int, kind: type) -> None:
-    """The file is long enough for several threads, and what is written at its end by one of them fails."""
+    """Several threads write the file, and the write at its end fails."""
     elements = 6 << 20  # 24 MiB, three pieces
     with fuse_disk(tmp_path / "disk") as disk, bcp.Checkpointer() as saver:
         path = f"{disk.path}/checkpoint"
         threads: set[str] = set()
-        stop = trace.record(
+        stop = telemetry.record(
             lambda span: threads.add(span.thread) if span.name == "write" and not span.is_step else None
         )
         saver.save(path, {"extra_state": {"long": torch.full((elements,), 1.0)}}, step=1)
         stop()
-        assert threads, "pieces are written by threads of their own"
+        assert threads, "other threads write the pieces"
         assert threading.current_thread().name not in threads
         unsupported = FuseRule("fallocate", errno.EOPNOTSUPP)
         disk.fail(unsupported, FuseRule("write", code, "*/extra_state-*", 20 << 20))
@@ -193,7 +193,7 @@ def test_a_failed_writer_thread_fails_the_save(tmp_path: Path, use_async: bool, 
         ):
             saver.save(
                 path, {"extra_state": {"long": torch.full((elements,), 2.0)}}, step=2, async_save=use_async
-            ).result(60)
+            ).result(time_limit(60))
         disk.mend()
         state = {"extra_state": {"long": torch.zeros(elements)}}
         assert saver.load(path, state).step == 1

@@ -1,8 +1,8 @@
-"""Real file systems that fail in the middle of a save: full, read-only, out of quota, a device that breaks.
+"""Make real file systems fail during a save: full, read-only, over quota, a broken device.
 
-Every rank raises the right error, which says where, how much and what to do; the checkpoint before is bit-equal; what
-the failed save left is swept where the file system still lets it be and is never taken for a checkpoint; and once the
-fault is over, the same processes save again.
+Every rank raises the right error, which states the place, the sizes and a remedy. The previous checkpoint is bit-equal.
+The leftovers of the failed save are removed if the file system still allows it, and are never taken for a checkpoint.
+Once the fault is over, the same processes save again.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
+from bytecheckpoint import telemetry
 from bytecheckpoint.errors import BytecheckpointError, StorageError, StorageFullError
 from bytecheckpoint.storage_backends import open_backend
-from bytecheckpoint.storage_backends.fsspec_writers import StreamWriter
+from bytecheckpoint.storage_backends.fsspec.writers import StreamWriter
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 pytestmark = pytest.mark.slow
 
 WORLD = 2
 DISK = 48 << 20
-DEADLINE_S = 30.0
-ROWS, COLUMNS = 512, 700  # 1.4 MB, and twice as much of the optimizer: several files, long enough for direct transfers
+DEADLINE_S = time_limit(30)
+ROWS, COLUMNS = 512, 700  # 1.4 MB, and twice that in the optimizer: several files, large enough for direct I/O
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the disk at the ``nth`` time that rank 0 comes to ``point``, and what must come of it."""
+    """What happens to the disk when rank 0 reaches ``point`` for the ``nth`` time, and the expected error."""
 
     point: str
     arm: Callable[[Any], None]
     lift: Callable[[Any], None]
-    error: str  # patterns: the class, and the message
-    says: str
+    error: str  # pattern of the error's class
+    message: str  # pattern of its message
     nth: int = 1
-    sweeps: bool = True  # the file system still lets files be removed
-    reads: bool = True  # and be read
+    can_remove: bool = True  # the file system still removes files
+    can_read: bool = True  # and still reads them
 
 
 def _ulimit(size: int) -> None:
@@ -67,8 +68,8 @@ def _break(disk: Ext4Disk) -> None:
 ATTEMPT = r"'attempt-\S+/(model|optimizer|extra_state)-0000\d\.\w+' in \S+/disk/root/step-2: "
 FULL = r"; free space or quota, or raise the file size limit \(ulimit -f\) \(needed: \d+ bytes, free on .*: \d+ bytes\)"
 DENIED = r"; check the owner, the mode and whether the mount is read-only"
-BROKEN = r"; the device or the mount has failed: see the system's log, and use another"
-# An ext4 that has failed is read-only from then on: who has a file open meets the one, who opens one the other.
+BROKEN = r"; the device or the mount has failed; check the system's log and use another"
+# An ext4 that has failed becomes read-only: an open file gets the first error, a newly opened one the second.
 DEVICE_ERRORS = "StorageError|AccessDeniedError"
 MANIFEST = r"'manifest.msgpack' in \S+/disk/root/step-2: "
 
@@ -78,7 +79,7 @@ ON_EXT4 = {
         lambda disk: disk.fill(leave=1 << 20),
         Ext4Disk.free,
         "StorageFullError",
-        r"/disk/root/step-2: this checkpoint takes [\d,]+ bytes, and [\d,]+ are free there. Nothing was written; free",
+        r"/disk/root/step-2: this checkpoint needs [\d,]+ bytes, but only [\d,]+ are free. Nothing was written; free",
     ),
     "fills-after-the-check": Fault(
         "save.stage",
@@ -99,7 +100,7 @@ ON_EXT4 = {
         lambda disk: disk.remount("rw"),
         "AccessDeniedError",
         f"{ATTEMPT}.*EROFS.*{DENIED}",
-        sweeps=False,
+        can_remove=False,
     ),
     "read-only-for-the-manifest": Fault(
         "save.commit.before",
@@ -107,7 +108,7 @@ ON_EXT4 = {
         lambda disk: disk.remount("rw"),
         "AccessDeniedError",
         f"{MANIFEST}.*EROFS.*{DENIED}",
-        sweeps=False,
+        can_remove=False,
     ),
     "aborted-by-the-kernel": Fault(
         "save.write.file",
@@ -116,7 +117,7 @@ ON_EXT4 = {
         DEVICE_ERRORS,
         f"{ATTEMPT}.*(EIO.*{BROKEN}|EROFS.*{DENIED})",
         nth=2,
-        sweeps=False,
+        can_remove=False,
     ),
     "device-fails-in-a-write": Fault(
         "save.write.file",
@@ -125,8 +126,8 @@ ON_EXT4 = {
         DEVICE_ERRORS,
         f"{ATTEMPT}.*(EIO.*{BROKEN}|EROFS.*{DENIED})",
         nth=2,
-        sweeps=False,
-        reads=False,
+        can_remove=False,
+        can_read=False,
     ),
     "device-fails-in-the-sync": Fault(
         "save.write.complete",
@@ -134,8 +135,8 @@ ON_EXT4 = {
         Ext4Disk.mend,
         DEVICE_ERRORS,
         f"{ATTEMPT}.*(EIO.*{BROKEN}|EROFS.*{DENIED})",
-        sweeps=False,
-        reads=False,
+        can_remove=False,
+        can_read=False,
     ),
     "ulimit": Fault(
         "save.write.file",
@@ -152,7 +153,7 @@ def _rules(*rules: FuseRule) -> Callable[[FuseDisk], None]:
     return lambda disk: disk.fail(*rules)
 
 
-NO_RESERVING = FuseRule("fallocate", errno.EOPNOTSUPP)
+NO_PREALLOCATION = FuseRule("fallocate", errno.EOPNOTSUPP)
 
 ON_FUSE = {
     "quota": Fault(
@@ -164,7 +165,7 @@ ON_FUSE = {
     ),
     "quota-in-a-write": Fault(
         "save.stage",
-        _rules(NO_RESERVING, FuseRule("write", errno.EDQUOT, "*/optimizer-*", 256 << 10)),
+        _rules(NO_PREALLOCATION, FuseRule("write", errno.EDQUOT, "*/optimizer-*", 256 << 10)),
         FuseDisk.mend,
         "StorageFullError",
         f"{ATTEMPT}.*EDQUOT.*{FULL}",
@@ -197,25 +198,25 @@ MODES = ("sync", "async", "manager")
 
 
 @dataclass
-class Met:
-    """What one rank saw."""
+class Observed:
+    """What one rank observed."""
 
     error: str
     message: str
-    wrong: list[str]  # names of tensors that are not what was saved, at any time
-    left: list[str]  # below the failed checkpoint's folder, while the fault lasts
-    latest: int  # the step that is found as the newest, when it is over
-    left_at_last: list[str]  # as ``left``, once the manager of a next job has saved
+    wrong: list[str]  # names of tensors that a load returned with wrong contents
+    left: list[str]  # files in the failed checkpoint's folder during the fault
+    latest: int  # the newest step after the fault
+    left_at_end: list[str]  # files in that folder after the manager of the next job has saved
 
 
 class Job:
-    """Saves below one root, in one of the ways."""
+    """Saves below one root, in one of the modes."""
 
     def __init__(self, root: str, mode: str) -> None:
         self.root, self._mode = root, mode
         self._manager = None
         if mode == "manager":
-            self._manager = bcp.CheckpointManager(root, deadline_s=DEADLINE_S, meet_every_s=0.05)
+            self._manager = bcp.CheckpointManager(root, deadline_s=DEADLINE_S, coordinate_every_s=0.05)
 
     def path(self, step: int) -> str:
         return f"{self.root}/step-{step}"
@@ -227,7 +228,7 @@ class Job:
             )
             handle.result(DEADLINE_S)
             return
-        # What fails before staging is raised by save, what fails later by wait: every rank makes both calls.
+        # save() raises failures before staging, wait() later ones, so every rank makes both calls.
         try:
             assert self._manager.save(step, state, force=True) is not None
         finally:
@@ -248,7 +249,7 @@ def _state(value: float) -> dict[str, Any]:
     return {"model": model, "optimizer": stepped(model), "extra_state": {"value": value}}
 
 
-def _together() -> None:
+def _synchronize() -> None:
     if dist.is_initialized():
         dist.barrier()
 
@@ -263,13 +264,13 @@ def _files(folder: str) -> list[str]:
     return [str(file) for file in Path(folder).rglob("*")]
 
 
-def _meet(rank: int, world_size: int, disk: Any, kind: str, mode: str) -> Met:
+def _save_with_fault(rank: int, world_size: int, disk: Any, kind: str, mode: str) -> Observed:
     fault = FAULTS[kind]
     job = Job(f"{disk.path}/root", mode)
     first = _state(1.0)
     job.save(1, first)
     expected = memory(first)
-    _together()
+    _synchronize()
     seen = 0
 
     def strike(name: str, event: str) -> None:
@@ -279,7 +280,7 @@ def _meet(rank: int, world_size: int, disk: Any, kind: str, mode: str) -> Met:
             if seen == fault.nth:
                 fault.arm(disk)
 
-    stop = trace.observe(strike) if rank == 0 else lambda: None
+    stop = telemetry.observe(strike) if rank == 0 else lambda: None
     try:
         job.save(2, _state(2.0))
         error, message = "", "nothing was raised"
@@ -287,33 +288,33 @@ def _meet(rank: int, world_size: int, disk: Any, kind: str, mode: str) -> Met:
         error, message = type(raised).__name__, str(raised)
     finally:
         stop()
-    _together()
-    wrong = _wrong(job.path(1), expected) if fault.reads else []
-    left = _files(job.path(2)) if fault.reads else []
-    _together()
+    _synchronize()
+    wrong = _wrong(job.path(1), expected) if fault.can_read else []
+    left = _files(job.path(2)) if fault.can_read else []
+    _synchronize()
     if rank == 0:
         fault.lift(disk)
-    _together()
+    _synchronize()
     wrong += _wrong(job.path(1), expected)
     latest = bcp.latest(job.root)
     assert latest is not None
     with pytest.raises(bcp.errors.CheckpointError):
         bcp.open(job.path(2))
-    _together()
+    _synchronize()
     third = _state(3.0)
     job.save(3, third)
     wrong += _wrong(job.path(3), memory(third))
     wrong += _wrong(job.path(1), expected)
     job.close()
-    left_at_last = []
+    left_at_end = []
     if mode == "manager":
-        _together()
+        _synchronize()
         next_job = Job(job.root, mode)
         next_job.save(4, third)
         next_job.close()
-        # Files: the directory of an attempt that never got one may stay, and is nothing to any reader.
-        left_at_last = [file for file in _files(job.path(2)) if os.path.isfile(file)]
-    return Met(error, message, wrong, left, latest.step or 0, left_at_last)
+        # Only files: the empty directory of an attempt may remain, and readers ignore it.
+        left_at_end = [file for file in _files(job.path(2)) if os.path.isfile(file)]
+    return Observed(error, message, wrong, left, latest.step or 0, left_at_end)
 
 
 @pytest.fixture(scope="module")
@@ -324,16 +325,18 @@ def pool() -> Iterator[RankPool]:
 
 def _check(pool: RankPool, disk: Any, kind: str, mode: str, world_size: int) -> None:
     fault = FAULTS[kind]
-    met = pool.run(_meet, disk, kind, mode, world_size=world_size, backend="gloo" if world_size > 1 else None)
-    for rank, one in enumerate(met):
+    observed = pool.run(
+        _save_with_fault, disk, kind, mode, world_size=world_size, backend="gloo" if world_size > 1 else None
+    )
+    for rank, one in enumerate(observed):
         assert re.fullmatch(fault.error, one.error), f"rank {rank}: {one.error}: {one.message}"
-        assert re.search(fault.says, one.message), f"rank {rank}: {one.message}"
+        assert re.search(fault.message, one.message), f"rank {rank}: {one.message}"
         assert one.wrong == []
         assert one.latest == 1
-        if fault.sweeps:
+        if fault.can_remove:
             assert one.left == []
-        if rank == 0:  # the others may be here before it has swept
-            assert one.left_at_last == []
+        if rank == 0:  # the other ranks may look before rank 0 has removed the files
+            assert one.left_at_end == []
 
 
 WORLDS = pytest.mark.parametrize("world_size", [1, WORLD], ids=["alone", "ranks"])
@@ -342,21 +345,23 @@ WORLDS = pytest.mark.parametrize("world_size", [1, WORLD], ids=["alone", "ranks"
 @WORLDS
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ON_EXT4)
-def test_a_save_on_an_ext4_that_fails(pool: RankPool, tmp_path: Path, kind: str, mode: str, world_size: int) -> None:
+def test_saves_survive_faults_of_ext4(pool: RankPool, tmp_path: Path, kind: str, mode: str, world_size: int) -> None:
     with ext4_disk(tmp_path / "disk", DISK) as disk:
         _check(pool, disk, kind, mode, world_size)
 
 
 @pytest.mark.parametrize(("mode", "world_size"), [("sync", 1), ("async", WORLD), ("manager", WORLD)])
 @pytest.mark.parametrize("kind", ON_FUSE)
-def test_a_save_on_a_fuse_that_fails(pool: RankPool, tmp_path: Path, kind: str, mode: str, world_size: int) -> None:
+def test_saves_survive_faults_of_a_fuse_mount(
+    pool: RankPool, tmp_path: Path, kind: str, mode: str, world_size: int
+) -> None:
     with fuse_disk(tmp_path / "disk") as disk:
         _check(pool, disk, kind, mode, world_size)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
-LONG = 16 << 20  # elements: 64 MiB, many times what is read at once
+LONG = 16 << 20  # elements; 64 MiB, many times the size of one read
 
 
 def _long_state(value: float) -> dict[str, Any]:
@@ -368,16 +373,16 @@ def _data_file(path: str) -> str:
 
 
 def _load_and_fail(
-    rank: int, world_size: int, path: str, happens: Callable[[Any], None], given: Any
+    rank: int, world_size: int, path: str, cause: Callable[[Any], None], argument: Any
 ) -> tuple[str, str]:
-    """Rank 0 lets something happen when the first piece of the file was read, and most of it was not."""
+    """Load, while rank 0 causes a fault after the first piece of the file has been read."""
     once = threading.Lock()
 
-    def see(span: trace.Span) -> None:
+    def see(span: telemetry.Span) -> None:
         if span.operation == "load" and span.name == "read" and not span.is_step and once.acquire(blocking=False):
-            happens(given)
+            cause(argument)
 
-    stop = trace.record(see) if rank == 0 else lambda: None
+    stop = telemetry.record(see) if rank == 0 else lambda: None
     try:
         bcp.load(path, _long_state(0.0), deadline_s=DEADLINE_S)
     except BytecheckpointError as error:
@@ -387,31 +392,32 @@ def _load_and_fail(
     return "", "nothing was raised"
 
 
-def _load_whole(rank: int, world_size: int, path: str) -> bool:
+def _load_all(rank: int, world_size: int, path: str) -> bool:
     state = _long_state(0.0)
     bcp.load(path, state, deadline_s=DEADLINE_S)
     return torch.equal(state["extra_state"]["long"], _long_state(1.0)["extra_state"]["long"])
 
 
-def _break_from(given: tuple[Ext4Disk, int]) -> None:
-    given[0].fail_from(given[1])
+def _break_from(argument: tuple[Ext4Disk, int]) -> None:
+    disk, offset = argument
+    disk.fail_from(offset)
 
 
 @WORLDS
-def test_a_device_that_fails_while_it_is_read(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+def test_a_device_that_fails_during_a_load(pool: RankPool, tmp_path: Path, world_size: int) -> None:
     with ext4_disk(tmp_path / "disk", 128 << 20) as disk:
         path = f"{disk.path}/checkpoint"
         bcp.save(path, _long_state(1.0))
         begin = disk.first_byte_of(_data_file(path))
-        said = pool.run(_load_and_fail, path, _break_from, (disk, begin), world_size=world_size)
-        for kind, message in said:
+        results = pool.run(_load_and_fail, path, _break_from, (disk, begin), world_size=world_size)
+        for kind, message in results:
             assert kind == "StorageError", message
             assert re.search(r"extra_state-00000.safetensors: cannot read bytes \[\d+, \d+\) of tensor", message)
             assert re.search(f"EIO.*{BROKEN}", message)
         with pytest.raises(StorageError, match="EIO"):
             bcp.open(path)["extra_state.long"].load()
         disk.mend()
-        assert pool.run(_load_whole, path, world_size=world_size) == [True] * world_size
+        assert pool.run(_load_all, path, world_size=world_size) == [True] * world_size
         assert bcp.open(path).verify().ok
 
 
@@ -420,49 +426,49 @@ def _fail_reads(disk: FuseDisk) -> None:
 
 
 @WORLDS
-def test_a_mount_that_fails_while_it_is_read(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+def test_a_mount_that_fails_during_a_load(pool: RankPool, tmp_path: Path, world_size: int) -> None:
     with fuse_disk(tmp_path / "disk") as disk:
         path = f"{disk.path}/checkpoint"
         bcp.save(path, _long_state(1.0))
-        said = pool.run(_load_and_fail, path, _fail_reads, disk, world_size=world_size)
-        for kind, message in said:
+        results = pool.run(_load_and_fail, path, _fail_reads, disk, world_size=world_size)
+        for kind, message in results:
             assert kind == "StorageError", message
             assert re.search(f"cannot read bytes .* of tensor extra_state.long .*EIO.*{BROKEN}", message)
         disk.mend()
-        assert pool.run(_load_whole, path, world_size=world_size) == [True] * world_size
+        assert pool.run(_load_all, path, world_size=world_size) == [True] * world_size
 
 
-def _cut(file: str) -> None:
+def _truncate(file: str) -> None:
     os.truncate(file, 8192)
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
 @WORLDS
-def test_a_file_that_is_cut_while_it_is_read(pool: RankPool, tmp_path: Path, world_size: int, cached: bool) -> None:
-    """No SIGBUS: nothing is mapped. An error that names the file, and the process goes on."""
+def test_a_file_truncated_during_a_load(pool: RankPool, tmp_path: Path, world_size: int, cached: bool) -> None:
+    """The load raises an error that names the file; without memory maps there is no SIGBUS."""
     path = str(tmp_path / "checkpoint")
     bcp.save(path, _long_state(1.0))
     file = _data_file(path)
-    whole = Path(file).read_bytes()  # which brings it into the page cache
+    whole = Path(file).read_bytes()  # reading brings the file into the page cache
     if not cached:
         with open(file, "rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     pids = pool.pids
-    said = pool.run(_load_and_fail, path, _cut, file, world_size=world_size)
-    for kind, message in said:
+    results = pool.run(_load_and_fail, path, _truncate, file, world_size=world_size)
+    for kind, message in results:
         assert kind in ("CorruptionError", "StorageError"), message
         assert re.search(rf"{re.escape(file)}: .*extra_state.long", message)
         assert re.search(r"8192|cut", message)
     Path(file).write_bytes(whole)
-    assert pool.run(_load_whole, path, world_size=world_size) == [True] * world_size
+    assert pool.run(_load_all, path, world_size=world_size) == [True] * world_size
     assert pool.pids[:world_size] == pids[:world_size] or not pids
 
 
 # -- one file, several threads -----------------------------------------------------------------------------------------
 
 
-def test_every_thread_that_writes_a_file_tells_the_cause(tmp_path: Path) -> None:
-    """Not that the writer has failed already, which is all that the second one saw once."""
+def test_every_thread_that_writes_a_file_raises_the_cause(tmp_path: Path) -> None:
+    """A regression: the second thread raised only that the writer had failed already."""
     with fuse_disk(tmp_path / "disk") as disk:
         writer = open_backend(f"{disk.path}/checkpoint").create("object", 3 << 20)
         disk.fail(FuseRule("write", errno.EIO))
@@ -472,9 +478,9 @@ def test_every_thread_that_writes_a_file_tells_the_cause(tmp_path: Path) -> None
         writer.abort()
 
 
-def test_every_thread_that_writes_a_stream_tells_the_cause() -> None:
+def test_every_thread_that_writes_a_stream_raises_the_cause() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
-        writer = StreamWriter("writing 'object'", 300, full, drop=lambda: None)
+        writer = StreamWriter("writing 'object'", 300, full, discard=lambda: None)
         for piece in range(3):
             with pytest.raises(StorageFullError, match=r"writing 'object': .*ENOSPC"):
                 writer.write(piece * 100, bytes(100))

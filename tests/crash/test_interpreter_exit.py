@@ -1,8 +1,8 @@
-"""Whatever ends an interpreter while a save is under way: the save is finished, or it is said that it was lost. The end
-never hangs, its exit code is the script's own, and what is committed is whole.
+"""End an interpreter during a save: the save is finished, or its loss is reported.
 
-Real interpreters, each of which keeps its save from writing until its main thread has ended. (The plain cases, without
-a manager, are in ``saving/test_async_save.py``.)
+The exit never hangs, the exit code is the script's, and every committed checkpoint is complete. The tests run real
+interpreters, which block their save until the main thread has ended. ``saving/test_async_save.py`` covers the simple
+cases without a manager.
 """
 
 from __future__ import annotations
@@ -19,36 +19,38 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 100  # the promise under test: no end takes longer
+TIMEOUT_S = time_limit(100)  # the guarantee under test: no exit takes longer
 
 _BEGIN = """
 import os, sys, threading, time
 import torch
 import torch.distributed as dist
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.at_exit import before_exit
+from bytecheckpoint import telemetry
+from bytecheckpoint.runtime.exit import before_exit
+from bytecheckpoint.testing import time_limit
 
 root, how, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 go, closed = threading.Event(), threading.Event()
-before_exit(closed.set)  # what is registered first is called last
+before_exit(closed.set)  # registered first, called last
 
 def state(value):
     return {"extra_state": {"weight": torch.full((1000,), float(value)), "value": value}}
 
 def until(condition):
-    give_up = time.monotonic() + 30
+    deadline = time.monotonic() + time_limit(30)
     while not condition():
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline:
             os._exit(77)
         time.sleep(0.005)
 
 def arm(observer):
-    # From here on; and the end of the main thread sets go before it waits for any save.
-    trace.observe(observer)
+    # The exit of the main thread sets ``go`` before it waits for a save.
+    telemetry.observe(observer)
     before_exit(go.set)
 
 def hold(name, event):
@@ -56,20 +58,20 @@ def hold(name, event):
         until(go.is_set)
 
 class Slow:
-    # Goes while Python ends, which then lets other threads run, and so ends them.
+    # Its destruction takes long, so that other threads run while the interpreter exits.
     def __del__(self):
         for _ in range(10_000_000):
             pass
 
 def save(value, **options):
-    return bcp.save(f"{root}/step-{value}", state(value), step=value, deadline_s=60, **options)
+    return bcp.save(f"{root}/step-{value}", state(value), step=value, deadline_s=time_limit(60), **options)
 """
 
 _ALONE = (
     _BEGIN
     + """
 if how.startswith("manager"):
-    manager = bcp.CheckpointManager(root, every_steps=1, keep_last=1)
+    manager = bcp.CheckpointManager(root, cadence=1, keep=1)
     manager.save(1, state(1))
     manager.wait()
     arm(hold)
@@ -94,7 +96,7 @@ else:
         save(2, async_save=True)
     elif how == "queue":
         arm(hold)
-        for value in range(2, 4):  # as many as there is staging memory for
+        for value in range(2, 4):  # staging memory has room for two
             save(value, async_save=True)
     elif how == "os-exit":
         arm(hold)
@@ -103,23 +105,23 @@ else:
     elif how == "daemon":
         slow = Slow()
         begun = threading.Event()
-        trace.observe(lambda name, event: begun.set() if name == "save.write" else None)
+        telemetry.observe(lambda name, event: begun.set() if name == "save.write" else None)
         arm(hold)
         threading.Thread(target=save, args=(2,), daemon=True).start()
-        begun.wait(60)
+        begun.wait(time_limit(60))
     elif how == "daemon-loop":
         begun = threading.Event()
         def train():
-            # Made once: it is for the script itself to have no daemon in the middle of torch when it ends.
+            # Allocated once: the script itself must not have a daemon thread inside torch when it exits.
             same = state(2)
             for value in range(2, 10_000):
                 path = f"{root}/step-{value}"
                 same["extra_state"]["value"] = value
                 same["extra_state"]["weight"].numpy().fill(value)
-                bcp.save(path, same, step=value, async_save=value % 2 == 0, deadline_s=60)
+                bcp.save(path, same, step=value, async_save=value % 2 == 0, deadline_s=time_limit(60))
                 begun.set()
         threading.Thread(target=train, daemon=True).start()
-        begun.wait(60)
+        begun.wait(time_limit(60))
     elif how == "daemon-in-torch":
         slow = Slow()
         begun = threading.Event()
@@ -131,13 +133,13 @@ else:
                     torch.ones(1_000_000).sum()
         arm(compute)
         threading.Thread(target=save, args=(2,), daemon=True).start()
-        begun.wait(60)
+        begun.wait(time_limit(60))
     elif how == "thread":
         def late():
-            closed.wait(60)
+            closed.wait(time_limit(60))
             try:
                 save(2)
-            except bcp.errors.StateError as error:
+            except bcp.errors.UsageError as error:
                 print("refused:", error, flush=True)
         threading.Thread(target=late).start()
 """
@@ -160,9 +162,9 @@ def leave():
     open(f"{root}/../rank-{rank}-leaves", "w").close()
 
 if leaver is not None and rank != leaver:
-    trace.observe(hold_for_the_other)
+    telemetry.observe(hold_for_the_other)
 elif how == "dies" and rank == 1:
-    # It has no file to write, and would be through before it dies.
+    # This rank writes no file, and would finish before it dies.
     arm(lambda name, event: until(go.is_set) if name == "save.write" else None)
 elif leaver is None:
     arm(hold)
@@ -170,7 +172,7 @@ handle = save(2, async_save=True)
 if how == "destroyed":
     dist.destroy_process_group()
     go.set()
-    handle.result(60)
+    handle.result(time_limit(60))
     save(3)
 elif how == "destroyed-and-left":
     dist.destroy_process_group()
@@ -181,7 +183,7 @@ elif how == "dies" and rank == 1:
 elif rank == leaver:
     leave()
 elif leaver is not None:
-    handle.result(60)
+    handle.result(time_limit(60))
 """
 )
 
@@ -221,7 +223,7 @@ def _run(script: str, root: Path, how: str, ranks: Sequence[int] = (0,)) -> list
 
 
 def _newest(root: Path) -> int:
-    """The step of the newest checkpoint, which is whole."""
+    """Check that the newest checkpoint is complete, and return its step."""
     found = bcp.latest(root)
     assert found is not None
     assert found.verify().ok
@@ -231,8 +233,8 @@ def _newest(root: Path) -> int:
 
 
 @pytest.mark.parametrize(("how", "code"), [("manager-end", 0), ("manager-exit", 5), ("manager-raises", 1)])
-def test_a_manager_that_nobody_closed_finishes_its_save(tmp_path: Path, how: str, code: int) -> None:
-    """And tidies up after it, and gives its lease back."""
+def test_a_manager_that_was_not_closed_finishes_its_save(tmp_path: Path, how: str, code: int) -> None:
+    """The manager also applies its retention and releases its lease."""
     root = tmp_path / "root"
     (ended,) = _run(_ALONE, root, how)
     assert ended.code == code, ended.err
@@ -249,7 +251,7 @@ def test_several_saves_in_flight_are_all_finished(tmp_path: Path) -> None:
         assert bcp.open(tmp_path / "root" / f"step-{step}").verify().ok
 
 
-def test_a_save_that_fails_while_the_interpreter_ends_is_told(tmp_path: Path) -> None:
+def test_a_save_that_fails_during_exit_is_reported(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "fails")
     assert ended.code == 0
     assert f"save to {tmp_path}/root/step-2 failed" in ended.err
@@ -259,14 +261,14 @@ def test_a_save_that_fails_while_the_interpreter_ends_is_told(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("how", ["os-exit", "manager-os-exit"])
-def test_an_exit_that_ends_nothing_leaves_an_attempt(tmp_path: Path, how: str) -> None:
-    """The next job has the root at once, and with a manager it removes the attempt."""
+def test_os_exit_leaves_an_attempt(tmp_path: Path, how: str) -> None:
+    """The next job can use the root immediately, and its manager removes the attempt."""
     root = tmp_path / "root"
     (ended,) = _run(_ALONE, root, how)
     assert ended.code == 6
     assert _newest(root) == 1
     assert not (root / "step-2" / "manifest.msgpack").exists()
-    with bcp.CheckpointManager(root, keep_last=1) as manager:
+    with bcp.CheckpointManager(root, keep=1) as manager:
         manager.save(3, {"extra_state": {"value": 3, "weight": torch.full((10,), 3.0)}}, force=True)
     assert _newest(root) == 3
     left = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
@@ -274,27 +276,27 @@ def test_an_exit_that_ends_nothing_leaves_an_attempt(tmp_path: Path, how: str) -
         assert all(name.startswith("step-3/") for name in left), left
 
 
-def test_a_daemon_thread_is_in_the_middle_of_a_save(tmp_path: Path) -> None:
+def test_a_save_in_a_daemon_thread_is_finished(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon")
     assert ended.code == 0, ended.err
     assert _newest(tmp_path / "root") == 2
 
 
-def test_a_daemon_thread_that_goes_on_saving(tmp_path: Path) -> None:
-    """It may be told that no more saves are taken, or be stopped where it is."""
+def test_a_daemon_thread_that_keeps_saving_does_not_block_the_exit(tmp_path: Path) -> None:
+    """Its next save is refused, or the thread stops where it is."""
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon-loop")
     assert ended.code == 0, ended.err
     assert _newest(tmp_path / "root") >= 2
 
 
-def test_a_daemon_thread_is_in_the_middle_of_torch(tmp_path: Path) -> None:
-    """Python would unwind its stack through torch's, which ends the process by SIGABRT."""
+def test_a_daemon_thread_inside_torch_does_not_abort_the_exit(tmp_path: Path) -> None:
+    """Python would unwind the thread's stack through torch, which ends the process by SIGABRT."""
     (ended,) = _run(_ALONE, tmp_path / "root", "daemon-in-torch")
     assert ended.code == 0, ended.err
     assert _newest(tmp_path / "root") == 1
 
 
-def test_a_thread_that_saves_when_the_main_thread_has_ended_is_refused(tmp_path: Path) -> None:
+def test_a_save_after_the_main_thread_has_ended_is_refused(tmp_path: Path) -> None:
     (ended,) = _run(_ALONE, tmp_path / "root", "thread")
     assert ended.code == 0, ended.err
     assert ended.out.startswith("refused: ")
@@ -315,16 +317,16 @@ def test_a_thread_that_saves_when_the_main_thread_has_ended_is_refused(tmp_path:
         ("rank-1-first", [0, 0], 2),
     ],
 )
-def test_ranks_that_leave_finish_their_save(tmp_path: Path, how: str, codes: list[int], newest: int) -> None:
-    """The process group gone, the main thread ended, or that of the other rank long before."""
+def test_ranks_that_exit_finish_their_save(tmp_path: Path, how: str, codes: list[int], newest: int) -> None:
+    """The process group is destroyed, the main thread has ended, or the other rank ended long before."""
     ended = _run(_RANKS, tmp_path / "root", how, ranks=(0, 1))
     assert [one.code for one in ended] == codes, [one.err for one in ended]
     assert _newest(tmp_path / "root") == newest
     assert not any("save to" in one.err for one in ended), [one.err for one in ended]
 
 
-def test_a_rank_that_vanishes_while_the_other_ends_is_told(tmp_path: Path) -> None:
-    before = set(psutil.Process().children())  # of other tests
+def test_a_rank_that_dies_while_the_other_exits_is_reported(tmp_path: Path) -> None:
+    before = set(psutil.Process().children())  # children of other tests
     ended = _run(_RANKS, tmp_path / "root", "dies", ranks=(0, 1))
     assert [one.code for one in ended] == [0, 9], [one.err for one in ended]
     assert f"save to {tmp_path}/root/step-2 failed: RankFailedError: rank 1" in ended[0].err

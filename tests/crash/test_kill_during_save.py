@@ -1,6 +1,6 @@
-"""SIGKILL where nothing was ever saved: what is there then is no checkpoint, and says so.
+"""Kill the first save of a job: its attempt is not a checkpoint.
 
-``test_failure_matrix.py`` has all else, with a checkpoint beside or below.
+``test_failure_matrix.py`` covers the cases in which an earlier checkpoint exists.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import pytest
 from crash_state import NEW, new_state
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
+from bytecheckpoint import telemetry
 from bytecheckpoint.errors import NotACheckpointError, NoValidCheckpointError
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 WORLD = 2
@@ -25,12 +26,12 @@ def _die_first(rank: int, world_size: int, path: str) -> None:
         if rank == 0 and name == "save.commit":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    trace.observe(kill)
+    telemetry.observe(kill)
     with pytest.raises(bcp.errors.RankFailedError):
-        bcp.save(path, new_state(NEW), deadline_s=30)
+        bcp.save(path, new_state(NEW), deadline_s=time_limit(30))
 
 
-def test_first_save_killed_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_first_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     with RankPool(WORLD) as pool:
         pool.run(_die_first, str(tmp_path / "step-1"), expect_death={0: signal.SIGKILL})
     with pytest.raises(NotACheckpointError, match="none was committed"):

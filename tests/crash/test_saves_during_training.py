@@ -1,8 +1,7 @@
-"""Whole asynchronous saves beside a training loop that never stops using the default process group.
+"""Run asynchronous saves while a training loop uses the default process group without pause.
 
-Every turn of the loop is a step of FSDP-2 (all-gathers and reduce-scatters of its own) with an all-reduce and a barrier
-after it. A save that waited for anything of that group, or held anything that the loop needs, would end in a deadlock:
-the ranks' threads run in no common order.
+Every iteration is a step of FSDP-2 (all-gathers and reduce-scatters), an all-reduce and a barrier. The threads of the
+ranks run in no common order, so a save that used this group, or held a lock that the loop needs, would deadlock.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
+from bytecheckpoint import telemetry
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 pytestmark = pytest.mark.slow
 
 WORLD = 2
 ROUNDS = 500  # each with an all-reduce and a barrier
-STRIDE = 20  # turns between two saves
+STRIDE = 20  # iterations between two saves
 LAST = ROUNDS - STRIDE
-HELD = 7  # turns for which each save is kept from writing
-DEADLINE_S = 60.0
+HELD = 7  # iterations for which each save is kept from writing
+DEADLINE_S = time_limit(60)
 
 
 def _job() -> dict[str, Any]:
@@ -49,8 +49,8 @@ def _step(state: dict[str, Any]) -> None:
     state["optimizer"].zero_grad()
 
 
-class Turns:
-    """The loop's turns, which a save in the background waits for: so it is under way while collectives run."""
+class Iterations:
+    """Counts iterations, and blocks a background save for some of them so that it overlaps with collectives."""
 
     def __init__(self) -> None:
         self._done = 0
@@ -65,17 +65,17 @@ class Turns:
         if (name, event) == ("save.write", "enter"):
             with self._more:
                 until = self._done + HELD
-                assert self._more.wait_for(lambda: self._done >= until, DEADLINE_S), "the loop stands still"
+                assert self._more.wait_for(lambda: self._done >= until, DEADLINE_S), "the training loop has stopped"
 
 
 def _train(rank: int, world_size: int, root: str, layout: Any, gate: bool) -> tuple[float, int, list[str]]:
-    """The sum of all reductions, how many saves were under way while collectives ran, and what differs between what
-    the last one stored and what was there when it was begun."""
-    state, turns = _job(), Turns()
+    """Train, and return the sum of all reductions, the number of saves that overlapped with collectives, and the
+    differences between the state at the call of the last save and the state that it stored."""
+    state, iterations = _job(), Iterations()
     _step(state)
     handles: list[bcp.SaveHandle] = []
-    total, beside = torch.zeros(1), 0
-    stop = trace.observe(turns.hold)
+    total, overlapping = torch.zeros(1), 0
+    stop = telemetry.observe(iterations.hold)
     for number in range(ROUNDS):
         if number % STRIDE == 0:
             state["extra_state"]["step"] = number
@@ -96,15 +96,15 @@ def _train(rank: int, world_size: int, root: str, layout: Any, gate: bool) -> tu
         dist.all_reduce(one)
         total += one
         _step(state)
-        beside += number % STRIDE == 0 and not handles[-1].done()
-        turns.count()
+        overlapping += number % STRIDE == 0 and not handles[-1].done()
+        iterations.count()
     stop()
     for handle in handles:
         handle.result(DEADLINE_S)
     loaded = _job()
     _step(loaded)
     assert bcp.load(f"{root}/step-{LAST}", loaded, deadline_s=DEADLINE_S).step == LAST
-    return float(total), beside, differing(memory(loaded), at_the_call)
+    return float(total), overlapping, differing(memory(loaded), at_the_call)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +114,6 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize(("layout", "gate"), [("shards", False), ("shards", True), ("merged", False)])
-def test_saves_beside_a_thousand_collectives(pool: RankPool, tmp_path: Path, layout: str, gate: bool) -> None:
-    said = pool.run(_train, str(tmp_path), layout, gate, timeout_s=150)
-    assert said == [(ROUNDS, ROUNDS // STRIDE, [])] * WORLD
+def test_saves_during_a_thousand_collectives(pool: RankPool, tmp_path: Path, layout: str, gate: bool) -> None:
+    results = pool.run(_train, str(tmp_path), layout, gate, timeout_s=150)
+    assert results == [(ROUNDS, ROUNDS // STRIDE, [])] * WORLD

@@ -1,8 +1,7 @@
-"""Whatever is saved, overwritten, broken off, removed and copied, in any order: what can be seen below a root is what a
-plain dictionary says.
+"""Save, overwrite, crash, remove and copy checkpoints in any order, and compare the root with a plain dictionary.
 
-One process, hundreds of runs of up to fifty steps; crashes are exceptions that end a save at a named step with all of
-its cleaning up prevented, which is what a SIGKILL leaves (``test_failure_matrix`` has the real ones).
+One process makes hundreds of runs of up to fifty steps. A crash is an exception that ends a save at a named step
+without any cleanup, which leaves the same files as SIGKILL (``test_failure_matrix`` kills real processes).
 """
 
 from __future__ import annotations
@@ -17,20 +16,23 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import sampling
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.copying import copy
+from bytecheckpoint import telemetry
+from bytecheckpoint.convert.copy import copy
+from bytecheckpoint.engine.writing import FileWriter
 from bytecheckpoint.errors import CheckpointError, CorruptionError, NoValidCheckpointError
-from bytecheckpoint.manager.retention import Kept, Retention
+from bytecheckpoint.manager.housekeeping import Committed, expendable
+from bytecheckpoint.save.commit import SaveCommit
 
 STEPS = st.integers(1, 6)
 POINTS = [
-    *(f"save.{step}" for step in trace.SAVE_STEPS if step != "merge"),
+    *(f"save.{step}" for step in telemetry.SAVE_STEPS if step != "merge"),
     "save.write.file",
     "save.write.complete",
     "save.commit.before",
@@ -43,7 +45,7 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 class _Crash(BaseException):
-    """Not an ``Exception``: nothing may take it for a failure that can be handled."""
+    """Not an ``Exception``, so that no handler treats it as an ordinary failure."""
 
 
 @contextmanager
@@ -52,12 +54,12 @@ def _crash_at(point: str) -> Iterator[None]:
         if name == point and event in ("enter", "point"):
             raise _Crash
 
-    # A process that is killed cleans nothing up.
-    cleaning = ("saving.remove_attempt", "saving.remove_files", "engine.writing.image_write.ImageWrite.abandon")
+    # A killed process does not clean up.
+    cleanups = [(SaveCommit, "remove_files"), (FileWriter, "abandon")]
     with ExitStack() as stack:
-        for name in cleaning:
-            stack.enter_context(mock.patch(f"bytecheckpoint.{name}"))
-        stack.callback(trace.observe(die))
+        for owner, name in cleanups:
+            stack.enter_context(mock.patch.object(owner, name))
+        stack.callback(telemetry.observe(die))
         yield
 
 
@@ -68,7 +70,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _value(url: Path | str) -> float:
-    """The one value that everything in a checkpoint has."""
+    """Load a checkpoint, and return the one value that all of it must contain."""
     state: dict[str, Any] = {"tree": {}}
     bcp.load(url, state)
     tree = state["tree"]
@@ -78,7 +80,7 @@ def _value(url: Path | str) -> float:
 
 
 class VisibleState(RuleBasedStateMachine):
-    """``seen`` maps names below the root to what a load must give; ``traces`` are names where something was left."""
+    """``seen`` maps names below the root to the value that a load must return; ``traces`` are names with leftovers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class VisibleState(RuleBasedStateMachine):
         self.broken: set[str] = set()
         self.traces: set[str] = set()
         self.number = 0.0
-        _log.setLevel(logging.CRITICAL)  # thousands of failed saves are part of it
+        _log.setLevel(logging.CRITICAL)  # thousands of saves fail on purpose
 
     def teardown(self) -> None:
         _log.setLevel(logging.NOTSET)
@@ -100,11 +102,11 @@ class VisibleState(RuleBasedStateMachine):
 
     def _committed(self, name: str, value: float) -> None:
         self.seen[name] = value
-        self.created[name] = value  # which counts up
+        self.created[name] = value  # values increase over time
         self.broken.discard(name)
 
     def _order(self) -> list[str]:
-        """Checkpoints in the order of their commits, as their manifests tell; a copy is as old as what was copied."""
+        """Return the checkpoints in the order of their commits; a copy has the time of its source."""
         return sorted(self.seen, key=lambda name: (self.created[name], int(name[5:])))
 
     @rule(step=STEPS, asynchronous=st.booleans())
@@ -118,7 +120,7 @@ class VisibleState(RuleBasedStateMachine):
         name, value = f"step-{step}", self._next()
         with _crash_at(point), suppress(_Crash):
             bcp.save(self.root / name, _state(value), step=step, async_save=asynchronous).result()
-            assert point in COMMITTED  # a save that was put is one, whatever came after
+            assert point in COMMITTED  # once the manifest is written, the save must succeed
         if point in COMMITTED:
             self._committed(name, value)
         elif (self.root / name).exists():
@@ -130,15 +132,16 @@ class VisibleState(RuleBasedStateMachine):
         every=st.none() | st.integers(2, 3),
     )
     def manage(self, steps: list[int], last: int | None, every: int | None) -> None:
-        """A job with a manager: saves, and forgets what no rule keeps."""
-        with bcp.CheckpointManager(self.root, keep_last=last, keep_every=every) as manager:
+        """Run a job with a manager, which saves, and removes the checkpoints that no rule keeps."""
+        with bcp.CheckpointManager(self.root, keep=bcp.Retention(last=last, every_steps=every)) as manager:
             for step in steps:
                 name, value = f"step-{step}", self._next()
                 if manager.save(step, _state(value), force=True) is None:
-                    continue  # the step that was saved last
+                    continue  # this step was saved last
                 manager.wait()
                 self._committed(name, value)
-                for gone in Retention(last, every).expendable([Kept(one, int(one[5:])) for one in self._order()]):
+                committed = [Committed(one, int(one[5:])) for one in self._order()]
+                for gone in expendable(bcp.Retention(last=last, every_steps=every), committed):
                     del self.seen[gone.name]
                     self.broken.discard(gone.name)
 
@@ -172,7 +175,7 @@ class VisibleState(RuleBasedStateMachine):
         assert bcp.latest(self.root) is None
 
     @invariant()
-    def every_checkpoint_is_whole(self) -> None:
+    def every_checkpoint_is_complete(self) -> None:
         for step in range(1, 7):
             name = f"step-{step}"
             if name in self.broken:
@@ -185,9 +188,9 @@ class VisibleState(RuleBasedStateMachine):
                     bcp.open(self.root / name)
 
     @invariant()
-    def latest_is_the_highest_that_holds(self) -> None:
-        holding = [int(name[5:]) for name in self.seen if name not in self.broken]
-        if holding:
+    def latest_is_the_highest_valid_step(self) -> None:
+        valid = [int(name[5:]) for name in self.seen if name not in self.broken]
+        if valid:
             found = bcp.latest(self.root)
             assert found is not None
             name = Path(found.url).name
@@ -201,5 +204,8 @@ class VisibleState(RuleBasedStateMachine):
 
 TestVisibleState = VisibleState.TestCase
 TestVisibleState.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100 if sampling.is_full() else 30,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )

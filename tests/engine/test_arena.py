@@ -1,4 +1,4 @@
-"""Staging memory: reused block by block, within its budget, gone in a forked child, and with an end to every wait."""
+"""Staging memory: reuse of blocks, budget, forks, and deadlines."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bytecheckpoint.engine.staging import arena as arena_module
-from bytecheckpoint.engine.staging.arena import BLOCK, PAGE, Arena, Block
-from bytecheckpoint.errors import DeadlineError, StateError
+from bytecheckpoint.engine import blocks
+from bytecheckpoint.engine.blocks import PAGE, Block
+from bytecheckpoint.engine.staging.arena import BLOCK, Arena
+from bytecheckpoint.errors import DeadlineError, StateError, UsageError
 
 
-def test_blocks_are_lent_again() -> None:
+def test_blocks_are_reused() -> None:
     arena = Arena()
     assert arena.make_room(2)
     first, second = arena.acquire(), arena.acquire()
     assert first is not second
     assert first.address % (2 << 20) == 0
     assert (first.nbytes, len(first.view), len(first.tensor)) == (BLOCK, BLOCK, BLOCK)
-    arena.give_back(first)
-    arena.give_back(second)
+    arena.release(first)
+    arena.release(second)
     assert {arena.acquire(), arena.acquire()} == {first, second}
     assert arena.nbytes == 2 * BLOCK
 
 
-def test_room_for_two_saves_and_a_block_to_get_on_with() -> None:
+def test_room_for_two_saves_and_one_reserved_block() -> None:
     arena = Arena()
     arena.make_room(2)
     lent = [arena.acquire(0) for _ in range(4)]
@@ -39,14 +40,14 @@ def test_room_for_two_saves_and_a_block_to_get_on_with() -> None:
     assert arena.would_wait(1)
     assert not arena.would_wait(5), "a larger save makes room for two of its size"
     for block in lent:
-        arena.give_back(block)
+        arena.release(block)
     assert not arena.would_wait(4)
     arena.trim()
     assert arena.nbytes == 0
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_room_for_as_many_saves_as_asked(slots: int) -> None:
+def test_room_for_the_requested_number_of_saves(slots: int) -> None:
     arena = Arena(slots=slots)
     arena.make_room(1)
     for _ in range(slots):
@@ -55,7 +56,7 @@ def test_room_for_as_many_saves_as_asked(slots: int) -> None:
     assert arena.would_wait(1)
 
 
-def test_the_budget_is_kept() -> None:
+def test_the_budget_limits_all_blocks() -> None:
     arena = Arena(budget=10 * PAGE)
     assert arena.block_size == 5 * PAGE
     assert arena.make_room(1)
@@ -63,7 +64,7 @@ def test_the_budget_is_kept() -> None:
     held = arena.acquire(0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(arena.acquire, 60.0)
-        arena.give_back(held)
+        arena.release(held)
         assert waiting.result() is held
     arena.acquire(0, last=True)
     assert arena.nbytes <= 10 * PAGE
@@ -71,17 +72,17 @@ def test_the_budget_is_kept() -> None:
 
 
 @pytest.mark.parametrize("budget", [-1, 0, PAGE, 2 * PAGE - 1])
-def test_a_budget_of_nothing(budget: int) -> None:
-    with pytest.raises(StateError, match="memory budget"):
+def test_a_budget_that_is_too_small(budget: int) -> None:
+    with pytest.raises(UsageError, match="memory budget"):
         Arena(budget)
 
 
 def test_no_slots() -> None:
-    with pytest.raises(StateError, match="slots"):
+    with pytest.raises(UsageError, match="slots"):
         Arena(slots=0)
 
 
-def test_a_block_is_faulted_in_as_far_as_needed() -> None:
+def test_a_block_is_faulted_in_step_by_step() -> None:
     block = Block(BLOCK)
     block.fault_in(1)
     block.tensor[0] = 7
@@ -95,7 +96,7 @@ def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         def madvise(self, *arguments: int) -> None:
             raise OSError(errno.EINVAL, "no such advice")
 
-    monkeypatch.setattr(arena_module.mmap, "mmap", Plain)
+    monkeypatch.setattr(blocks.mmap, "mmap", Plain)
     block = Block(3 * PAGE)
     block.fault_in(PAGE)
     block.tensor[0] = 7
@@ -112,15 +113,15 @@ def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena()
     arena.make_room(1)
     with monkeypatch.context() as patched:
-        patched.setattr(arena_module.mmap, "mmap", Full)
-        with pytest.raises(StateError, match="no memory for staging"):
+        patched.setattr(blocks.mmap, "mmap", Full)
+        with pytest.raises(StateError, match="cannot allocate staging memory"):
             arena.acquire(0)
     assert arena.nbytes == 0
     assert arena.acquire(0)
 
 
-def test_a_forked_child_has_none_of_it() -> None:
-    """So that the parent never pays for copies of pages that the child would keep."""
+def test_a_forked_child_sees_zeros() -> None:
+    """Otherwise the parent would pay for copies of the pages that the child keeps."""
     block = Block(BLOCK)
     block.fault_in(BLOCK)
     block.tensor.fill_(7)

@@ -1,3 +1,5 @@
+"""Bounce buffers: alignment, reuse, and the limit of the pool."""
+
 from __future__ import annotations
 
 import threading
@@ -6,27 +8,27 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from bytecheckpoint.engine.reading.bounce import BounceRing
+from bytecheckpoint.engine.reading.bounce import BouncePool
 
 PAGE = 4096
 
 
-def test_a_buffer_is_aligned_and_used_again() -> None:
-    ring = BounceRing()
-    with ring.lend((2 << 20) + 1) as bounce:
+def test_a_buffer_is_aligned_and_reused() -> None:
+    pool = BouncePool()
+    with pool.lend((2 << 20) + 1) as bounce:
         assert bounce.address % (2 << 20) == 0
         assert len(bounce.view) == bounce.nbytes == (2 << 20) + PAGE
         bounce.view[-3:] = b"abc"
-    with ring.lend(5) as again:
+    with pool.lend(5) as again:
         assert again is bounce
-    assert ring.nbytes == bounce.nbytes
-    ring.trim()
-    assert ring.nbytes == 0
+    assert pool.nbytes == bounce.nbytes
+    pool.trim()
+    assert pool.nbytes == 0
 
 
 def test_copies_stay_within_the_buffer() -> None:
     target = torch.zeros(4, dtype=torch.uint8)
-    with BounceRing().lend(10) as bounce:
+    with BouncePool().lend(10) as bounce:
         bounce.view[PAGE - 4 :] = b"1234"
         bounce.copy_out(PAGE - 4, 4, target.data_ptr())
         assert bytes(target.tolist()) == b"1234"
@@ -35,8 +37,8 @@ def test_copies_stay_within_the_buffer() -> None:
                 bounce.copy_out(start, nbytes, target.data_ptr())
 
 
-def test_the_limit_holds_and_whoever_waits_is_served() -> None:
-    ring = BounceRing(3 * PAGE)
+def test_the_limit_holds_and_every_waiting_thread_gets_a_buffer() -> None:
+    pool = BouncePool(3 * PAGE)
     most = 0
     lock = threading.Lock()
     lent = 0
@@ -44,30 +46,30 @@ def test_the_limit_holds_and_whoever_waits_is_served() -> None:
     def borrow(index: int) -> None:
         nonlocal most, lent
         for round_ in range(50):
-            with ring.lend(PAGE * (1 + (index + round_) % 3)) as bounce:
+            with pool.lend(PAGE * (1 + (index + round_) % 3)) as bounce:
                 with lock:
                     lent += bounce.nbytes
                     most = max(most, lent)
-                assert ring.nbytes <= 3 * PAGE
+                assert pool.nbytes <= 3 * PAGE
                 with lock:
                     lent -= bounce.nbytes
 
-    with ThreadPoolExecutor(6) as pool:
-        for _ in pool.map(borrow, range(6)):
+    with ThreadPoolExecutor(6) as threads:
+        for _ in threads.map(borrow, range(6)):
             pass
     assert 0 < most <= 3 * PAGE
 
 
 def test_a_buffer_over_the_limit_is_lent_alone_and_not_kept() -> None:
-    ring = BounceRing(PAGE)
-    with ring.lend(10 * PAGE) as bounce:
+    pool = BouncePool(PAGE)
+    with pool.lend(10 * PAGE) as bounce:
         assert bounce.nbytes == 10 * PAGE
-    assert ring.nbytes == 0
+    assert pool.nbytes == 0
 
 
-def test_an_error_gives_the_buffer_back() -> None:
-    ring = BounceRing(PAGE)
-    with pytest.raises(ValueError, match="meanwhile"), ring.lend(PAGE):
-        raise ValueError("meanwhile")
-    with ring.lend(PAGE) as bounce:
+def test_an_error_returns_the_buffer() -> None:
+    pool = BouncePool(PAGE)
+    with pytest.raises(ValueError, match="failed by test"), pool.lend(PAGE):
+        raise ValueError("failed by test")
+    with pool.lend(PAGE) as bounce:
         assert bounce.nbytes == PAGE

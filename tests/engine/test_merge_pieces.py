@@ -1,4 +1,4 @@
-"""The merge stage with pieces of a few elements and almost no buffer between ranks: every border, and no deadlock."""
+"""The merge stage with tiny pieces and almost no buffers between ranks: all boundaries, and no deadlock."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from safetensors.torch import load as load_safetensors
 
 from bytecheckpoint.control.single import SingleOperation
 from bytecheckpoint.control.streams import Streams
-from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.engine.files import tensor_image
 from bytecheckpoint.engine.merging.fragments import LiveFragments, StagedFragments, fragment_image
-from bytecheckpoint.engine.merging.merge import LEAST_RING, MergeWork, Merging, merge
+from bytecheckpoint.engine.merging.merge import MIN_MERGE_BLOCKS, MergeResources, MergeWork, merge
 from bytecheckpoint.engine.staging.arena import BLOCK, Arena
 from bytecheckpoint.engine.staging.staging import Staging
-from bytecheckpoint.geometry import Box, decompose
-from bytecheckpoint.metadata import BasicMeta
 from bytecheckpoint.planners import LocalPlan, plan_gather, plan_save
-from bytecheckpoint.shards import Shard
 from bytecheckpoint.storage_backends.memory import MemoryBackend
-from bytecheckpoint.tables import BoxTable, TensorTable
-from bytecheckpoint.trace import Timings
+from bytecheckpoint.telemetry import Timings
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box, decompose
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.shards import Shard
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 WORLD = 3
 _numbers = count()
@@ -37,7 +37,7 @@ DTYPE_NAMES = ["uint8", "bfloat16", "float32", "float64"]
 
 
 class _Wire:
-    """Streams between threads that hold at most ``room`` bytes each: the least that any system could buffer."""
+    """Streams between threads. Each buffers at most ``room`` bytes, which may be less than on any real system."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -76,7 +76,7 @@ class _WireStreams(Streams):
 
 
 class _Op(SingleOperation):
-    """One of several ranks in one process."""
+    """The operation of one of several ranks in one process."""
 
     def __init__(self, wire: _Wire, rank: int) -> None:
         self._wire, self._rank = wire, rank
@@ -95,7 +95,7 @@ class _Op(SingleOperation):
 
 @st.composite
 def _boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Flat ranges, or cuts through axes, one after the other."""
+    """Draw a tiling: flat ranges, or splits along several axes."""
     total = Box.whole(shape).numel
     if draw(st.booleans()):
         cuts = [0, *sorted(draw(st.lists(st.integers(0, total), max_size=4))), total]
@@ -139,9 +139,9 @@ def _run_rank(
     shards = {}
     for row in work.staged:
         name, box = held[rank][row]
-        # Not contiguous, as a view of a larger tensor is.
+        # Views of a larger tensor are not contiguous.
         shards[row] = Shard(name, metas[name], box, full[name][box.slices()])
-    arena, ring, timings = Arena(), Arena(LEAST_RING * BLOCK), Timings("save")
+    arena, ring, timings = Arena(), Arena(MIN_MERGE_BLOCKS * BLOCK), Timings("save")
     staging = None
     if live:
         fragments: Any = LiveFragments(shards)
@@ -152,10 +152,10 @@ def _run_rank(
         fragments = StagedFragments(staging, image, list(shards))
     images = [tensor_image(f"{rank}/{file.section}", file, [None] * len(file.offsets)) for file in work.files]
     with ThreadPoolExecutor(2) as threads, ThreadPoolExecutor(4) as io:
-        means = Merging(ring, threads, io, 20)
-        merge(_Op(wire, rank), backend, work, images, fragments, means, 64, timings)
-    assert arena._lent == 0, "a block was not given back"
-    assert ring._lent == 0
+        resources = MergeResources(ring, threads, io, 20)
+        merge(_Op(wire, rank), backend, work, images, fragments, resources, 64, timings)
+    assert arena._acquired == 0, "a block was not returned"
+    assert ring._acquired == 0
     return ring.nbytes
 
 
@@ -176,8 +176,8 @@ def test_any_tiling_in_any_pieces(world: Any, piece: int, room: int, live: bool)
     backend, wire = MemoryBackend(f"merge-{next(_numbers)}"), _Wire(room)
     with ThreadPoolExecutor(WORLD) as pool:
         ranks = [pool.submit(_run_rank, r, wire, full, (plans, held), gather, backend, live) for r in range(WORLD)]
-        assert all(rank.result() <= LEAST_RING * BLOCK for rank in ranks)
-    assert not any(wire.held.values()), "bytes were sent that nobody wants"
+        assert all(rank.result() <= MIN_MERGE_BLOCKS * BLOCK for rank in ranks)
+    assert not any(wire.held.values()), "bytes were sent but not received"
     found: dict[str, torch.Tensor] = {}
     for stat in backend.list():
         found |= load_safetensors(backend.get(stat.key))
@@ -189,7 +189,7 @@ def test_any_tiling_in_any_pieces(world: Any, piece: int, room: int, live: bool)
 
 @pytest.mark.parametrize("failing", ["send", "write"])
 def test_a_failure_of_one_thread_ends_the_other(failing: str) -> None:
-    """One rank's own failure: nothing it lent stays lent, and what it had begun to write is gone."""
+    """After one rank fails, all blocks are returned and its incomplete files are removed."""
     full = {"a": torch.arange(4000, dtype=torch.float32), "b": torch.arange(4000, dtype=torch.float32)}
     half = Box((0,), (2000,)), Box((2000,), (2000,))
     held = [[("a", half[0]), ("b", half[0])], [("a", half[1]), ("b", half[1])], []]
@@ -212,19 +212,19 @@ def test_a_failure_of_one_thread_ends_the_other(failing: str) -> None:
             raise OSError("injected")
 
         def receive(self, source: int, channel: str, into: Any) -> None:
-            """What arrives does not matter here."""
+            """The content does not matter here."""
 
     class Op(_Op):
         def streams(self) -> Streams:
             return BrokenStreams(self._wire, 0)
 
-    backend, ring = Broken(f"merge-{next(_numbers)}"), Arena(LEAST_RING * BLOCK)
+    backend, ring = Broken(f"merge-{next(_numbers)}"), Arena(MIN_MERGE_BLOCKS * BLOCK)
     shards = {row: Shard(n, _metas(full)[n], b, full[n][b.slices()]) for row, (n, b) in enumerate(held[0])}
     images = [tensor_image(f"0/{file.section}", file, [None] * len(file.offsets)) for file in work.files]
     with ThreadPoolExecutor(2) as threads, ThreadPoolExecutor(2) as io:
-        means = Merging(ring, threads, io, 20)
+        resources = MergeResources(ring, threads, io, 20)
         with pytest.raises(OSError, match="injected"):
-            merge(Op(_Wire(1), 0), backend, work, images, LiveFragments(shards), means, 64, Timings("save"))
-    assert ring._lent == 0
-    # A file that was complete by then is the save's to remove.
+            merge(Op(_Wire(1), 0), backend, work, images, LiveFragments(shards), resources, 64, Timings("save"))
+    assert ring._acquired == 0
+    # The save removes a file that was complete before the failure.
     assert failing == "send" or not list(backend.list())

@@ -1,4 +1,4 @@
-"""Parts of stored shards, in any number, overlapping, into any memory: bit for bit, on every way that bytes take."""
+"""Read any number of overlapping parts of stored shards into any memory, on every path that bytes take."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
+from bytecheckpoint.checkpoint.manifest_file import read_manifest
 from bytecheckpoint.engine.reading import fetch
-from bytecheckpoint.engine.reading.bounce import BounceRing
+from bytecheckpoint.engine.reading.bounce import BouncePool
 from bytecheckpoint.engine.reading.reader import Reader, ReadPart
-from bytecheckpoint.engine.writing.commit import read_manifest
 from bytecheckpoint.errors import CorruptionError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.storage_backends import StorageBackend, local_objects, open_backend
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends import StorageBackend, open_backend
+from bytecheckpoint.storage_backends.local import objects as local_objects
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.testing.faults import CountingBackend
 
-_CHUNKS = (3, 64, 1000, 1 << 20)  # 3 fits no element; 1000 is no multiple of what is read at once
+_CHUNKS = (3, 64, 1000, 1 << 20)  # 3 is no multiple of any element size; 1000 does not divide the read size
 _SIZES = (64, 4096, 2 << 20)
 
 _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -63,14 +64,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["cached", "direct", "ranges"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Right out of the page cache, past it, or by the ranged reads that every store has."""
+def read_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Read through the page cache, directly from the device, or with the ranged reads that every store supports."""
     if request.param == "direct":
-        monkeypatch.setattr(fetch, "_MIN_DIRECT", 0)
-        monkeypatch.setattr(local_objects.LocalReader, "is_at_hand", lambda *arguments: False)
-    monkeypatch.setattr(fetch, "_STRAIGHT", 100)
-    way: str = request.param
-    return way
+        monkeypatch.setattr(fetch, "_MIN_DIRECT_BYTES", 0)
+        monkeypatch.setattr(local_objects.LocalReader, "is_cached", lambda *arguments: False)
+    monkeypatch.setattr(fetch, "_MIN_IN_PLACE_BYTES", 100)
+    path: str = request.param
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +80,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def _open(path: Path, way: str, size: int) -> StorageBackend:
-    backend: StorageBackend = LocalBackend(path, direct_io=way == "direct")
-    if way == "ranges":
+def _open(path: Path, read_path: str, size: int) -> StorageBackend:
+    backend: StorageBackend = LocalBackend(path, direct_io=read_path == "direct")
+    if read_path == "ranges":
         backend = CountingBackend(backend)
     backend.read_size = size
     return backend
@@ -94,15 +95,15 @@ def _boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @st.composite
-def _wants(draw: st.DrawFn) -> list[tuple[str, Box, str]]:
+def _requests(draw: st.DrawFn) -> list[tuple[str, Box, str]]:
     """Names, boxes and kinds of memory."""
-    wants = []
+    requests = []
     for _ in range(draw(st.integers(1, 8))):
         name = draw(st.sampled_from(sorted(_SHAPES)))
         shape = _SHAPES[name][1]
         box = draw(st.one_of(st.just(Box.whole(shape)), _boxes(shape)))
-        wants.append((name, box, draw(st.sampled_from(["plain", "plain", "transposed", "cast", "strided"]))))
-    return wants
+        requests.append((name, box, draw(st.sampled_from(["plain", "plain", "transposed", "cast", "strided"]))))
+    return requests
 
 
 def _memory(box: Box, dtype: torch.dtype, kind: str) -> torch.Tensor:
@@ -117,7 +118,7 @@ def _memory(box: Box, dtype: torch.dtype, kind: str) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    wants=_wants(),
+    requests=_requests(),
     chunk=st.sampled_from(_CHUNKS),
     size=st.sampled_from(_SIZES),
     verify=st.booleans(),
@@ -125,25 +126,25 @@ def _memory(box: Box, dtype: torch.dtype, kind: str) -> torch.Tensor:
 def test_any_parts_into_any_memory(
     saved: Path,
     pool: ThreadPoolExecutor,
-    way: str,
-    wants: list[tuple[str, Box, str]],
+    read_path: str,
+    requests: list[tuple[str, Box, str]],
     chunk: int,
     size: int,
     verify: bool,
 ) -> None:
-    backend = _open(saved / str(chunk), way, size)
+    backend = _open(saved / str(chunk), read_path, size)
     manifest = read_manifest(backend)
-    reader = Reader(backend, manifest, pool, verify=verify, ring=BounceRing(8 * size))
+    reader = Reader(backend, manifest, pool, verify=verify, bounce_pool=BouncePool(8 * size))
     parts = []
-    for name, box, kind in wants:
+    for name, box, kind in requests:
         row = manifest.tensor_row(f"model.{name}")
         assert row is not None
         parts.append(ReadPart(manifest.shards_of(row).start, box, _memory(box, _SHAPES[name][0], kind)))
     reader.read(parts)
-    for (name, box, kind), part in zip(wants, parts):
+    for (name, box, kind), part in zip(requests, parts):
         assert torch.equal(part.out, _TENSORS[name][box.slices()].to(part.out.dtype)), f"{name} {box} {kind}"
-    wanted = sum(box.numel * _SHAPES[name][0].itemsize for name, box, _ in wants)
-    assert reader.stats.wanted == wanted
+    requested = sum(box.numel * _SHAPES[name][0].itemsize for name, box, _ in requests)
+    assert reader.stats.requested == requested
     heads = int(manifest.files.head_length.sum())
     assert reader.stats.read <= sum(t.nbytes for t in _TENSORS.values()) + heads, "nothing is read twice"
 
@@ -159,12 +160,12 @@ def test_parts_in_one_chunk_share_its_read(saved: Path, pool: ThreadPoolExecutor
     rows = [torch.zeros(1, 50) for _ in range(70)]
     reader.read([ReadPart(shard, Box((i, 0), (1, 50)), out) for i, out in enumerate(rows)])
     assert torch.equal(torch.cat(rows), _TENSORS["matrix"])
-    assert reader.stats.read == reader.stats.wanted + int(manifest.files.head_length.sum())
+    assert reader.stats.read == reader.stats.requested + int(manifest.files.head_length.sum())
 
 
 @pytest.mark.parametrize("chunk", _CHUNKS)
-def test_a_changed_byte_is_found_on_every_way(
-    saved: Path, pool: ThreadPoolExecutor, way: str, chunk: int, tmp_path: Path
+def test_a_changed_byte_is_found_on_every_path(
+    saved: Path, pool: ThreadPoolExecutor, read_path: str, chunk: int, tmp_path: Path
 ) -> None:
     backend = open_backend(saved / str(chunk))
     manifest = read_manifest(backend)
@@ -175,7 +176,7 @@ def test_a_changed_byte_is_found_on_every_way(
     shard = manifest.shards_of(row).start
     at = manifest.byte_meta(shard).offset + 50 * 4 * 33 + 17
     content[at] ^= 4
-    damaged = _open(tmp_path, way, 4096)
+    damaged = _open(tmp_path, read_path, 4096)
     with damaged.create(name, len(content)) as writer:
         writer.write(0, content)
         writer.complete()
@@ -185,14 +186,14 @@ def test_a_changed_byte_is_found_on_every_way(
     high = min(low + chunk, manifest.byte_meta(shard).offset + manifest.byte_meta(shard).length)
     for box, memory in ((Box((0, 4), (70, 1)), out), (Box.whole((70, 50)), torch.zeros(70, 50))):
         if chunk == 3 and box.lengths[1] == 1:
-            continue  # the chunk with the damage is not among those that the column needs
+            continue  # the column does not need the damaged chunk
         with pytest.raises(CorruptionError, match=rf"model\.matrix .*bytes \[{low}, {high}\)"):
             Reader(damaged, manifest, pool).read([ReadPart(shard, box, memory)])
     Reader(damaged, manifest, pool, verify=False).read([ReadPart(shard, Box((0, 0), (33, 50)), torch.zeros(33, 50))])
 
 
-def test_a_file_that_was_cut_names_the_tensor_that_is_missing(
-    saved: Path, pool: ThreadPoolExecutor, way: str, tmp_path: Path
+def test_the_error_for_a_truncated_file_names_the_missing_tensor(
+    saved: Path, pool: ThreadPoolExecutor, read_path: str, tmp_path: Path
 ) -> None:
     backend = open_backend(saved / "1000")
     manifest = read_manifest(backend)
@@ -200,7 +201,7 @@ def test_a_file_that_was_cut_names_the_tensor_that_is_missing(
     last = max(range(len(manifest.shards)), key=lambda row: int(manifest.shard_offset[row]))
     tensor = manifest.tensors.names[int(manifest.shards.tensor[last])]
     content = backend.get(name)[:-1]
-    damaged = _open(tmp_path, way, 2 << 20)
+    damaged = _open(tmp_path, read_path, 2 << 20)
     with damaged.create(name, len(content)) as writer:
         writer.write(0, content)
         writer.complete()
@@ -214,7 +215,7 @@ def test_a_file_that_was_cut_names_the_tensor_that_is_missing(
 
 
 def test_nothing_outlives_a_read(saved: Path, pool: ThreadPoolExecutor) -> None:
-    """Neither descriptors nor, by a cycle, the tensors."""
+    """No descriptor stays open, and no reference cycle keeps the tensors alive."""
     backend = open_backend(saved / "64")
     manifest = read_manifest(backend)
     row = manifest.tensor_row("model.matrix")
@@ -225,8 +226,8 @@ def test_nothing_outlives_a_read(saved: Path, pool: ThreadPoolExecutor) -> None:
     gc.collect()
     gc.disable()
     try:
-        ring = BounceRing()
-        reader = Reader(backend, manifest, pool, ring=ring)
+        bounce_pool = BouncePool()
+        reader = Reader(backend, manifest, pool, bounce_pool=bounce_pool)
         reader.read([ReadPart(manifest.shards_of(row).start, Box.whole((70, 50)), out)])
         del out
         assert gone() is None

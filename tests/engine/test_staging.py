@@ -1,4 +1,4 @@
-"""Pieces: how the tape is cut, that every byte of every kind of tensor arrives, and how waits end."""
+"""Staging: how images are split into pieces, that all bytes of all tensors arrive, and how waits end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.dtypes import DTYPES
+from bytecheckpoint.engine.blocks import PAGE
 from bytecheckpoint.engine.files import FileImage
-from bytecheckpoint.engine.staging.arena import PAGE, Arena
+from bytecheckpoint.engine.staging.arena import Arena
 from bytecheckpoint.engine.staging.piece_copy import copy_piece
-from bytecheckpoint.engine.staging.pieces import cut
+from bytecheckpoint.engine.staging.pieces import split_images
 from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.engine.tensor_bytes import as_bytes
 from bytecheckpoint.errors import DeadlineError, StateError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.shards import Shard, basic_meta
-from bytecheckpoint.trace import Timings
+from bytecheckpoint.telemetry import Timings
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.shards import Shard, basic_meta
+from bytecheckpoint.testing import time_limit
 
 
 def _image(key: str, tensors: Sequence[torch.Tensor], head: bytes = b"h" * 64) -> FileImage:
@@ -49,16 +51,16 @@ def _empty(sizes: Sequence[int]) -> list[FileImage]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 40_000), max_size=6), st.integers(1, 5))
-def test_the_tape_is_cut_without_gaps(sizes: list[int], pages: int) -> None:
+def test_images_are_split_without_gaps(sizes: list[int], pages: int) -> None:
     images = _empty(sizes)
-    pieces = cut(images, pages * PAGE)
+    pieces = split_images(images, pages * PAGE)
     assert [piece.index for piece in pieces] == list(range(len(pieces)))
     for image in images:
-        mine = [piece for piece in pieces if piece.image is image]
-        assert [piece.start for piece in mine] == [0, *(piece.stop for piece in mine[:-1])][: len(mine)]
-        assert (mine[-1].stop if mine else 0) == image.size
-        assert all(piece.start % PAGE == piece.place % PAGE == 0 for piece in mine)
-    places = [(piece.block * pages * PAGE + piece.place, piece.nbytes) for piece in pieces]
+        own = [piece for piece in pieces if piece.image is image]
+        assert [piece.start for piece in own] == [0, *(piece.stop for piece in own[:-1])][: len(own)]
+        assert (own[-1].stop if own else 0) == image.size
+        assert all(piece.start % PAGE == piece.offset % PAGE == 0 for piece in own)
+    places = [(piece.block * pages * PAGE + piece.offset, piece.nbytes) for piece in pieces]
     assert all(0 < nbytes <= pages * PAGE for _, nbytes in places)
     assert all(a + n <= b for (a, n), (b, _) in pairwise(places))
     assert not pieces or pieces[-1].block == max(piece.block for piece in pieces)
@@ -72,7 +74,7 @@ def _strange_tensors() -> list[torch.Tensor]:
         wide,
         wide.conj(),
         wide.imag,
-        wide.conj().imag,  # the negation is only noted
+        wide.conj().imag,  # torch records the negation but does not apply it
         base.double(),
         cube,
         cube.permute(2, 0, 1),
@@ -99,9 +101,9 @@ def test_every_byte_arrives(pages: int) -> None:
     with ThreadPoolExecutor(2) as pool:
         staging.fill(pool, 2)
     for image, content in zip(images, expected):
-        assert b"".join(bytes(staging.content(piece)) for piece in staging.of(image)) == content
+        assert b"".join(bytes(staging.content(piece)) for piece in staging.pieces_of(image)) == content
     assert staging.is_settled()
-    assert not any(image.shards for image in images), "the caller's tensors are kept alive"
+    assert not any(image.shards for image in images), "the caller's tensors are still referenced"
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
@@ -132,8 +134,8 @@ def test_every_dtype_arrives(name: str) -> None:
     assert found == expected
 
 
-def test_copies_are_bounded() -> None:
-    """A part of a tensor that is not contiguous is copied box by box, not by making it contiguous first."""
+def test_temporary_copies_are_bounded() -> None:
+    """A non-contiguous tensor is copied box by box, without a contiguous copy of it."""
     tall = torch.zeros(4096, 1024)  # 16 MiB
     image = _image("a", [tall.t()])
     arena = Arena()
@@ -145,39 +147,39 @@ def test_copies_are_bounded() -> None:
     assert made <= 1 << 20
 
 
-def test_less_memory_than_bytes() -> None:
-    """Filling goes on as pieces are given back, and gives all memory back in the end."""
+def test_a_save_that_exceeds_the_memory() -> None:
+    """Filling continues as pieces are given back, and all memory is given back at the end."""
     images = [_image("a", [torch.arange(9000)]), _image("b", [torch.arange(500)])]
     expected = [_content(image) for image in images]
     arena = Arena(4 * PAGE)
     timings = Timings("save")
-    staging = Staging(arena, images, timings, deadline_s=60.0)
+    staging = Staging(arena, images, timings, deadline_s=time_limit(60))
     assert not staging.fits
     with ThreadPoolExecutor(1) as pool:
         filling = pool.submit(staging.fill)
         for image, content in zip(images, expected):
             found = b""
-            for piece in staging.of(image):
+            for piece in staging.pieces_of(image):
                 found += bytes(staging.content(piece))
-                staging.give_back(piece)
+                staging.release(piece)
             assert found == content
-        filling.result(60)
+        filling.result(time_limit(60))
     assert arena.nbytes <= 4 * PAGE
     assert not arena.would_wait(100)
     assert timings.work["copy"].nbytes == sum(map(len, expected))
 
 
-def test_on_demand_a_few_blocks_go_round() -> None:
+def test_on_demand_staging_reuses_a_few_blocks() -> None:
     images = [_image("a", [torch.arange(9000)]), _image("b", [torch.arange(500)])]
     expected = [_content(image) for image in images]
     arena = Arena()
     arena.block_size = PAGE
-    staging = Staging(arena, images, Timings("save"), deadline_s=60.0, on_demand=2)
+    staging = Staging(arena, images, Timings("save"), deadline_s=time_limit(60), on_demand=2)
     for image, content in zip(images, expected):
         found = b""
-        for piece in staging.of(image):
+        for piece in staging.pieces_of(image):
             found += bytes(staging.content(piece))
-            staging.give_back(piece)
+            staging.release(piece)
         assert found == content
     assert arena.nbytes <= 2 * PAGE
     assert staging.is_settled()
@@ -188,42 +190,42 @@ def test_a_wait_for_memory_ends(on_demand: int | None) -> None:
     arena = Arena(4 * PAGE)
     staging = Staging(arena, [_image("a", [torch.arange(9000)])], Timings("save"), deadline_s=0.01, on_demand=on_demand)
 
-    def go_on() -> None:
+    def proceed() -> None:
         for piece in staging.pieces if on_demand else ():
             staging.content(piece)
         staging.fill()
 
     with pytest.raises(DeadlineError):
-        go_on()
-    staging.release(StateError("over"))
+        proceed()
+    staging.discard(StateError("over"))
     assert not arena.would_wait(100)
 
 
 def test_a_failure_ends_every_wait() -> None:
     arena = Arena(4 * PAGE)
-    staging = Staging(arena, [_image("a", [torch.arange(9000)])], Timings("save"), deadline_s=60.0)
+    staging = Staging(arena, [_image("a", [torch.arange(9000)])], Timings("save"), deadline_s=time_limit(60))
     with ThreadPoolExecutor(2) as pool:
         reader = pool.submit(staging.content, staging.pieces[-1])
         filler = pool.submit(staging.fill)
         staging.content(staging.pieces[0])
         staging.fail(StateError("failed by test"))
         with pytest.raises(StateError, match="failed by test"):
-            reader.result(60)
-        staging.release(StateError("over"))
+            reader.result(time_limit(60))
+        staging.discard(StateError("over"))
         with pytest.raises(StateError, match="failed by test"):
-            filler.result(60)
+            filler.result(time_limit(60))
     assert staging.is_settled()
     assert not arena.would_wait(100)
 
 
-def test_a_copy_that_fails_in_whichever_thread_fails_the_filling() -> None:
+def test_a_copy_that_fails_in_any_thread_fails_the_filling() -> None:
     arena = Arena()
     arena.block_size = PAGE
     nowhere = torch.empty(1 << 15, device="meta")
     staging = Staging(arena, [_image("a", [torch.arange(1 << 15), nowhere])], Timings("save"))
     with ThreadPoolExecutor(2) as pool, pytest.raises(NotImplementedError):
         staging.fill(pool, 2)
-    staging.release(StateError("over"))
+    staging.discard(StateError("over"))
     assert staging.is_settled()
     assert not arena.would_wait(100)
 
@@ -234,9 +236,9 @@ def test_busy_helpers_are_not_waited_for(pages: int, pieces: int) -> None:
     arena.block_size = pages * PAGE
     image = _image("a", [torch.arange(pieces * pages * PAGE // 8 - 8)])
     staging = Staging(arena, [image], Timings("save"))
-    go_on = threading.Event()
+    proceed = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(go_on.wait, 60)
+        pool.submit(proceed.wait, 60)
         staging.fill(pool, 1)
         assert staging.is_settled()
-        go_on.set()
+        proceed.set()

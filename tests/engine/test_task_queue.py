@@ -1,3 +1,5 @@
+"""Task queues: order, number of threads, and errors."""
+
 from __future__ import annotations
 
 import threading
@@ -7,17 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from bytecheckpoint.engine.reading.task_queue import TaskQueue
+from bytecheckpoint.testing import time_limit
 
 
-def test_every_task_runs_once_on_as_many_threads_as_asked() -> None:
+def test_every_task_runs_once_on_the_requested_threads() -> None:
     done: list[int] = []
     threads: set[int] = set()
-    together = threading.Barrier(3)
+    barrier = threading.Barrier(3)
 
     def task(index: int, queue: TaskQueue) -> None:
         if index < 3:
             queue.widen(3)
-            together.wait(60)  # breaks, and fails the test, unless three run at once
+            barrier.wait(time_limit(60))  # breaks, and fails the test, unless three run at once
         done.append(index)
         threads.add(threading.get_ident())
 
@@ -27,7 +30,7 @@ def test_every_task_runs_once_on_as_many_threads_as_asked() -> None:
     assert len(threads) <= 3
 
 
-def test_a_single_task_runs_in_the_callers_thread() -> None:
+def test_a_single_task_runs_on_the_calling_thread() -> None:
     threads: list[int] = []
     with ThreadPoolExecutor(1) as pool:
         TaskQueue(pool, 1, lambda index, queue: threads.append(threading.get_ident())).run(4)
@@ -36,7 +39,7 @@ def test_a_single_task_runs_in_the_callers_thread() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_the_first_error_wins_and_nothing_is_begun_after_it(threads: int) -> None:
+def test_the_first_error_is_raised_and_no_task_starts_after_it(threads: int) -> None:
     begun: list[int] = []
     failed = threading.Event()
 
@@ -46,17 +49,17 @@ def test_the_first_error_wins_and_nothing_is_begun_after_it(threads: int) -> Non
             failed.set()
             raise ValueError("3")
         if index == 2 and threads > 1:
-            assert failed.wait(60)
+            assert failed.wait(time_limit(60))
             raise ValueError("2")
         while index > 3 and not queue._errors:
-            time.sleep(0)  # the error is noted a moment after it was raised
+            time.sleep(0)  # the queue records the error shortly after it is raised
 
     with ThreadPoolExecutor(4) as pool, pytest.raises(ValueError, match="2" if threads > 1 else "3"):
         TaskQueue(pool, 1000, task).run(threads)
     assert len(begun) <= 4 + threads
 
 
-def test_an_executor_that_takes_no_more_work() -> None:
+def test_an_executor_that_was_shut_down() -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
     with pytest.raises(RuntimeError):

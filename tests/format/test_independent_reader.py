@@ -11,11 +11,11 @@ import pytest
 import xxhash
 from independent_reader import NUMPY, names, ragged, read_checkpoint, read_payload
 
-from bytecheckpoint.dtypes import DTYPES, dtype_named
-from bytecheckpoint.geometry import Box, decompose
-from bytecheckpoint.manifest import Manifest, encode
-from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.safetensors_file import HeaderEntry, build_header, shard_name
+from bytecheckpoint.format.manifest import Manifest, encode
+from bytecheckpoint.format.safetensors import HeaderEntry, build_header, shard_name
+from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
+from bytecheckpoint.tensors.geometry import Box, decompose
+from bytecheckpoint.tensors.metadata import BasicMeta
 from bytecheckpoint.testing.manifests import make_manifest
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
@@ -49,16 +49,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     shape = (5, 4)
     grid = [Box((i, j), (n, 2)) for i, n in ((0, 3), (3, 2)) for j in (0, 2)]
     rows = [
-        ("model", "w", BasicMeta(dtype_named("float32"), shape), grid),
+        ("model", "w", BasicMeta(find_dtype("float32"), shape), grid),
         (
             "model",
             "flat",
-            BasicMeta(dtype_named("complex128"), shape),
+            BasicMeta(find_dtype("complex128"), shape),
             [*decompose(0, 7, shape), *decompose(7, 13, shape)],
         ),
-        ("model", "scalar", BasicMeta(dtype_named("int64"), ()), [Box((), ())]),
-        ("optim", "none", BasicMeta(dtype_named("bool"), (0, 3)), [Box((0, 0), (0, 3))]),
-        ("optim", "rng@1", BasicMeta(dtype_named("uint8"), (9,)), [Box((0,), (9,))]),
+        ("model", "scalar", BasicMeta(find_dtype("int64"), ()), [Box((), ())]),
+        ("optim", "none", BasicMeta(find_dtype("bool"), (0, 3)), [Box((0, 0), (0, 3))]),
+        ("optim", "rng@1", BasicMeta(find_dtype("uint8"), (9,)), [Box((0,), (9,))]),
     ]
     manifest = make_manifest(rows, ranks=2, aliases=[("model.tied", "model.w")], scope={"optim.rng@1": 1})
     random = np.random.default_rng(0)
@@ -83,8 +83,8 @@ def test_the_example_in_the_document() -> None:
     boxes = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
     tiny = make_manifest(
         [
-            ("model", "w", BasicMeta(dtype_named("float32"), (4, 3)), boxes),
-            ("model", "b", BasicMeta(dtype_named("bfloat16"), (3,)), [Box((0,), (3,))]),
+            ("model", "w", BasicMeta(find_dtype("float32"), (4, 3)), boxes),
+            ("model", "b", BasicMeta(find_dtype("bfloat16"), (3,)), [Box((0,), (3,))]),
         ],
         ranks=2,
         chunk_size=16,

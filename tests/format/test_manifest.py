@@ -15,7 +15,6 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.dtypes import DTYPES, dtype_named
 from bytecheckpoint.errors import (
     CheckpointError,
     CorruptionError,
@@ -23,12 +22,13 @@ from bytecheckpoint.errors import (
     UnserializableError,
     UnsupportedVersionError,
 )
-from bytecheckpoint.geometry import Box, decompose, find_overlap
-from bytecheckpoint.manifest import Manifest, decode, encode, pack_metadata, validate
-from bytecheckpoint.metadata import BasicMeta, ByteMeta
+from bytecheckpoint.format.manifest import Manifest, decode, encode, pack_metadata, validate
+from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
+from bytecheckpoint.tensors.geometry import Box, decompose, find_overlap
+from bytecheckpoint.tensors.metadata import BasicMeta, ByteMeta
 from bytecheckpoint.testing.manifests import make_manifest
 
-F32 = dtype_named("float32")
+F32 = find_dtype("float32")
 
 
 def tiny() -> Manifest:
@@ -36,7 +36,7 @@ def tiny() -> Manifest:
     return make_manifest(
         [
             ("model", "w", BasicMeta(F32, (4, 3)), [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]),
-            ("model", "b", BasicMeta(dtype_named("bfloat16"), (3,)), [Box((0,), (3,))]),
+            ("model", "b", BasicMeta(find_dtype("bfloat16"), (3,)), [Box((0,), (3,))]),
         ],
         ranks=2,
         chunk_size=16,
@@ -65,7 +65,7 @@ GOLDEN = bytes.fromhex(
 
 
 def rich() -> Manifest:
-    """Most of what the format knows, small."""
+    """Return a small manifest with most features of the format."""
     shape = (5, 4)
     return make_manifest(
         [
@@ -76,11 +76,11 @@ def rich() -> Manifest:
                 [Box((i, j), (n, 2)) for i, n in ((0, 3), (3, 2)) for j in (0, 2)],
             ),
             ("model", "flat", BasicMeta(F32, shape), [*decompose(0, 7, shape), *decompose(7, 13, shape)]),
-            ("model", "scalar", BasicMeta(dtype_named("int64"), ()), [Box((), ())]),
+            ("model", "scalar", BasicMeta(find_dtype("int64"), ()), [Box((), ())]),
             ("model", "none", BasicMeta(F32, (0, 4)), [Box((0, 0), (0, 4))]),
-            ("extra", "rng@0", BasicMeta(dtype_named("uint8"), (100,)), [Box((0,), (100,))]),
-            ("extra", "rng@1", BasicMeta(dtype_named("uint8"), (100,)), [Box((0,), (100,))]),
-            ("extra", "", BasicMeta(dtype_named("complex128"), (1,)), [Box((0,), (1,))]),
+            ("extra", "rng@0", BasicMeta(find_dtype("uint8"), (100,)), [Box((0,), (100,))]),
+            ("extra", "rng@1", BasicMeta(find_dtype("uint8"), (100,)), [Box((0,), (100,))]),
+            ("extra", "", BasicMeta(find_dtype("complex128"), (1,)), [Box((0,), (1,))]),
         ],
         ranks=2,
         aliases=[("model.tied", "model.grid"), ("model.again", "model.grid")],
@@ -225,7 +225,7 @@ def test_every_cut_is_noticed() -> None:
 
 
 def test_unknown_version_names_both() -> None:
-    """Even of an envelope that has grown, whose payload nobody here can read."""
+    """The version is reported even if the envelope has grown and its payload is unreadable."""
     for body in (msgpack.packb(["bytecheckpoint", 2, "lz5", 3, b"abc", b"more", None])[:-1], None):
         document = body or encode(tiny())[:16] + b"\x02" + encode(tiny())[17:-18]
         with pytest.raises(UnsupportedVersionError, match=r"format version 2.*reads version 1"):
@@ -277,7 +277,7 @@ FAULTS: list[tuple[str, Callable[[Manifest], None], str]] = [
     ("not a tensor file", spoil("files.kind", 0, "values"), "head of"),
     ("name order", spoil("tensors.names", 0, "model.z"), "not in order"),
     ("name twice", spoil("tensors.names", 0, "model.w"), "not in order"),
-    ("name of another section", spoil("tensors.names", 0, "a.b"), "does not bear the name"),
+    ("name of another section", spoil("tensors.names", 0, "a.b"), "does not begin with the name"),
     ("dtype", spoil("tensors.dtype", 0, 99), "dtype of tensor"),
     ("scope", spoil("scope", 0, 1), "does not end in its number"),
     ("scope beyond", spoil("scope", 0, 2), "scope of tensor"),
@@ -287,11 +287,11 @@ FAULTS: list[tuple[str, Callable[[Manifest], None], str]] = [
     ("box overflow", spoil("shards.offsets", 0, (1 << 63) - 1), "is not inside"),
     ("hole", spoil("shards.lengths", 1, 1), "do not cover"),
     ("overlap", spoil("shards.offsets", 3, 1), "overlap"),
-    ("no tensor", spoil("shards.tensor", 2, 2), "no tensor"),
+    ("no tensor", spoil("shards.tensor", 2, 2), "a tensor that does not exist"),
     ("no shard", spoil("shards.tensor", 0, 1), "has no shard"),
     ("shard order", spoil("shards.tensor", 2, 0), "order of their tensors"),
-    ("no file", spoil("shard_file", 0, 2), "in no file"),
-    ("negative file", spoil("shard_file", 0, -1), "in no file"),
+    ("no file", spoil("shard_file", 0, 2), "a file that does not exist"),
+    ("negative file", spoil("shard_file", 0, -1), "a file that does not exist"),
     ("byte overlap", spoil("shard_offset", 0, 23), "overlap or hole"),
     ("byte hole", spoil("shard_offset", 1, 1), "overlap or hole"),
     ("outside file", spoil("shard_offset", 0, 25), "outside its 30 bytes"),
@@ -342,7 +342,7 @@ def test_disjointness_agrees_with_the_geometry(data: st.DataObject) -> None:
 
 
 def test_interlocked_boxes() -> None:
-    """A pinwheel, which no axis separates, beside a grid."""
+    """A pinwheel, which no axis separates, next to a grid."""
     pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1)), Box((2, 1), (1, 2))]
     grid = [Box((i, j), (1, 1)) for i in range(3) for j in range(3)]
     rows = [("m", f"{i}{k}", BasicMeta(F32, (3, 3)), b) for i in range(3) for k, b in enumerate((pinwheel, grid))]

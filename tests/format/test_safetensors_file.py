@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from bytecheckpoint.dtypes import DTYPES, dtype_named
 from bytecheckpoint.errors import FormatError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.safetensors_file import DATA_ALIGNMENT, HeaderEntry, build_header, parse_header, shard_name
+from bytecheckpoint.format.safetensors import DATA_ALIGNMENT, HeaderEntry, build_header, parse_header, shard_name
+from bytecheckpoint.tensors.dtypes import DTYPES, find_dtype
+from bytecheckpoint.tensors.geometry import Box
 
-F32 = dtype_named("float32")
+F32 = find_dtype("float32")
 
 
 def entry(name: str, dtype: str, shape: tuple[int, ...]) -> HeaderEntry:
-    found = dtype_named(dtype)
+    found = find_dtype(dtype)
     return HeaderEntry(name, found, shape, torch.Size(shape).numel() * found.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""DTensors in global boxes, against brute force: an arange cut as tensor parallelism and FSDP cut it."""
+"""Compare the boxes of DTensors with brute force: an arange sharded like tensor parallelism and FSDP shard it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from bytecheckpoint.errors import UnsupportedTensorError
 from bytecheckpoint.frameworks.dtensor import _contiguous
 from bytecheckpoint.frameworks.placements import LocalBox, local_boxes
-from bytecheckpoint.geometry import Box
+from bytecheckpoint.tensors.geometry import Box
 
 SIZES = st.integers(0, 9)
 
@@ -26,7 +26,7 @@ def coordinates(mesh):
 
 
 def cut_in_order(whole, mesh, coordinate, order):
-    """Apply ``(mesh dim, tensor dim)`` cuts one after the other with torch.chunk, padded with empty pieces."""
+    """Apply ``(mesh dim, tensor dim)`` cuts in order with torch.chunk, padded with empty pieces."""
     for mesh_dim, dim in order:
         pieces = list(torch.chunk(whole, mesh[mesh_dim], dim))
         empty = whole.narrow(dim, 0, 0)
@@ -36,7 +36,7 @@ def cut_in_order(whole, mesh, coordinate, order):
 
 
 def read(whole, parts, local_shape):
-    """The local tensor that the boxes say this is."""
+    """The local tensor according to the boxes."""
     local = torch.full(local_shape, -1, dtype=whole.dtype)
     for part in parts:
         local[part.local_slices()] = whole[part.box.slices()]
@@ -44,7 +44,7 @@ def read(whole, parts, local_shape):
 
 
 def check_all(shape, mesh, placements, expected_of):
-    """Boxes give the expected local tensors, and over all ranks cover every element as often as replicas ask."""
+    """Check that boxes match the local tensors, and that the ranks together hold each element once per replica."""
     whole = torch.arange(int(np.prod(shape))).reshape(shape)
     count = torch.zeros(shape, dtype=torch.int64)
     for coordinate in coordinates(mesh):
@@ -99,7 +99,7 @@ def test_fsdp_cuts_what_tensor_parallelism_left(layout):
     check_all(shape, mesh, placements, lambda whole, at: cut_in_order(whole, mesh, at, order))
 
 
-def test_every_order_of_three_mesh_dims_that_a_split_factor_can_spell():
+def test_every_order_of_three_mesh_dims_that_a_split_factor_expresses():
     mesh = (2, 3, 2)
     for order in itertools.permutations(range(3)):
         factors = [
@@ -123,7 +123,7 @@ def test_explicit_shard_order_of_the_spec():
 @given(st.integers(1, 3), st.integers(2, 3), st.integers(2, 4), st.integers(0, 1), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_interleaved_strided_shard_is_several_boxes(times, mesh_size, factor, dim, then_shard):
-    """A split factor that stands for no mesh dimension: each rank has a piece of each of ``factor`` parts."""
+    """With a split factor that matches no mesh dimension, each rank has a piece of each of ``factor`` parts."""
     size = times * mesh_size * factor
     shape = (size, 3) if dim == 0 else (3, size)
     mesh = (mesh_size, 5) if then_shard else (mesh_size,)
@@ -131,8 +131,8 @@ def test_interleaved_strided_shard_is_several_boxes(times, mesh_size, factor, di
 
     def expected(whole, at):
         parts = torch.chunk(whole, factor, dim)
-        mine = torch.cat([torch.chunk(part, mesh_size, dim)[at[0]] for part in parts], dim)
-        return cut_in_order(mine, mesh, at, [(1, dim)] if then_shard else [])
+        own = torch.cat([torch.chunk(part, mesh_size, dim)[at[0]] for part in parts], dim)
+        return cut_in_order(own, mesh, at, [(1, dim)] if then_shard else [])
 
     check_all(shape, mesh, placements, expected)
 
@@ -142,9 +142,9 @@ def test_interleaved_strided_shard_of_uneven_parts_is_refused():
         local_boxes((9,), (2,), (0,), [_StridedShard(0, split_factor=2)], name="w")
 
 
-def test_strided_that_is_no_order_is_not_read_as_one():
+def test_strided_shard_without_an_order_is_not_read_as_one():
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    with pytest.raises(UnsupportedTensorError, match="cannot be proved"):
+    with pytest.raises(UnsupportedTensorError, match="is ambiguous"):
         local_boxes((7,), (2, 2), (0, 0), placements, strided_is_order=False)
 
 
@@ -152,9 +152,9 @@ def test_partial_and_unknown_placements_are_refused_with_advice():
     with pytest.raises(UnsupportedTensorError, match=r"w: .*partial sum.*redistribute"):
         local_boxes((4,), (2,), (0,), [Partial()], name="w")
     strange = SimpleNamespace(is_partial=lambda: False)
-    with pytest.raises(UnsupportedTensorError, match="not known"):
+    with pytest.raises(UnsupportedTensorError, match="is not supported"):
         local_boxes((4,), (2,), (0,), [strange], name="w")
-    with pytest.raises(UnsupportedTensorError, match="dimension that a 1-d tensor has not"):
+    with pytest.raises(UnsupportedTensorError, match="dimension that a 1-d tensor does not have"):
         local_boxes((4,), (2,), (0,), [Shard(1)], name="w")
 
 

@@ -1,4 +1,4 @@
-"""FSDP-1 on real ranks: the flat shards are the boxes that they say, and any wrapping loads what any other saved."""
+"""FSDP-1 on real ranks: flat shards hold the elements of their boxes, and any wrapping loads from any other."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.fsdp1 import FSDP1Adapter
 from bytecheckpoint.frameworks.module import ModuleAdapter
 from bytecheckpoint.frameworks.optimizer import OptimizerAdapter
-from bytecheckpoint.frameworks.registry import find_adapter
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.shards import StoredSection
+from bytecheckpoint.frameworks.registry import find_adapter, parameter_layouts
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.shards import StoredSection
 
 CPU = torch.device("cpu")
 WRAPS = ("root", "blocks", "layers")
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Odd shapes, so that flat cuts fall mid-row; parameters smaller than the world; a tie; a memory order."""
+    """Odd shapes, so that flat cuts fall within rows; small parameters; a tie; an unusual memory order."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 def number(net):
-    """Every element becomes its own index in the model, so that values tell where they belong."""
+    """Set every element to its index in the model, so that its value identifies its position."""
     start = 0
     with torch.no_grad():
         for param in net.parameters():
@@ -101,7 +101,7 @@ def wrap(net, kind, strategy="FULL_SHARD", use_orig_params=True, **more):
 
 
 def capture(model, section="model", state=None):
-    return find_adapter(model).capture(model, Context(section, state or {"model": model}))
+    return find_adapter(model).capture(model, Context(section, state or {"model": model}, layouts_of=parameter_layouts))
 
 
 def exported(source):
@@ -115,7 +115,7 @@ def exported(source):
 
 
 def assembled(parts):
-    """Whole tensors from every rank's shards. Proves that they cover everything and that overlaps agree."""
+    """Whole tensors from every rank's shards. Checks that they cover everything and that overlaps agree."""
     metas = {}
     for part in parts:
         for name, meta in part["metas"].items():
@@ -147,7 +147,7 @@ def stored_from(parts):
 
 def load(obj, section, state, parts):
     stored, whole = stored_from(parts), assembled(parts)
-    target = find_adapter(obj).target(obj, Context(section, state), stored)
+    target = find_adapter(obj).target(obj, Context(section, state, layouts_of=parameter_layouts), stored)
     for shard in target.shards:
         fqn = stored.aliases.get(shard.fqn, shard.fqn)
         if fqn not in whole:
@@ -155,7 +155,7 @@ def load(obj, section, state, parts):
             continue
         assert stored.metas[shard.fqn] == shard.meta, shard.fqn
         shard.tensor.copy_(torch.from_numpy(np.array(whole[fqn][shard.box.slices()])))
-    missing = target.wanted_values - stored.values.keys() - target.optional
+    missing = target.requested_values - stored.values.keys() - target.optional
     assert not missing, missing
     target.apply(stored.values)
     return target
@@ -203,7 +203,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_shards_are_the_boxes_they_say(rank_pool, world_size):
+def test_shards_hold_the_elements_of_their_boxes(rank_pool, world_size):
     cases = [case for case in CASES if world_size == 2 or case[1] == "FULL_SHARD"]
     if world_size == 4:
         cases += [("blocks", "HYBRID_SHARD", True), ("blocks", "HYBRID_SHARD", False)]
@@ -372,7 +372,7 @@ def padding(rank, world_size):
     return untouched
 
 
-def test_padding_belongs_to_nobody(rank_pool):
+def test_padding_belongs_to_no_parameter(rank_pool):
     assert sum(rank_pool.run(padding, world_size=4)) > 0
 
 
@@ -405,7 +405,7 @@ def refusals(rank, world_size):
     model, _ = make("full-orig-blocks", 0)
     model(torch.zeros(1, 2, dtype=torch.long))
     with FSDP.summon_full_params(model):
-        with pytest.raises(StateError, match=r"unsharded just now \(handle state SUMMON_FULL_PARAMS\)"):
+        with pytest.raises(StateError, match=r"currently unsharded \(handle state SUMMON_FULL_PARAMS\)"):
             capture(model)
     capture(model)
 
@@ -456,7 +456,7 @@ def unplaceable_state(rank, world_size):
     train(model, optimizer, 1)
     parts = gathered(capture(optimizer, "optimizer", {"model": model}))
     sharded, _ = make("full-orig-blocks", 0)
-    with pytest.raises(MismatchError, match="how to cut it cannot be known"):
+    with pytest.raises(MismatchError, match="how to shard it is unknown"):
         load(torch.optim.Adafactor(sharded.parameters()), "optimizer", {"model": sharded}, parts)
     assert not OptimizerAdapter().recognizes(sharded)
 
@@ -479,11 +479,11 @@ def per_name_differences(rank, world_size):
     for part in parts:
         shards = [s for s in part["shards"] if s[0] != "state.blocks.0.up.bias.step"]
         part["shards"] = [*shards, ("state.blocks.0.up.bias.step", (), (), np.array(7.0, dtype=np.float32))]
-    with pytest.raises(MismatchError, match=r"one flat parameter now were saved with different values"):
+    with pytest.raises(MismatchError, match=r"one flat parameter now combines were saved with different values"):
         load(optimizer, "optimizer", {"model": flat, "optimizer": optimizer}, parts)
 
 
-def test_what_one_flat_parameter_cannot_tell_apart_is_refused(rank_pool):
+def test_different_scalars_of_one_flat_parameter_are_refused(rank_pool):
     rank_pool.run(per_name_differences, world_size=2)
 
 
@@ -531,5 +531,5 @@ def dtensor_optimizers(rank, world_size, name):
 
 
 @pytest.mark.parametrize("name", ["columns", "sgd", "nadam", "fused"])
-def test_optimizers_of_dtensors_go_on(rank_pool, name):
+def test_optimizers_of_dtensors_continue(rank_pool, name):
     assert all(rank_pool.run(dtensor_optimizers, name, world_size=2))

@@ -1,4 +1,4 @@
-"""What is done for all tensors at once, or once for those that are alike, gives what doing it one by one gives."""
+"""Shortcuts for many tensors give the same results as handling each tensor separately."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import BytecheckpointError, UnsupportedTensorError
+from bytecheckpoint.frameworks.sections import _are_plain, _check_name
 from bytecheckpoint.frameworks.tensors import dense_view, tensor_shards
 from bytecheckpoint.frameworks.tree_capture import SameMemory
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.sections import _are_plain, _check_name
-from bytecheckpoint.shards import Shard
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.shards import Shard
 
 names = st.lists(st.text("a.@1[]:,\0_é\ud800 ", max_size=6) | st.just("__metadata__"), max_size=3)
 
@@ -22,13 +22,13 @@ names = st.lists(st.text("a.@1[]:,\0_é\ud800 ", max_size=6) | st.just("__metada
 @example(["a@1"])
 @example(["a[0:1]"])
 @example(["x" * 5000])
-def test_names_that_are_plain_together_are_accepted_one_by_one(names: list[str]) -> None:
+def test_names_accepted_together_are_accepted_one_by_one(names: list[str]) -> None:
     if _are_plain(names):
         for name in names:
             _check_name(f"model.{name}", name)
 
 
-def test_a_reserved_name_among_plain_ones_is_seen() -> None:
+def test_a_reserved_name_among_plain_ones_is_found() -> None:
     for name in ("a@1", "w[0:2,1:3]", "__metadata__", "a\0b", "x" * 5000, "\ud800"):
         assert not _are_plain(["plain", name])
         with pytest.raises(BytecheckpointError):
@@ -36,7 +36,7 @@ def test_a_reserved_name_among_plain_ones_is_seen() -> None:
     assert _are_plain([])
 
 
-def test_tensors_of_one_shape_share_nothing_but_their_description() -> None:
+def test_tensors_of_one_shape_share_only_their_description() -> None:
     first, second = torch.zeros(2, 3), torch.ones(2, 3)
     (meta, [one]), (other, [two]) = tensor_shards("a", first), tensor_shards("b", second)
     assert meta == other
@@ -57,13 +57,13 @@ def test_tensors_of_one_shape_share_nothing_but_their_description() -> None:
     ],
     ids=["sparse", "conjugated", "negated"],
 )
-def test_a_plain_type_does_not_hide_what_has_no_plain_bytes(odd: torch.Tensor) -> None:
+def test_a_plain_type_without_dense_memory_is_refused(odd: torch.Tensor) -> None:
     assert type(odd) is torch.Tensor
     with pytest.raises(UnsupportedTensorError, match=r"^odd: "):
         dense_view("odd", odd)
 
 
-def test_only_one_and_the_same_view_is_a_tie() -> None:
+def test_only_the_same_view_is_a_tie() -> None:
     memory = SameMemory()
     base = torch.arange(6.0)
     views = {

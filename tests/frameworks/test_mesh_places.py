@@ -1,4 +1,4 @@
-"""What a rank tells of its place in a mesh is enough for any other rank to know what it holds."""
+"""From a rank's place in a mesh, any other rank computes what it holds."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from bytecheckpoint.errors import PlanError
 from bytecheckpoint.frameworks.placements import cut_order, local_boxes
 from bytecheckpoint.frameworks.tensors import tensor_shards
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.mesh_layout import MeshLayout
-from bytecheckpoint.planners.mesh_boxes import mesh_boxes, mesh_members
-from bytecheckpoint.shards import MeshShard
+from bytecheckpoint.planners.save.mesh_boxes import mesh_boxes, mesh_members
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.mesh_layout import MeshLayout
+from bytecheckpoint.tensors.shards import MeshShard
 from bytecheckpoint.testing.ranks import RankPool
 
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
-    """A tensor's shape, a mesh's, and placements, strided ones among them."""
+    """Shapes of a tensor and a mesh, and placements, including strided ones."""
     shape = tuple(draw(st.lists(st.integers(0, 13), min_size=1, max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     placements: list[Any] = []
@@ -43,7 +43,9 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], list
 
 @given(cut_tensors())
 @settings(deadline=None, max_examples=300)
-def test_all_ranks_boxes_at_once_are_each_ranks_own(case: tuple[tuple[int, ...], tuple[int, ...], list[Any]]) -> None:
+def test_boxes_of_all_ranks_at_once_match_those_of_each_rank(
+    case: tuple[tuple[int, ...], tuple[int, ...], list[Any]],
+) -> None:
     shape, mesh, placements = case
     cuts = cut_order(len(shape), mesh, placements, None)
     if cuts is None:
@@ -80,7 +82,7 @@ def test_members_of_a_mesh() -> None:
 @pytest.mark.parametrize(
     ("shape", "cuts"), [((2,), ((1,),)), ((2,), ((0,), (0,))), ((2,), ((0, 0),)), ((0,), ((),)), ((2,), ((-1,),))]
 )
-def test_no_layout(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]) -> None:
+def test_placements_without_a_layout(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="mesh"):
         MeshLayout(shape, cuts)
 
@@ -106,9 +108,9 @@ def _places(rank: int, world_size: int) -> list[tuple[Any, Any, Any, Any]]:
     return found
 
 
-def test_real_tensors_are_where_their_places_say(rank_pool: RankPool) -> None:
-    said = rank_pool.run(_places, world_size=4)
-    for of_tensor in zip(*said):
+def test_places_of_real_tensors_match_their_boxes(rank_pool: RankPool) -> None:
+    results = rank_pool.run(_places, world_size=4)
+    for of_tensor in zip(*results):
         assert len({layout for layout, *_ in of_tensor}) == 1
         for layout, coordinate, shape, box in of_tensor:
             offsets, lengths = mesh_boxes(layout, shape, np.array([coordinate]))

@@ -1,4 +1,4 @@
-"""Modules in and out: names, ties, meta targets, and the real shards of FSDP-2 and tensor parallelism."""
+"""The module adapter: names, ties, meta targets, and real shards of FSDP-2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import NameCollisionError, StateError, UnsupportedTensorError
 from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.dtensor import empty_like_dtensor
 from bytecheckpoint.frameworks.module import ModuleAdapter, parameter_layouts
 from bytecheckpoint.frameworks.tensors import tensor_shards
-from bytecheckpoint.shards import StoredSection
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.shards import StoredSection
 
 ADAPTER = ModuleAdapter()
 
@@ -36,7 +36,7 @@ def stored_from(source):
 
 
 def load(module, source, values, **more):
-    """What a load does: fill the target's shards from whole tensors by name, then apply."""
+    """Load as the library does: fill the target's shards from whole tensors by name, then apply."""
     ctx = context(**more)
     target = ADAPTER.target(module, ctx, stored_from(source))
     for shard in target.shards:
@@ -50,7 +50,7 @@ def values_of(source):
 
 
 def numbered(module):
-    """Every element of every parameter becomes its flat index, so that values tell where they belong."""
+    """Set every element of every parameter to its flat index, so that its value identifies its position."""
     with torch.no_grad():
         for param in module.parameters():
             param.copy_(index_of(param.shape))
@@ -78,7 +78,7 @@ class Net(nn.Module):
 # ------------------------------------------------------------------------------------------------------ one process
 
 
-def test_plain_module_is_views_under_its_own_names():
+def test_plain_module_yields_views_under_its_names():
     net = Net()
     source = ADAPTER.capture(net, context())
     expected = net.state_dict(keep_vars=True)
@@ -107,7 +107,7 @@ def test_non_persistent_buffers_and_none_are_left_out():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_wrappers_vanish_from_names():
+def test_names_do_not_contain_wrappers():
     names = set(ADAPTER.capture(Net(), context()).metas)
     net = Net()
     net.up = checkpoint_wrapper(net.up)
@@ -122,7 +122,7 @@ def test_lists_are_a_union_of_names():
     source = ADAPTER.capture(stages, context())
     assert set(source.metas) == {"up.weight", "up.bias", "down.weight", "down.bias"}
     assert source.aliases == {}
-    with pytest.raises(NameCollisionError, match=r"weight: two different tensors .*names of their own"):
+    with pytest.raises(NameCollisionError, match=r"weight belongs to two different tensors .*separate sections"):
         ADAPTER.capture([nn.Linear(2, 2), nn.Linear(2, 3)], context())
     assert not ADAPTER.recognizes([])
     assert not ADAPTER.recognizes([net, 3])
@@ -206,7 +206,7 @@ def test_non_contiguous_and_expanded_tensors_are_views():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_has_no_dense_bytes_is_refused_by_name():
+def test_tensors_without_dense_memory_are_refused_by_name():
     quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     fake = torch._subclasses.FakeTensorMode().from_tensor(torch.ones(2))
@@ -225,7 +225,7 @@ def test_what_has_no_dense_bytes_is_refused_by_name():
             tensor_shards("a.w", tensor)
 
 
-def test_dense_subclasses_are_stored_as_what_they_hold():
+def test_dense_subclasses_are_stored_by_their_contents():
     class Marked(torch.Tensor):
         pass
 
@@ -300,8 +300,6 @@ def test_layouts_of_plain_parameters():
 
 
 def test_extra_state_of_modules():
-    pytest.importorskip("bytecheckpoint.frameworks.stateful")
-
     class Scaled(nn.Linear):
         history = ()
 
@@ -353,7 +351,7 @@ def sharded(world_size, kind):
 
 
 def prove(rank, world_size, kind):
-    """Every shard is live memory whose values are the flat indices of its box; loading it fills the model."""
+    """Check that every shard is the model's memory with the values of its box, and that a load fills the model."""
     model = sharded(world_size, kind)
     with CommDebugMode() as comm:
         source = ADAPTER.capture(model, context())
@@ -397,7 +395,7 @@ def prove(rank, world_size, kind):
         ("tp x hsdp", 8, None),
     ],
 )
-def test_real_shards_prove_their_boxes(rank_pool, kind, world_size, replicas):
+def test_real_shards_hold_the_elements_of_their_boxes(rank_pool, kind, world_size, replicas):
     results = rank_pool.run(prove, kind, world_size=world_size)
     assert all(shapes == results[0][1] for _, shapes in results)
     for name, shape in results[0][1].items():
@@ -440,7 +438,7 @@ def unsharded_after_forward(rank, world_size):
     assert {id(p) for p in model.parameters()} == held
 
 
-def test_gathered_fsdp2_parameters_are_seen_through(rank_pool):
+def test_gathered_fsdp2_parameters_are_stored_sharded(rank_pool):
     rank_pool.run(unsharded_after_forward, world_size=2)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of plain modules: capture, put into another optimizer, and the next steps are the same bits."""
+"""The optimizer adapter: after a load into another optimizer, the next steps are bitwise equal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import MismatchError, NameCollisionError, StateError, UnsupportedTensorError
+from bytecheckpoint.format.values import decode_value, encode_value
 from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.optimizer import OptimizerAdapter
-from bytecheckpoint.shards import SectionSource, SectionTarget, StoredSection
-from bytecheckpoint.values import decode_value, encode_value
+from bytecheckpoint.frameworks.registry import parameter_layouts
+from bytecheckpoint.tensors.shards import SectionSource, SectionTarget, StoredSection
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 ADAPTER = OptimizerAdapter()
@@ -49,7 +50,9 @@ def train(model: nn.Module, optimizer: Any, steps: int, seed: int = 1) -> None:
 
 
 def capture(optimizer: Any, state: Mapping[str, Any]) -> SectionSource:
-    return ADAPTER.capture(optimizer, Context("optimizer", {**state, "optimizer": optimizer}))
+    return ADAPTER.capture(
+        optimizer, Context("optimizer", {**state, "optimizer": optimizer}, layouts_of=parameter_layouts)
+    )
 
 
 def stored_of(source: SectionSource) -> StoredSection:
@@ -57,7 +60,7 @@ def stored_of(source: SectionSource) -> StoredSection:
 
 
 def fill(target: SectionTarget, source: SectionSource) -> set[Any]:
-    """What an engine does: copy boxes, report what is missing, apply. Returns the names that could be missing."""
+    """Load as the library does: copy boxes, report missing names, apply. Returns the names that could be missing."""
     lenient: set[Any] = set()
     for shard in target.shards:
         if shard.fqn not in source.metas:
@@ -73,11 +76,11 @@ def fill(target: SectionTarget, source: SectionSource) -> set[Any]:
                 into.copy_(other.tensor[common.relative_to(other.box).slices()])
                 filled += common.numel
         assert filled == shard.box.numel, shard.fqn
-    for path in target.wanted_values - source.values.keys():
+    for path in target.requested_values - source.values.keys():
         assert path in target.optional, f"missing {path}"
         lenient.add(path)
-    wanted = {shard.fqn for shard in target.shards} | target.metas.keys() | target.wanted_values
-    unexpected = (source.metas.keys() | source.values.keys()) - wanted - target.ignorable
+    requested = {shard.fqn for shard in target.shards} | target.metas.keys() | target.requested_values
+    unexpected = (source.metas.keys() | source.values.keys()) - requested - target.ignorable
     assert not unexpected, unexpected
     with torch.no_grad():
         target.apply(source.values)
@@ -85,7 +88,11 @@ def fill(target: SectionTarget, source: SectionSource) -> set[Any]:
 
 
 def load(optimizer: Any, state: Mapping[str, Any], source: SectionSource) -> SectionTarget:
-    target = ADAPTER.target(optimizer, Context("optimizer", {**state, "optimizer": optimizer}), stored_of(source))
+    target = ADAPTER.target(
+        optimizer,
+        Context("optimizer", {**state, "optimizer": optimizer}, layouts_of=parameter_layouts),
+        stored_of(source),
+    )
     target.lenient = fill(target, source)  # type: ignore[attr-defined]
     return target
 
@@ -137,7 +144,7 @@ MAKERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
-def test_next_steps_are_the_same_bits(name: str, warm: bool) -> None:
+def test_next_steps_are_bitwise_equal(name: str, warm: bool) -> None:
     model, other = Net(), Net(seed=7)
     optimizer, restored = MAKERS[name](model.parameters()), MAKERS[name](other.parameters())
     train(model, optimizer, 3)
@@ -175,14 +182,14 @@ def test_target_changes_the_optimizer_in_apply_only() -> None:
     train(model, optimizer, 2)
     before = frozen_copy(restored)
     source = capture(optimizer, {"model": model})
-    ADAPTER.target(restored, Context("optimizer", {"model": other}), stored_of(source))
+    ADAPTER.target(restored, Context("optimizer", {"model": other}, layouts_of=parameter_layouts), stored_of(source))
     assert same(frozen_copy(restored), before)
 
 
 @pytest.mark.parametrize(
     ("saved", "loaded"), list(itertools.permutations([{"foreach": True}, {"fused": True}, {"capturable": True}], 2))
 )
-def test_implementation_flags_stay_the_targets(saved: dict[str, bool], loaded: dict[str, bool]) -> None:
+def test_a_load_keeps_the_implementation_flags_of_the_target(saved: dict[str, bool], loaded: dict[str, bool]) -> None:
     model, other = Net(), Net(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     train(model, optimizer, 2)
@@ -283,12 +290,12 @@ def test_no_common_name_is_an_error() -> None:
     model, other = Net(), nn.Sequential(nn.Linear(3, 2))
     optimizer = MAKERS["adam"](model.parameters())
     train(model, optimizer, 1)
-    with pytest.raises(MismatchError, match="names must differ"):
+    with pytest.raises(MismatchError, match="so the names differ"):
         load(MAKERS["adam"](other.parameters()), {"model": other}, capture(optimizer, {"model": model}))
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "warm"])
-def test_half_a_state_is_missing(warm: bool) -> None:
+def test_incomplete_state_is_missing(warm: bool) -> None:
     model, other = Net(), Net(1)
     optimizer, restored = MAKERS["adam"](model.parameters()), MAKERS["adam"](other.parameters())
     train(model, optimizer, 1)
@@ -376,7 +383,7 @@ def test_lbfgs_needs_its_parameters_in_order() -> None:
     optimizer = MAKERS["lbfgs"](model.parameters())
     train(model, optimizer, 1)
     first, *rest = model.parameters()
-    with pytest.raises(MismatchError, match="the order has changed"):
+    with pytest.raises(MismatchError, match="this order has changed"):
         load(MAKERS["lbfgs"]([first, *reversed(rest)]), {"model": model}, capture(optimizer, {"model": model}))
 
 
@@ -389,11 +396,11 @@ def test_several_optimizers_are_one_union() -> None:
     swapped = [torch.optim.Adam(other.second.parameters()), torch.optim.Adam(other.first.parameters())]
     load(swapped, {"model": other}, source)
     assert [optimizer.param_groups[0]["lr"] for optimizer in swapped] == [0.3, 0.2]
-    with pytest.raises(StateError, match=r"stepped twice, as optimizer 0.* and as optimizer 1"):
+    with pytest.raises(StateError, match=r"appears twice, as optimizer 0.* and as optimizer 1"):
         capture([pair[0], pair[0]], {"model": model})
 
 
-def test_names_are_qualified_where_sections_share_an_optimizer() -> None:
+def test_names_include_the_section_if_sections_share_an_optimizer() -> None:
     actor, critic = Net(), Net(1)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()])
     source = capture(optimizer, {"actor": actor, "critic": critic})
@@ -404,7 +411,7 @@ def test_names_are_qualified_where_sections_share_an_optimizer() -> None:
 
 def test_parameters_of_no_module() -> None:
     model = Net()
-    with pytest.raises(StateError, match=r"nothing names group 0, parameter 0 of shape \(\).*Pass the module"):
+    with pytest.raises(StateError, match=r"group 0, parameter 0 of shape \(\) has no name\. Add the module"):
         capture(torch.optim.Adam(model.parameters()), {})
     named = torch.optim.Adam(model.named_parameters())
     train(model, named, 1)
@@ -420,7 +427,7 @@ def test_parameters_of_no_module() -> None:
         capture(twice, {})
 
 
-def test_wrappers_that_look_like_optimizers_are_known() -> None:
+def test_wrappers_with_the_interface_of_optimizers_are_recognized() -> None:
     class Wrapper:
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.inner = inner
@@ -443,7 +450,7 @@ def test_wrappers_that_look_like_optimizers_are_known() -> None:
     assert same(frozen_copy(restored), frozen_copy(optimizer))
 
 
-def test_the_saved_initial_lr_and_a_scheduler_go_on() -> None:
+def test_a_scheduler_continues_from_the_saved_initial_lr() -> None:
     model, other = Net(), Net(1)
     optimizer, restored = MAKERS["sgd-momentum"](model.parameters()), MAKERS["sgd-momentum"](other.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

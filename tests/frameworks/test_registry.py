@@ -1,4 +1,4 @@
-"""Which adapter an object gets, and what is said of one that gets none."""
+"""Find the adapter of an object, and report an object without one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bytecheckpoint.errors import StateError, UnknownObjectError
+from bytecheckpoint.errors import UnknownObjectError, UsageError
 from bytecheckpoint.frameworks import registry
 from bytecheckpoint.frameworks.base import Adapter
 from bytecheckpoint.frameworks.layout import ParamLayout
@@ -16,7 +16,7 @@ from bytecheckpoint.frameworks.registry import adapter_names, find_adapter, para
 
 
 class Strange:
-    """Known to no built-in adapter."""
+    """A type that no built-in adapter supports."""
 
 
 class StrangeAdapter(Adapter):
@@ -49,7 +49,7 @@ class SpecialAdapter(StrangeAdapter):
 @pytest.fixture(autouse=True)
 def clean_registry(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
-    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    monkeypatch.setattr(registry, "_plug_in_adapters", {})
     yield
     registry._plug_ins.cache_clear()
 
@@ -78,7 +78,7 @@ def test_framework_forces_the_adapter_of_models_only():
         assert find_adapter(torch.optim.SGD(net.parameters()), name).name == "optimizer"
     with pytest.raises(UnknownObjectError, match=r"'model'.*Linear.*framework='fsdp1'.*leave framework out.*module"):
         find_adapter(net, "fsdp1", section="model")
-    with pytest.raises(UnknownObjectError, match=r"'megatron' names no adapter; known are: .*fsdp1.*module"):
+    with pytest.raises(UnknownObjectError, match=r"'megatron' names no adapter; the known ones are: .*fsdp1.*module"):
         find_adapter(net, "megatron")
 
 
@@ -102,7 +102,7 @@ def test_registered_adapters():
     for name in ("strange", "module", "tp"):
         taken = StrangeAdapter()
         taken.name = name
-        with pytest.raises(StateError, match="another name"):
+        with pytest.raises(UsageError, match="another name"):
             register_adapter(taken)
 
 
@@ -112,9 +112,9 @@ def test_installed_plug_ins(monkeypatch, caplog):
     assert find_adapter(Strange()).name == "strange"
     assert "plug-in 'broken'" in caplog.text
     assert {"strange", "broken"} < set(adapter_names())
-    with pytest.raises(StateError, match=r"'broken' \(no_such_module:Adapter\) cannot be loaded"):
+    with pytest.raises(UsageError, match=r"'broken' \(no_such_module:Adapter\) cannot be loaded"):
         find_adapter(nn.Linear(2, 2), "broken")
     install(monkeypatch, ("strange", "builtins:dict"))
-    registry._loaded.pop("strange")
-    with pytest.raises(StateError, match="is not a bytecheckpoint Adapter"):
+    registry._plug_in_adapters.pop("strange")
+    with pytest.raises(UsageError, match="is not a bytecheckpoint Adapter"):
         find_adapter(nn.Linear(2, 2), "strange")

@@ -1,4 +1,4 @@
-"""Random streams go on exactly where they were, or start anew in a way that can be repeated."""
+"""Random streams continue exactly, or start again reproducibly."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from bytecheckpoint.errors import StateError
+from bytecheckpoint.errors import StateError, UsageError
+from bytecheckpoint.format.values import decode_value, encode_value
 from bytecheckpoint.frameworks.rng import RNGState
-from bytecheckpoint.values import decode_value, encode_value
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def through_bytes(state: dict[str, Any]) -> dict[str, Any]:
     return decode_value(encode_value(state, "rng"))  # type: ignore[no-any-return]
 
 
-def test_streams_go_on_exactly_even_between_two_gaussians() -> None:
+def test_streams_continue_exactly_even_between_two_gaussians() -> None:
     seed(3)
     draw()
     state = through_bytes(RNGState().state_dict())
@@ -49,7 +49,7 @@ def test_streams_go_on_exactly_even_between_two_gaussians() -> None:
     assert draw() == expected
 
 
-def test_taking_the_state_draws_nothing() -> None:
+def test_state_dict_draws_no_numbers() -> None:
     seed(5)
     expected = draw()
     seed(5)
@@ -80,7 +80,7 @@ def test_lowest_gives_everyone_the_stored_streams() -> None:
         assert draw() == expected
 
 
-def test_error_refuses_another_place_and_changes_nothing() -> None:
+def test_error_refuses_another_rank_and_changes_nothing() -> None:
     state = RNGState(rank=0, world_size=2).state_dict()
     before = RNGState().state_dict()
     with pytest.raises(StateError, match="rank 0 of 2 loaded on rank 0 of 3"):
@@ -108,7 +108,7 @@ def test_another_bit_generator_of_numpy_is_kept() -> None:
 
 
 def test_bad_arguments_and_states() -> None:
-    with pytest.raises(StateError, match="on_resize"):
+    with pytest.raises(UsageError, match="on_resize"):
         RNGState("modulo")  # type: ignore[arg-type]
     with pytest.raises(StateError, match="lacks numpy"):
         RNGState().load_state_dict({"rank": 0, "world_size": 1, "python": (), "torch": None})
@@ -120,14 +120,14 @@ def test_states_of_absent_accelerators(caplog: pytest.LogCaptureFixture) -> None
     state = RNGState().state_dict()
     assert state["accelerator"] == {}
     state["accelerator"] = {"type": "cuda", "states": [np.zeros(16, np.uint8)]}
-    with pytest.raises(StateError, match=r"1 cuda device\(s\) were stored, but here is no accelerator"):
+    with pytest.raises(StateError, match=r"1 cuda device\(s\) were stored, but this process has no accelerator"):
         RNGState("error").load_state_dict(state)
     RNGState().load_state_dict(state)
-    assert "those that fit are restored" in caplog.text
+    assert "only matching generators are restored" in caplog.text
 
 
 @pytest.mark.gpu
-def test_accelerator_streams_go_on_exactly() -> None:
+def test_accelerator_streams_continue_exactly() -> None:
     device = torch.accelerator.current_accelerator()
     if device is None:
         pytest.skip("no accelerator")

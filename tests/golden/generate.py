@@ -1,6 +1,7 @@
-"""Write the golden checkpoints and what is expected of them: ``python tests/golden/generate.py [folder]``.
+"""Generate the golden checkpoints and their expectations: ``python tests/golden/generate.py [folder]``.
 
-Run it only to add a case, or for a new format version: the committed files are what earlier releases wrote, and stay.
+Run it only to add a case, or for a new format version. The committed files come from earlier releases, and must not
+change.
 """
 
 from __future__ import annotations

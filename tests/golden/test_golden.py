@@ -1,4 +1,4 @@
-"""Checkpoints of format version 1 as they were once written: every later library reads them, bit by bit."""
+"""Read checkpoints of format version 1 that earlier releases wrote, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from golden import CASES, ROOT, describe, describe_tensor, write_case
 from independent_reader import read_checkpoint, read_tree, read_values
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest import Manifest, decode
+from bytecheckpoint.format.manifest import Manifest, decode
 from bytecheckpoint.testing.ranks import RankPool
 
-# torch says so of every complex32 tensor that is made.
+# torch warns about every complex32 tensor.
 EXPERIMENTAL = "ComplexHalf support is experimental"
 pytestmark = pytest.mark.filterwarnings(f"ignore:{EXPERIMENTAL}:UserWarning")
 
@@ -31,7 +31,7 @@ def expectation(name: str) -> dict[str, Any]:
 
 
 def known(described: list[Any]) -> bool:
-    """Whether this torch has the type of a described tensor."""
+    """Whether this torch has the dtype of a described tensor."""
     return isinstance(getattr(torch, described[0], None), torch.dtype)
 
 
@@ -46,7 +46,7 @@ def test_opens_and_verifies(name: str) -> None:
 
 
 @every_case
-def test_holds_exactly_what_was_saved(name: str) -> None:
+def test_contains_exactly_the_saved_state(name: str) -> None:
     expected, checkpoint = expectation(name), bcp.open(ROOT / name)
     assert dict(checkpoint.aliases) == expected["aliases"]
     assert set(checkpoint) == expected["tensors"].keys() | expected["aliases"].keys()
@@ -62,7 +62,7 @@ def test_holds_exactly_what_was_saved(name: str) -> None:
 
 
 @every_case
-def test_a_reader_without_the_library_finds_the_same(name: str) -> None:
+def test_an_independent_reader_reads_the_same(name: str) -> None:
     expected = expectation(name)
     found = read_checkpoint(ROOT / name)
     assert found.keys() == expected["tensors"].keys() | expected["aliases"].keys()
@@ -77,7 +77,7 @@ def test_a_reader_without_the_library_finds_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["values", "per-rank-2", "dtypes"])
-def test_a_reader_without_the_library_rebuilds_the_trees(name: str) -> None:
+def test_an_independent_reader_rebuilds_the_trees(name: str) -> None:
     for section, trees in expectation(name)["trees"].items():
         for rank, tree in enumerate(trees):
             read = read_tree(ROOT / name, section, rank)
@@ -85,7 +85,7 @@ def test_a_reader_without_the_library_rebuilds_the_trees(name: str) -> None:
 
 
 def _rebuilt(node: Any, containers: dict[Any, Any], path: tuple[Any, ...] = ()) -> Any:
-    """The described form of a tree that ``read_tree`` has read."""
+    """Describe a tree that ``read_tree`` returned."""
     if isinstance(node, tuple) and node[:1] == ("tensor",):
         return list(node)
     kind, length = containers.get(path, ("dict", 0))
@@ -97,7 +97,7 @@ def _rebuilt(node: Any, containers: dict[Any, Any], path: tuple[Any, ...] = ()) 
 
 
 def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
-    """The described plain values of a described tree, by path; lists are branches where tensors or mappings are in."""
+    """Return the plain values of a described tree by path; lists with tensors or mappings are branches."""
     kind, items = (tree[0], tree[1]) if isinstance(tree, list) else (None, [])
     if kind == "tensor":
         return []
@@ -166,7 +166,7 @@ def test_loads_as_trees(name: str, rank_pool: RankPool) -> None:
 
 
 def _sorted_keys(tree: Any) -> Any:
-    """With the entries of mappings in one order, since those that are stored leaf by leaf have none."""
+    """Sort the entries of mappings, because leaves are stored without an order."""
     if not _is_mapping(tree) or (tree[0] == "OrderedDict" and not _holds_tensor(tree)):
         return [_sorted_keys(item) for item in tree] if isinstance(tree, list) else tree
     return [tree[0], sorted(([key, _sorted_keys(item)] for key, item in tree[1]), key=repr)]
@@ -178,7 +178,7 @@ def _holds_tensor(tree: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def again(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> Path:
-    """Everything generated anew by today's library."""
+    """Generate everything with the current library."""
     folder = tmp_path_factory.mktemp("golden")
     for name in CASES:
         write_case(rank_pool, name, folder)
@@ -186,7 +186,7 @@ def again(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> Path
 
 
 @every_case
-def test_today_writes_the_same(name: str, again: Path) -> None:
+def test_the_current_library_writes_the_same(name: str, again: Path) -> None:
     if expectation(name)["torch"] != golden.TORCH:
         pytest.skip("another torch has other types, and other hyper-parameters")
     assert json.loads((again / f"{name}.json").read_text()) == expectation(name)
@@ -197,7 +197,7 @@ def test_today_writes_the_same(name: str, again: Path) -> None:
 
 
 def _columns(manifest: Manifest) -> dict[str, Any]:
-    """Every column as plain data, but for the version of the library."""
+    """Return every column as plain data, except the version of the library."""
     found: dict[str, Any] = {}
     for part, table in {
         "": manifest,

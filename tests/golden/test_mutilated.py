@@ -1,4 +1,4 @@
-"""Golden checkpoints mutilated in listed ways: each gives the error that it deserves, and nothing is loaded."""
+"""Damage golden checkpoints in listed ways: each damage raises its specific error, and nothing is loaded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _swap(one: str, other: str) -> Callable[[Path], None]:
 
 
 def _resealed(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """Another payload under a checksum that holds."""
+    """Replace the payload, with a correct checksum."""
 
     def mutilate(data: bytes) -> bytes:
         document = read_payload(data)
@@ -106,14 +106,14 @@ def _manifest(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return _edit(MANIFEST, change)
 
 
-def _climb(document: dict[str, Any]) -> None:
+def _use_parent_path(document: dict[str, Any]) -> None:
     _text("files", "name", b"attempt-golden-single/", b"../tempt-golden-single/")(document)
 
 
 DAMAGED, CHANGED = "not a manifest, or damaged at its start", "checksum mismatch in the manifest"
 CORRUPT, BROKEN, NEWER = errors.CorruptionError, errors.FormatError, errors.UnsupportedVersionError
 
-# How the manifest is changed, the error it must give, and a part of what that says.
+# The change of the manifest, the expected error, and a part of its message.
 OPEN: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "nothing": (shutil.rmtree, errors.CheckpointNotFoundError, "nothing is stored there"),
     "no manifest": (_delete(MANIFEST), errors.NotACheckpointError, "none was committed"),
@@ -139,7 +139,7 @@ OPEN: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "wrong length": (
         _manifest(_reopened(lambda codec, size, stored: _envelope("bytecheckpoint", 1, codec, size + 1, stored))),
         BROKEN,
-        "announced",
+        "does not state the expected",
     ),
     "bomb": (
         _manifest(_reopened(lambda *_: _envelope("bytecheckpoint", 1, "zstd", 1 << 31, zstandard.compress(b"")))),
@@ -151,7 +151,7 @@ OPEN: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "unknown dtype": (_payload(_text("tensors", "dtype", b"float32", b"float33")), BROKEN, "unknown dtype 'float33'"),
     "unknown kind": (_payload(_text("files", "kind", b"values", b"pickle")), NEWER, "'pickle'"),
     "unknown file codec": (_payload(_text("files", "codec", b"raw", b"lz9")), NEWER, "'lz9'"),
-    "path that climbs": (_payload(_climb), BROKEN, "is not a plain name inside attempt-golden-single/"),
+    "path with ..": (_payload(_use_parent_path), BROKEN, "is not a plain name inside attempt-golden-single/"),
     "name twice": (
         _payload(_text("tensors", "name", b"model.down.weight", b"model.down.bias")),
         BROKEN,
@@ -217,7 +217,7 @@ def test_a_mutilated_manifest_is_refused(kind: str, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LOAD)
-def test_a_mutilated_file_is_found(kind: str, copy: Path) -> None:
+def test_a_mutilated_file_is_detected(kind: str, copy: Path) -> None:
     mutilate, file, part = LOAD[kind]
     mutilate(copy)
     checkpoint = bcp.open(copy)
@@ -233,7 +233,7 @@ def test_a_mutilated_file_is_found(kind: str, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp2-4", "fsdp1-flat-3", "tp-2"])
-def test_one_rank_s_file_for_another_s_is_found(name: str, tmp_path: Path) -> None:
+def test_swapped_files_of_two_ranks_are_detected(name: str, tmp_path: Path) -> None:
     root = Path(shutil.copytree(ROOT / name, tmp_path / name))
     _swap("model-00000.safetensors", "model-00001.safetensors")(root)
     model, _ = golden.plain_target(name)
@@ -252,7 +252,7 @@ def test_one_rank_s_file_for_another_s_is_found(name: str, tmp_path: Path) -> No
     ids=["moved", "longer", "hole"],
 )
 def test_shards_that_do_not_tile_are_refused(change: Any, part: str, tmp_path: Path) -> None:
-    """``model.cube`` is stored in three boxes of one row each; it is the second tensor, after one of two dimensions."""
+    """``model.cube``, the second tensor, is stored in three boxes of one row each."""
     root = Path(shutil.copytree(ROOT / "fsdp2-4", tmp_path / "fsdp2-4"))
     _payload(change)(root)
     with pytest.raises(errors.FormatError, match=r"model\.cube") as caught:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from joins import until
+from join_probes import until
 from streams import RING, watch_sent
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint.errors import BytecheckpointError, EngineError
 from bytecheckpoint.inference.push import HttpEngine, Pusher
-from bytecheckpoint.inference.push.device_arena import DeviceArena
+from bytecheckpoint.inference.push.transports.cuda_ipc import DeviceArena
+from bytecheckpoint.testing import time_limit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -36,7 +37,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("options", [RING, {}], ids=["a small ring", "by default"])
 @pytest.mark.parametrize("trained_on", ["cpu", "cuda"])
 def test_ten_updates_in_a_row(engine: ToyEngine, sent: list[int], trained_on: str, options: dict[str, Any]) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=60, cuda_ipc=True, **options) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(60), cuda_ipc=True, **options) as pusher:
         for version in range(1, 11):
             pusher.push(ToyTrainee(version).to(trained_on), version=version)
             assert engine.look()["digests"] == expected_digests(version, 2)
@@ -45,7 +46,7 @@ def test_ten_updates_in_a_row(engine: ToyEngine, sent: list[int], trained_on: st
 
 
 def test_by_tcp_into_devices(engine: ToyEngine, sent: list[int]) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=60, cuda_ipc=True, tcp_only=True, **RING) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(60), cuda_ipc=True, tcp_only=True, **RING) as pusher:
         pusher.push(ToyTrainee(1).cuda(), version=1)
     assert engine.look()["digests"] == expected_digests(1, 2)
     assert sum(sent) > 90_000
@@ -63,7 +64,7 @@ def _free() -> int:
     return seen[-1]
 
 
-def test_memory_is_given_back() -> None:
+def test_memory_is_released() -> None:
     torch.ones(1, device="cuda").fill_(3)
     free = _free()
     for _ in range(5):
@@ -74,11 +75,11 @@ def test_memory_is_given_back() -> None:
     assert torch.cuda.mem_get_info()[0] >= free - (8 << 20)
     with pytest.raises(EngineError, match="give Pusher less memory_bytes"):
         DeviceArena(1 << 50)
-    assert int(torch.ones(3, device="cuda").sum()) == 3  # torch is not told of that failure
+    assert int(torch.ones(3, device="cuda").sum()) == 3  # the failure does not reach torch
 
 
 def test_a_worker_that_is_killed(engine: ToyEngine) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=20, cuda_ipc=True, **RING) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(20), cuda_ipc=True, **RING) as pusher:
         pusher.push(ToyTrainee(1).cuda(), version=1)
         engine.fault(1, "die in apply")
         with pytest.raises(BytecheckpointError):
@@ -91,7 +92,7 @@ def test_a_worker_that_is_killed(engine: ToyEngine) -> None:
 
 def test_a_worker_that_is_stopped(engine: ToyEngine) -> None:
     stopped = engine.look()["pids"][1]  # by now its workers have their devices
-    with Pusher(HttpEngine(engine.url), deadline_s=5, cuda_ipc=True, **RING) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(5), cuda_ipc=True, **RING) as pusher:
         pusher.push(ToyTrainee(1).cuda(), version=1)
         engine.fault(1, "stop in apply")
         with pytest.raises(BytecheckpointError):

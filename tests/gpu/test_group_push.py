@@ -1,4 +1,4 @@
-"""Pushes by NCCL: a sender on one device, workers on others, all in this process, each in a thread of its own."""
+"""Pushes by NCCL: a sender on one device and workers on others, each in its own thread of this process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from toy_engine import ToyTrainee, ToyWorker, expected_digests
 
 from bytecheckpoint.inference.push import Engine, Pusher
-from bytecheckpoint.inference.push.digesting import digest_on_device
 from bytecheckpoint.inference.push.receiver import Receiver
+from bytecheckpoint.inference.push.transports.base import digest_on_device
+from bytecheckpoint.testing import time_limit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -40,10 +41,10 @@ class ThreadEngine(Engine):
         return [one.result(timeout_s) for one in asked]
 
     def pause(self, timeout_s: float) -> None:
-        """It serves nobody."""
+        """Do nothing: no request is running."""
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        """As before."""
+        """Do nothing: no request is running."""
 
     def end(self) -> None:
         for thread, receiver in zip(self._threads, self._receivers, strict=True):
@@ -64,7 +65,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[ThreadEngine]:
 def test_updates_in_a_row(engine: ThreadEngine, memory_bytes: int | None) -> None:
     torch.cuda.set_device(0)
     tp = len(engine.workers)
-    with Pusher(engine, deadline_s=60, memory_bytes=memory_bytes, chunk_bytes=4096, group="nccl") as pusher:
+    with Pusher(engine, deadline_s=time_limit(60), memory_bytes=memory_bytes, chunk_bytes=4096, group="nccl") as pusher:
         for version in range(1, 6):
             pusher.push(ToyTrainee(version).cuda(), version=version)
             assert [worker.model.digest() for worker in engine.workers] == expected_digests(version, tp)

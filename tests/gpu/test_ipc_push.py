@@ -14,7 +14,8 @@ from toy_ipc_engine import toy_ipc_engine
 
 from bytecheckpoint.errors import EngineError, StateError
 from bytecheckpoint.inference.push import IpcEngine, Pusher
-from bytecheckpoint.inference.push.device_memory import gpus_here
+from bytecheckpoint.inference.push.transports.cuda_ipc import visible_gpus
+from bytecheckpoint.testing import time_limit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -24,8 +25,8 @@ GPUS = min(torch.cuda.device_count(), 2)
 @pytest.mark.parametrize("options", [{}, {"memory_bytes": 20_000, "chunk_bytes": 4096}], ids=["double", "streamed"])
 def test_ten_updates_in_a_row(options: dict[str, Any]) -> None:
     with toy_ipc_engine(GPUS, cuda=True) as engine:
-        door = IpcEngine(engine.url, devices=list(gpus_here())[:GPUS], bucket_bytes=20_000)
-        with Pusher(door, deadline_s=60, **options) as pusher:
+        ipc_engine = IpcEngine(engine.url, devices=list(visible_gpus())[:GPUS], bucket_bytes=20_000)
+        with Pusher(ipc_engine, deadline_s=time_limit(60), **options) as pusher:
             for version in range(1, 11):
                 pusher.push(ToyTrainee(version).cuda(), version=version)
                 assert engine.look()["digests"] == expected_digests(version, GPUS)
@@ -33,7 +34,7 @@ def test_ten_updates_in_a_row(options: dict[str, Any]) -> None:
 
 def test_a_worker_that_raises() -> None:
     with toy_ipc_engine(GPUS, cuda=True) as engine:
-        with Pusher(IpcEngine(engine.url, devices=list(gpus_here())[:GPUS], bucket_bytes=20_000)) as pusher:
+        with Pusher(IpcEngine(engine.url, devices=list(visible_gpus())[:GPUS], bucket_bytes=20_000)) as pusher:
             pusher.push(ToyTrainee(1), version=1)
             engine.fault(0, "raise", 1)
             with pytest.raises(EngineError, match="the layer does not fit"):

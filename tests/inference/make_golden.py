@@ -1,9 +1,9 @@
-"""Makes the golden layouts with vLLM itself: run it, look at what differs, commit.
+"""Generate the golden layouts with vLLM: run this script, inspect the differences, and commit them.
 
-    python tests/inference/make_golden.py [MODEL ...]     in an environment that has vLLM; minutes for a large model
+    python tests/inference/make_golden.py [MODEL ...]     in an environment with vLLM; a large model takes minutes
 
-A file holds the packed layouts of all ranks of one engine. ``index.json`` has the version of vLLM, and digests and
-figures for people to compare.
+A file contains the packed layouts of all ranks of one engine. ``index.json`` contains the version of vLLM, and digests
+and figures for comparison by eye.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 
-from bytecheckpoint.inference.vllm_layout import EngineRank, layout_of
+from bytecheckpoint.inference.vllm.layout import EngineRank, layout_of
 
 
 def main() -> None:

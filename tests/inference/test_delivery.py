@@ -15,7 +15,8 @@ from bytecheckpoint.control import current_communicator
 from bytecheckpoint.control.base import Operation
 from bytecheckpoint.control.single import SingleProcess
 from bytecheckpoint.errors import CheckpointError, CorruptionError
-from bytecheckpoint.inference.delivery import Delivered, StoredWeights
+from bytecheckpoint.inference.delivery import DeliveryReport, StoredWeights
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 HIDDEN, VOCABULARY = 256, 50
@@ -90,7 +91,7 @@ class Engine(nn.Module):
 
 
 def _alone() -> Operation:
-    return SingleProcess().operation("load", deadline_s=60.0)
+    return SingleProcess().operation("load", deadline_s=time_limit(60))
 
 
 def _expected(engine: Engine) -> Engine:
@@ -111,12 +112,12 @@ def test_every_rank_gets_its_part_and_reads_little_more(path: Path, tp: int, ran
     engine.load_weights(dict(weights.tensors()))
     delivered = weights.deliver(_alone())
     _assert_equal(engine, _expected(engine))
-    assert delivered.straight == delivered.wanted
+    assert delivered.direct == delivered.requested
     assert delivered.seen == ()
-    assert delivered.wanted == sum(copy.target.nbytes for copy in weights.recorder.copies)
+    assert delivered.requested == sum(copy.target.nbytes for copy in weights.recorder.copies)
     # Some columns of a matrix stored by rows cost the whole matrix; all else whole chunks, pages, and short gaps.
     columns = HIDDEN * HIDDEN * 4 - engine.out.nbytes
-    assert delivered.read < 1.1 * delivered.wanted + columns + (64 << 10)
+    assert delivered.read < 1.1 * delivered.requested + columns + (64 << 10)
 
 
 def test_a_type_of_its_own(path: Path) -> None:
@@ -126,13 +127,13 @@ def test_a_type_of_its_own(path: Path) -> None:
     delivered = weights.deliver(_alone())
     _assert_equal(engine, _expected(engine))
     # Cast on its way.
-    assert delivered.straight == delivered.wanted
+    assert delivered.direct == delivered.requested
 
 
-def _start_together(rank: int, world_size: int, path: str, share_reads: str) -> Delivered:
+def _start_together(rank: int, world_size: int, path: str, share_reads: str) -> DeliveryReport:
     weights = StoredWeights(bcp.open(path))
     engine = Engine(world_size, rank)
-    with current_communicator(deadline_s=60.0).operation("load", deadline_s=60.0) as op:
+    with current_communicator(deadline_s=time_limit(60)).operation("load", deadline_s=time_limit(60)) as op:
         engine.load_weights(dict(weights.tensors()))
         delivered = weights.deliver(op, share_reads)
     _assert_equal(engine, _expected(engine))
@@ -151,7 +152,7 @@ def test_ranks_of_one_engine_read_each_byte_once(path: Path, tp: int) -> None:
     assert all(one.received == 0 for one in alone)
 
 
-def test_values_that_a_loader_wants_are_read(path: Path) -> None:
+def test_values_that_a_loader_computes_with_are_read(path: Path) -> None:
     weights = StoredWeights(bcp.open(path))
     tensors = dict(weights.tensors())
     parameter = torch.zeros(HIDDEN)
@@ -180,7 +181,7 @@ def test_elements_in_another_order(path: Path) -> None:
     delivered = weights.deliver(_alone())
     assert torch.equal(target, _model().block.q.weight.detach()[::64].t())
     assert torch.equal(strided, _model().block.norm.detach())
-    assert delivered.straight < delivered.wanted
+    assert delivered.direct < delivered.requested
 
 
 def test_damaged_bytes_are_found(path: Path, tmp_path: Path) -> None:

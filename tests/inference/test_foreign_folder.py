@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
-from bytecheckpoint.diffing import diff
+from bytecheckpoint.convert.diff import diff
+from bytecheckpoint.convert.export import export_safetensors
+from bytecheckpoint.convert.reshard import reshard
 from bytecheckpoint.errors import FormatError, NotACheckpointError, StateError
-from bytecheckpoint.export import export_safetensors
-from bytecheckpoint.resharding import reshard
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def test_reads_what_is_there(tmp_path: Path, how: str) -> None:
     assert found.model_directory is None
 
 
-def test_what_cannot_be_proved_is_not_said_to_be(tmp_path: Path) -> None:
+def test_operations_that_need_checksums_are_refused(tmp_path: Path) -> None:
     _save_in_parts(tmp_path / "hf")
     found = bcp.open(tmp_path / "hf")
     with pytest.raises(StateError, match="no checksums"):
@@ -74,8 +74,8 @@ def test_what_cannot_be_proved_is_not_said_to_be(tmp_path: Path) -> None:
         found.checked_reader()
 
 
-def test_folders_are_not_taken_for_the_same(tmp_path: Path) -> None:
-    """What stands for checksums is the same in all of them."""
+def test_folders_are_not_compared_without_checksums(tmp_path: Path) -> None:
+    """The placeholder of checksums is the same in all folders."""
     for name, value in (("one", 1.0), ("other", 2.0)):
         (tmp_path / name).mkdir()
         save_file({"weight": torch.full((3, 5), value)}, tmp_path / name / "model.safetensors")
@@ -93,7 +93,7 @@ def test_a_folder_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         bcp.open(tmp_path / "hf")
 
 
-def test_neither_is_still_said_so(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(NotACheckpointError):
         bcp.open(tmp_path)

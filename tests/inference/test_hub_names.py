@@ -9,8 +9,8 @@ import pytest
 import torch
 from toy_blocks import reference
 
-from bytecheckpoint.inference.hub_names import hub_tensors
-from bytecheckpoint.inference.recording import Recorder
+from bytecheckpoint.inference.layouts.hub_names import hub_tensors
+from bytecheckpoint.inference.layouts.recording import Recorder
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")

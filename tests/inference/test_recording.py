@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.inference.recording import Copy, Recorder
-from bytecheckpoint.inference.strided import StridedView, box_of
+from bytecheckpoint.inference.layouts.recording import Copy, Recorder
+from bytecheckpoint.inference.layouts.strided import StridedView, box_of
 
 
 def _real(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

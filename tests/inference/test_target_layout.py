@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from layout_replay import replay, replay_from_parts
 from torch import nn
 
-from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import FormatError, StateError, UnsupportedVersionError
-from bytecheckpoint.inference.layout_columns import name_columns, number_column, read_name_columns, read_number_column
-from bytecheckpoint.inference.recording import Recorder
-from bytecheckpoint.inference.strided import StridedView
-from bytecheckpoint.inference.target_layout import LayoutTensor, Placement, TargetLayout
+from bytecheckpoint.inference.layouts.columns import name_columns, number_column, read_name_columns, read_number_column
+from bytecheckpoint.inference.layouts.recording import Recorder
+from bytecheckpoint.inference.layouts.strided import StridedView
+from bytecheckpoint.inference.layouts.target import LayoutTensor, Placement, TargetLayout
+from bytecheckpoint.tensors.dtypes import DTYPES
 
 HIDDEN, VOCABULARY, EXPERTS = 8, 10, 3
 
@@ -103,13 +103,13 @@ def test_a_replayed_layout_does_what_the_loader_does(tp: int, rank: int, device:
             assert torch.equal(found.tensors()[name], tensor), name
 
 
-def test_each_rank_wants_its_share() -> None:
+def test_each_rank_requests_its_share() -> None:
     weights = _weights()
     layouts = [_learned(Engine(2, rank, "meta"), weights) for rank in range(2)]
     replicated = sum(weights[name].nbytes for name in ("k", "v", "norm", "bias"))
     sharded = sum(tensor.nbytes for tensor in weights.values()) - replicated - weights["of another stage"].nbytes
     figures = [layout.figures() for layout in layouts]
-    assert sum(one.wanted for one in figures) == sharded + 2 * replicated
+    assert sum(one.requested for one in figures) == sharded + 2 * replicated
     assert all(one.share == 1 and one.stored == sum(t.nbytes for t in weights.values()) for one in figures)
     assert {part.name for part in layouts[0].parts()} == set(weights) - {"of another stage"}
     (out,) = [part for part in layouts[1].parts() if part.name == "out"]
@@ -118,7 +118,7 @@ def test_each_rank_wants_its_share() -> None:
     assert [tensor.name for tensor in layouts[0].parameters][-1] == "bias"
 
 
-def test_what_is_wanted_twice_is_wanted_once() -> None:
+def test_duplicate_requests_are_merged() -> None:
     weights = {"w": _real((4, 6)), "n": _real((4,))}
     model = _module(a=torch.zeros(2, 6), b=torch.zeros(2, 6), c=torch.zeros(4), d=torch.zeros(2))
 
@@ -148,13 +148,13 @@ def test_a_view_that_is_no_box_and_values_that_are_seen_want_the_whole() -> None
     assert parts == [("w", "[0:4,0:6]", "float32"), ("n", "[0:4]", "bfloat16"), ("m", "[0:4]", "float32")]
     assert [layout.stored[number].name for number in layout.seen] == ["n"]
     figures = layout.figures()
-    assert (figures.wanted, figures.fast) == (96 + 8 + 16, 16)
+    assert (figures.requested, figures.fast) == (96 + 8 + 16, 16)
     found = {parameter.name: torch.zeros(parameter.shape) for parameter in layout.parameters}
     replay_from_parts(layout, weights, found)
     assert torch.equal(found["a"], weights["w"][::2])
     assert torch.equal(found["d"], weights["m"])
     assert torch.equal(found["e"], weights["n"].float())
-    assert not found["c"].any()  # what is computed only the loader knows
+    assert not found["c"].any()  # only the loader can compute this
 
 
 def test_parts_come_in_the_type_of_the_parameter() -> None:
@@ -164,7 +164,7 @@ def test_parts_come_in_the_type_of_the_parameter() -> None:
     assert (part.dtype, part.nbytes, part.shape) == (DTYPES["bfloat16"], 24, (4, 6))
 
 
-def test_parameters_that_share_memory_are_told_apart() -> None:
+def test_parameters_that_share_memory_are_distinguished() -> None:
     arena = torch.zeros(20, device="meta")
     model = _module(a=arena[:8].view(2, 4), b=arena[8:].view(3, 4))
     layout = _learned(model, {"w": _real((2, 4))}, lambda given: model.b.data[1:].copy_(given["w"]))
@@ -176,8 +176,8 @@ def test_parameters_that_share_memory_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (lambda model: torch.zeros(2, 4), "w into a tensor of shape .* no part"),
-        (lambda model: model.a.data.view(torch.int32), "int32 that is no part"),
+        (lambda model: torch.zeros(2, 4), "w into a tensor of shape .* not part"),
+        (lambda model: model.a.data.view(torch.int32), "int32 that is not part"),
         (lambda model: model.turned.data, "parameter turned is not contiguous"),
     ],
 )
@@ -311,14 +311,14 @@ _FIT = StridedView(0, (2, 2), (2, 1))
         (b"", "zstd"),
         (b"nothing of the kind", "zstd"),
         (_announcing(1 << 40), "are allowed"),
-        (_packed([1]), "no packed target layout"),
-        (_packed({"what": "something else"}), "no packed target layout"),
+        (_packed([1]), "not a packed target layout"),
+        (_packed({"what": "something else"}), "not a packed target layout"),
         (_packed(_document(more=1)), "has the fields"),
-        (_packed(_document(forms=[[[2], [1, 1]]])), "no view"),
-        (_packed(_document(forms=[[[1 << 40, 1 << 40], [1, 1]]])), "not possible"),
-        (_packed(_document(seen=number_column([3, 1]))), "not in order"),
+        (_packed(_document(forms=[[[2], [1, 1]]])), "is not a view"),
+        (_packed(_document(forms=[[[1 << 40, 1 << 40], [1, 1]]])), "out of range"),
+        (_packed(_document(seen=number_column([3, 1]))), "not in ascending order"),
         (_packed(_document(seen=number_column([99]))), "0 to 13 are allowed"),
-        (_packed(_document(seen=b"123")), "no column"),
+        (_packed(_document(seen=b"123")), "not a column"),
         (_one((2, 2), _FIT, StridedView(0, (4,), (1,))), "is placed into"),
         (_one((2, 2), StridedView(1, (2, 2), (2, 1)), _FIT), "outside"),
         (_one((2, 2), _FIT, StridedView(0, (2, 2), (3, 1))), "outside"),
@@ -338,13 +338,13 @@ def test_a_later_version_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": number_column([0, 0])}, "twice"),
+        ({"pattern": number_column([0, 0])}, "occurs twice"),
         ({"pattern": number_column([0, 1])}, "0 to 0 are allowed"),
-        ({"patterns": []}, "no pattern"),
-        ({"patterns": [["a", 1]]}, "lists of text"),
+        ({"patterns": []}, "no patterns"),
+        ({"patterns": [["a", 1]]}, "not a list of text"),
         ({"patterns": [["a", "b"]]}, "more numbers than there are columns"),
         ({"patterns": [["a" * (1 << 20)]], "pattern": number_column([0] * 300)}, "bytes of names"),
-        ({"numbers": [number_column([1])]}, "no column of 0 numbers"),
+        ({"numbers": [number_column([1])]}, "not a column of 0 numbers"),
     ],
 )
 def test_names_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Layouts worked out without peers and weights are what vLLM's own loader does with real tensors."""
+"""Computed layouts match what vLLM's own loader does with real tensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,27 @@ import torch
 from golden_layouts import ENGINES, GOLDEN, MODELS, file_of
 from layout_replay import replay, replay_from_parts
 
-from bytecheckpoint.errors import StateError
-from bytecheckpoint.inference.hub_shapes import hub_shapes
-from bytecheckpoint.inference.target_layout import TargetLayout
+from bytecheckpoint.errors import StateError, UsageError
+from bytecheckpoint.inference.layouts.hub_shapes import hub_shapes
+from bytecheckpoint.inference.layouts.target import TargetLayout
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
+    warnings.simplefilter("ignore")  # from vLLM's own modules
     import vllm
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
     from vllm.model_executor.models import utils as models_utils
+    from vllm.platforms import current_platform
 
-    from bytecheckpoint.inference.vllm_layout import EngineRank, engine_model, layout_of
+    from bytecheckpoint.inference.vllm.layout import EngineRank, engine_model, layout_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
+
+_KERNEL_SELECTION = [
+    (linear, "choose_scaled_mm_linear_kernel"),
+    (fp8, "backend_to_kernel_cls"),
+    (int8, "backend_to_kernel_cls"),
+]
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -65,7 +74,7 @@ _CASES = [
     pytest.param(model, at, id=f"{model}-tp{at.tp}-pp{at.pp}{'-ep' if at.ep else ''}-rank{at.rank}")
     for model, config in _MODELS.items()
     for at in [*_RANKS, *(_EXPERT_RANKS if "moe_intermediate_size" in config else [])]
-    # Blocks of 128 do not divide by so many.
+    # Blocks of 128 cannot be split over 4 ranks.
     if not ("8 bits" in model and at.tp == 4)
 ]
 
@@ -109,8 +118,22 @@ def test_a_layout_does_what_the_loader_does(folders: Path, model: str, at: Engin
             assert torch.equal(_bits(found[name]), _bits(tensor)), name
 
 
-def test_models_do_not_remember_each_other(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM keeps what a model leaves to other pipeline stages under the model's id, and ids are given again."""
+def test_8_bit_layouts_do_not_depend_on_kernels(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without AMX, on which vLLM supports no 8-bit kernel, computes the same layout as one with AMX."""
+    layouts = []
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        before = [getattr(module, name) for module, name in _KERNEL_SELECTION]
+        layouts.append(layout_of(folders / "deepseek_v3 in 8 bits", EngineRank(tp=2, rank=1)))
+        assert [getattr(module, name) for module, name in _KERNEL_SELECTION] == before
+    assert layouts[0] == layouts[1]
+    # Without the stand-ins, vLLM finds no kernel on such a machine.
+    supported = [kernel.is_supported()[0] for kernel in linear._POSSIBLE_FP8_BLOCK_KERNELS[current_platform._enum]]
+    assert not any(supported)
+
+
+def test_missing_layer_names_of_other_models_are_isolated(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM indexes layers on other pipeline stages by the model's id, and Python reuses ids."""
     known = models_utils._model_to_pp_missing_layer_names
     monkeypatch.setitem(known, 1, ["of a model that is gone"])
     before = dict(known)
@@ -121,8 +144,8 @@ def test_models_do_not_remember_each_other(folders: Path, monkeypatch: pytest.Mo
     assert known == before
 
 
-def test_what_training_holds_in_memory_is_as_good(folders: Path) -> None:
-    """Transformers holds the experts of a layer as one tensor."""
+def test_a_state_in_transformers_memory_form(folders: Path) -> None:
+    """Transformers fuses the experts of a layer into one tensor."""
     experts = 4
     at = EngineRank(tp=2, rank=1)
     weights = _weights(_MODELS["qwen3_moe"])
@@ -148,52 +171,52 @@ def test_what_training_holds_in_memory_is_as_good(folders: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["small-dense", "small-moe"])
-def test_golden_layouts_are_what_this_vllm_gives(tmp_path: Path, model: str) -> None:
+def test_this_vllm_produces_the_golden_layouts(tmp_path: Path, model: str) -> None:
     index = json.loads((GOLDEN / "index.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
     for engine in ENGINES[model]:
         golden = index[file_of(model, engine).name]
         if golden["vllm"] != vllm.__version__:
-            pytest.skip(f"the files are of vLLM {golden['vllm']}")
+            pytest.skip(f"the golden files were made with vLLM {golden['vllm']}")
         for rank, expected in enumerate(golden["ranks"]):
             assert layout_of(tmp_path, EngineRank(**engine, rank=rank)).digest() == expected["digest"]
 
 
-def test_a_layout_is_worked_out_once(
+def test_a_layout_is_cached(
     folders: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, at = tmp_path / "cache", EngineRank(tp=2, rank=1)
     first = layout_of(folders / "llama", at, cache=cache)
     (kept,) = cache.iterdir()
-    kept.write_bytes(first.pack())  # seen to be read: no other layout has these bytes
+    kept.write_bytes(first.pack())
     other = layout_of(folders / "qwen2", at)
     kept.write_bytes(other.pack())
     assert layout_of(folders / "llama", at, cache=cache) == other
     kept.write_bytes(b"damaged")
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
         assert layout_of(folders / "llama", at, cache=cache) == first
-    assert "made anew" in caplog.text
+    assert "computed again" in caplog.text
     assert layout_of(folders / "llama", at, cache=cache) == first
-    # Whatever it depends on makes another file.
+    # Everything that a layout depends on is part of the key.
     layout_of(folders / "llama", EngineRank(tp=2, rank=0), cache=cache)
     layout_of(folders / "llama", EngineRank(tp=2, rank=1, dtype="float32"), cache=cache)
     layout_of(folders / "llama", at, stored=hub_shapes(_MODELS["llama"])[:-1], cache=cache)
     assert len(list(cache.iterdir())) == 4
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
         assert layout_of(folders / "llama", at, cache=folders / "llama" / "config.json") == first
-    assert "could not be kept" in caplog.text
+    assert "could not be written" in caplog.text
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2")
     layout_of(folders / "llama", at, cache=cache)
     assert len(list(cache.iterdir())) == 5
 
 
-def test_what_cannot_be_worked_out_is_refused(folders: Path, tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="no rank 4 in an engine of tp=2 and pp=2"):
+def test_layouts_that_cannot_be_computed(folders: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no rank 4 in an engine of tp=2 and pp=2"):
         EngineRank(tp=2, pp=2, rank=4)
     with pytest.raises(StateError, match=r"config\.json cannot be read"):
         layout_of(tmp_path, EngineRank())
-    (tmp_path / "config.json").write_text(json.dumps(_SIZES | {"architectures": ["Unheard"]}))
-    with pytest.raises(StateError, match="no table of tensors is written for architecture 'Unheard'"):
+    (tmp_path / "config.json").write_text(json.dumps(_SIZES | {"architectures": ["Unknown"]}))
+    with pytest.raises(StateError, match="stored tensors of architecture 'Unknown' cannot be derived"):
         layout_of(tmp_path, EngineRank())
     with engine_model(folders / "llama", EngineRank(tp=2)):
         with pytest.raises(StateError, match="an engine runs in this process"):

@@ -16,10 +16,12 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
 
 pytest.importorskip("vllm")
 transformers = pytest.importorskip("transformers")
 
+from sampling import sample  # noqa: E402
 from vllm_pushes import ENVIRONMENT  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -60,16 +62,18 @@ def _start(**arguments: Any) -> Started:
         arguments["distributed_executor_backend"] = "mp"
     script = [sys.executable, str(_SUPPORT / "vllm_probe.py"), json.dumps(arguments)]
     environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(script, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=time_limit(280), env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    said = {line.split()[0]: line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(_SAID)}
-    for left in Path("/dev/shm").glob(f"{json.loads(said['LEAVES']) or 'none'}*"):
+    results = {
+        line.split()[0]: line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(_RESULT_LINES)
+    }
+    for left in Path("/dev/shm").glob(f"{json.loads(results['LEAVES']) or 'none'}*"):
         left.unlink()
     read = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) bytes read", done.stdout + done.stderr)]
-    return Started(json.loads(said["TOKENS"]), json.loads(said["DIGESTS"]), read)
+    return Started(json.loads(results["TOKENS"]), json.loads(results["DIGESTS"]), read)
 
 
-_SAID = ("TOKENS ", "DIGESTS ", "LEAVES ")
+_RESULT_LINES = ("TOKENS ", "DIGESTS ", "LEAVES ")
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Stored:
         return {"model": str(self.folder), "load_format": "bcp", "model_loader_extra_config": extra}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["llama", *sample(["qwen2", "qwen3_moe"], 1)])
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stored:
     path = tmp_path_factory.mktemp(request.param)
     model = _model(request.param)

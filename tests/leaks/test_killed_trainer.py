@@ -1,5 +1,7 @@
-"""A job that is killed, all ranks at once, in the middle of an asynchronous save: no process and no shared memory is
-left of it, and the next job on this host has the root at once."""
+"""Kill all ranks of a job during an asynchronous save.
+
+No process and no shared memory remain, and the next job on this host can use the root immediately.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,17 @@ import torch
 from leak_watch import shared_memory_names
 
 import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
 
-GONE_S = 5.0
-START_S = 120.0
+GONE_S = time_limit(5)
+START_S = time_limit(120)
 
 _TRAINER = """
 import os, sys, threading
 import torch
 import torch.distributed as dist
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
+from bytecheckpoint import telemetry
 
 root, rank, world_size, layout = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 if world_size > 1:
@@ -39,11 +42,11 @@ def hold(name, event):
 def state(value):
     return {"extra_state": {"weight": torch.full((1 << 20,), float(value)), "value": value}}
 
-manager = bcp.CheckpointManager(root, every_steps=1, layout=layout, keep_last=2)
+manager = bcp.CheckpointManager(root, cadence=1, layout=layout, keep=2)
 for step in range(1, 4):
     manager.save(step, state(step))
 manager.wait()
-trace.observe(hold)
+telemetry.observe(hold)
 manager.save(4, state(4))
 while True:
     threading.Event().wait(1)
@@ -77,7 +80,7 @@ def test_a_killed_job_leaves_nothing(tmp_path: Path, world_size: int, layout: st
         assert ranks[0].stdout is not None
         assert ranks[0].stdout.readline() == "writing\n"
         for process in ranks:
-            # Alone, not its group: what else it may have started has to notice by itself.
+            # Only the process, not its group: its children must detect the death themselves.
             os.kill(process.pid, signal.SIGKILL)
         for process in ranks:
             assert process.wait(GONE_S) == -signal.SIGKILL
@@ -96,15 +99,15 @@ def test_a_killed_job_leaves_nothing(tmp_path: Path, world_size: int, layout: st
     assert found.verify().ok
     assert not (root / "step-4" / "manifest.msgpack").exists()
     assert [path for path in (root / "step-4").rglob("*") if path.is_file()], "it was killed before it wrote"
-    # A lease of a holder that may live is watched for 15 s; that this one has ended is seen.
+    # The manager watches the lease of a possibly living holder for 15 s, but detects that this one has ended.
     begin = time.monotonic()
-    manager = bcp.CheckpointManager(root, keep_last=2)
+    manager = bcp.CheckpointManager(root, keep=2)
     assert time.monotonic() - begin < GONE_S
     with manager:
         state = {"extra_state": {"weight": torch.zeros(1 << 20), "value": 0}}
         assert manager.resume(state) is not None
         assert state["extra_state"]["value"] == 3
         manager.save(5, state, force=True)
-    # Files: the kill may have come between the removal of the last one in a folder and that of the folder.
+    # Only files: the kill may fall between the removal of a folder's last file and that of the folder.
     files = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
     assert {path.parts[0] for path in files} == {"step-3", "step-5"}, files

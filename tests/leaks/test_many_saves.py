@@ -1,4 +1,4 @@
-"""Two hundred asynchronous saves, with loads beside them, hold what two saves held: memory, descriptors, threads,
+"""Two hundred asynchronous saves with concurrent loads hold the same resources as two: memory, descriptors, threads,
 children and shared memory."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 pytestmark = pytest.mark.slow
@@ -24,12 +25,12 @@ WORLD = 2
 SAVES = 200
 WINDOW = 10
 EVERY = 20  # saves between two loads
-DEADLINE_S = 60.0
+DEADLINE_S = time_limit(60)
 
 STATE_BYTES = 3 * 4 * 128 * 129  # parameters and their two moments; half of it on each of two ranks
 GROWTH = 10 << 20
-"""Bytes. 198 states that leak would be 37 MiB, half of that on each of two ranks; what is seen is 0.01 to 0.6 MB, and
-2 MiB more where a thread made its bounce buffer late."""
+"""Bytes. Leaking 198 states would take 37 MiB, half on each of two ranks. The measured growth is 0.01 to 0.6 MB, plus
+2 MiB if a thread allocates its bounce buffer late."""
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -41,13 +42,13 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _files(root: str) -> list[str]:
-    """Of checkpoints."""
+    """Count the files of checkpoints."""
     found = [path for path in Path(root).rglob("*") if path.is_file()]
     return [str(path) for path in found if path.parent != Path(root)]
 
 
 class Saver:
-    """Two saves under way at most, one path or the other."""
+    """Save to two paths in turn, with at most two saves in flight."""
 
     def __init__(self, root: str, layout: Any) -> None:
         self._root, self._layout = root, layout
@@ -74,7 +75,7 @@ class Saver:
 
 class ManagedSaver(Saver):
     def __init__(self, root: str, layout: Any) -> None:
-        self._manager = bcp.CheckpointManager(root, keep_last=2, layout=layout, deadline_s=DEADLINE_S, lease_s=0.6)
+        self._manager = bcp.CheckpointManager(root, keep=2, layout=layout, deadline_s=DEADLINE_S, lease_s=0.6)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         assert self._manager.save(step, state, force=True) is not None
@@ -91,10 +92,10 @@ class ManagedSaver(Saver):
 
 
 def _many(rank: int, world_size: int, root: str, layout: Any, managed: bool) -> tuple[Held, Held, int, int]:
-    """What was held after the second and after the last save, by how many bytes memory grew between them, and how many
-    files there were after the second."""
+    """Return the resources after the second and after the last save, the growth of memory between them in bytes, and
+    the number of files after the second save."""
     state, other = _state(1.0), _state(2.0)
-    bcp.warmup(state)  # threads begin when they are first needed
+    bcp.warmup(state)  # starts all threads
     saver = ManagedSaver(root, layout) if managed else Saver(root, layout)
     early: list[int] = []
     late: list[int] = []

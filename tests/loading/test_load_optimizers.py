@@ -20,7 +20,7 @@ def _named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def test_a_parameter_without_gradient_has_no_state_on_either_side(tmp_path: Path) -> None:
-    """What was never created is neither an error nor invented, and what the target had of it goes."""
+    """Missing state is neither an error nor created, and the load removes the state that the target had."""
 
     def run(value: float, idle: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = plain_model(value)
@@ -57,11 +57,11 @@ def test_frozen_when_saved_and_trained_now(tmp_path: Path) -> None:
     model, optimizer = _frozen_run(1.0, "0.weight")
     bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
     other, target = _frozen_run(9.0, "")
-    mine = {key: value.clone() for key, value in target.state[other[0].weight].items()}
+    own = {key: value.clone() for key, value in target.state[other[0].weight].items()}
     report = bcp.load(tmp_path, {"model": other, "optimizer": target})
     assert torch.equal(other[0].weight, model[0].weight)
     assert any("0.weight" in name for name in report.lazy)
-    assert all(torch.equal(target.state[other[0].weight][key], value) for key, value in mine.items())
+    assert all(torch.equal(target.state[other[0].weight][key], value) for key, value in own.items())
     assert torch.equal(target.state[other[1].bias]["exp_avg"], optimizer.state[model[1].bias]["exp_avg"])
 
 
@@ -102,7 +102,7 @@ def test_groups_reordered_split_and_merged(tmp_path: Path) -> None:
         assert [group["lr"] for group in target.param_groups] == rates
         loaded = _named_state(other, target)
         assert all(torch.equal(loaded[n][k], stored[n][k]) for n in stored for k in stored[n])
-    # Merging groups that were stepped differently has no right answer.
+    # Groups with different hyper-parameters cannot be merged.
     other, target = _grouped(9.0, [(weights + biases, 9.0)])
     before = _named_state(other, target)["0.bias"]["exp_avg"].clone()
     with pytest.raises(MismatchError, match=r"split the group as it was") as caught:
@@ -111,7 +111,7 @@ def test_groups_reordered_split_and_merged(tmp_path: Path) -> None:
     assert torch.equal(_named_state(other, target)["0.bias"]["exp_avg"], before)
     bcp.load(tmp_path, {"model": other, "optimizer": target}, exclude=["optimizer.param_groups.*"])
     assert target.param_groups[0]["lr"] == 9.0
-    # Groups of one kind merge.
+    # Groups with equal hyper-parameters can.
     model, optimizer = _grouped(1.0, [(weights, 0.5), (biases, 0.5)])
     bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
     bcp.load(tmp_path, {"model": other, "optimizer": target})
@@ -154,7 +154,7 @@ def test_one_implementation_loads_the_state_of_another(tmp_path: Path, stored: s
             target.step()
 
 
-def test_an_exhausted_scheduler_and_a_scaler_come_back(tmp_path: Path) -> None:
+def test_an_exhausted_scheduler_and_a_scaler_round_trip(tmp_path: Path) -> None:
     model = plain_model()
     optimizer = stepped(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
@@ -177,7 +177,7 @@ class _Nested(torch.optim.SGD):
             self.state[parameter]["factors"] = [parameter.detach() + 1, {"deep": parameter.detach() + 2}]
 
 
-def test_nested_state_follows_its_parameters_new_name(tmp_path: Path) -> None:
+def test_nested_state_follows_a_renamed_parameter(tmp_path: Path) -> None:
     def made(name: str, value: float) -> tuple[nn.Module, _Nested]:
         module = nn.Module()
         inner = nn.Module()

@@ -1,4 +1,4 @@
-"""Which parts of a checkpoint a load takes, and into which memory."""
+"""Select the parts of a checkpoint to load, and fill memory in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mismatches import faults_of
 from small_training import differing, memory, plain_model, training
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import MismatchError, StateError
+from bytecheckpoint.errors import MismatchError, UsageError
 
 # -- include and exclude -----------------------------------------------------------------------------------------------
 
@@ -35,14 +35,14 @@ def test_patterns_on_sections(saved: Path, include: list[str], exclude: list[str
     report = bcp.load(saved, state, include=include, exclude=exclude)
     after = memory(state)
     for name in after:
-        wanted = stored if name.partition(".")[0] in taken and name not in exclude else before
-        assert not differing({name: after[name]}, {name: wanted[name]}), name
+        requested = stored if name.partition(".")[0] in taken and name not in exclude else before
+        assert not differing({name: after[name]}, {name: requested[name]}), name
     assert {name.partition(".")[0] for name in report.loaded} == taken
     assert not report.missing
     assert not report.unexpected
 
 
-def test_no_byte_of_what_is_excluded_is_read(saved: Path) -> None:
+def test_excluded_bytes_are_not_read(saved: Path) -> None:
     everything = bcp.load(saved, training(9.0))
     assert everything.bytes_wanted == bcp.open(saved).manifest.nbytes
     nothing = bcp.load(saved, training(9.0), include=["extra_state.step"])
@@ -53,7 +53,7 @@ def test_no_byte_of_what_is_excluded_is_read(saved: Path) -> None:
     assert one.bytes_read < 64 + 64 + 5000, "more than a file header and the chunks around it"
 
 
-def test_files_of_what_is_excluded_are_not_even_opened(saved: Path, tmp_path: Path) -> None:
+def test_files_of_excluded_sections_are_not_opened(saved: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(saved, copy)
     for file in copy.glob("attempt-*/optimizer-*"):
@@ -67,18 +67,18 @@ def test_files_of_what_is_excluded_are_not_even_opened(saved: Path, tmp_path: Pa
 
 
 def test_patterns_across_model_and_optimizer(saved: Path) -> None:
-    """One parameter is left alone in both."""
+    """Exclude one parameter in both sections."""
     state = training(9.0, steps=2)
     before, stored = memory(state), memory(training(1.0))
     bcp.load(saved, state, exclude=["model.0.weight", "optimizer.state.0.weight.*"])
     after = memory(state)
     for name in after:
         excluded = name == "model.0.weight" or name.startswith("optimizer.0.")
-        wanted = before if excluded else stored
-        assert not differing({name: after[name]}, {name: wanted[name]}), name
+        requested = before if excluded else stored
+        assert not differing({name: after[name]}, {name: requested[name]}), name
 
 
-def test_hyper_parameters_can_be_left_alone(saved: Path) -> None:
+def test_hyper_parameters_can_be_excluded(saved: Path) -> None:
     state = training(9.0)
     state["optimizer"].param_groups[0]["lr"] = 0.125
     bcp.load(saved, state, exclude=["optimizer.param_groups.*"])
@@ -88,29 +88,29 @@ def test_hyper_parameters_can_be_left_alone(saved: Path) -> None:
     assert not differing(stored, loaded)
 
 
-def test_patterns_that_are_no_lists(saved: Path) -> None:
-    with pytest.raises(StateError, match=r"lists of patterns, not 'model.\*'"):
+def test_a_pattern_that_is_not_a_list_is_refused(saved: Path) -> None:
+    with pytest.raises(UsageError, match=r"lists of patterns, not 'model.\*'"):
         bcp.load(saved, training(9.0), include="model.*")
 
 
 def test_excluded_values_and_names_that_only_one_side_has(saved: Path) -> None:
-    """Exclusion takes names out of the comparison too."""
+    """Excluded names are not compared either."""
     state = training(9.0)
     del state["extra_state"]["name"]
-    state["extra_state"]["new"] = "mine"
+    state["extra_state"]["new"] = "local"
     with pytest.raises(MismatchError) as caught:
         bcp.load(saved, state)
     assert faults_of(caught, "missing") == ["extra_state.new"]
     assert faults_of(caught, "unexpected") == ["extra_state.name"]
     bcp.load(saved, state, exclude=["extra_state.n*"])
-    assert state["extra_state"]["new"] == "mine"
+    assert state["extra_state"]["new"] == "local"
     assert state["extra_state"]["step"] == 1
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def test_sections_not_asked_for_stay_unread(saved: Path) -> None:
+def test_sections_outside_the_state_are_not_read(saved: Path) -> None:
     model = plain_model(9.0)
     report = bcp.load(saved, {"model": model})
     assert sorted(report.loaded) == sorted(f"model.{name}" for name in model.state_dict())
@@ -165,11 +165,11 @@ def test_tensors_keep_their_identity(saved: Path) -> None:
     assert state["extra_state"] is extra
     assert extra["table"] is table
     assert not differing(memory(state), memory(training(1.0)))
-    # A tree is changed, not replaced; what stands in it is.
+    # The tree is changed in place; the values in it are replaced.
     assert extra["best"] == [1.0, None, (1, "two")]
 
 
-def test_an_empty_dict_takes_everything(saved: Path) -> None:
+def test_an_empty_dict_gets_everything(saved: Path) -> None:
     extra: dict[str, Any] = {}
     report = bcp.load(saved, {"extra_state": extra})
     assert not differing(

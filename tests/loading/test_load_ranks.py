@@ -13,6 +13,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import MismatchError
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -29,13 +30,13 @@ def _save_stages(rank: int, world_size: int, path: str) -> None:
 
 
 def _load_stages(rank: int, world_size: int, path: str, names: list[str]) -> tuple[Any, ...]:
-    """Each rank asks for its own part of the model, as pipeline stages do."""
-    mine = {name: torch.zeros(3) for name in names[rank::world_size]}
+    """Each rank requests one part of the model, like a pipeline stage."""
+    local = {name: torch.zeros(3) for name in names[rank::world_size]}
     try:
-        report = bcp.load(path, {"model": mine, "extra_state": {"s": 0}}, deadline_s=30)
+        report = bcp.load(path, {"model": local, "extra_state": {"s": 0}}, deadline_s=time_limit(30))
     except MismatchError as error:
         return str(error), sorted(error.faults)
-    return {name: tensor[0].item() for name, tensor in mine.items()}, report.unexpected, report.bytes_wanted
+    return {name: tensor[0].item() for name, tensor in local.items()}, report.unexpected, report.bytes_wanted
 
 
 def test_disjoint_targets_are_not_unexpected(pool: RankPool, tmp_path: Path) -> None:
@@ -44,9 +45,9 @@ def test_disjoint_targets_are_not_unexpected(pool: RankPool, tmp_path: Path) -> 
         ({"a": 0.0, "c": 2.0}, [], 24),
         ({"b": 1.0, "d": 3.0}, [], 24),
     ]
-    said = pool.run(_load_stages, str(tmp_path), list("abx"), world_size=2)
-    assert said[0] == said[1], "the ranks raise different errors"
-    assert [tuple(fault[:2]) for fault in said[0][1]] == [
+    results = pool.run(_load_stages, str(tmp_path), list("abx"), world_size=2)
+    assert results[0] == results[1], "the ranks raise different errors"
+    assert [tuple(fault[:2]) for fault in results[0][1]] == [
         ("missing", "model.x"),
         ("unexpected", "model.c"),
         ("unexpected", "model.d"),
@@ -59,13 +60,13 @@ def _per_rank_state(rank: int, policy: str | None) -> dict[str, Any]:
 
 
 def _save_per_rank(rank: int, world_size: int, path: str, declared: bool) -> None:
-    bcp.save(path, _per_rank_state(rank, "error" if declared else None), deadline_s=30)
+    bcp.save(path, _per_rank_state(rank, "error" if declared else None), deadline_s=time_limit(30))
 
 
 def _load_per_rank(rank: int, world_size: int, path: str, policy: str | None, option: str) -> Any:
     state = _per_rank_state(-1, policy)
     try:
-        report = bcp.load(path, state, per_rank=option, deadline_s=30)
+        report = bcp.load(path, state, per_rank=option, deadline_s=time_limit(30))
     except MismatchError as error:
         return sorted({name for kind, name, _ in error.faults if kind == "per_rank"}), str(error)
     own = state["extra_state"]["own"]
@@ -79,7 +80,7 @@ def _load_per_rank(rank: int, world_size: int, path: str, policy: str | None, op
 
 @pytest.mark.parametrize("declared", [True, False], ids=["PerRank", "merely different"])
 def test_values_of_single_ranks(pool: RankPool, tmp_path: Path, declared: bool) -> None:
-    """``PerRank`` in the target says for itself; for values that merely differed the option of ``load`` does."""
+    """``PerRank`` in the target has its own policy; for other values that differ, the option of ``load`` applies."""
     path = str(tmp_path)
     pool.run(_save_per_rank, path, declared, world_size=2)
     run = pool.run
@@ -89,22 +90,22 @@ def test_values_of_single_ranks(pool: RankPool, tmp_path: Path, declared: bool) 
         for size in (1, 3, 4):
             assert run(_load_per_rank, path, ours, option, world_size=size) == by_rank[:size], (policy, size)
     for size in (1, 4):
-        said = run(_load_per_rank, path, "error" if declared else None, "error", world_size=size)
-        assert {"extra_state.own.buffer", "extra_state.own.number"} <= set(said[0][0])
-        assert f"saved by 2 rank(s), loaded by {size}" in said[0][1]
-        assert "per_rank='lowest', 'modulo' or 'skip'" in said[0][1]
-        assert all(one == said[0] for one in said)
+        results = run(_load_per_rank, path, "error" if declared else None, "error", world_size=size)
+        assert {"extra_state.own.buffer", "extra_state.own.number"} <= set(results[0][0])
+        assert f"saved by 2 rank(s), loaded by {size}" in results[0][1]
+        assert "per_rank='lowest', 'modulo' or 'skip'" in results[0][1]
+        assert all(one == results[0] for one in results)
 
 
 def _unwanted_per_rank(rank: int, world_size: int, path: str) -> list[str]:
     try:
-        bcp.load(path, {"extra_state": {"shared": 0}}, deadline_s=30)
+        bcp.load(path, {"extra_state": {"shared": 0}}, deadline_s=time_limit(30))
     except MismatchError as error:
         return sorted(name for _, name, _ in error.faults)
     return []
 
 
-def test_values_of_single_ranks_that_nobody_takes_are_unexpected(pool: RankPool, tmp_path: Path) -> None:
+def test_unused_values_of_single_ranks_are_unexpected(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_save_per_rank, str(tmp_path), True, world_size=2)
     expected = ["extra_state.own.buffer", "extra_state.own.number"]
     assert pool.run(_unwanted_per_rank, str(tmp_path), world_size=2) == [expected, expected]
@@ -118,21 +119,21 @@ def _save_rng(rank: int, world_size: int, path: str) -> list[float]:
     random.seed(100 + rank)
     np.random.seed(100 + rank)
     torch.manual_seed(100 + rank)
-    bcp.save(path, {"rng": bcp.RNGState(), "extra_state": {"x": 1}}, deadline_s=30)
+    bcp.save(path, {"rng": bcp.RNGState(), "extra_state": {"x": 1}}, deadline_s=time_limit(30))
     return _draw()
 
 
 def _load_rng(rank: int, world_size: int, path: str, on_resize: str) -> list[float] | str:
     random.seed(5)
     try:
-        bcp.load(path, {"rng": bcp.RNGState(on_resize)}, deadline_s=30)  # type: ignore[arg-type]
+        bcp.load(path, {"rng": bcp.RNGState(on_resize)}, deadline_s=time_limit(30))  # type: ignore[arg-type]
     except bcp.errors.BytecheckpointError as error:
         return str(error)
     return _draw()
 
 
 def test_random_generators(pool: RankPool, tmp_path: Path) -> None:
-    """The same numbers on the same ranks; at another world size what the target asks for."""
+    """The same ranks draw the same numbers; at another world size the target's policy applies."""
     path = str(tmp_path)
     drawn = pool.run(_save_rng, path, world_size=2)
     assert drawn[0] != drawn[1]

@@ -1,4 +1,4 @@
-"""What a load renames, tolerates, casts and refuses, and what it reports."""
+"""Renaming, strictness, casts and the report of a load."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from small_training import differing, memory, plain_model, stepped, training
 from torch import nn
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import MismatchError, StateError
-from bytecheckpoint.trace import LOAD_STEPS
+from bytecheckpoint.errors import MismatchError, StateError, UsageError
+from bytecheckpoint.telemetry import LOAD_STEPS
 
 # -- renaming ----------------------------------------------------------------------------------------------------------
 
@@ -42,13 +42,13 @@ def _by_function(name: str) -> str:
 
 
 @pytest.mark.parametrize("rename", [_MAP, _by_function], ids=["map", "function"])
-def test_renaming_takes_the_optimizer_along(saved: Path, rename: Any) -> None:
+def test_renaming_a_parameter_renames_its_optimizer_state(saved: Path, rename: Any) -> None:
     model = _Renamed()
     optimizer = stepped(model, 2, lr=9.0)
     report = bcp.load(saved, {"model": model, "optimizer": optimizer}, rename=rename)
-    wanted = training(1.0)
-    assert torch.equal(model.second.weight, wanted["model"][1].weight)
-    loaded, expected = optimizer.state_dict(), wanted["optimizer"].state_dict()
+    requested = training(1.0)
+    assert torch.equal(model.second.weight, requested["model"][1].weight)
+    loaded, expected = optimizer.state_dict(), requested["optimizer"].state_dict()
     assert loaded["param_groups"] == expected["param_groups"]
     for index, entries in expected["state"].items():
         for key, value in entries.items():
@@ -57,7 +57,7 @@ def test_renaming_takes_the_optimizer_along(saved: Path, rename: Any) -> None:
     assert not report.lazy
 
 
-def test_without_renaming_one_error_proposes_names(saved: Path) -> None:
+def test_a_missing_name_is_reported_with_a_suggestion(saved: Path) -> None:
     with pytest.raises(MismatchError) as caught:
         bcp.load(saved, {"model": {"0.wieght": torch.zeros(7, 5), "count": torch.zeros((), dtype=torch.int64)}})
     assert "model.0.wieght (did you mean 'model.0.weight'?)" in str(caught.value)
@@ -65,7 +65,7 @@ def test_without_renaming_one_error_proposes_names(saved: Path) -> None:
 
 
 def test_renaming_and_excluding_use_the_names_of_the_state(saved: Path) -> None:
-    """What the state does not have after renaming can be excluded by its new name, in the optimizer too."""
+    """A renamed entry that the state does not have is excluded by its new name, in the optimizer, too."""
     model = nn.Module()
     model.register_module("first", plain_model(9.0)[0])
     optimizer = stepped(model)
@@ -79,7 +79,7 @@ def test_renaming_and_excluding_use_the_names_of_the_state(saved: Path) -> None:
 
 
 def test_renaming_in_a_section_of_another_name(tmp_path: Path) -> None:
-    """An optimizer's state follows the parameter wherever that is stored."""
+    """An optimizer's state follows its parameter in any section."""
     actor, critic = plain_model(1.0), plain_model(2.0)
     state = {"actor": actor, "actor_optimizer": stepped(actor), "critic": critic}
     bcp.save(tmp_path, state)
@@ -89,7 +89,7 @@ def test_renaming_in_a_section_of_another_name(tmp_path: Path) -> None:
     bcp.load(tmp_path, {"actor": other, "actor_optimizer": optimizer}, rename=rename)
     stored = state["actor_optimizer"].state_dict()["state"]
     assert all(torch.equal(optimizer.state_dict()["state"][i]["exp_avg"], stored[i]["exp_avg"]) for i in stored)
-    # One optimizer over both modules knows its parameters by section and name.
+    # An optimizer of both modules names its parameters with their sections.
     both = tmp_path / "both"
     optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.1, momentum=0.9)
     for parameter in (*actor.parameters(), *critic.parameters()):
@@ -107,10 +107,10 @@ def test_two_names_renamed_to_one(saved: Path) -> None:
     for rename in ({"model.0.bias": "model.1.bias"}, {"extra_state.step": "extra_state.name"}):
         state = training(9.0)
         before = memory(state)
-        with pytest.raises(StateError, match=r"rename takes two stored names, \S+ and \S+, to"):
+        with pytest.raises(StateError, match=r"rename maps two stored names, \S+ and \S+, to"):
             bcp.load(saved, state, rename=rename, strict=False)
         assert not differing(before, memory(state))
-    with pytest.raises(StateError, match="rename returned None"):
+    with pytest.raises(UsageError, match="rename returned None"):
         bcp.load(saved, training(9.0), rename=lambda name: None)  # type: ignore[arg-type,return-value]
 
 
@@ -136,12 +136,12 @@ def test_one_error_lists_everything(saved: Path) -> None:
     assert faults_of(caught, "unexpected") == ["extra_state.best", "extra_state.name", "model.0.bias"]
     assert faults_of(caught, "shape") == ["model.1.bias", "model.1.weight"]
     assert faults_of(caught, "dtype") == ["extra_state.table", "model.count"]
-    said = str(caught.value)
-    assert "(10 fault(s)); nothing was changed" in said
-    assert "model.1.weight: stored [3, 7], wanted [4, 7]" in said
-    assert "extra_state.table: stored as float32, wanted as int32: no meaningful cast exists" in said
-    assert "extra_state.steps (did you mean 'extra_state.step'?)" in said
-    assert str(saved) in said
+    results = str(caught.value)
+    assert "(10 fault(s)); nothing was changed" in results
+    assert "model.1.weight: stored [3, 7], requested [4, 7]" in results
+    assert "extra_state.table: stored as float32, requested as int32: no meaningful cast exists" in results
+    assert "extra_state.steps (did you mean 'extra_state.step'?)" in results
+    assert str(saved) in results
     assert state["extra_state"]["step"] == 0
 
 
@@ -171,8 +171,8 @@ def test_shapes_and_dtypes_are_never_tolerated(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", ["sometimes", {"model": "sometimes"}, {"nowhere": True}, 3])
-def test_strictness_that_means_nothing(saved: Path, strict: Any) -> None:
-    with pytest.raises(StateError, match=r"strict (must be|names sections)"):
+def test_invalid_strictness_is_refused(saved: Path, strict: Any) -> None:
+    with pytest.raises(UsageError, match=r"strict (must be|names sections)"):
         bcp.load(saved, training(9.0), strict=strict)
 
 
@@ -195,49 +195,49 @@ def test_exact_allows_no_lazy_state(tmp_path: Path) -> None:
 # -- casts -------------------------------------------------------------------------------------------------------------
 
 
-def _cast(tmp_path: Path, stored: torch.Tensor, wanted: torch.dtype, cast: str) -> torch.Tensor:
+def _cast(tmp_path: Path, stored: torch.Tensor, requested: torch.dtype, cast: str) -> torch.Tensor:
     path = tmp_path / f"{stored.dtype}".replace(".", "-")
     bcp.save(path, {"model": {"w": stored}})
-    target = torch.zeros(stored.shape, dtype=wanted)
+    target = torch.zeros(stored.shape, dtype=requested)
     report = bcp.load(path, {"model": {"w": target}}, cast=cast)  # type: ignore[arg-type]
-    if stored.dtype != wanted:
-        names = tuple(str(dtype).removeprefix("torch.") for dtype in (stored.dtype, wanted))
+    if stored.dtype != requested:
+        names = tuple(str(dtype).removeprefix("torch.") for dtype in (stored.dtype, requested))
         assert report.cast == {"model.w": names}
         assert "1 cast" in str(report)
     return target
 
 
-def test_widening_is_fine_and_reported(tmp_path: Path) -> None:
+def test_widening_is_allowed_and_reported(tmp_path: Path) -> None:
     stored = torch.tensor([1.5, -2.25, float("inf")], dtype=torch.bfloat16)
     assert torch.equal(_cast(tmp_path, stored, torch.float32, "widen"), stored.float())
     assert torch.equal(_cast(tmp_path, torch.tensor([True, False]), torch.int32, "widen"), torch.tensor([1, 0]).int())
-    with pytest.raises(MismatchError, match="stored as bfloat16, wanted as float32: cast='widen' allows it"):
+    with pytest.raises(MismatchError, match="stored as bfloat16, requested as float32: cast='widen' allows it"):
         _cast(tmp_path, stored, torch.float32, "exact")
 
 
-def test_rounding_only_when_asked(tmp_path: Path) -> None:
+def test_rounding_casts_need_permission(tmp_path: Path) -> None:
     stored = torch.tensor([1.1, 3.3])
-    for wanted in (torch.bfloat16, torch.float16):
-        with pytest.raises(MismatchError, match=r"stored as float32, wanted as \w+: cast='any' allows it"):
-            _cast(tmp_path, stored, wanted, "widen")
-        assert torch.equal(_cast(tmp_path, stored, wanted, "any"), stored.to(wanted))
+    for requested in (torch.bfloat16, torch.float16):
+        with pytest.raises(MismatchError, match=r"stored as float32, requested as \w+: cast='any' allows it"):
+            _cast(tmp_path, stored, requested, "widen")
+        assert torch.equal(_cast(tmp_path, stored, requested, "any"), stored.to(requested))
     wide = torch.tensor([2**40], dtype=torch.int64)
     with pytest.raises(MismatchError, match="cast='any' allows it"):
         _cast(tmp_path, wide, torch.float32, "widen")
 
 
-def test_fractions_never_become_whole_numbers(tmp_path: Path) -> None:
-    for wanted in (torch.int32, torch.uint8, torch.bool):
+def test_floats_are_never_cast_to_integers(tmp_path: Path) -> None:
+    for requested in (torch.int32, torch.uint8, torch.bool):
         with pytest.raises(MismatchError, match="no meaningful cast exists"):
-            _cast(tmp_path, torch.tensor([1.0, 2.0]), wanted, "any")
+            _cast(tmp_path, torch.tensor([1.0, 2.0]), requested, "any")
     with pytest.raises(MismatchError, match="no meaningful cast exists"):
         _cast(tmp_path, torch.tensor([1.0 + 2j]), torch.float32, "any")
-    with pytest.raises(StateError, match="cast must be"):
+    with pytest.raises(UsageError, match="cast must be"):
         bcp.load(tmp_path, {"model": {}}, cast="sometimes")  # type: ignore[arg-type]
 
 
 def test_a_cast_of_a_model_and_its_optimizer(saved: Path) -> None:
-    """fp32 master weights into a float64 run."""
+    """Load float32 master weights into a float64 run."""
     model = plain_model(9.0).double()
     optimizer = stepped(model, 1)
     report = bcp.load(saved, {"model": model, "optimizer": optimizer})

@@ -1,4 +1,4 @@
-"""What several ranks want alike is read by one of them and passed on."""
+"""One rank reads the bytes that several ranks request, and forwards them around a ring."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.errors import BytecheckpointError, CorruptionError, RankFailedError, StateError
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint import telemetry
+from bytecheckpoint.errors import BytecheckpointError, CorruptionError, RankFailedError, UsageError
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
 def content(seed: float = 0.0) -> dict[str, torch.Tensor]:
-    """Of all kinds: large and small, odd shapes, several dtypes; 6 MB."""
+    """Large and small tensors of odd shapes and several dtypes; 6 MB."""
     torch.manual_seed(7)
     made = {
         "large": torch.randn(1001, 1024),
@@ -60,7 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _load_all(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
     tensors = like(content())
     extra = {"step": 0}
-    report = bcp.load(path, {"model": tensors, "extra_state": extra}, deadline_s=60, **options)
+    report = bcp.load(path, {"model": tensors, "extra_state": extra}, deadline_s=time_limit(60), **options)
     assert extra == {"step": 3}
     assert equal(tensors, content())
     work = report.timings.work.get("exchange")
@@ -74,20 +75,20 @@ def test_replicas_read_each_byte_once(rank_pool: RankPool, saved: Path, world_si
     options = {"share_reads": "always", "verify": verify}
     results = rank_pool.run(_load_all, str(saved), options, world_size=world_size)
     total = nbytes(content())
-    read, received, wanted = (list(column) for column in zip(*results))
+    read, received, requested = (list(column) for column in zip(*results))
     assert total <= sum(read) <= 1.02 * total + (world_size << 15), "headers and a chunk at a cut at most"
     assert max(read) <= 1.1 * total / world_size + (2 << 15)
     assert sum(received) == (world_size - 1) * total
-    assert wanted == [total] * world_size
+    assert requested == [total] * world_size
 
 
-def test_it_can_be_switched_off(rank_pool: RankPool, saved: Path) -> None:
-    for read, received, wanted in rank_pool.run(_load_all, str(saved), {"share_reads": "never"}, world_size=2):
-        assert read >= wanted == nbytes(content())
+def test_sharing_can_be_switched_off(rank_pool: RankPool, saved: Path) -> None:
+    for read, received, requested in rank_pool.run(_load_all, str(saved), {"share_reads": "never"}, world_size=2):
+        assert read >= requested == nbytes(content())
         assert received == 0
 
 
-def test_one_host_that_has_the_files_in_memory_reads_them_there(rank_pool: RankPool, saved: Path) -> None:
+def test_ranks_of_one_host_read_cached_files_separately(rank_pool: RankPool, saved: Path) -> None:
     for file in saved.rglob("*"):
         if file.is_file():
             file.read_bytes()
@@ -105,7 +106,7 @@ def test_a_cold_disk_is_read_once_for_many(
     with open(tmp_path / key, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with backend.open_object(key) as stored:
-        if stored.is_at_hand(4 << 20, 1 << 20) or not stored.direct_pages():
+        if stored.is_cached(4 << 20, 1 << 20) or not stored.direct_alignment():
             pytest.skip("this file system has no cache that can be dropped, or no way past it")
     results = rank_pool.run(_load_all, str(tmp_path), {}, world_size=world_size)
     assert [received > 0 for _, received, _ in results] == [passes_on] * world_size
@@ -120,11 +121,11 @@ def test_an_object_store_is_read_once_by_default(rank_pool: RankPool, bucket: st
 
 
 def test_an_unknown_choice_is_refused(saved: Path) -> None:
-    with pytest.raises(StateError, match="auto, always, never"):
+    with pytest.raises(UsageError, match="auto, always, never"):
         bcp.load(saved, {"model": like(content())}, share_reads="sometimes")
 
 
-def test_one_process_shares_with_nobody(saved: Path) -> None:
+def test_one_process_shares_no_reads(saved: Path) -> None:
     tensors = like(content())
     report = bcp.load(saved, {"model": tensors}, share_reads="always")
     assert equal(tensors, content())
@@ -132,16 +133,16 @@ def test_one_process_shares_with_nobody(saved: Path) -> None:
 
 
 def _load_into_odd_memory(rank: int, world_size: int, path: str) -> Any:
-    """Other dtypes than stored, memory in another order, and elements that share memory."""
-    wanted = content()
+    """Load into other dtypes, memory in another order, and elements that share memory."""
+    requested = content()
     tensors: dict[str, torch.Tensor] = {
         "large": torch.zeros(1024, 1001).t(),
         "tall": torch.zeros(50257, 3, dtype=torch.float64),
         "one_row": torch.zeros(1, 600_000)[:, ::2],
         "scalar": torch.zeros(()).expand(()),
     }
-    report = bcp.load(path, {"model": tensors}, strict=False, share_reads="always", deadline_s=60)
-    assert all(torch.equal(tensors[name].to(wanted[name].dtype), wanted[name]) for name in tensors)
+    report = bcp.load(path, {"model": tensors}, strict=False, share_reads="always", deadline_s=time_limit(60))
+    assert all(torch.equal(tensors[name].to(requested[name].dtype), requested[name]) for name in tensors)
     return report.bytes_received > 0, sorted(report.cast)
 
 
@@ -150,19 +151,19 @@ def test_memory_of_any_kind_is_filled(rank_pool: RankPool, saved: Path) -> None:
 
 
 def _load_some(rank: int, world_size: int, path: str) -> Any:
-    """Ranks 0 and 1 want all alike; rank 2 wants it as another dtype, rank 3 only some of it."""
+    """Ranks 0 and 1 request the same; rank 2 requests another dtype, and rank 3 only some of the tensors."""
     tensors = like(content())
     if rank == 2:
         tensors["large"] = tensors["large"].double()
     if rank == 3:
         tensors = {name: tensors[name] for name in ("large", "half")}
-    report = bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+    report = bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
     expected = content()
     assert all(torch.equal(tensor.to(expected[name].dtype), expected[name]) for name, tensor in tensors.items())
     return report.bytes_received > 0
 
 
-def test_ranks_that_want_other_things_read_them_themselves(rank_pool: RankPool, saved: Path) -> None:
+def test_ranks_read_unshared_requests_themselves(rank_pool: RankPool, saved: Path) -> None:
     assert rank_pool.run(_load_some, str(saved), world_size=4) == [True, True, False, False]
 
 
@@ -182,7 +183,7 @@ def net(seed: int) -> Net:
 def _load_hsdp(rank: int, world_size: int, path: str) -> Any:
     model = net(1)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicas", "shards")))
-    report = bcp.load(path, {"model": model}, share_reads="always", deadline_s=60)
+    report = bcp.load(path, {"model": model}, share_reads="always", deadline_s=time_limit(60))
     expected = net(0).state_dict()
     for name, parameter in model.state_dict().items():
         assert isinstance(parameter, DTensor)
@@ -193,10 +194,10 @@ def _load_hsdp(rank: int, world_size: int, path: str) -> Any:
 def test_replicas_of_shards_are_read_once(rank_pool: RankPool, tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": net(0)}, chunk_size=4096)
     results = rank_pool.run(_load_hsdp, str(tmp_path), world_size=4)
-    read, received, wanted = (sum(column) for column in zip(*results))
-    assert wanted == 2 * nbytes(net(0).state_dict())
-    assert received == wanted // 2
-    assert read <= 1.1 * wanted / 2
+    read, received, requested = (sum(column) for column in zip(*results))
+    assert requested == 2 * nbytes(net(0).state_dict())
+    assert received == requested // 2
+    assert read <= 1.1 * requested / 2
 
 
 def _tensor_parallel(rank: int, world_size: int, seed: int) -> dict[str, torch.Tensor]:
@@ -210,18 +211,18 @@ def _tensor_parallel(rank: int, world_size: int, seed: int) -> dict[str, torch.T
 
 def _load_tensor_parallel(rank: int, world_size: int, path: str) -> Any:
     model = _tensor_parallel(rank, world_size, 1)
-    report = bcp.load(path, {"model": model}, share_reads="always", deadline_s=60)
+    report = bcp.load(path, {"model": model}, share_reads="always", deadline_s=time_limit(60))
     expected = net(0).state_dict()
     assert all(torch.equal(tensor.full_tensor(), expected[name]) for name, tensor in model.items())
     return report.bytes_received, report.bytes_read
 
 
-def test_what_is_replicated_among_tensor_parallel_ranks_is_read_once(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_replicas_of_tensor_parallel_ranks_are_read_once(rank_pool: RankPool, tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": net(0)}, chunk_size=4096)
     received, read = zip(*rank_pool.run(_load_tensor_parallel, str(tmp_path), world_size=4))
     tensors = net(0).state_dict()
     replicated = {name: t for name, t in tensors.items() if name.startswith("norm") or name == "down.bias"}
-    # Of what is cut by its columns each rank reads some rows, and sends every other rank its part of them.
+    # Of the matrix that is sharded by columns, each rank reads some rows and sends every other rank its part.
     assert sum(received) == 3 * nbytes(replicated) + tensors["down.weight"].nbytes * 3 // 4
     assert sum(read) <= 1.05 * nbytes(tensors)
 
@@ -229,7 +230,7 @@ def test_what_is_replicated_among_tensor_parallel_ranks_is_read_once(rank_pool: 
 def _load_damaged(rank: int, world_size: int, path: str) -> Any:
     tensors = like(content())
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
     except BytecheckpointError as error:
         cause = type(error.__cause__).__name__
         again = like(content())
@@ -254,16 +255,16 @@ def _damage_in_memory(rank: int, world_size: int, path: str, first: str) -> Any:
     tensors = like(content())
     pieces = []
 
-    def damage(span: trace.Span) -> None:
-        """Rank 1's memory goes bad between its check of the first piece from rank 0 and passing that on."""
+    def damage(span: telemetry.Span) -> None:
+        """Damage rank 1's memory after it has verified the first packet from rank 0 and before it forwards it."""
         if span.name == "exchange":
             pieces.append(span)
             if len(pieces) == 1:
                 tensors[first].view(-1).view(torch.uint8)[0] ^= 1
 
-    stop = trace.record(damage) if rank == 1 else lambda: None
+    stop = telemetry.record(damage) if rank == 1 else lambda: None
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     finally:
@@ -271,30 +272,30 @@ def _damage_in_memory(rank: int, world_size: int, path: str, first: str) -> Any:
     return None
 
 
-def test_damage_on_the_way_is_found_by_the_next_rank(rank_pool: RankPool, saved: Path) -> None:
+def test_the_next_rank_detects_damage_in_transit(rank_pool: RankPool, saved: Path) -> None:
     manifest = bcp.open(saved).manifest
     names = [manifest.tensors.fqn_of(int(manifest.shards.tensor[row])) for row in manifest.shards_in(0)]
     results = rank_pool.run(_damage_in_memory, str(saved), names[0], world_size=3)
     assert len(set(results)) == 1
     assert results[0][0] == CorruptionError.__name__
     assert f"tensor model.{names[0]}" in results[0][1]
-    assert "came damaged from rank 1; rank 0 had read and checked them" in results[0][1]
+    assert "arrived damaged from rank 1; rank 0 had read and verified it" in results[0][1]
 
 
 def _die_while_reading(rank: int, world_size: int, path: str, dying: int) -> Any:
     tensors = like(content())
     if rank == dying:
-        # In the middle: it has passed some pieces on already.
-        trace.record(lambda span: os.kill(os.getpid(), signal.SIGKILL) if span.name == "exchange" else None)
+        # In the middle of the exchange, after some packets were forwarded.
+        telemetry.record(lambda span: os.kill(os.getpid(), signal.SIGKILL) if span.name == "exchange" else None)
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     return None
 
 
 @pytest.mark.parametrize("dying", [0, 2])
-def test_a_rank_killed_in_the_ring_is_named_by_all(rank_pool: RankPool, saved: Path, dying: int) -> None:
+def test_all_ranks_name_a_rank_that_was_killed_in_the_ring(rank_pool: RankPool, saved: Path, dying: int) -> None:
     results = rank_pool.run(_die_while_reading, str(saved), dying, world_size=4, expect_death={dying: signal.SIGKILL})
     survivors = [result for result in results if result is not None]
     assert len(survivors) == 3
@@ -307,7 +308,7 @@ def _load_again_and_again(rank: int, world_size: int, path: str, times: int) -> 
     for _ in range(2):
         for _ in range(times):
             tensors = like(content())
-            bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+            bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
             assert equal(tensors, content())
         torch.distributed.barrier()
         counts.append(len(os.listdir("/proc/self/fd")))

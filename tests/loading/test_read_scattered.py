@@ -1,11 +1,10 @@
-"""Matrices that are cut by their columns: every rank reads some rows, and sends the others their parts of them."""
+"""Scatter reads: of matrices sharded by columns, every rank reads some rows and sends other ranks their parts."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +13,17 @@ from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.engine.reading import scatter_exchange
+from bytecheckpoint import telemetry
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, RankFailedError
+from bytecheckpoint.load.shared_reads import scatter
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 TENSORS = ("down", "experts", "half", "flags")
 
 
 def content() -> dict[str, torch.Tensor]:
-    """Several dtypes, some of odd numbers of rows; 5 MB."""
+    """Tensors of several dtypes, some with an odd number of rows; 5 MB."""
     torch.manual_seed(3)
     return {
         "down": torch.randn(1003, 1020),
@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def empty(world_size: int) -> dict[str, torch.Tensor]:
-    """By their last dimension, the experts' inner one; ``up`` by rows, ``norm`` on every rank."""
+    """Targets sharded by their last dimension, ``up`` by rows, and ``norm`` replicated."""
     mesh = init_device_mesh("cpu", (world_size,))
     last = {"down": Shard(1), "experts": Shard(2), "half": Shard(1), "flags": Shard(1), "up": Shard(0)}
     return {
@@ -64,7 +64,7 @@ def equal(tensors: dict[str, torch.Tensor]) -> bool:
 
 def _load(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
     tensors = empty(world_size)
-    report = bcp.load(path, {"model": tensors}, deadline_s=60, **options)
+    report = bcp.load(path, {"model": tensors}, deadline_s=time_limit(60), **options)
     assert equal(tensors)
     return report.bytes_read, report.bytes_received
 
@@ -75,15 +75,15 @@ def test_every_byte_is_read_once_and_sent_once(rank_pool: RankPool, saved: Path,
     results = rank_pool.run(_load, str(saved), {"share_reads": "always", "verify": verify}, world_size=world_size)
     read, received = (sum(column) for column in zip(*results))
     total = nbytes((*TENSORS, "up", "norm"))
-    # Rows are cut where chunks begin, as well as that goes; `up` in thirds shares a chunk at each cut.
+    # Rows are split at chunk boundaries where possible; the thirds of `up` share a chunk at each cut.
     assert read <= 1.02 * total + (2 * world_size * len(content()) << 14)
     scattered = nbytes(TENSORS) * (world_size - 1) // world_size
     aligned = received - nbytes(("norm",)) * (world_size - 1)
     assert scattered <= aligned <= 1.01 * scattered
 
 
-def test_each_for_itself_reads_whole_frames(rank_pool: RankPool, saved: Path) -> None:
-    """What scattering is for."""
+def test_without_sharing_each_rank_reads_complete_frames(rank_pool: RankPool, saved: Path) -> None:
+    """This is the cost that scattering avoids."""
     results = rank_pool.run(_load, str(saved), {"share_reads": "never"}, world_size=4)
     assert sum(read for read, _ in results) >= 4 * nbytes(("down",))
 
@@ -95,26 +95,26 @@ def _load_in_two_dimensions(rank: int, world_size: int, path: str) -> Any:
         for name, tensor in content().items()
         if name in ("down", "experts")
     }
-    report = bcp.load(path, {"model": tensors}, strict=False, share_reads="always", deadline_s=60)
+    report = bcp.load(path, {"model": tensors}, strict=False, share_reads="always", deadline_s=time_limit(60))
     expected = content()
     assert all(torch.equal(tensor.full_tensor(), expected[name]) for name, tensor in tensors.items())
     return report.bytes_read, report.bytes_received
 
 
 def test_frames_that_are_parts_of_a_tensor(rank_pool: RankPool, saved: Path) -> None:
-    """Cut by rows among pairs of ranks, and by columns within a pair."""
+    """Shard by rows among pairs of ranks, and by columns within a pair."""
     results = rank_pool.run(_load_in_two_dimensions, str(saved), world_size=4)
     assert all(received for _, received in results)
     assert sum(read for read, _ in results) <= 1.1 * nbytes(("down", "experts"))
 
 
 def _load_into_odd_memory(rank: int, world_size: int, path: str) -> Any:
-    """Elements of another dtype, in another order."""
+    """Load into another dtype and another memory order."""
     mesh = init_device_mesh("cpu", (world_size,))
     columns = 1020 // world_size
     local = torch.zeros(columns, 1003, dtype=torch.float64).t()
     down = DTensor.from_local(local, mesh, [Shard(1)], shape=torch.Size((1003, 1020)), stride=(1020, 1))
-    report = bcp.load(path, {"model": {"down": down}}, strict=False, share_reads="always", deadline_s=60)
+    report = bcp.load(path, {"model": {"down": down}}, strict=False, share_reads="always", deadline_s=time_limit(60))
     assert torch.equal(local, content()["down"][:, rank * columns : (rank + 1) * columns].double())
     return report.bytes_received
 
@@ -127,23 +127,23 @@ def test_memory_of_any_kind_is_filled(rank_pool: RankPool, saved: Path) -> None:
 
 def _load_damaged(rank: int, world_size: int, path: str, damaged: int | None) -> Any:
     tensors = empty(world_size)
-    real = scatter_exchange.xxhash
+    real = scatter.checksum_of
     if rank == damaged:
-        scatter_exchange.xxhash = SimpleNamespace(xxh3_64_intdigest=lambda data: real.xxh3_64_intdigest(data) ^ 1)
+        scatter.checksum_of = lambda views: real(views) ^ 1
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     finally:
-        scatter_exchange.xxhash = real
+        scatter.checksum_of = real
     return None
 
 
-def test_damage_on_the_way_is_the_same_error_on_all_ranks(rank_pool: RankPool, saved: Path) -> None:
+def test_damage_in_transit_is_the_same_error_on_all_ranks(rank_pool: RankPool, saved: Path) -> None:
     results = rank_pool.run(_load_damaged, str(saved), 1, world_size=3)
     assert len(set(results)) == 1
     assert results[0][0] == CorruptionError.__name__
-    assert "came damaged from rank" in results[0][1]
+    assert "arrived damaged from rank" in results[0][1]
 
 
 def test_a_damaged_file_is_the_same_error_on_all_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -161,16 +161,16 @@ def test_a_damaged_file_is_the_same_error_on_all_ranks(rank_pool: RankPool, tmp_
 def _die(rank: int, world_size: int, path: str, dying: int) -> Any:
     tensors = empty(world_size)
     if rank == dying:
-        trace.record(lambda span: os.kill(os.getpid(), signal.SIGKILL) if span.name == "exchange" else None)
+        telemetry.record(lambda span: os.kill(os.getpid(), signal.SIGKILL) if span.name == "exchange" else None)
     try:
-        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=60)
+        bcp.load(path, {"model": tensors}, share_reads="always", deadline_s=time_limit(60))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     return None
 
 
 @pytest.mark.parametrize("dying", [0, 2])
-def test_a_rank_killed_in_the_middle_is_named_by_all(rank_pool: RankPool, saved: Path, dying: int) -> None:
+def test_all_ranks_name_a_rank_that_was_killed(rank_pool: RankPool, saved: Path, dying: int) -> None:
     results = rank_pool.run(_die, str(saved), dying, world_size=4, expect_death={dying: signal.SIGKILL})
     survivors = [result for result in results if result is not None]
     assert len(survivors) == 3

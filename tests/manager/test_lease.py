@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
 from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.engine.writing.commit import attempt_name, job_of, new_attempt, new_attempt_id
 from bytecheckpoint.errors import RootInUseError, StorageError
 from bytecheckpoint.manager.lease import LEASE_KEY, Lease, LeaseRecord
 from bytecheckpoint.storage_backends.base import StorageBackend
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 
 INTERVAL_S = 0.1
@@ -32,7 +33,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> StorageBackend:
     return LocalBackend(tmp_path) if request.param == "local" else MemoryBackend("lease-test" + tmp_path.name)
 
 
-def _leave_behind(backend: StorageBackend, holder: PeerIdentity) -> LeaseRecord:
+def _put_foreign_lease(backend: StorageBackend, holder: PeerIdentity) -> LeaseRecord:
     record = LeaseRecord(b"dead", holder, 7, INTERVAL_S, "2026-01-01T00:00:00Z")
     backend.put(LEASE_KEY, record.pack())
     return record
@@ -47,10 +48,10 @@ def _wait_for_beat(backend: StorageBackend, beyond: int) -> None:
         if _read(backend).beat > beyond:
             return
         threading.Event().wait(INTERVAL_S / 10)
-    raise AssertionError("no sign of life")
+    raise AssertionError("no heartbeat")
 
 
-def test_a_held_lease_is_refused_and_given_back(backend: StorageBackend) -> None:
+def test_a_held_lease_is_refused_until_it_is_released(backend: StorageBackend) -> None:
     first = Lease.acquire(backend, ELSEWHERE, interval_s=INTERVAL_S)
     with pytest.raises(RootInUseError, match=rf"in use by job {first.job.hex()} \(process {HERE.pid} on elsewhere"):
         Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
@@ -62,7 +63,7 @@ def test_a_held_lease_is_refused_and_given_back(backend: StorageBackend) -> None
     second.close()
 
 
-def test_the_holder_gives_signs_of_life(backend: StorageBackend) -> None:
+def test_the_holder_sends_heartbeats(backend: StorageBackend) -> None:
     lease = Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
     try:
         _wait_for_beat(backend, 2)
@@ -70,14 +71,14 @@ def test_the_holder_gives_signs_of_life(backend: StorageBackend) -> None:
         lease.close()
 
 
-def test_a_silent_holder_on_another_host_is_taken_for_dead(backend: StorageBackend) -> None:
-    _leave_behind(backend, ELSEWHERE)
+def test_a_lease_without_heartbeats_is_taken_over(backend: StorageBackend) -> None:
+    _put_foreign_lease(backend, ELSEWHERE)
     lease = Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
     assert _read(backend).job == lease.job
     lease.close()
 
 
-def test_a_process_of_this_host_that_has_ended_is_known_to_be_dead(backend: StorageBackend) -> None:
+def test_the_lease_of_an_ended_process_of_this_host_is_taken_over_at_once(backend: StorageBackend) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     holder = replace(HERE, pid=child.pid, start_ticks=_start_ticks(child.pid))
     os.kill(child.pid, signal.SIGKILL)
@@ -92,41 +93,41 @@ def _start_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
 
 
-def test_a_sleeper_finds_its_lease_taken(backend: StorageBackend, caplog: pytest.LogCaptureFixture) -> None:
-    sleeper = Lease.acquire(backend, ELSEWHERE, interval_s=60.0)
-    record = _leave_behind(backend, HERE)
+def test_a_suspended_holder_finds_its_lease_taken(backend: StorageBackend, caplog: pytest.LogCaptureFixture) -> None:
+    suspended = Lease.acquire(backend, ELSEWHERE, interval_s=60.0)
+    record = _put_foreign_lease(backend, HERE)
     with pytest.raises(RootInUseError, match=f"job {record.job.hex()} .* has taken this root over from job"):
-        sleeper.check()
+        suspended.check()
     with pytest.raises(RootInUseError):
-        sleeper.raise_if_lost()
-    sleeper.close()
-    assert _read(backend) == record, "the other job's lease stays"
+        suspended.raise_if_lost()
+    suspended.close()
+    assert _read(backend) == record, "the other job's lease is not touched"
 
 
-def test_the_heartbeat_finds_a_lost_lease_by_itself(backend: StorageBackend) -> None:
-    sleeper = Lease.acquire(backend, ELSEWHERE, interval_s=INTERVAL_S)
-    record = _leave_behind(backend, HERE)
-    sleeper._beating.result(30)
+def test_the_heartbeat_detects_a_lost_lease(backend: StorageBackend) -> None:
+    suspended = Lease.acquire(backend, ELSEWHERE, interval_s=INTERVAL_S)
+    record = _put_foreign_lease(backend, HERE)
+    suspended._heartbeat.result(time_limit(30))
     with pytest.raises(RootInUseError):
-        sleeper.raise_if_lost()
+        suspended.raise_if_lost()
     assert _read(backend) == record
-    sleeper.close()
+    suspended.close()
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x80", b"\xc0", b"\x81\xa3job\x01"])
-def test_what_is_no_lease_is_replaced(backend: StorageBackend, content: bytes) -> None:
+def test_an_invalid_lease_is_replaced(backend: StorageBackend, content: bytes) -> None:
     backend.put(LEASE_KEY, content)
     lease = Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
     assert _read(backend).job == lease.job
     lease.close()
 
 
-def test_no_lease_makes_others_wait_for_days(backend: StorageBackend) -> None:
+def test_an_excessive_interval_is_rejected(backend: StorageBackend) -> None:
     with pytest.raises(ValueError, match="interval"):
         LeaseRecord.unpack(LeaseRecord(b"long", ELSEWHERE, 1, 1e6, "").pack())
 
 
-def test_a_lease_that_somebody_removed_is_written_again(backend: StorageBackend) -> None:
+def test_a_removed_lease_is_written_again(backend: StorageBackend) -> None:
     lease = Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
     backend.delete([LEASE_KEY])
     lease.check()
@@ -138,21 +139,21 @@ def test_a_lease_that_somebody_removed_is_written_again(backend: StorageBackend)
     lease.close()
 
 
-def test_a_store_that_fails_for_a_while_does_not_end_the_lease(tmp_path: Path) -> None:
+def test_a_temporary_storage_failure_does_not_end_the_lease(tmp_path: Path) -> None:
     inner = LocalBackend(tmp_path)
     seen = threading.Event()
     rule = FaultRule(
         "put", LEASE_KEY, nth=2, times=2, error=StorageError("out for a moment"), hook=lambda _: seen.set()
     )
     lease = Lease.acquire(FaultyBackend(inner, [rule]), HERE, interval_s=INTERVAL_S)
-    assert seen.wait(30)
+    assert seen.wait(time_limit(30))
     _wait_for_beat(inner, 2)
     lease.check()
     lease.close()
     assert list(inner.list()) == []
 
 
-def test_a_store_without_conditional_puts_will_do(tmp_path: Path) -> None:
+def test_a_store_without_conditional_puts(tmp_path: Path) -> None:
     inner = LocalBackend(tmp_path)
     refuse = FaultRule("put", LEASE_KEY, error=StorageError("this store has no conditional put"))
     lease = Lease.acquire(FaultyBackend(inner, [refuse]), HERE, interval_s=INTERVAL_S)
@@ -160,9 +161,9 @@ def test_a_store_without_conditional_puts_will_do(tmp_path: Path) -> None:
     lease.close()
 
 
-def test_attempts_tell_whose_they_are() -> None:
+def test_attempt_names_contain_the_job() -> None:
     name = attempt_name(new_attempt_id(b"\x01\x02\xfe\xff"))
-    assert job_of(name) == b"\x01\x02\xfe\xff"
-    assert job_of(new_attempt()) == b""
-    assert job_of("attempt-golden-single") == b""
-    assert job_of("attempt-x-zzzzzzzz-1") == b""
+    assert job_mark_of(name) == b"\x01\x02\xfe\xff"
+    assert job_mark_of(new_attempt()) == b""
+    assert job_mark_of("attempt-golden-single") == b""
+    assert job_mark_of("attempt-x-zzzzzzzz-1") == b""

@@ -19,20 +19,22 @@ from damage import with_version
 from torch import nn
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.engine.writing.commit import attempt_name, new_attempt_id
+from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt_id
 from bytecheckpoint.errors import (
     MismatchError,
     NoValidCheckpointError,
     RootInUseError,
-    StateError,
     StorageError,
     StorageFullError,
+    UnknownObjectError,
     UnsupportedVersionError,
+    UsageError,
 )
 from bytecheckpoint.manager.housekeeping import Housekeeping
 from bytecheckpoint.manager.lease import LEASE_KEY
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.testing import time_limit
 
 
 def _state(value: float = 0.0) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def _names(root: Path) -> list[str]:
 
 
 def _value(root: Path, **options: Any) -> float | None:
-    """What a new job would begin with."""
+    """The value with which a new job would resume."""
     state = _state(-1.0)
     with bcp.CheckpointManager(root) as manager:
         if manager.resume(state, **options) is None:
@@ -61,16 +63,16 @@ def _value(root: Path, **options: Any) -> float | None:
 
 
 def _save_all(root: Path, steps: Iterable[int], **options: Any) -> None:
-    with bcp.CheckpointManager(root, every_steps=1, **options) as manager:
+    with bcp.CheckpointManager(root, cadence=1, **options) as manager:
         for step in steps:
             manager.save(step, _state(float(step)), metrics={"loss": abs(step - 4)})
 
 
-# -- when, and what stays ------------------------------------------------------------------------------------------
+# -- cadence and retention ------------------------------------------------------------------------------------------
 
 
-def test_saves_every_so_many_steps(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, every_steps=3) as manager:
+def test_saves_every_n_steps(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, cadence=3) as manager:
         handles = [manager.save(step, _state(float(step))) for step in range(1, 11)]
     assert [handle is not None for handle in handles] == [step % 3 == 0 for step in range(1, 11)]
     assert _names(tmp_path) == ["step-3", "step-6", "step-9"]
@@ -78,7 +80,7 @@ def test_saves_every_so_many_steps(tmp_path: Path) -> None:
     assert not (tmp_path / LEASE_KEY).exists()
 
 
-def test_saves_what_is_asked_for(tmp_path: Path) -> None:
+def test_forced_and_requested_saves(tmp_path: Path) -> None:
     made: list[int] = []
 
     def make() -> dict[str, Any]:
@@ -95,61 +97,61 @@ def test_saves_what_is_asked_for(tmp_path: Path) -> None:
     assert len(made) == len(_names(tmp_path)) == 2
 
 
-def test_by_the_clock(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, every_minutes=1e-9) as manager:
+def test_saves_by_the_clock(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, cadence=bcp.Cadence(every_minutes=1e-9)) as manager:
         manager.save(1, _state())
         manager.save(2, _state())
     assert _names(tmp_path) == ["step-1", "step-2"]
 
 
-def test_one_step_is_saved_once(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+def test_a_step_is_saved_only_once(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
         assert manager.save(1, _state()) is not None
         assert manager.save(1, _state(), force=True) is None
 
 
 def test_retention(tmp_path: Path) -> None:
-    _save_all(tmp_path, range(1, 13), keep_last=2, keep_every=5, keep_best=1, best_metric="loss")
+    _save_all(tmp_path, range(1, 13), keep=bcp.Retention(last=2, every_steps=5, best=1, metric="loss"))
     assert _names(tmp_path) == ["step-4", "step-5", "step-10", "step-11", "step-12"]
     assert bcp.open(tmp_path / "step-4").metadata == {"metrics": {"loss": 0.0}}
 
 
-def test_retention_knows_what_earlier_jobs_saved(tmp_path: Path) -> None:
-    _save_all(tmp_path, range(1, 7), keep_last=3, keep_best=1, best_metric="loss")
+def test_retention_includes_checkpoints_of_earlier_jobs(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(1, 7), keep=bcp.Retention(last=3, best=1, metric="loss"))
     assert _names(tmp_path) == ["step-4", "step-5", "step-6"]
-    (tmp_path / "step-6" / "notes.txt").write_text("somebody's own")
+    (tmp_path / "step-6" / "notes.txt").write_text("not part of a checkpoint")
     (tmp_path / "other-1").mkdir()
     bcp.save(tmp_path / "other-2", _state())
-    _save_all(tmp_path, range(7, 9), keep_last=1, keep_best=1, best_metric="loss")
+    _save_all(tmp_path, range(7, 9), keep=bcp.Retention(last=1, best=1, metric="loss"))
     assert _names(tmp_path) == ["step-4", "step-8"]
     assert [path.name for path in (tmp_path / "step-6").iterdir()] == ["notes.txt"]
     assert (tmp_path / "other-2" / "manifest.msgpack").exists()
 
 
-def test_a_job_that_went_back_keeps_what_it_saves_now(tmp_path: Path) -> None:
+def test_a_job_that_went_back_keeps_its_new_checkpoint(tmp_path: Path) -> None:
     _save_all(tmp_path, range(8, 10))
-    with bcp.CheckpointManager(tmp_path, every_steps=1, keep_last=1) as manager:
+    with bcp.CheckpointManager(tmp_path, cadence=1, keep=1) as manager:
         manager.save(3, _state(3.0))
     assert _names(tmp_path) == ["step-3"]
 
 
-def test_what_is_overwritten_meanwhile_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Housekeeping that looked around when the checkpoint was still the old one, and comes to remove it when a save has
-    begun there, or has put the new one."""
+def test_a_checkpoint_that_is_being_overwritten_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Housekeeping scanned the root when the old checkpoint was there, and is about to remove it after a save into the
+    same folder has begun or committed."""
     _save_all(tmp_path, [1, 2])
-    has_looked, may_remove = threading.Event(), threading.Event()
-    look_around = Housekeeping._look_around
+    has_scanned, may_remove = threading.Event(), threading.Event()
+    scan_root = Housekeeping._scan_root
 
     def slowly(self: Housekeeping) -> Any:
-        found = look_around(self)
-        has_looked.set()
-        assert may_remove.wait(60)
+        found = scan_root(self)
+        has_scanned.set()
+        assert may_remove.wait(time_limit(60))
         return found
 
-    monkeypatch.setattr(Housekeeping, "_look_around", slowly)
-    with bcp.CheckpointManager(tmp_path, keep_last=1) as manager:
+    monkeypatch.setattr(Housekeeping, "_scan_root", slowly)
+    with bcp.CheckpointManager(tmp_path, keep=1) as manager:
         manager.save(3, _state(3.0), force=True)
-        assert has_looked.wait(60)
+        assert has_scanned.wait(time_limit(60))
         manager.save(2, _state(4.0), force=True)
         manager.wait()
         may_remove.set()
@@ -157,24 +159,24 @@ def test_what_is_overwritten_meanwhile_is_not_removed(tmp_path: Path, monkeypatc
     assert _value(tmp_path) == 4.0
 
 
-def test_what_a_failed_save_left_in_place_is_still_on_the_books(tmp_path: Path) -> None:
+def test_retention_still_counts_the_checkpoint_that_a_failed_save_did_not_replace(tmp_path: Path) -> None:
     _save_all(tmp_path, [1, 2])
-    with bcp.CheckpointManager(tmp_path, keep_last=1) as manager:
-        with pytest.raises(StateError):
+    with bcp.CheckpointManager(tmp_path, keep=1) as manager:
+        with pytest.raises(UnknownObjectError):
             manager.save(2, {"bad": lambda: None}, force=True)
         manager.save(3, _state(3.0), force=True)
     assert _names(tmp_path) == ["step-3"]
 
 
-def test_nothing_is_removed_before_the_new_one_stands(tmp_path: Path) -> None:
-    _save_all(tmp_path, range(1, 2), keep_last=1)
+def test_nothing_is_removed_before_the_new_checkpoint_is_committed(tmp_path: Path) -> None:
+    _save_all(tmp_path, range(1, 2), keep=1)
 
     def fail(name: str, event: str) -> None:
         if name == "save.commit.before":
             raise OSError("the disk is gone")
 
-    manager = bcp.CheckpointManager(tmp_path, every_steps=1, keep_last=1)
-    stop = trace.observe(fail)
+    manager = bcp.CheckpointManager(tmp_path, cadence=1, keep=1)
+    stop = telemetry.observe(fail)
     try:
         manager.save(2, _state(2.0))
         with pytest.raises(OSError, match="the disk is gone"):
@@ -182,7 +184,7 @@ def test_nothing_is_removed_before_the_new_one_stands(tmp_path: Path) -> None:
     finally:
         stop()
     assert _names(tmp_path) == ["step-1"]
-    assert manager.save(2, _state(2.0)) is not None, "the step that failed may be saved once more"
+    assert manager.save(2, _state(2.0)) is not None, "the step that failed may be saved again"
     manager.close()
     assert _names(tmp_path) == ["step-2"]
 
@@ -196,26 +198,26 @@ def test_failing_to_remove_does_not_fail_a_save(tmp_path: Path, caplog: pytest.L
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(LocalBackend, "delete", refuse)
-        _save_all(tmp_path, range(2, 4), keep_last=1)
+        _save_all(tmp_path, range(2, 4), keep=1)
     assert "could not be removed: not today" in caplog.text
     assert _value(tmp_path) == 3.0
 
 
-# -- failures come to the caller --------------------------------------------------------------------------------------
+# -- failures are raised to the caller -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def held() -> Iterator[threading.Event]:
     """Saves stop before their commit until this is set."""
     event = threading.Event()
-    stop = trace.observe(lambda name, _: event.wait(60) if name == "save.commit.before" else None)
+    stop = telemetry.observe(lambda name, _: event.wait(time_limit(60)) if name == "save.commit.before" else None)
     yield event
     event.set()
     stop()
 
 
-def test_at_most_so_many_in_flight(tmp_path: Path, held: threading.Event) -> None:
-    with bcp.CheckpointManager(tmp_path, every_steps=1, max_in_flight=2) as manager:
+def test_max_in_flight(tmp_path: Path, held: threading.Event) -> None:
+    with bcp.CheckpointManager(tmp_path, cadence=1, max_in_flight=2) as manager:
         first = manager.save(1, _state())
         second = manager.save(2, _state())
         assert first is not None
@@ -229,7 +231,7 @@ def test_at_most_so_many_in_flight(tmp_path: Path, held: threading.Event) -> Non
 
 
 def test_skipping_when_busy(tmp_path: Path, held: threading.Event) -> None:
-    with bcp.CheckpointManager(tmp_path, every_steps=1, when_busy="skip") as manager:
+    with bcp.CheckpointManager(tmp_path, cadence=1, when_busy="skip") as manager:
         first = manager.save(1, _state())
         assert first is not None
         assert manager.save(2, _state()) is None
@@ -240,13 +242,13 @@ def test_skipping_when_busy(tmp_path: Path, held: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("how", ["save", "wait", "close", "with"])
-def test_what_failed_in_the_background_is_raised(tmp_path: Path, how: str) -> None:
+def test_a_failure_in_the_background_is_raised(tmp_path: Path, how: str) -> None:
     def fail(name: str, event: str) -> None:
         if name == "save.write" and event == "enter":
             raise OSError("a broken disk")
 
-    manager = bcp.CheckpointManager(tmp_path, every_steps=1)
-    stop = trace.observe(fail)
+    manager = bcp.CheckpointManager(tmp_path, cadence=1)
+    stop = telemetry.observe(fail)
     try:
         handle = manager.save(1, _state())
         assert handle is not None
@@ -268,17 +270,17 @@ def test_what_failed_in_the_background_is_raised(tmp_path: Path, how: str) -> No
     assert not (tmp_path / LEASE_KEY).exists()
 
 
-def test_an_error_in_the_loop_is_not_hidden(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_the_training_loop_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(name: str, event: str) -> None:
         if name == "save.write" and event == "enter":
             raise OSError("a broken disk")
 
     def loop() -> None:
-        with bcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+        with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
             manager.save(1, _state())
             raise ZeroDivisionError
 
-    stop = trace.observe(fail)
+    stop = telemetry.observe(fail)
     try:
         with pytest.raises(ZeroDivisionError):
             loop()
@@ -288,54 +290,55 @@ def test_an_error_in_the_loop_is_not_hidden(tmp_path: Path, caplog: pytest.LogCa
     assert not (tmp_path / LEASE_KEY).exists()
 
 
-def test_a_full_disk_is_seen_before_anything_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_detected_before_anything_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalBackend, "free_bytes", lambda self: 10)
     with (
-        pytest.raises(StorageFullError, match=r"takes 32 bytes, and 10 are free there\. Nothing was written"),
-        bcp.CheckpointManager(tmp_path, every_steps=1) as manager,
+        pytest.raises(StorageFullError, match=r"needs 32 bytes, but only 10 are free\. Nothing was written"),
+        bcp.CheckpointManager(tmp_path, cadence=1) as manager,
     ):
         manager.save(1, _state())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refused_save_may_be_tried_again(tmp_path: Path) -> None:
+def test_a_step_may_be_saved_again_after_a_refused_save(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path) as manager:
         for state in ({"model": object()}, nn.Linear(1, 1), lambda: nn.Linear(1, 1)):
-            with pytest.raises(StateError):
+            with pytest.raises(UsageError):
                 manager.save(1, state, force=True)  # type: ignore[arg-type]
         assert manager.save(1, _state(1.0), force=True) is not None
     assert _names(tmp_path) == ["step-1"]
 
 
-def test_a_closed_manager_saves_nothing(tmp_path: Path) -> None:
-    manager = bcp.CheckpointManager(tmp_path, every_steps=1)
+def test_a_closed_manager_refuses_to_save(tmp_path: Path) -> None:
+    manager = bcp.CheckpointManager(tmp_path, cadence=1)
     manager.close()
     manager.close()
-    with pytest.raises(StateError, match="was closed"):
+    with pytest.raises(UsageError, match="is closed"):
         manager.save(1, _state())
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"every_steps": 0}, {"every_minutes": -1}, {"keep_last": 0}, {"max_in_flight": 0}, {"when_busy": "drop"},
-        {"on_preempt": "die"}, {"keep_best": 2}, {"best_metric": "loss"},
-        {"keep_best": 1, "best_metric": "loss", "best_mode": "less"}, {"meet_every_s": 0},
-        {"metadata": {"metrics": 1}}, {"metadata": {"f": print}}, {"layout": "round"}, {"grace_s": 0}, {"lease_s": 1e9},
-        {"preempt_signals": [signal.SIGKILL]}, {"preempt_signals": ["TERM"]},
+        {"cadence": 0}, {"cadence": "10"}, {"keep": 0}, {"max_in_flight": 0}, {"when_busy": "drop"},
+        {"coordinate_every_s": 0}, {"lease_s": 1e9}, {"layout": "round"},
+        {"metadata": {"metrics": 1}}, {"metadata": {"f": print}},
+        {"preemption": bcp.Preemption(signals=[signal.SIGKILL])},
+        {"preemption": bcp.Preemption(signals=["TERM"])},  # type: ignore[list-item]
+        {"cadence": bcp.Cadence(signals=[signal.SIGKILL])},
     ],
     ids=str,
 )  # fmt: skip
-def test_arguments_that_mean_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(StateError):
+def test_invalid_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
         bcp.CheckpointManager(tmp_path, **arguments)
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_metrics_are_numbers(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, every_steps=1) as manager:
-        with pytest.raises(StateError, match="the metric 'loss' is no number: 'small'"):
+    with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
+        with pytest.raises(UsageError, match="the metric 'loss' is not a number: 'small'"):
             manager.save(1, _state(), metrics={"loss": "small"})  # type: ignore[dict-item]
         manager.save(1, _state(), metrics={"loss": torch.tensor(0.5)})  # type: ignore[dict-item]
     assert bcp.open(tmp_path / "step-1").metadata["metrics"] == {"loss": 0.5}
@@ -348,14 +351,14 @@ def _data_file(root: Path, step: int) -> Path:
     return next((root / f"step-{step}").glob("attempt-*/model-*"))
 
 
-def test_a_fresh_start_is_none(tmp_path: Path) -> None:
+def test_a_fresh_start_returns_none(tmp_path: Path) -> None:
     assert _value(tmp_path / "nowhere") is None
     with bcp.CheckpointManager(tmp_path) as manager:
         assert manager.latest() is None
 
 
 @pytest.mark.parametrize("damage", ["manifest", "missing", "cut", "flipped"])
-def test_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
+def test_falls_back_to_the_checkpoint_before(tmp_path: Path, damage: str) -> None:
     _save_all(tmp_path, range(1, 4))
     if damage == "manifest":
         (tmp_path / "step-3" / "manifest.msgpack").write_bytes(b"garbage")
@@ -370,7 +373,7 @@ def test_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
     assert _value(tmp_path) == 2.0
 
 
-def test_none_valid_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
+def test_no_valid_checkpoint_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
     _save_all(tmp_path, range(1, 3))
     with _data_file(tmp_path, 2).open("r+b") as file:
         file.seek(4096)
@@ -382,7 +385,7 @@ def test_none_valid_is_an_error_and_no_fresh_start(tmp_path: Path) -> None:
         assert manager.resume(_state(), allow_fresh=True) is None
 
 
-def test_a_checkpoint_of_a_newer_library_is_no_reason_to_go_back(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_newer_library_causes_no_fallback(tmp_path: Path) -> None:
     _save_all(tmp_path, range(1, 3))
     manifest = tmp_path / "step-2" / "manifest.msgpack"
     manifest.write_bytes(with_version(manifest.read_bytes(), 2))
@@ -392,7 +395,7 @@ def test_a_checkpoint_of_a_newer_library_is_no_reason_to_go_back(tmp_path: Path)
         manager.resume(_state())
 
 
-def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> None:
+def test_a_mismatch_causes_no_fallback(tmp_path: Path) -> None:
     _save_all(tmp_path, range(1, 3))
     with bcp.CheckpointManager(tmp_path) as manager, pytest.raises(MismatchError):
         manager.resume({"model": nn.Linear(7, 7)})
@@ -408,15 +411,15 @@ def _attempt(root: Path, step: int, job: bytes) -> Path:
     return attempt
 
 
-def test_dead_jobs_attempts_go_and_others_stay(tmp_path: Path) -> None:
+def test_unfinished_attempts_of_ended_jobs_are_removed(tmp_path: Path) -> None:
     _save_all(tmp_path, range(1, 2))
     dead = [_attempt(tmp_path, step, b"dead") for step in (1, 2, 3)]
     unknown = _attempt(tmp_path, 3, b"")
     elsewhere = tmp_path / "somewhere-4" / attempt_name(new_attempt_id(b"dead"))
     elsewhere.mkdir(parents=True)
-    with bcp.CheckpointManager(tmp_path, every_steps=1) as manager:
+    with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
         own = _attempt(tmp_path, 4, manager._lease.job)  # type: ignore[union-attr]
-        assert all(attempt.exists() for attempt in dead), "they are evidence until a new checkpoint stands"
+        assert all(attempt.exists() for attempt in dead), "nothing is removed before a new checkpoint is committed"
         manager.save(5, _state(5.0))
     assert not any(attempt.exists() for attempt in dead)
     assert not (tmp_path / "step-2").exists()
@@ -426,18 +429,18 @@ def test_dead_jobs_attempts_go_and_others_stay(tmp_path: Path) -> None:
     assert _value(tmp_path) == 5.0
 
 
-def test_two_jobs_on_one_root_are_told_so(tmp_path: Path) -> None:
+def test_a_second_job_on_the_same_root_is_refused(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, lease_s=6.0):
         with pytest.raises(RootInUseError, match=f"process {os.getpid()} on "):
             bcp.CheckpointManager(tmp_path)
         bcp.CheckpointManager(tmp_path / "another").close()
 
 
-def test_a_job_that_lost_its_root_saves_no_more(tmp_path: Path, held: threading.Event) -> None:
-    manager = bcp.CheckpointManager(tmp_path, every_steps=1)
+def test_a_job_that_lost_its_lease_cannot_save(tmp_path: Path, held: threading.Event) -> None:
+    manager = bcp.CheckpointManager(tmp_path, cadence=1)
     manager.save(1, _state(1.0))
     (tmp_path / LEASE_KEY).unlink()
-    with bcp.CheckpointManager(tmp_path, every_steps=1) as other:
+    with bcp.CheckpointManager(tmp_path, cadence=1) as other:
         held.set()
         with pytest.raises(RootInUseError, match="has taken this root over"):
             manager.wait()
@@ -452,11 +455,11 @@ def test_a_job_that_lost_its_root_saves_no_more(tmp_path: Path, held: threading.
 # -- signals -------------------------------------------------------------------------------------------------------
 
 
-def test_told_to_leave(tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits(tmp_path: Path) -> None:
     managers: list[bcp.CheckpointManager] = []
 
     def loop() -> None:
-        with bcp.CheckpointManager(tmp_path, every_steps=100) as manager:
+        with bcp.CheckpointManager(tmp_path, cadence=100) as manager:
             managers.append(manager)
             for step in range(1, 100):
                 if step == 2:
@@ -472,8 +475,11 @@ def test_told_to_leave(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_leaving_by_return(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, preempt_signals=[signal.SIGUSR2], on_preempt="return") as manager:
+PREEMPTION = bcp.Preemption(signals=[signal.SIGUSR2], action="return")
+
+
+def test_returning_after_a_preemption_signal(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, preemption=PREEMPTION) as manager:
         os.kill(os.getpid(), signal.SIGUSR2)
         step = 0
         while not manager.preempted:
@@ -482,8 +488,8 @@ def test_leaving_by_return(tmp_path: Path) -> None:
     assert _names(tmp_path) == [f"step-{step}"]
 
 
-def test_a_signal_that_asks_for_a_save(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, save_signals=[signal.SIGUSR2]) as manager:
+def test_a_signal_that_requests_a_save(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, cadence=bcp.Cadence(signals=[signal.SIGUSR2])) as manager:
         manager.save(1, _state())
         os.kill(os.getpid(), signal.SIGUSR2)
         for step in range(2, 40):
@@ -492,8 +498,8 @@ def test_a_signal_that_asks_for_a_save(tmp_path: Path) -> None:
     assert not manager.preempted
 
 
-def test_a_step_saved_already_is_not_saved_again_on_leaving(tmp_path: Path) -> None:
-    manager = bcp.CheckpointManager(tmp_path, every_steps=1)
+def test_sigterm_does_not_save_the_same_step_again(tmp_path: Path) -> None:
+    manager = bcp.CheckpointManager(tmp_path, cadence=1)
     manager.save(1, _state())
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit):
@@ -501,38 +507,38 @@ def test_a_step_saved_already_is_not_saved_again_on_leaving(tmp_path: Path) -> N
     assert _names(tmp_path) == ["step-1"]
 
 
-def test_signals_outside_the_main_thread_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_manager_in_another_thread_warns_about_signals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def make() -> None:
         bcp.CheckpointManager(tmp_path).close()
 
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert "make the manager in the main thread" in caplog.text
+    assert "create the manager in the main thread" in caplog.text
 
 
 # -- the end of the interpreter ------------------------------------------------------------------------------------
 
 
-def test_a_workers_end_takes_nothing_from_its_parent(tmp_path: Path) -> None:
+def test_a_forked_worker_that_ends_does_not_affect_its_parent(tmp_path: Path) -> None:
     """A data loader's worker is forked while a save is in flight, and ends while that still is."""
     script = textwrap.dedent(
         """
         import multiprocessing, sys, threading
         import bytecheckpoint as bcp
-        from bytecheckpoint import trace
+        from bytecheckpoint import telemetry
 
         held = threading.Event()
-        trace.observe(lambda name, event: held.wait(60) if name == "save.commit.before" else None)
-        with bcp.CheckpointManager(sys.argv[1], every_steps=1) as manager:
+        telemetry.observe(lambda name, event: held.wait(60) if name == "save.commit.before" else None)
+        with bcp.CheckpointManager(sys.argv[1], cadence=1) as manager:
             handle = manager.save(1, {"extra_state": {"value": 1}})
             worker = multiprocessing.get_context("fork").Process(target=int)
             worker.start()
             worker.join(30)
             assert worker.exitcode == 0, worker.exitcode
-            awake, tell = multiprocessing.Pipe()
+            awake, report = multiprocessing.Pipe()
             sleeper = multiprocessing.get_context("fork").Process(
-                target=lambda: (tell.send("awake"), threading.Event().wait())
+                target=lambda: (report.send("awake"), threading.Event().wait())
             )
             sleeper.start()
             awake.recv()
@@ -544,22 +550,27 @@ def test_a_workers_end_takes_nothing_from_its_parent(tmp_path: Path) -> None:
         """
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=time_limit(120),
     )
     assert done.returncode == 0, done.stderr
     assert _names(tmp_path) == ["step-1"]
 
 
-def test_a_manager_that_nobody_closed_finishes_its_saves(tmp_path: Path) -> None:
+def test_a_manager_that_was_not_closed_finishes_its_saves(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
         import sys, torch, bytecheckpoint as bcp
-        manager = bcp.CheckpointManager(sys.argv[1], every_steps=1, keep_last=1)
+        manager = bcp.CheckpointManager(sys.argv[1], cadence=1, keep=1)
         for step in (1, 2):
             manager.save(step, {"extra_state": {"value": step, "tensor": torch.ones(1000)}})
         """
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=time_limit(120)
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert _names(tmp_path) == ["step-2"]

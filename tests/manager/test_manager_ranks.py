@@ -1,4 +1,4 @@
-"""``CheckpointManager`` on several ranks: they save the same step or none, and know each other's failures."""
+"""``CheckpointManager`` on several ranks: all save the same step or none, and all raise the same failure."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
+from bytecheckpoint import telemetry
 from bytecheckpoint.errors import BytecheckpointError, RankFailedError
-from bytecheckpoint.manager.agenda import Agenda, Verdict
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.manager.coordinator import Decision, SaveCoordinator
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 WORLD = 3
-DEADLINE_S = 20.0
+DEADLINE_S = time_limit(20)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _manager(root: str, **options: Any) -> bcp.CheckpointManager:
-    return bcp.CheckpointManager(root, deadline_s=DEADLINE_S, meet_every_s=0.05, **options)
+    return bcp.CheckpointManager(root, deadline_s=DEADLINE_S, coordinate_every_s=0.05, **options)
 
 
 def _names(root: Path) -> list[str]:
@@ -70,7 +71,7 @@ def _resumed(rank: int, world_size: int, root: str) -> float:
 
 
 def _save_some(rank: int, world_size: int, root: str) -> list[int]:
-    with _manager(root, every_steps=4, keep_last=2) as manager:
+    with _manager(root, cadence=4, keep=2) as manager:
         return _train(manager, 13)
 
 
@@ -81,10 +82,10 @@ def test_saves_and_resumes(pool: RankPool, tmp_path: Path) -> None:
 
 
 def _by_clock(rank: int, world_size: int, root: str) -> list[int]:
-    with _manager(root, every_minutes=0.2 / 60) as manager:
+    with _manager(root, cadence=bcp.Cadence(every_minutes=0.2 / 60)) as manager:
         saved: list[int] = []
         step = 0
-        # Clocks differ from rank to rank, so only a common word can end the loop.
+        # Clocks differ from rank to rank, so the ranks must end the loop together.
         going = torch.ones(1)
         while going.item():
             step += 1
@@ -104,7 +105,11 @@ def test_by_the_clock_all_save_the_same_steps(pool: RankPool, tmp_path: Path) ->
 def _leave(rank: int, world_size: int, root: str, victim: int, mode: str) -> tuple[object, int, float]:
     os.environ["RANK"] = str(rank)
     begin = 0.0
-    manager = _manager(root, every_steps=1000, grace_s=20.0, save_signals=[signal.SIGUSR2], on_preempt=mode)
+    manager = _manager(
+        root,
+        cadence=bcp.Cadence(every_steps=1000, signals=[signal.SIGUSR2]),
+        preemption=bcp.Preemption(grace_s=20.0, action=mode),
+    )
     step = 0
     try:
         with manager:
@@ -123,7 +128,9 @@ def _leave(rank: int, world_size: int, root: str, victim: int, mode: str) -> tup
 
 @pytest.mark.parametrize("mode", ["exit", "return"])
 @pytest.mark.parametrize("victim", [0, WORLD - 1], ids=["first", "last"])
-def test_a_signal_anywhere_makes_all_save_the_same_step(pool: RankPool, tmp_path: Path, victim: int, mode: str) -> None:
+def test_after_a_signal_on_one_rank_all_save_the_same_step(
+    pool: RankPool, tmp_path: Path, victim: int, mode: str
+) -> None:
     left = pool.run(_leave, str(tmp_path), victim, mode)
     code = 128 + signal.SIGTERM if mode == "exit" else "returned"
     assert [one[0] for one in left] == [code] * WORLD
@@ -133,7 +140,7 @@ def test_a_signal_anywhere_makes_all_save_the_same_step(pool: RankPool, tmp_path
     assert pool.run(_resumed, str(tmp_path)) == [float(step)] * WORLD
 
 
-def _ask(rank: int, world_size: int, root: str) -> list[int]:
+def _request(rank: int, world_size: int, root: str) -> list[int]:
     with _manager(root) as manager:
         if rank == 1:
             threading.Thread(target=manager.request_save).start()
@@ -147,8 +154,8 @@ def _ask(rank: int, world_size: int, root: str) -> list[int]:
     return saved
 
 
-def test_any_rank_may_ask(pool: RankPool, tmp_path: Path) -> None:
-    saved = pool.run(_ask, str(tmp_path))
+def test_any_rank_may_request_a_save(pool: RankPool, tmp_path: Path) -> None:
+    saved = pool.run(_request, str(tmp_path))
     assert saved == [saved[0]] * WORLD
 
 
@@ -158,13 +165,13 @@ def _fail_in_background(rank: int, world_size: int, root: str, victim: int) -> l
             raise OSError("a broken disk")
 
     causes = []
-    with _manager(root, every_steps=1) as manager:
+    with _manager(root, cadence=1) as manager:
         manager.save(1, _state(1.0))
         manager.wait()
-        stop = trace.observe(fail)
+        stop = telemetry.observe(fail)
         handle = manager.save(2, _state(2.0))
         if rank == victim:
-            # The others may come to their next save before they know.
+            # The other ranks may begin their next save before they receive the failure.
             handle.exception()
         for step in (3, 4):
             try:
@@ -174,25 +181,25 @@ def _fail_in_background(rank: int, world_size: int, root: str, victim: int) -> l
                     stop()
                 causes.append(str(error).splitlines()[0])
             else:
-                causes.append("went on")
+                causes.append("continued")
     return causes
 
 
 @pytest.mark.parametrize("victim", [0, WORLD - 1], ids=["first", "last"])
-def test_what_failed_in_the_background_is_raised_by_all_and_once(pool: RankPool, tmp_path: Path, victim: int) -> None:
+def test_a_failure_in_the_background_is_raised_once_by_all(pool: RankPool, tmp_path: Path, victim: int) -> None:
     causes = pool.run(_fail_in_background, str(tmp_path), victim)
     assert causes == [causes[0]] * WORLD
-    failed, went_on = causes[0]
+    failed, continued = causes[0]
     assert failed.startswith(f"rank {victim} on ")
     assert failed.endswith("failed in write: OSError: a broken disk")
-    assert went_on == "went on"
+    assert continued == "continued"
     assert _names(tmp_path) == ["step-1", "step-4"]
 
 
 def _fail_alone(rank: int, world_size: int, root: str, victim: int, how: str) -> str:
-    """One rank leaves the loop with an error of its own; the others are in the middle of theirs."""
+    """One rank leaves the loop with an error while the others continue."""
     try:
-        with _manager(root, every_steps=1) as manager:
+        with _manager(root, cadence=1) as manager:
             manager.save(1, _state(1.0))
             if rank == victim:
                 if how == "raise":
@@ -207,41 +214,41 @@ def _fail_alone(rank: int, world_size: int, root: str, victim: int, how: str) ->
             manager.wait()
     except (BytecheckpointError, ArithmeticError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
-    return "went on"
+    return "continued"
 
 
 @pytest.mark.parametrize("how", ["raise", "metrics", "state", "step"])
 @pytest.mark.parametrize("victim", [0, WORLD - 1], ids=["first", "last"])
-def test_one_rank_alone_in_trouble(pool: RankPool, tmp_path: Path, victim: int, how: str) -> None:
+def test_a_failure_of_one_rank(pool: RankPool, tmp_path: Path, victim: int, how: str) -> None:
     begin = time.monotonic()
-    said = pool.run(_fail_alone, str(tmp_path), victim, how)
-    others = [one for rank, one in enumerate(said) if rank != victim]
+    messages = pool.run(_fail_alone, str(tmp_path), victim, how)
+    others = [one for rank, one in enumerate(messages) if rank != victim]
     expected = {
         "raise": f"rank {victim} on .* failed in training: ArithmeticError: the loss is not a number",
-        "metrics": "StateError: the metric 'loss' is no number: 'high'",
+        "metrics": "UsageError: the metric 'loss' is not a number: 'high'",
         "state": f"rank {victim} on .* failed in state: KeyError: 'no such thing'\n  in: save of .*/step-2\n",
         "step": "(?s)DisagreementError: the ranks do not agree in CheckpointManager.save.* step: ",
     }[how]
     for one in others:
         assert re.search(expected, one), one
-    assert time.monotonic() - begin < DEADLINE_S, "nobody waited for a deadline"
+    assert time.monotonic() - begin < DEADLINE_S, "no rank waited until its deadline"
     assert _names(tmp_path) == ["step-1"]
 
 
-def _disagree_about_what_is_there(rank: int, world_size: int, root: str) -> float:
-    """Ranks on a network file system may see different things: only rank 0's eyes count."""
+def _resume_with_empty_listings(rank: int, world_size: int, root: str) -> float:
+    """Ranks on a network file system may see different states: only rank 0 searches."""
     if rank != 0:
         LocalBackend.list_children = lambda self, prefix="": []  # type: ignore[method-assign]
     return _resumed(rank, world_size, root)
 
 
-def test_only_rank_0_looks(tmp_path: Path) -> None:
+def test_only_rank_0_searches(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         pool.run(_save_some, str(tmp_path))
-        assert pool.run(_disagree_about_what_is_there, str(tmp_path)) == [12.0] * 2
+        assert pool.run(_resume_with_empty_listings, str(tmp_path)) == [12.0] * 2
 
 
-def test_damage_that_one_rank_meets_sends_all_back(pool: RankPool, tmp_path: Path) -> None:
+def test_damage_that_one_rank_detects_makes_all_fall_back(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_save_some, str(tmp_path))
     last = sorted((tmp_path / "step-12").glob("attempt-*/model-*"))[-1]
     with last.open("r+b") as file:
@@ -255,20 +262,20 @@ def _second_job(rank: int, world_size: int, root: str) -> str:
         _manager(root).close()
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}"
-    return "took it"
+    return "acquired"
 
 
-def test_two_jobs_are_told_so_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+def test_every_rank_raises_that_the_root_is_in_use(pool: RankPool, tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, lease_s=6.0):
-        said = pool.run(_second_job, str(tmp_path))
-    assert said == [said[0]] * WORLD
-    assert said[0].startswith("RootInUseError: ")
-    assert pool.run(_second_job, str(tmp_path)) == ["took it"] * WORLD
+        messages = pool.run(_second_job, str(tmp_path))
+    assert messages == [messages[0]] * WORLD
+    assert messages[0].startswith("RootInUseError: ")
+    assert pool.run(_second_job, str(tmp_path)) == ["acquired"] * WORLD
 
 
 def _die(rank: int, world_size: int, root: str, victim: int) -> str:
     try:
-        with _manager(root, every_steps=2) as manager:
+        with _manager(root, cadence=2) as manager:
             for step in range(1, 100):
                 if step == 6:
                     manager.wait()
@@ -277,37 +284,37 @@ def _die(rank: int, world_size: int, root: str, victim: int) -> str:
                 manager.save(step, _state(float(step)))
     except RankFailedError as error:
         return str(error)
-    return "went on"
+    return "continued"
 
 
 @pytest.mark.parametrize("victim", [0, WORLD - 1], ids=["first", "last"])
-def test_the_next_job_goes_on_where_a_killed_one_stopped(pool: RankPool, tmp_path: Path, victim: int) -> None:
-    said = pool.run(_die, str(tmp_path), victim, expect_death={victim: signal.SIGKILL})
-    for rank, one in enumerate(said):
+def test_the_next_job_resumes_where_a_killed_one_stopped(pool: RankPool, tmp_path: Path, victim: int) -> None:
+    messages = pool.run(_die, str(tmp_path), victim, expect_death={victim: signal.SIGKILL})
+    for rank, one in enumerate(messages):
         assert rank == victim or f"rank {victim} on " in one
     # The lease of a process of this host that has ended is taken over at once.
     assert pool.run(_resumed, str(tmp_path)) == [4.0] * WORLD
 
 
-def _meetings(rank: int, world_size: int, root: str) -> int:
-    """How often the ranks ask each other in a loop of quick turns."""
-    meetings = 0
-    meet = Agenda.meet
+def _rounds(rank: int, world_size: int, root: str) -> int:
+    """Return the number of coordination rounds in a loop of quick turns."""
+    rounds = 0
+    decide = SaveCoordinator.decide
 
-    def counted(self: Agenda, *arguments: Any) -> Verdict:
-        nonlocal meetings
-        meetings += 1
-        return meet(self, *arguments)
+    def counted(self: SaveCoordinator, *arguments: Any, **options: Any) -> Decision:
+        nonlocal rounds
+        rounds += 1
+        return decide(self, *arguments, **options)
 
-    Agenda.meet = counted  # type: ignore[method-assign]
+    SaveCoordinator.decide = counted  # type: ignore[method-assign]
     with bcp.CheckpointManager(root) as manager:
         for step in range(1, 1001):
             manager.save(step, _state(1.0))
-    return meetings
+    return rounds
 
 
-def test_most_turns_ask_nobody(tmp_path: Path) -> None:
+def test_most_turns_exchange_nothing(tmp_path: Path) -> None:
     with RankPool(2) as pool:
-        asked = pool.run(_meetings, str(tmp_path))
-    assert asked[0] == asked[1]
-    assert 2 <= asked[0] < 100
+        rounds = pool.run(_rounds, str(tmp_path))
+    assert rounds[0] == rounds[1]
+    assert 2 <= rounds[0] < 100

@@ -1,78 +1,72 @@
-"""Which checkpoints may go."""
+"""Which checkpoints the retention rules keep."""
 
 from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytecheckpoint.errors import StateError
-from bytecheckpoint.manager.retention import Kept, Retention
+from bytecheckpoint import Retention
+from bytecheckpoint.manager.housekeeping import Committed, expendable
 
 
-def _kept(*steps: int, **metrics: float) -> list[Kept]:
-    return [Kept(f"step-{step}", step, metrics.get(f"m{step}")) for step in steps]
+def _committed(*steps: int, **metrics: float) -> list[Committed]:
+    return [Committed(f"step-{step}", step, metrics.get(f"m{step}")) for step in steps]
 
 
-def _stay(retention: Retention, committed: list[Kept]) -> list[int]:
-    gone = {kept.name for kept in retention.expendable(committed)}
-    return [kept.step for kept in committed if kept.name not in gone]
+def _kept(retention: Retention, committed: list[Committed]) -> list[int]:
+    gone = {one.name for one in expendable(retention, committed)}
+    return [one.step for one in committed if one.name not in gone]
 
 
-def test_without_rules_everything_stays() -> None:
-    assert _stay(Retention(), _kept(1, 2, 3)) == [1, 2, 3]
+def test_without_rules_all_are_kept() -> None:
+    assert _kept(Retention(), _committed(1, 2, 3)) == [1, 2, 3]
 
 
-def test_the_last() -> None:
-    assert _stay(Retention(last=2), _kept(1, 2, 3)) == [2, 3]
+def test_last() -> None:
+    assert _kept(Retention(last=2), _committed(1, 2, 3)) == [2, 3]
 
 
-def test_last_goes_by_commits_and_not_by_steps() -> None:
+def test_last_means_commits_and_not_steps() -> None:
     """A job that went back to an earlier step must not lose what it saves now."""
-    assert _stay(Retention(last=2), _kept(900, 1000, 510)) == [1000, 510]
+    assert _kept(Retention(last=2), _committed(900, 1000, 510)) == [1000, 510]
 
 
-def test_every_so_many_steps() -> None:
-    assert _stay(Retention(every=10), _kept(5, 10, 15, 20, 25)) == [10, 20, 25]
+def test_every_steps() -> None:
+    assert _kept(Retention(every_steps=10), _committed(5, 10, 15, 20, 25)) == [10, 20, 25]
 
 
-def test_the_best_and_the_last() -> None:
-    committed = _kept(1, 2, 3, 4, m1=0.5, m2=0.1, m3=math.nan)
-    assert _stay(Retention(last=1, best=1), committed) == [2, 4]
-    assert _stay(Retention(best=1, lower_is_better=False), committed) == [1, 4]
-    assert _stay(Retention(best=5), committed) == [1, 2, 4]
+def test_best_and_last() -> None:
+    committed = _committed(1, 2, 3, 4, m1=0.5, m2=0.1, m3=math.nan)
+    assert _kept(Retention(last=1, best=1, metric="loss"), committed) == [2, 4]
+    assert _kept(Retention(best=1, metric="loss", mode="max"), committed) == [1, 4]
+    assert _kept(Retention(best=5, metric="loss"), committed) == [1, 2, 4]
 
 
-def test_of_equals_the_later_one_stays() -> None:
-    assert _stay(Retention(best=1), _kept(1, 2, 3, 4, m1=0.5, m2=0.5)) == [2, 4]
-
-
-@pytest.mark.parametrize("rule", ["last", "every", "best"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True])
-def test_rules_that_mean_nothing(rule: str, value: object) -> None:
-    with pytest.raises(StateError, match=f"keep_{rule} is a whole number from 1 on"):
-        Retention(**{rule: value})  # type: ignore[arg-type]
+def test_of_equal_metrics_the_later_step_is_kept() -> None:
+    assert _kept(Retention(best=1, metric="loss"), _committed(1, 2, 3, 4, m1=0.5, m2=0.5)) == [2, 4]
 
 
 rules = st.builds(
-    Retention,
-    last=st.none() | st.integers(1, 5),
-    every=st.none() | st.integers(1, 5),
-    best=st.none() | st.integers(1, 3),
-    lower_is_better=st.booleans(),
+    lambda last, every_steps, best, mode: Retention(
+        last=last, every_steps=every_steps, best=best, metric=None if best is None else "loss", mode=mode
+    ),
+    st.none() | st.integers(1, 5),
+    st.none() | st.integers(1, 5),
+    st.none() | st.integers(1, 3),
+    st.sampled_from(["min", "max"]),
 )
 metrics = st.none() | st.floats(allow_nan=True, allow_infinity=True)
 
 
 @given(rules, st.lists(st.tuples(st.integers(0, 50), metrics), min_size=1, max_size=20, unique_by=lambda one: one[0]))
-def test_what_stays(retention: Retention, saved: list[tuple[int, float | None]]) -> None:
-    committed = [Kept(f"step-{step}", step, metric) for step, metric in saved]
-    gone = retention.expendable(committed)
-    stay = [kept for kept in committed if kept not in gone]
-    assert stay[-1] == committed[-1], "what was committed last always stays"
-    assert len(stay) >= min(len(committed), retention.last or 1)
-    assert not any(retention.every and kept.step % retention.every == 0 for kept in gone)
-    # What goes now would go later too: removing one at a time comes to the same.
-    assert retention.expendable(stay) == []
+def test_any_rules(retention: Retention, saved: list[tuple[int, float | None]]) -> None:
+    committed = [Committed(f"step-{step}", step, metric) for step, metric in saved]
+    gone = expendable(retention, committed)
+    kept = [one for one in committed if one not in gone]
+    assert kept[-1] == committed[-1], "the checkpoint that was committed last is always kept"
+    assert len(kept) >= min(len(committed), retention.last or 1)
+    assert not any(retention.every_steps and one.step % retention.every_steps == 0 for one in gone)
+    # Nothing more goes later: removing one at a time has the same result.
+    assert expendable(retention, kept) == []

@@ -1,4 +1,4 @@
-"""Signals are noted, and handlers put back."""
+"""Signals are recorded, and handlers restored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from bytecheckpoint.errors import StateError
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.manager.signals import SignalWatch
 
 NUMBER = signal.SIGUSR2
@@ -20,13 +20,13 @@ def _as_before() -> object:
     assert signal.getsignal(NUMBER) == before
 
 
-def test_a_signal_is_noted_once_with_its_time() -> None:
+def test_a_signal_is_recorded_once_with_its_time() -> None:
     watch = SignalWatch([NUMBER, NUMBER])
-    assert watch.came == {}
+    assert watch.received == {}
     os.kill(os.getpid(), NUMBER)
-    first = watch.came[NUMBER]
+    first = watch.received[NUMBER]
     os.kill(os.getpid(), NUMBER)
-    assert watch.came == {NUMBER: first}
+    assert watch.received == {NUMBER: first}
     watch.close()
     watch.close()
 
@@ -38,12 +38,12 @@ def test_watches_may_be_closed_in_any_order(order: tuple[int, int]) -> None:
         watches[index].close()
 
 
-def test_a_forked_child_ends_as_it_would_without_us() -> None:
+def test_a_forked_child_ends_as_it_would_without_a_watch() -> None:
     watch = SignalWatch([signal.SIGTERM])
-    ready, told = os.pipe()
+    ready, child_ready = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(told, b"x")
+        os.write(child_ready, b"x")
         while True:
             signal.pause()
     os.read(ready, 1)
@@ -51,12 +51,12 @@ def test_a_forked_child_ends_as_it_would_without_us() -> None:
     _, status = os.waitpid(child, 0)
     watch.close()
     os.close(ready)
-    os.close(told)
+    os.close(child_ready)
     assert os.WTERMSIG(status) == signal.SIGTERM
-    assert watch.came == {}
+    assert watch.received == {}
 
 
-def test_a_handler_that_somebody_put_in_between_stays() -> None:
+def test_a_handler_installed_in_between_stays() -> None:
     before = signal.getsignal(NUMBER)
     watch = SignalWatch([NUMBER])
 
@@ -68,6 +68,6 @@ def test_a_handler_that_somebody_put_in_between_stays() -> None:
     signal.signal(NUMBER, before)
 
 
-def test_a_signal_that_cannot_be_watched_changes_nothing() -> None:
-    with pytest.raises(StateError, match="SIGKILL"):
+def test_a_signal_that_cannot_be_handled_changes_nothing() -> None:
+    with pytest.raises(UsageError, match="SIGKILL"):
         SignalWatch([NUMBER, signal.SIGKILL])

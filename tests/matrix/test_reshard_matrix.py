@@ -1,4 +1,4 @@
-"""Every pair (saved layout, loaded layout), model and optimizer, bit by bit."""
+"""Load every saved layout into every other one, model and optimizer, and compare bit by bit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def _save(rank: int, world_size: int, name: str, path: str) -> None:
 
 
 def _load_all(rank: int, world_size: int, name: str, paths: dict[str, str]) -> dict[str, list[str]]:
-    """Load every saved layout into this one; what is wrong, by saved layout."""
+    """Load every saved layout into this one; return the faults by saved layout."""
     expected = build(name, seed=1, steps=2)
     further = build(name, seed=1, steps=3)
     wrong: dict[str, list[str]] = {}
     for number, (saved, path) in enumerate(paths.items()):
-        # A fresh optimizer without state, and one whose state must be overwritten.
+        # Alternate a fresh optimizer with one whose state must be overwritten.
         built = build(name, seed=2, steps=number % 2)
         report = bcp.load(path, built.state)
         bad = differences(built, expected)
@@ -39,7 +39,7 @@ def _load_all(rank: int, world_size: int, name: str, paths: dict[str, str]) -> d
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, RankPool]) -> dict[str, str]:
-    """A checkpoint of every layout."""
+    """Save a checkpoint of every layout."""
     root: Path = tmp_path_factory.mktemp("matrix")
     paths = {}
     for name, layout in LAYOUTS.items():
@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, pools: dict[int, RankPool]) 
 
 @pytest.fixture(scope="module")
 def pools():
-    """Ranks by world size, all out of one pool of eight."""
+    """Provide ranks by world size, all from one pool of eight."""
     with RankPool(8) as pool:
 
         class Sized:
@@ -64,14 +64,14 @@ def pools():
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_loads_bit_equal_from_every_layout(target: str, saved: dict[str, str], pools) -> None:
+def test_every_layout_loads_bit_equal_from_every_other(target: str, saved: dict[str, str], pools) -> None:
     results = pools[LAYOUTS[target].world_size].run(_load_all, target, saved, timeout_s=280)
     wrong = {f"{source} on rank {rank}": bad for rank, result in enumerate(results) for source, bad in result.items()}
     assert not wrong
 
 
-def test_layouts_really_differ_and_agree() -> None:
-    """The reference itself: seeds differ, and the plain layout's values are those of the formula."""
+def test_the_reference_itself() -> None:
+    """Seeds differ, and the values of the plain layout follow the formula."""
     one, two = build("plain-1", seed=1, steps=0), build("plain-1", seed=2, steps=0)
     assert differences(one, two)
     assert torch.equal(

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import strategies as st
 
-from bytecheckpoint.geometry import Box, decompose
+from bytecheckpoint.tensors.geometry import Box, decompose
 
 Shape = tuple[int, ...]
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.planners import balance, rank_sets
-from bytecheckpoint.planners.balance import choose_writers
-from bytecheckpoint.planners.rank_sets import RankSets
-from bytecheckpoint.tables import Int64
+from bytecheckpoint.planners.save import balance, rank_sets
+from bytecheckpoint.planners.save.balance import choose_writers
+from bytecheckpoint.planners.save.rank_sets import RankSets
+from bytecheckpoint.tensors.tables import Int64
 
 Groups = list[tuple[int, list[int]]]
 
@@ -101,7 +101,7 @@ def _counted(name: str) -> Iterator[mock.MagicMock]:
 
 @given(st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=20)
-def test_rounds_and_heaps_choose_alike(seed: int) -> None:
+def test_rounds_and_heaps_make_the_same_choice(seed: int) -> None:
     """Sets that share no rank, of unequal widths and numbers of groups."""
     generator = np.random.default_rng(seed)
     ranks = generator.permutation(64)

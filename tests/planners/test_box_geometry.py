@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.geometry import Box, contiguous_runs, decompose, find_overlap
+from bytecheckpoint.tensors.geometry import Box, contiguous_runs, decompose, find_overlap
 
 Boxes = Callable[[tuple[int, ...]], st.SearchStrategy[Box]]
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.planners import CachedPlan, ContentChecks, Held, PlanCache, as_contents, compare_contents
-from bytecheckpoint.planners.assignment import Assignment
-from bytecheckpoint.tables import Int64
+from bytecheckpoint.planners import CachedPlan, ContentChecks, HeldContents, PlanCache, compare_contents, stack_digests
+from bytecheckpoint.planners.save.assignment import Assignment
+from bytecheckpoint.tensors.tables import Int64
 
 World = list[dict[str, int]]
 """By rank, what each item contains."""
@@ -16,30 +16,32 @@ World = list[dict[str, int]]
 MOST_BYTES = 40
 
 
-def held(world: World) -> list[Held]:
+def held(world: World) -> list[HeldContents]:
     """Ranks by the items that they have."""
     kinds: dict[tuple[str, ...], list[int]] = {}
     for rank, items in enumerate(world):
         kinds.setdefault(tuple(items), []).append(rank)
-    return [Held(keys, np.array(ranks), [contents(world[rank]) for rank in ranks]) for keys, ranks in kinds.items()]
+    return [
+        HeldContents(keys, np.array(ranks), [contents(world[rank]) for rank in ranks]) for keys, ranks in kinds.items()
+    ]
 
 
 def contents(items: dict[str, int]) -> np.ndarray:
-    return as_contents([value.to_bytes(4, "little") for value in items.values()])
+    return stack_digests([value.to_bytes(4, "little") for value in items.values()])
 
 
-def tell(before: World, now: World, everywhere: list[bytes] | None = None) -> bool:
-    """Whether what ranks tell of ``now`` says that what was found out about ``before`` still holds."""
+def is_unchanged(before: World, now: World, everywhere: list[bytes] | None = None) -> bool:
+    """Whether the ranks' summaries of ``now`` match the comparison of ``before``."""
     comparison = compare_contents(held(before), len(before))
-    told = []
+    summaries = []
     for rank, (packed, items) in enumerate(zip(comparison.checks(), now)):
         checks = ContentChecks.from_bytes(packed, rank, len(now), len(items))
-        told.append(checks.tell(contents(items), b"" if everywhere is None else everywhere[rank]))
-    assert all(len(one) <= MOST_BYTES for one in told)
-    return comparison.holds(told)
+        summaries.append(checks.summarize(contents(items), b"" if everywhere is None else everywhere[rank]))
+    assert all(len(one) <= MOST_BYTES for one in summaries)
+    return comparison.is_unchanged(summaries)
 
 
-def alike(world: World) -> dict[str, bool]:
+def equal_items(world: World) -> dict[str, bool]:
     """By item, whether all that have it hold the same."""
     found: dict[str, set[int]] = {}
     for items in world:
@@ -53,59 +55,61 @@ item_sets = st.lists(st.sets(st.sampled_from("abcdefg")).map(sorted), min_size=1
 
 @given(item_sets, st.data())
 @settings(deadline=None, max_examples=200)
-def test_it_holds_just_where_the_same_items_are_alike(keys: list[list[str]], data: st.DataObject) -> None:
+def test_it_is_unchanged_exactly_if_the_same_items_are_equal(keys: list[list[str]], data: st.DataObject) -> None:
     def fill() -> World:
         values = st.integers(0, 1)
         common = {key: data.draw(values) for key in "abcdefg"}
         drift = data.draw(st.sets(st.sampled_from("abcdefg"), max_size=3))
-        return [{key: data.draw(values) if key in drift else common[key] for key in mine} for mine in keys]
+        return [{key: data.draw(values) if key in drift else common[key] for key in own} for own in keys]
 
     before, now = fill(), fill()
-    assert compare_contents(held(before), len(before)).differing == [k for k, same in alike(before).items() if not same]
-    assert tell(before, now) == (alike(before) == alike(now))
+    assert compare_contents(held(before), len(before)).differing == [
+        k for k, same in equal_items(before).items() if not same
+    ]
+    assert is_unchanged(before, now) == (equal_items(before) == equal_items(now))
 
 
 def test_any_two_ranks_that_differ_are_noticed() -> None:
-    """However the ranks' values are paired: no two differences make up for each other."""
+    """No two differences cancel each other, however the ranks are paired."""
     world = [{"x": 1} for _ in range(6)]
-    assert tell(world, [{"x": 2} for _ in range(6)])
+    assert is_unchanged(world, [{"x": 2} for _ in range(6)])
     for first in range(6):
         for second in range(6):
             changed = [{"x": 1 + (rank in (first, second))} for rank in range(6)]
-            assert not tell(world, changed)
-    assert not tell(world, [{"x": rank // 2} for rank in range(6)])
+            assert not is_unchanged(world, changed)
+    assert not is_unchanged(world, [{"x": rank // 2} for rank in range(6)])
 
 
 def test_what_must_be_equal_everywhere() -> None:
     world: World = [{} for _ in range(3)]
-    assert tell(world, world, [b"step 1"] * 3)
-    assert not tell(world, world, [b"step 1", b"step 1", b"step 2"])
-    assert tell(world[:1], world[:1], [b"anything"])
+    assert is_unchanged(world, world, [b"step 1"] * 3)
+    assert not is_unchanged(world, world, [b"step 1", b"step 1", b"step 2"])
+    assert is_unchanged(world[:1], world[:1], [b"anything"])
 
 
 @pytest.mark.parametrize(("count", "cacheable"), [(1, True), (12, True), (13, True), (192, True), (193, False)])
 def test_so_many_may_differ(count: int, cacheable: bool) -> None:
-    """Ever fewer bits each, so that ever more often ranks look alike by chance; that costs a plan and no more."""
+    """Fewer and fewer bits per item, so that ranks look equal by chance more often, which only costs a new plan."""
     names = [f"{i:03d}" for i in range(count)]
     before = [{name: rank * 1000 + i for i, name in enumerate(names)} for rank in range(40)]
     comparison = compare_contents(held(before), len(before))
     assert comparison.is_cacheable == cacheable
     if cacheable:
-        assert tell(before, before)
+        assert is_unchanged(before, before)
         met = [{**items, names[-1]: 5} for items in before]
-        assert not tell(before, met)
+        assert not is_unchanged(before, met)
 
 
 def test_contents_of_other_items_are_refused() -> None:
-    with pytest.raises(PlanError, match="rank 0 tells of 1 contents of 2 items"):
-        compare_contents([Held(["a", "b"], np.array([0]), [as_contents([b"1"])])], 1)
-    with pytest.raises(PlanError, match="rank 0 tells"):
-        compare_contents([Held(["a", "a"], np.array([0]), [as_contents([b"1", b"2"])])], 1)
+    with pytest.raises(PlanError, match="rank 0 has 1 digests for 2 items"):
+        compare_contents([HeldContents(["a", "b"], np.array([0]), [stack_digests([b"1"])])], 1)
+    with pytest.raises(PlanError, match="or lists an item twice"):
+        compare_contents([HeldContents(["a", "a"], np.array([0]), [stack_digests([b"1", b"2"])])], 1)
 
 
 def test_checks_for_other_items_are_refused() -> None:
     packed = compare_contents(held([{"a": 1, "b": 2}] * 2), 2).checks()[1]
-    assert ContentChecks.from_bytes(packed, 1, 2, 2).alike[0].tolist() == [0, 1]
+    assert ContentChecks.from_bytes(packed, 1, 2, 2).equal[0].tolist() == [0, 1]
     with pytest.raises(PlanError, match="malformed"):
         ContentChecks.from_bytes(packed, 1, 2, 1)
     for end in range(len(packed)):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.planners.extents import plan_extents
+from bytecheckpoint.planners.load.extents import plan_extents
 
 Range = tuple[int, int, int]
 """File, begin, end."""
@@ -14,7 +14,7 @@ Range = tuple[int, int, int]
 
 @st.composite
 def ranges_in_shards(draw: st.DrawFn) -> tuple[list[Range], list[int]]:
-    """Ranges within shards that lie side by side, each cut at multiples of a step of its own; and the steps."""
+    """Ranges within shards that are adjacent, each split at multiples of a separate step, and the steps."""
     ranges: list[Range] = []
     steps: list[int] = []
     for file in range(draw(st.integers(1, 3))):
@@ -33,8 +33,8 @@ def ranges_in_shards(draw: st.DrawFn) -> tuple[list[Range], list[int]]:
 
 @given(ranges_in_shards(), st.integers(1, 100), st.integers(0, 20), st.integers(0, 30))
 @settings(deadline=None, max_examples=200)
-def test_every_byte_is_fetched_once(wanted: tuple[list[Range], list[int]], size: int, slack: int, gap: int) -> None:
-    ranges, steps = wanted
+def test_every_byte_is_fetched_once(requested: tuple[list[Range], list[int]], size: int, slack: int, gap: int) -> None:
+    ranges, steps = requested
     file, begin, end = np.array(ranges, np.int64).reshape(-1, 3).T
     plan = plan_extents(file, begin, end, np.array(steps, np.int64), size=size, slack=slack, gap=gap)
     blocks = list(zip(plan.file.tolist(), plan.begin.tolist(), plan.end.tolist()))

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.geometry import Box, decompose, row_major_strides
-from bytecheckpoint.metadata import BasicMeta
 from bytecheckpoint.planners import GatherPlan, GatherShare, LocalPlan, SavePlan, plan_columns, plan_gather, plan_save
-from bytecheckpoint.tables import BoxTable, TensorTable
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box, decompose, row_major_strides
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 Tilings = Callable[[tuple[int, ...]], st.SearchStrategy[list[Box]]]
 Holding = list[tuple[str, Box]]
@@ -67,7 +67,7 @@ def worlds(draw: st.DrawFn, tilings: Tilings) -> World:
 
 
 def content(number: int, meta: BasicMeta) -> np.ndarray:
-    """Bytes of a tensor, ``[*shape, itemsize]``, that tell tensors and positions apart."""
+    """Bytes of a tensor, ``[*shape, itemsize]``, that identify tensors and positions."""
     size = meta.nbytes
     return ((np.arange(size) * 7 + number * 31) % 251).astype(np.uint8).reshape(*meta.shape, meta.dtype.itemsize)
 
@@ -120,7 +120,7 @@ def gather_one(
         out[where] = part
         np.add.at(count, where, 1)
     for key in wires:
-        assert key[1] != rank or not wires[key], "bytes were sent that nobody wants"
+        assert key[1] != rank or not wires[key], "bytes were sent that no rank expects"
     outputs: dict[str, np.ndarray] = {}
     for index, section in enumerate(share.items.sections):
         rows = np.flatnonzero(share.items.section == index)

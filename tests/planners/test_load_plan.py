@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.planners import load_plan, plan_load
+from bytecheckpoint.planners import plan_load
 from bytecheckpoint.planners.coverage import first_uncovered
-from bytecheckpoint.tables import BoxTable, TensorTable
+from bytecheckpoint.planners.load import plan as load_plan
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 Tilings = Callable[[tuple[int, ...]], st.SearchStrategy[list[Box]]]
 Boxes = Callable[[tuple[int, ...]], st.SearchStrategy[Box]]
@@ -45,35 +46,35 @@ def test_any_box_from_any_tiling_equals_slicing(
     tensors = table(*shapes)
     stored_rows = [(row, box) for row, shape in enumerate(shapes) for box in data.draw(tilings(shape))]
     drawn = [(row, data.draw(boxes_within(shape))) for row, shape in enumerate(shapes) for _ in range(3)]
-    wanted_rows = data.draw(st.permutations(drawn))
-    stored, wanted = BoxTable.build(stored_rows), BoxTable.build(wanted_rows)
-    plan = plan_load(tensors, stored, wanted)
+    requested_rows = data.draw(st.permutations(drawn))
+    stored, requested = BoxTable.build(stored_rows), BoxTable.build(requested_rows)
+    plan = plan_load(tensors, stored, requested)
     with pruned():
-        tensor_by_tensor = plan_load(tensors, stored, wanted)
+        tensor_by_tensor = plan_load(tensors, stored, requested)
     with mock.patch.object(load_plan, "_MAX_PAIRS", 3):
-        some_pairs_at_a_time = plan_load(tensors, stored, wanted)
+        some_pairs_at_a_time = plan_load(tensors, stored, requested)
     for other in (tensor_by_tensor, some_pairs_at_a_time):
-        for column in ("wanted", "stored"):
+        for column in ("requested", "stored"):
             assert getattr(plan, column).tolist() == getattr(other, column).tolist()
         assert plan.boxes.offsets.tolist() == other.boxes.offsets.tolist()
         assert plan.boxes.lengths.tolist() == other.boxes.lengths.tolist()
-    assert [box for *_, box in plan.pieces()] == [plan.boxes.box_of(row) for row in range(len(plan))]
+    assert [box for *_, box in plan.rows()] == [plan.boxes.box_of(row) for row in range(len(plan))]
 
     full = [np.arange(prod(shape)).reshape(shape) for shape in shapes]
     local = [full[row][box.slices()].copy() for row, box in stored_rows]
-    filled = [np.full(box.lengths, -1) for _, box in wanted_rows]
-    pairs = list(zip(plan.wanted.tolist(), plan.stored.tolist()))
+    filled = [np.full(box.lengths, -1) for _, box in requested_rows]
+    pairs = list(zip(plan.requested.tolist(), plan.stored.tolist()))
     assert pairs == sorted(pairs)
     for row, (to, source) in enumerate(pairs):
         box = plan.boxes.box_of(row)
         assert box.numel > 0
-        assert int(plan.boxes.tensor[row]) == wanted_rows[to][0] == stored_rows[source][0]
-        target = filled[to][box.relative_to(wanted_rows[to][1]).slices()]
+        assert int(plan.boxes.tensor[row]) == requested_rows[to][0] == stored_rows[source][0]
+        target = filled[to][box.relative_to(requested_rows[to][1]).slices()]
         assert (target == -1).all()
-        filled[to][box.relative_to(wanted_rows[to][1]).slices()] = local[source][
+        filled[to][box.relative_to(requested_rows[to][1]).slices()] = local[source][
             box.relative_to(stored_rows[source][1]).slices()
         ]
-    for (row, box), found in zip(wanted_rows, filled):
+    for (row, box), found in zip(requested_rows, filled):
         assert (found == full[row][box.slices()]).all()
 
 
@@ -86,13 +87,13 @@ def test_a_missing_stored_box_is_found(
     lost = data.draw(st.sampled_from([box for box in boxes if box.numel]))
     box = data.draw(boxes_within(shape))
     stored = BoxTable.build([(0, other) for other in boxes if other != lost])
-    wanted = BoxTable.build([(0, box)])
+    requested = BoxTable.build([(0, box)])
     if box.numel == 0 or lost.intersect(box) is None:
-        plan_load(table(shape), stored, wanted)
+        plan_load(table(shape), stored, requested)
         return
     for path in (nullcontext, pruned):
-        with path(), pytest.raises(PlanError, match=r"model\.t0: wanted"):
-            plan_load(table(shape), stored, wanted)
+        with path(), pytest.raises(PlanError, match=r"model\.t0: requested"):
+            plan_load(table(shape), stored, requested)
 
 
 def test_the_fault_names_every_tensor_and_the_first_missing_region() -> None:
@@ -102,12 +103,12 @@ def test_the_fault_names_every_tensor_and_the_first_missing_region() -> None:
     with pytest.raises(PlanError) as caught:
         plan_load(tensors, stored, BoxTable.build([*whole, (0, Box((5, 1), (1, 1)))]))
     text = str(caught.value)
-    assert "model.t0: wanted [0:8,0:4], of which [4:6,0:4] is not stored (and 1 more wanted boxes)" in text
-    assert "model.t1: wanted [0:6], of which nothing is stored" in text
+    assert "model.t0: requested [0:8,0:4], of which [4:6,0:4] is not stored (and 1 more requested boxes)" in text
+    assert "model.t1: requested [0:6], of which nothing is stored" in text
     assert "model.t2" not in text
 
 
-def test_a_wanted_box_outside_the_tensor_is_not_stored() -> None:
+def test_a_requested_box_outside_the_tensor_is_not_stored() -> None:
     stored = BoxTable.build([(0, Box((0,), (6,)))])
     with pytest.raises(PlanError, match=r"\[6:8\] is not stored"):
         plan_load(table((6,)), stored, BoxTable.build([(0, Box((4,), (4,)))]))
@@ -121,7 +122,7 @@ def test_misuse_is_refused() -> None:
         plan_load(tensors, BoxTable.build([(0, Box((0,), (6,)))]), BoxTable.build([(0, Box((0, 0), (2, 1)))]))
 
 
-def test_nothing_wanted() -> None:
+def test_nothing_is_requested() -> None:
     stored = BoxTable.build([(0, Box((0,), (6,)))])
     assert len(plan_load(table((6,)), stored, BoxTable.build([]))) == 0
     assert len(plan_load(table((6,)), stored, BoxTable.build([(0, Box((3,), (0,)))]))) == 0

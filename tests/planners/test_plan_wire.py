@@ -9,11 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.mesh_layout import MeshLayout
-from bytecheckpoint.metadata import BasicMeta
 from bytecheckpoint.planners import (
     OWN_BOXES,
     WHOLE,
@@ -28,8 +24,12 @@ from bytecheckpoint.planners import (
     unpack_boxes,
     wire,
 )
-from bytecheckpoint.planners.local_plan import ValueNames
-from bytecheckpoint.tables import BoxTable, TensorTable
+from bytecheckpoint.planners.save.local_plan import ValueNames
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.mesh_layout import MeshLayout
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 
 def sample() -> PlanTable:
@@ -93,8 +93,8 @@ def test_boxes_survive_the_wire() -> None:
     assert len(unpack_boxes([b""], tensors)[0]) == 0
 
 
-def test_ranks_alike_have_the_same_table() -> None:
-    """Names of tensors of their own differ, places in a mesh do, and boxes that nobody else knows."""
+def test_ranks_with_the_same_structure_have_the_same_table() -> None:
+    """Only names of own tensors, coordinates in a mesh, and own boxes differ."""
 
     def plan(rank: int) -> LocalPlan:
         metas = [("model", "w", (8,)), ("model", "b", (2,)), ("model", "flat", (9,)), ("rng", f"s@{rank}", (4,))]
@@ -111,7 +111,7 @@ def test_ranks_alike_have_the_same_table() -> None:
 
     assert plan(0).table().to_bytes() == plan(1).table().to_bytes()
     assert plan(0).table().tensors.names[3] == "rng.s"
-    assert plan(1).places().tolist() == [1]
+    assert plan(1).flat_coordinates().tolist() == [1]
     assert list(plan(1).own_boxes()) == [Box((1,), (3,))]
     assert plan(0).own_boxes().tensor.tolist() == [2]
 
@@ -128,8 +128,8 @@ rows = st.lists(st.integers(0, 2**40), max_size=5).map(lambda values: np.array(v
 @given(st.lists(st.tuples(st.text(max_size=5), rows), max_size=3), st.lists(st.booleans(), max_size=5))
 @settings(deadline=None)
 def test_an_assignment_survives_the_wire(files: list[tuple[str, Any]], shared: list[bool]) -> None:
-    told = Assignment(files, np.arange(len(shared)), np.array(shared, np.bool_))
-    found = Assignment.from_bytes(told.to_bytes())
+    sent = Assignment(files, np.arange(len(shared)), np.array(shared, np.bool_))
+    found = Assignment.from_bytes(sent.to_bytes())
     assert [(section, part.tolist()) for section, part in found.files] == [(s, part.tolist()) for s, part in files]
     assert found.values.tolist() == list(range(len(shared)))
     assert found.shared.tolist() == shared
@@ -139,19 +139,19 @@ def test_an_assignment_must_speak_of_what_the_rank_holds() -> None:
     plan = own_plan()
     plan.values.append(ValueEntry("extra", b"", b"", 0))
     plan.values.append(ValueEntry("extra", b"x", b"", 0))
-    for told in (
+    for sent in (
         Assignment([("model", np.array([0, 3]))], np.array([0]), np.array([True])),
         Assignment([("model", np.array([0, 1]))], np.array([2]), np.array([True])),
         Assignment([("model", np.array([-1]))], np.array([0]), np.array([True])),
     ):
         with pytest.raises(PlanError, match="malformed save assignment"):
-            Assignment.from_bytes(told.to_bytes(), plan)
+            Assignment.from_bytes(sent.to_bytes(), plan)
 
 
 def test_every_cut_is_refused() -> None:
     for good, read in (
         (sample().to_bytes(), PlanTable.from_bytes),
-        (_told().to_bytes(), Assignment.from_bytes),
+        (_assignment().to_bytes(), Assignment.from_bytes),
         (pack_boxes(boxes()), lambda data: unpack_boxes([data or b"?"], sample().tensors)),
     ):
         for end in range(len(good)):
@@ -161,26 +161,26 @@ def test_every_cut_is_refused() -> None:
             read(good + b"\0")
 
 
-def _told() -> Assignment:
+def _assignment() -> Assignment:
     return Assignment([("model", np.array([0, 1]))], np.array([0]), np.array([True]))
 
 
 def test_one_kind_is_not_taken_for_another() -> None:
     with pytest.raises(PlanError, match="malformed plan table"):
-        PlanTable.from_bytes(_told().to_bytes())
+        PlanTable.from_bytes(_assignment().to_bytes())
     with pytest.raises(PlanError, match="malformed boxes"):
-        unpack_boxes([_told().to_bytes()], sample().tensors)
+        unpack_boxes([_assignment().to_bytes()], sample().tensors)
     with pytest.raises(PlanError, match="malformed save assignment"):
         Assignment.from_bytes(sample().to_bytes())
 
 
 def _harmless(data: bytes) -> None:
-    """Either refused, or a plan like any other: nothing but ``PlanError`` comes of it."""
+    """The message is rejected with ``PlanError``, or decodes to a valid plan."""
     with suppress(PlanError):
         table = PlanTable.from_bytes(data)
         own = own_plan()
         groups = [PlanGroup.of(table, [1], [np.array([1, 2])], boxes(), np.array([3]))]
-        groups += [PlanGroup.of(own.table(), [0], [own.places()], own.own_boxes(), np.array([3]))]
+        groups += [PlanGroup.of(own.table(), [0], [own.flat_coordinates()], own.own_boxes(), np.array([3]))]
         plan_groups(groups, set(), world_size=2)
     with suppress(PlanError):
         held, _ = unpack_boxes([data], own_plan().tensors)
@@ -220,11 +220,11 @@ def words(*values: int) -> bytes:
 @example([2**32])
 @settings(deadline=None)
 def test_a_column_survives_in_the_narrowest_words(values: list[int]) -> None:
-    column = wire.column(np.array(values, np.int64))
-    fields = wire.Fields("test", wire.pack("test", {"column": column}))
+    column = wire.pack_column(np.array(values, np.int64))
+    fields = wire.Fields("test", wire.pack_message("test", {"column": column}))
     assert fields.integers("column", len(values)).tolist() == values
-    long = wire.column(np.array(values * 100, np.int64))
-    fields = wire.Fields("test", wire.pack("test", {"column": long}))
+    long = wire.pack_column(np.array(values * 100, np.int64))
+    fields = wire.Fields("test", wire.pack_message("test", {"column": long}))
     assert fields.integers("column", len(values) * 100).tolist() == values * 100
     assert len(long) <= 1 + len(values) * 800
 
@@ -317,11 +317,11 @@ numbers = st.lists(st.sampled_from([0, 1, 255, 256, 2**16, 2**32 - 1, 2**32, 2**
 
 @given(st.lists(st.tuples(numbers, numbers), max_size=5))
 @settings(deadline=None)
-def test_columns_of_many_peers_are_taken_together(told: list[tuple[list[int], list[int]]]) -> None:
-    packed = [wire.pack_words(*(np.array(values, np.int64) for values in one)) for one in told]
+def test_columns_of_many_peers_are_joined(messages: list[tuple[list[int], list[int]]]) -> None:
+    packed = [wire.pack_words(*(np.array(values, np.int64) for values in one)) for one in messages]
     for at, (values, lengths) in enumerate(wire.unpack_words("test", packed, 2)):
-        assert values.tolist() == [number for one in told for number in one[at]]
-        assert lengths.tolist() == [len(one[at]) for one in told]
+        assert values.tolist() == [number for one in messages for number in one[at]]
+        assert lengths.tolist() == [len(one[at]) for one in messages]
 
 
 @given(st.lists(numbers, max_size=5))
@@ -329,8 +329,8 @@ def test_columns_of_many_peers_are_taken_together(told: list[tuple[list[int], li
 def test_many_columns_are_packed_as_each_alone(parts: list[list[int]]) -> None:
     starts = np.cumsum([0, *map(len, parts)])
     joined = np.array([number for part in parts for number in part], np.int64)
-    packed = wire.columns(joined, starts)
-    fields = wire.Fields("test", wire.pack("test", {"parts": packed}))
+    packed = wire.pack_columns(joined, starts)
+    fields = wire.Fields("test", wire.pack_message("test", {"parts": packed}))
     assert [column.tolist() for column in fields.columns("parts", len(parts))] == parts
     for part, data in zip(parts, packed):
-        assert data[0] == wire.column(np.array(part * 100, np.int64))[0] if part else data == b"\x01"
+        assert data[0] == wire.pack_column(np.array(part * 100, np.int64))[0] if part else data == b"\x01"

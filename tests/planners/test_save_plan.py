@@ -9,12 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.planners import Assignment, LocalPlan, SavePlan, ValueEntry, layout, plan_columns, plan_save
-from bytecheckpoint.tables import BoxTable, TensorTable
+from bytecheckpoint.planners import (
+    Assignment,
+    LocalPlan,
+    SavePlan,
+    ValueEntry,
+    consecutive_offsets,
+    plan_columns,
+    plan_save,
+)
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 Tilings = Callable[[tuple[int, ...]], st.SearchStrategy[list[Box]]]
 Metas = dict[str, BasicMeta]
@@ -79,9 +87,9 @@ def test_every_byte_is_written_once_and_where_the_plan_says(tilings: Tilings, da
     sizes = {(file.section, file.rank): file.data_size for file in plan.files}
     places: dict[tuple[str, int], list[tuple[str, Box, int]]] = {}
     for rank, local in enumerate(world.plans()):
-        told = Assignment.from_bytes(plan.assignment(rank).to_bytes(), local)
-        for section, rows in told.files:
-            offsets, size = layout(local.shards.nbytes(local.tensors)[rows])
+        assignment = Assignment.from_bytes(plan.assignment(rank).to_bytes(), local)
+        for section, rows in assignment.files:
+            offsets, size = consecutive_offsets(local.shards.nbytes(local.tensors)[rows])
             assert size == sizes[section, rank]
             image = images[section, rank] = np.zeros(size, np.int64)
             for row, offset in zip(rows.tolist(), offsets.tolist()):
@@ -209,7 +217,7 @@ def test_overlaps_in_tensors_that_are_looked_at_apart(monkeypatch: pytest.Monkey
         assert "[0:8,2:5] of rank 1 overlaps [0:8,4:6] of rank 2" in text
 
 
-def test_an_overlap_that_hides_a_hole_tells_of_both() -> None:
+def test_an_overlap_that_hides_a_hole_reports_both() -> None:
     text = fault_of(plans_of([rows(0, 4), rows(2, 4)], [rows(6, 8)]))
     assert "overlaps" in text
     assert "no rank holds [4:6,0:4]" in text
@@ -234,7 +242,7 @@ def test_disagreement_about_a_tensor_says_who_says_what() -> None:
     other = {"model.w": BasicMeta(DTYPES["bfloat16"], (8, 4)), "model.v": F32}
     plans = [*plans_of([rows(0, 8)], []), *plans_of([], [], tensors=other)]
     text = fault_of(plans)
-    assert "disagree about 1 tensors" in text
+    assert "describe 1 tensors differently" in text
     assert (
         "model.w: float32[8, 4] in section 'model' on ranks 0-1; bfloat16[8, 4] in section 'model' on ranks 2-3" in text
     )
@@ -265,8 +273,8 @@ def test_aliases() -> None:
     ]
     text = fault_of(plans([("model.a", "model.w")], [("model.a", "model.x")]))
     assert "alias model.a: target 'model.w' on rank 0; target 'model.x' on rank 1" in text
-    assert "model.w: is a tensor" in fault_of(plans([("model.w", "model.w")]))
-    assert "model.a: alias of model.x, which no rank has" in fault_of(plans([("model.a", "model.x")]))
+    assert "model.w is a tensor and also an alias" in fault_of(plans([("model.w", "model.w")]))
+    assert "model.a is an alias of model.x, which no rank has" in fault_of(plans([("model.a", "model.x")]))
 
 
 def test_sections_agree_on_their_adapter() -> None:
@@ -297,9 +305,9 @@ def test_values_are_written_once_where_equal_and_everywhere_where_not() -> None:
         (b"rng", 1, False, 2),
         (b"same", 0, True, 0),
     ]
-    told = plan.assignment(1)
-    assert told.values.tolist() == [0, 3, 2]
-    assert told.shared.tolist() == [False, True, False]
+    assignment = plan.assignment(1)
+    assert assignment.values.tolist() == [0, 3, 2]
+    assert assignment.shared.tolist() == [False, True, False]
     assert len(plan.assignment(2).values) == 0
     for rank in range(4):
         sent = Assignment.from_bytes(plan.assignment_bytes(rank))

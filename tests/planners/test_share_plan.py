@@ -8,11 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.dtypes import DTYPES
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.planners import Offer, SharedPart, Want, classify_wants, group_ranks, plan_ring, rings_of
-from bytecheckpoint.tables import BoxTable, TensorTable
+from bytecheckpoint.planners import (
+    ClassSummary,
+    Request,
+    SharedPart,
+    classify_requests,
+    find_rings,
+    group_ranks,
+    plan_ring,
+)
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 F32 = DTYPES["float32"]
 SHAPES = [(64, 32), (8,), (), (5, 6, 7), (1, 1000)]
@@ -24,7 +32,7 @@ STORED = BoxTable.build([(row, Box.whole(shape)) for row, shape in enumerate(SHA
 
 @st.composite
 def parts(draw: st.DrawFn) -> list[SharedPart]:
-    """Parts of stored boxes of any shape, of which each element has an identity of its own."""
+    """Parts of stored boxes of any shape, each element of which has a unique identity."""
     found = []
     for row in range(draw(st.integers(0, 6))):
         stored = tuple(draw(st.lists(st.integers(1, 12), max_size=3)))
@@ -51,32 +59,35 @@ def _product(ranges: list[range]) -> list[tuple[int, ...]]:
 @settings(deadline=None, max_examples=80)
 @given(parts(), st.integers(2, 5), st.sampled_from([16, 100, 4096]))
 def test_each_element_is_read_by_one_rank_and_passed_on_once(shared, size, piece):
-    ring = plan_ring(range(10, 10 + size), shared, piece=piece)
-    wanted = Counter(element for part in shared for element in elements(part.row, part.box))
+    ring = plan_ring(range(10, 10 + size), shared, packet_bytes=piece)
+    expected = Counter(element for part in shared for element in elements(part.row, part.box))
     batches = [batch for segment in ring.segments for batch in segment]
-    assert Counter(e for batch in batches for slab in batch.reads for e in elements(slab.row, slab.box)) == wanted
+    assert (
+        Counter(e for batch in batches for part_box in batch.reads for e in elements(part_box.row, part_box.box))
+        == expected
+    )
     itemsize = {part.row: part.memory_itemsize for part in shared}
     for batch in batches:
-        read = [e for slab in batch.reads for e in elements(slab.row, slab.box)]
-        passed = [e for piece_ in batch.pieces for slab in piece_ for e in elements(slab.row, slab.box)]
+        read = [e for part_box in batch.reads for e in elements(part_box.row, part_box.box)]
+        passed = [e for packet in batch.packets for part_box in packet for e in elements(part_box.row, part_box.box)]
         assert sorted(read) == sorted(passed)
-        for piece_ in batch.pieces:
-            assert all(slab.nbytes == slab.box.numel * itemsize[slab.row] for slab in piece_)
-            assert sum(slab.nbytes for slab in piece_) <= max(piece, 8)
+        for packet in batch.packets:
+            assert all(part_box.nbytes == part_box.box.numel * itemsize[part_box.row] for part_box in packet)
+            assert sum(part_box.nbytes for part_box in packet) <= max(piece, 8)
 
 
 @settings(deadline=None, max_examples=60)
 @given(parts(), st.integers(2, 6), st.randoms(use_true_random=False))
 def test_the_ring_ends_with_everything_everywhere(shared, size, chance: random.Random):
     """Links make a step in any order; a rank sends only what it has by then."""
-    ring = plan_ring(range(size), shared, piece=16)
-    everything = {(segment, index) for segment in range(size) for index in range(len(ring.pieces(segment)))}
+    ring = plan_ring(range(size), shared, packet_bytes=16)
+    everything = {(segment, index) for segment in range(size) for index in range(len(ring.packets(segment)))}
     links = [list(ring.link(at)) for at in range(size)]
-    here = [{(at, index) for index in range(len(ring.pieces(at)))} for at in range(size)]
+    here = [{(at, index) for index in range(len(ring.packets(at)))} for at in range(size)]
     sent = [0] * size
     while any(sent[at] < len(links[at]) for at in range(size)):
         ready = [at for at in range(size) if sent[at] < len(links[at]) and links[at][sent[at]] in here[at]]
-        assert ready, "nobody can go on"
+        assert ready, "deadlock"
         at = chance.choice(ready)
         item = links[at][sent[at]]
         assert item not in here[(at + 1) % size], "sent twice"
@@ -99,15 +110,15 @@ def test_shares_are_even_and_cut_where_chunks_begin():
     assert max(sizes) < 1.2 * total / 4
     for segment in ring.segments:
         for batch in segment:
-            for slab in batch.reads:
-                if slab.row < 13:
-                    assert slab.box.offsets[0] * slab.box.lengths[1] * 4 % (1 << 20) == 0
+            for part_box in batch.reads:
+                if part_box.row < 13:
+                    assert part_box.box.offsets[0] * part_box.box.lengths[1] * 4 % (1 << 20) == 0
 
 
 def test_a_tensor_in_which_no_row_begins_a_chunk_is_cut_for_the_shares_alone():
     ring = plan_ring(range(2), [whole(0, (20_000, 1001))])
     assert [len(segment) for segment in ring.segments] == [1, 1]
-    assert all(len(batch.pieces) > 4 for segment in ring.segments for batch in segment)
+    assert all(len(batch.packets) > 4 for segment in ring.segments for batch in segment)
 
 
 def test_one_huge_row_is_dealt_out():
@@ -116,51 +127,51 @@ def test_one_huge_row_is_dealt_out():
     assert max(sizes) == min(sizes) == 1 << 29
 
 
-def wants_of(rows: list[int]) -> list[Want]:
-    return [Want(row, Box.whole(SHAPES[row]), "torch.float32") for row in rows]
+def requests_of(rows: list[int]) -> list[Request]:
+    return [Request(row, Box.whole(SHAPES[row]), "torch.float32") for row in rows]
 
 
-def test_classes_do_not_depend_on_the_order_of_wants():
-    one = classify_wants(TENSORS, STORED, wants_of([0, 1, 2, 3, 4]), salt="a", least=1)
-    other = classify_wants(TENSORS, STORED, wants_of([4, 2, 3, 1, 0]), salt="a", least=1)
-    assert [found.offer.digest for found in one] == [found.offer.digest for found in other]
-    assert sorted(sorted(found.wants) for found in one) == [[0, 1, 2], [3, 4]], "one for each section"
-    assert sorted(sorted(found.wants) for found in other) == [[0, 2], [1, 3, 4]]
+def test_classes_do_not_depend_on_the_order_of_requests():
+    one = classify_requests(TENSORS, STORED, requests_of([0, 1, 2, 3, 4]), salt="a", min_bytes=1)
+    other = classify_requests(TENSORS, STORED, requests_of([4, 2, 3, 1, 0]), salt="a", min_bytes=1)
+    assert [found.summary.digest for found in one] == [found.summary.digest for found in other]
+    assert sorted(sorted(found.requests) for found in one) == [[0, 1, 2], [3, 4]], "one for each section"
+    assert sorted(sorted(found.requests) for found in other) == [[0, 2], [1, 3, 4]]
 
 
-def test_classes_tell_apart_what_matters():
-    base = wants_of([0, 1])
-    half = [Want(0, Box((0, 0), (32, 32)), "torch.float32"), base[1]]
-    other_half = [Want(0, Box((32, 0), (32, 32)), "torch.float32"), base[1]]
+def test_different_requests_have_different_classes():
+    base = requests_of([0, 1])
+    half = [Request(0, Box((0, 0), (32, 32)), "torch.float32"), base[1]]
+    other_half = [Request(0, Box((32, 0), (32, 32)), "torch.float32"), base[1]]
 
-    def digests(wants, salt="a"):
-        return {found.offer.digest for found in classify_wants(TENSORS, STORED, wants, salt=salt, least=1)}
+    def digests(requests, salt="a"):
+        return {found.summary.digest for found in classify_requests(TENSORS, STORED, requests, salt=salt, min_bytes=1)}
 
     assert not digests(base) & digests(base, salt="b")
-    assert not digests(base) & digests([Want(0, base[0].box, "torch.bfloat16"), base[1]])
+    assert not digests(base) & digests([Request(0, base[0].box, "torch.bfloat16"), base[1]])
     assert len(digests(half)) == 2
-    assert len(digests(half) & digests(other_half)) == 1, "what is replicated is still alike"
+    assert len(digests(half) & digests(other_half)) == 1, "replicated tensors are still equal"
     assert digests([*base, base[0]]) == digests(base), "a want twice is shared once"
 
 
 def test_small_classes_are_left_out():
-    (found,) = classify_wants(TENSORS, STORED, wants_of([0, 1, 2, 3, 4]), salt="a", least=5000)
+    (found,) = classify_requests(TENSORS, STORED, requests_of([0, 1, 2, 3, 4]), salt="a", min_bytes=5000)
     assert found.nbytes == 64 * 32 * 4 + 8 * 4 + 4
 
 
 def test_groups_are_those_with_a_digest_in_common():
-    a, b, c = (Offer(digest, 1, 0) for digest in (b"a", b"b", b"c"))
+    a, b, c = (ClassSummary(digest, 1, 0) for digest in (b"a", b"b", b"c"))
     assert group_ranks([[a, b], [a], [c], [b, a], []]) == {b"a": [[0, 1, 3]], b"b": [[0, 3]]}
 
 
 @pytest.mark.parametrize("size", [2, 64, 65, 1000])
 def test_large_groups_make_several_rings(size):
-    classes = classify_wants(TENSORS, STORED, wants_of([0, 3]), salt="a", least=1)
+    classes = classify_requests(TENSORS, STORED, requests_of([0, 3]), salt="a", min_bytes=1)
     group = list(range(3, 3 + 2 * size, 2))
-    groups = {found.offer.digest: [group] for found in classes}
+    groups = {found.summary.digest: [group] for found in classes}
     rings = {}
     for rank in group:
-        (ranks,) = rings_of(rank, classes, groups)
+        (ranks,) = find_rings(rank, classes, groups)
         assert rank in ranks
         rings[ranks] = len(ranks)
     assert sorted(rank for ranks in rings for rank in ranks) == group
@@ -170,15 +181,15 @@ def test_large_groups_make_several_rings(size):
 
 
 def test_classes_of_one_group_share_a_ring():
-    classes = classify_wants(TENSORS, STORED, wants_of([0, 3]), salt="a", least=1)
-    groups = {found.offer.digest: [[0, 1]] for found in classes}
-    ((ranks, members),) = rings_of(1, classes, groups).items()
+    classes = classify_requests(TENSORS, STORED, requests_of([0, 3]), salt="a", min_bytes=1)
+    groups = {found.summary.digest: [[0, 1]] for found in classes}
+    ((ranks, members),) = find_rings(1, classes, groups).items()
     assert ranks == (0, 1)
-    assert [member.offer.digest for member in members] == sorted(found.offer.digest for found in classes)
-    assert rings_of(1, classes, {}) == {}
+    assert [member.summary.digest for member in members] == sorted(found.summary.digest for found in classes)
+    assert find_rings(1, classes, {}) == {}
 
 
 def test_planning_is_quick_enough_to_be_forgotten():
     rows = np.arange(2000)
     ring = plan_ring(range(64), [whole(int(row), (256, 1024)) for row in rows])
-    assert sum(len(batch.pieces) for segment in ring.segments for batch in segment) < 4000
+    assert sum(len(batch.packets) for segment in ring.segments for batch in segment) < 4000

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.geometry import Box, contiguous_runs
-from bytecheckpoint.planners import slabs, span
+from bytecheckpoint.planners import byte_span, split_box
+from bytecheckpoint.tensors.geometry import Box, contiguous_runs
 
 Boxes = Callable[[tuple[int, ...]], st.SearchStrategy[Box]]
 
@@ -23,16 +23,16 @@ def test_slabs_cover_in_order_within_bounds(
 ) -> None:
     outer = Box.whole(shape).shift(data.draw(st.tuples(*(st.integers(0, 5) for _ in shape))))
     inner = data.draw(boxes_within(shape)).shift(outer.offsets)
-    pieces = list(slabs(inner, outer, itemsize, max_bytes, gap_bytes))
+    pieces = list(split_box(inner, outer, itemsize, max_bytes, gap_bytes))
     memory = np.zeros(shape, np.int64)
     for piece in pieces:
         memory[piece.relative_to(outer).slices()] += 1
-    wanted = np.zeros(shape, np.int64)
-    wanted[inner.relative_to(outer).slices()] = 1
-    assert (memory == wanted).all()
+    expected = np.zeros(shape, np.int64)
+    expected[inner.relative_to(outer).slices()] = 1
+    assert (memory == expected).all()
     end = 0
     for piece in pieces:
-        start, stop = span(piece, outer, itemsize)
+        start, stop = byte_span(piece, outer, itemsize)
         assert start >= end
         assert stop - start <= max(max_bytes, itemsize)
         end = stop
@@ -47,25 +47,29 @@ def test_span_is_the_first_and_the_last_byte(boxes_within: Boxes, data: st.DataO
     inner = data.draw(boxes_within(shape))
     numbers = np.arange(Box.whole(shape).numel).reshape(shape)[inner.slices()].reshape(-1)
     expected = (int(numbers[0]) * 4, int(numbers[-1] + 1) * 4) if len(numbers) else (0, 0)
-    assert span(inner, Box.whole(shape), 4) == expected
+    assert byte_span(inner, Box.whole(shape), 4) == expected
 
 
 def test_a_box_that_fits_is_read_as_one() -> None:
     outer, inner = Box.whole((100, 100)), Box((10, 0), (20, 100))
-    assert list(slabs(inner, outer, 4, 1 << 20, 0)) == [inner]
+    assert list(split_box(inner, outer, 4, 1 << 20, 0)) == [inner]
     columns = Box((0, 10), (100, 20))
-    assert list(slabs(columns, outer, 4, 1 << 20, 320)) == [columns]
-    assert len(list(slabs(columns, outer, 4, 1 << 20, 319))) == 100
-    assert [piece.lengths for piece in slabs(inner, outer, 4, 3200, 0)] == [(8, 100), (8, 100), (4, 100)]
-    assert [piece.lengths for piece in slabs(Box((0, 0), (1, 100)), outer, 4, 160, 0)] == [(1, 40), (1, 40), (1, 20)]
+    assert list(split_box(columns, outer, 4, 1 << 20, 320)) == [columns]
+    assert len(list(split_box(columns, outer, 4, 1 << 20, 319))) == 100
+    assert [piece.lengths for piece in split_box(inner, outer, 4, 3200, 0)] == [(8, 100), (8, 100), (4, 100)]
+    assert [piece.lengths for piece in split_box(Box((0, 0), (1, 100)), outer, 4, 160, 0)] == [
+        (1, 40),
+        (1, 40),
+        (1, 20),
+    ]
 
 
 def test_misuse_is_refused() -> None:
     outer = Box.whole((4, 4))
     for bad in [(0, 16, 0), (4, 0, 0), (4, 16, -1)]:
-        with pytest.raises(PlanError, match="cannot cut"):
-            slabs(outer, outer, *bad)
+        with pytest.raises(PlanError, match="cannot split"):
+            split_box(outer, outer, *bad)
     with pytest.raises(PlanError, match="not inside"):
-        slabs(Box((2, 2), (4, 1)), outer, 4, 16, 0)
+        split_box(Box((2, 2), (4, 1)), outer, 4, 16, 0)
     with pytest.raises(PlanError, match="not inside"):
-        span(Box((2, 2), (4, 1)), outer, 4)
+        byte_span(Box((2, 2), (4, 1)), outer, 4)

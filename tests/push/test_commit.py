@@ -1,59 +1,61 @@
-"""What is said to an engine that pauses badly, or answers too late: nothing that makes it serve torn weights."""
+"""Requests to an engine that does not pause, or answers too late, never make it serve inconsistent weights."""
 
 from __future__ import annotations
 
 import pytest
 
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError
-from bytecheckpoint.inference.push.committing import apply_on
-from bytecheckpoint.inference.push.engines import Budget, Engine
+from bytecheckpoint.inference.push.commit import apply_on
+from bytecheckpoint.inference.push.engines.base import Budget, Engine
 from bytecheckpoint.inference.push.messages import encode
 
 MESSAGE = {"transaction": "t", "version": 2}
 
 
 class Recorded(Engine):
-    """One worker that puts in what it is told to."""
+    """An engine with one worker that applies every version."""
 
     name = "the engine"
 
     def __init__(self, *, pauses: bool = True) -> None:
         self.pauses = pauses
-        self.heard: list[str] = []
+        self.calls: list[str] = []
 
     def call(self, request: str, timeout_s: float) -> list[str]:
-        self.heard.append("call")
-        return [encode({"version": 2, "torn": "", "put_in_by": "t"})]
+        self.calls.append("call")
+        return [encode({"version": 2, "inconsistent_reason": "", "applied_by": "t"})]
 
     def pause(self, timeout_s: float) -> None:
-        self.heard.append("pause")
+        self.calls.append("pause")
         if not self.pauses:
-            raise DeadlineError("requests go on for ever")
+            raise DeadlineError("requests never end")
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        self.heard.append("resume")
+        self.calls.append("resume")
 
 
-def _apply(engine: Engine, *, was_torn: bool = False, given_up: bool = False) -> BytecheckpointError | None:
-    return apply_on(engine, MESSAGE, 2, Budget(1.0), "stream", was_torn=was_torn, given_up=lambda: given_up)
+def _apply(engine: Engine, *, was_inconsistent: bool = False, is_abandoned: bool = False) -> BytecheckpointError | None:
+    return apply_on(
+        engine, MESSAGE, 2, Budget(1.0), "stream", was_inconsistent=was_inconsistent, is_abandoned=lambda: is_abandoned
+    )
 
 
-def test_an_engine_that_puts_in_goes_on() -> None:
+def test_an_engine_resumes_after_applying() -> None:
     engine = Recorded()
     assert _apply(engine) is None
-    assert engine.heard == ["pause", "call", "resume"]
+    assert engine.calls == ["pause", "call", "resume"]
 
 
-def test_one_that_answers_when_it_was_given_up_stays_paused() -> None:
-    """The next push may have begun, and would find it going on in the middle of its own change."""
+def test_an_engine_that_answers_after_the_push_was_abandoned_stays_paused() -> None:
+    """The next push may have begun, and must not find the engine running while it changes weights."""
     engine = Recorded()
-    error = _apply(engine, given_up=True)
+    error = _apply(engine, is_abandoned=True)
     assert "it is left paused" in str(error)
-    assert engine.heard == ["pause", "call"]
+    assert engine.calls == ["pause", "call"]
 
 
-@pytest.mark.parametrize("was_torn", [False, True])
-def test_one_that_does_not_pause_goes_on_unless_it_was_torn(was_torn: bool) -> None:
+@pytest.mark.parametrize("was_inconsistent", [False, True])
+def test_an_engine_that_cannot_pause_is_resumed_unless_it_was_inconsistent(was_inconsistent: bool) -> None:
     engine = Recorded(pauses=False)
-    assert isinstance(_apply(engine, was_torn=was_torn), DeadlineError)
-    assert engine.heard == (["pause"] if was_torn else ["pause", "resume"])
+    assert isinstance(_apply(engine, was_inconsistent=was_inconsistent), DeadlineError)
+    assert engine.calls == (["pause"] if was_inconsistent else ["pause", "resume"])

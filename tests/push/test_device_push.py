@@ -1,5 +1,5 @@
-"""Weights that arrive in the memory of workers' devices. What the device itself does is a stand-in's (``host_device``);
-``tests/gpu`` has the real one."""
+"""Pushes into the memory of workers' devices. A stand-in replaces the device (``host_device``);
+``tests/gpu`` uses real ones."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 from host_device import HostDevice, host_device
-from joins import until
+from join_probes import until
 from streams import RING, push_and_look, watch_sent
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
-from bytecheckpoint.errors import EngineError, StateError
-from bytecheckpoint.inference.push import HttpEngine, Pusher, device_arena
-from bytecheckpoint.inference.push.arena import Address, open_arena
-from bytecheckpoint.inference.push.device_arena import DeviceArena, attach_device
-from bytecheckpoint.inference.push.digesting import words_of
+from bytecheckpoint.errors import EngineError, StateError, UsageError
+from bytecheckpoint.inference.push import HttpEngine, Pusher
+from bytecheckpoint.inference.push.transports import cuda_ipc as device_arena
+from bytecheckpoint.inference.push.transports.base import word_digest
+from bytecheckpoint.inference.push.transports.cuda_ipc import DeviceArena, attach_device
+from bytecheckpoint.inference.push.transports.shared_memory import ArenaAddress, open_arena
+from bytecheckpoint.testing import time_limit
 
 DEVICE = {**RING, "cuda_ipc": True}
 
@@ -33,7 +35,7 @@ def engine() -> Iterator[ToyEngine]:
 
 
 def _push(engine: ToyEngine, version: int) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30, **DEVICE) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30), **DEVICE) as pusher:
         pusher.push(ToyTrainee(version), version=version)
     assert engine.look()["digests"] == expected_digests(version, 2)
     assert engine.look()["arenas"] == [0, 0]
@@ -52,7 +54,7 @@ def test_bytes_go_from_device_to_device(engine: ToyEngine, sent: list[int]) -> N
     assert not any(sent)
 
 
-def test_who_does_not_see_the_device_sends(
+def test_a_sender_that_does_not_see_the_device_uses_tcp(
     engine: ToyEngine, sent: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     _push(engine, 2)
@@ -61,7 +63,7 @@ def test_who_does_not_see_the_device_sends(
 
 
 @pytest.mark.parametrize("error", [EngineError, RuntimeError])
-def test_who_cannot_open_the_memory_sends(
+def test_a_sender_that_cannot_open_the_memory_uses_tcp(
     engine: ToyEngine,
     sent: list[int],
     caplog: pytest.LogCaptureFixture,
@@ -84,12 +86,12 @@ def test_workers_without_a_device() -> None:
         assert not engine.paused
 
 
-def test_what_does_not_go_together() -> None:
-    with pytest.raises(StateError, match="take group or cuda_ipc, not both"):
+def test_options_that_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="use group or cuda_ipc, not both"):
         Pusher(group="gloo", cuda_ipc=True)
     with (
         Pusher(HttpEngine("http://127.0.0.1:9"), cuda_ipc=True) as pusher,
-        pytest.raises(StateError, match="and not by CUDA IPC; make another Pusher"),
+        pytest.raises(StateError, match="or by CUDA IPC; make another Pusher"),
     ):
         pusher.push(HttpEngine("http://127.0.0.1:9"))
 
@@ -106,7 +108,7 @@ def device() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("device")
-def test_in_the_process_that_took_it() -> None:
+def test_opening_in_the_allocating_process() -> None:
     arena = DeviceArena(100)
     there = attach_device(arena.address)
     assert there is not None
@@ -121,12 +123,12 @@ def test_in_the_process_that_took_it() -> None:
 _GUEST = """
 import sys
 from host_device import HostDevice, host_device
-from bytecheckpoint.inference.push.arena import Address
-from bytecheckpoint.inference.push.device_arena import attach_device
+from bytecheckpoint.inference.push.transports.cuda_ipc import attach_device
+from bytecheckpoint.inference.push.transports.shared_memory import ArenaAddress
 
 pid, descriptor, token, nbytes = sys.argv[1:]
 with host_device():
-    there = attach_device(Address(int(pid), int(descriptor), token, int(nbytes)))
+    there = attach_device(ArenaAddress(int(pid), int(descriptor), token, int(nbytes)))
     there.memory[:5] = 7
     print("there", flush=True)
     sys.stdin.readline()
@@ -136,7 +138,7 @@ with host_device():
 """
 
 
-def _guest(address: Address) -> subprocess.Popen[str]:
+def _guest(address: ArenaAddress) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _GUEST, *map(str, address.plain())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -147,12 +149,12 @@ def _guest(address: Address) -> subprocess.Popen[str]:
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("end", ["leaves", "is killed", "is stopped, and killed"])
-def test_it_stays_while_somebody_has_it_open(end: str) -> None:
+def test_memory_stays_while_another_process_has_it_open(end: str) -> None:
     arena = DeviceArena(100)
     address = arena.address
     with _guest(address) as guest:
         assert guest.stdin is not None
-        assert words_of(arena.memory[:5]) == words_of(torch.full((5,), 7, dtype=torch.uint8))
+        assert word_digest(arena.memory[:5]) == word_digest(torch.full((5,), 7, dtype=torch.uint8))
         if "stopped" in end:
             os.kill(guest.pid, signal.SIGSTOP)
         arena.close()
@@ -168,24 +170,24 @@ def test_it_stays_while_somebody_has_it_open(end: str) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_who_comes_while_it_is_given_back_opens_nothing() -> None:
+def test_memory_cannot_be_opened_while_it_is_freed() -> None:
     arena = DeviceArena(100)
     address = arena.address
     descriptor = open_arena(address)
     assert descriptor is not None
     arena.close()
-    assert device_arena._opened(address, descriptor) is None
+    assert device_arena._open(address, descriptor) is None
     os.close(descriptor)
 
 
 @pytest.mark.usefixtures("device")
-def test_memory_that_cannot_be_shut(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def shut(device: HostDevice, memory: torch.Tensor) -> None:
-        raise EngineError("it cannot be shut")
+def test_memory_that_cannot_be_closed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def close(device: HostDevice, memory: torch.Tensor) -> None:
+        raise EngineError("it cannot be closed")
 
-    monkeypatch.setattr(HostDevice, "shut", shut)
+    monkeypatch.setattr(HostDevice, "close", close)
     device_arena.OpenArena(os.open("/dev/null", os.O_RDONLY), torch.zeros(1), HostDevice()).close()
-    assert "it cannot be shut" in caplog.text
+    assert "it cannot be closed" in caplog.text
 
 
 @pytest.mark.usefixtures("device")
@@ -200,11 +202,11 @@ def test_memory_that_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("device")
 def test_memory_that_is_lost(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def give_back(device: HostDevice, memory: torch.Tensor) -> None:
+    def free(device: HostDevice, memory: torch.Tensor) -> None:
         device.taken.pop(memory.data_ptr())
         raise EngineError("it cannot be given back")
 
-    monkeypatch.setattr(HostDevice, "give_back", give_back)
+    monkeypatch.setattr(HostDevice, "free", free)
     with caplog.at_level(logging.WARNING):
         DeviceArena(100).close()
     assert "100 bytes of GPU-of-the-host are lost" in caplog.text

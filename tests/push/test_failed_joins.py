@@ -1,4 +1,4 @@
-"""Joins that go wrong, with real processes: all go on serving what they served, and the next join works."""
+"""Joins that fail, with real processes: all engines keep serving what they served, and the next join works."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from joins import arenas, giving, until
+from join_probes import arenas, giving, until
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
-from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError, StateError
-from bytecheckpoint.inference.push import HttpEngine, Pusher, joining
+from bytecheckpoint.errors import (
+    BytecheckpointError,
+    CorruptionError,
+    DeadlineError,
+    EngineError,
+    StateError,
+    UsageError,
+)
+from bytecheckpoint.inference.push import HttpEngine, Pusher
+from bytecheckpoint.inference.push import joins as joining
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -38,15 +47,15 @@ def holder(shared: tuple[ToyEngine, ToyEngine]) -> ToyEngine:
 
 @pytest.fixture
 def engine(shared: tuple[ToyEngine, ToyEngine]) -> ToyEngine:
-    """Serves version 2 and has nothing of any other, and joins."""
-    with Pusher(HttpEngine(shared[1].url), deadline_s=30) as pusher:
+    """Serves version 2, holds no other version, and joins."""
+    with Pusher(HttpEngine(shared[1].url), deadline_s=time_limit(30)) as pusher:
         pusher.release()
         pusher.push(ToyTrainee(2), version=2)
     return shared[1]
 
 
 def _push(engine: ToyEngine, version: int) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         pusher.push(ToyTrainee(version), version=version)
 
 
@@ -56,29 +65,29 @@ def _assert_serves(engine: ToyEngine, version: int) -> None:
     assert not engine.paused
 
 
-def _join(holder: str, engine: str, deadline_s: float = 30.0, tcp: bool = False) -> None:
+def _join(holder: str, engine: str, deadline_s: float = time_limit(30), tcp: bool = False) -> None:
     with Pusher(HttpEngine(engine), deadline_s=deadline_s, tcp_only=tcp) as pusher:
         pusher.push(HttpEngine(holder))
 
 
 def _fail(rank: int, world_size: int, holder: str, engine: str, deadline_s: float = 30.0) -> tuple[str, str]:
-    """Class and message of what this rank's push raised."""
+    """Return the class and message of this rank's error."""
     try:
-        _join(holder, engine, deadline_s)
+        _join(holder, engine, time_limit(deadline_s))
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
     raise AssertionError("the push did not fail")
 
 
 def _same(raised: list[Any], kind: type[Exception]) -> str:
-    """All ranks raised the same; its message."""
+    """Check that all ranks raised the same error, and return its message."""
     assert {name for name, _ in raised} == {kind.__name__}, raised
     assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
     return str(raised[0][1])
 
 
 def _works(holder: ToyEngine, engine: ToyEngine) -> None:
-    """What gave has ended, and the next join works."""
+    """Check that the transfer has ended and that the next join works."""
     until(lambda: max(holder.look()["threads"]) == 1, "its threads have ended")
     _assert_serves(holder, 1)
     _assert_serves(engine, 2)
@@ -86,24 +95,24 @@ def _works(holder: ToyEngine, engine: ToyEngine) -> None:
     _assert_serves(engine, 1)
 
 
-def test_a_holder_that_has_nothing(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
+def test_a_holder_without_a_pushed_version(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
     with toy_engine(1) as fresh:
         message = _same(pool.run(_fail, fresh.url, engine.url), StateError)
-        assert "it serves what it started with, which nobody pushed" in message
+        assert "it serves what it started with, so it has no bytes to send" in message
         assert f"worker 0 of {fresh.url}" in message
-    with Pusher(HttpEngine(holder.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(holder.url), deadline_s=time_limit(30)) as pusher:
         pusher.release()
-    with pytest.raises(StateError, match="it serves version 1 and has its bytes no more"):
+    with pytest.raises(StateError, match="it no longer holds the bytes of version 1"):
         _join(holder.url, engine.url)
     _push(holder, 1)
     _works(holder, engine)
 
 
-def test_a_holder_that_serves_no_whole_version(holder: ToyEngine, engine: ToyEngine) -> None:
+def test_a_holder_that_serves_no_consistent_version(holder: ToyEngine, engine: ToyEngine) -> None:
     holder.fault(1, "fail", 2)
     with pytest.raises(EngineError, match="is left paused"):
         _push(holder, 3)
-    with pytest.raises(StateError, match=r"it serves no whole version .*nothing to give"):
+    with pytest.raises(StateError, match=r"it serves no consistent version .*push to it again first"):
         _join(holder.url, engine.url)
     # Nor does the other worker, which could give, keep it.
     for version in (3, 4, 1):
@@ -116,7 +125,7 @@ def test_a_damaged_holder(holder: ToyEngine, engine: ToyEngine, pool: RankPool) 
     holder.fault(1, "damage", 1000)
     message = _same(pool.run(_fail, holder.url, engine.url), CorruptionError)
     assert f"worker 1 of {holder.url}" in message
-    assert "what it has of version 1 is damaged in memory: experts [0:1,32:64,0:64]" in message
+    assert "version 1 is damaged in memory: experts [0:1,32:64,0:64]" in message
     _assert_serves(engine, 2)
     with pytest.raises(CorruptionError):
         _join(holder.url, engine.url, tcp=True)
@@ -124,10 +133,10 @@ def test_a_damaged_holder(holder: ToyEngine, engine: ToyEngine, pool: RankPool) 
     _works(holder, engine)
 
 
-def test_a_damaged_holder_of_who_is_short_of_memory(holder: ToyEngine, engine: ToyEngine) -> None:
-    """What was put in by then is there, as when anything is streamed."""
+def test_a_damaged_holder_of_a_stream(holder: ToyEngine, engine: ToyEngine) -> None:
+    """The chunks that arrived before are loaded, as in any stream."""
     holder.fault(1, "damage", 1000)
-    with Pusher(HttpEngine(engine.url), deadline_s=30, memory_bytes=40_000, chunk_bytes=4000) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30), memory_bytes=40_000, chunk_bytes=4000) as pusher:
         with pytest.raises(CorruptionError, match=r"(?s)is damaged in memory.*is left paused"):
             pusher.push(HttpEngine(holder.url))
         assert engine.paused
@@ -137,7 +146,7 @@ def test_a_damaged_holder_of_who_is_short_of_memory(holder: ToyEngine, engine: T
     _assert_serves(holder, 1)
 
 
-def test_the_holder_is_killed_while_it_gives(engine: ToyEngine, pool: RankPool) -> None:
+def test_the_holder_is_killed_while_it_sends(engine: ToyEngine, pool: RankPool) -> None:
     with toy_engine(2) as holder, ThreadPoolExecutor(1) as threads:
         _push(holder, 1)
         with giving(holder) as begun:
@@ -151,7 +160,7 @@ def test_the_holder_is_killed_while_it_gives(engine: ToyEngine, pool: RankPool) 
     _assert_serves(engine, 3)
 
 
-def test_the_holder_is_stopped_while_it_gives(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
+def test_the_holder_is_stopped_while_it_sends(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
     stopped = holder.look()["pids"][0]
     with ThreadPoolExecutor(1) as threads, giving(holder) as begun:
         join = threads.submit(pool.run, _fail, holder.url, engine.url, 5.0)
@@ -165,17 +174,17 @@ def test_the_holder_is_stopped_while_it_gives(holder: ToyEngine, engine: ToyEngi
     _works(holder, engine)
 
 
-def test_what_is_given_does_not_arrive_in_time(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
+def test_a_transfer_that_takes_too_long(holder: ToyEngine, engine: ToyEngine, pool: RankPool) -> None:
     with ThreadPoolExecutor(1) as threads, giving(holder) as begun:
         join = threads.submit(pool.run, _fail, holder.url, engine.url, 4.0)
         begun(join)
         message = _same(join.result(), DeadlineError)
-        assert f"workers [0, 1] of {holder.url} were still giving" in message
+        assert f"workers [0, 1] of {holder.url} were still sending" in message
     _works(holder, engine)
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_who_joins_is_killed(holder: ToyEngine, tcp: bool) -> None:
+def test_the_joining_engine_is_killed(holder: ToyEngine, tcp: bool) -> None:
     with toy_engine(1) as engine, ThreadPoolExecutor(1) as threads:
         pid = engine.look()["pids"][0]
         if tcp:
@@ -189,7 +198,7 @@ def test_who_joins_is_killed(holder: ToyEngine, tcp: bool) -> None:
                 join = threads.submit(_join, holder.url, engine.url)
                 begun(join)
                 os.kill(pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="a worker's port|connection to the worker" if tcp else engine.url):
+        with pytest.raises(EngineError, match="cannot be reached|connection to the worker" if tcp else engine.url):
             join.result()
     until(lambda: max(holder.look()["threads"]) == 1, "its threads have ended")
     _assert_serves(holder, 1)
@@ -200,8 +209,8 @@ def _is_stopped(pid: int) -> bool:
         return stat.read().rpartition(") ")[2][0] == "T"
 
 
-def test_who_joins_is_stopped(holder: ToyEngine, engine: ToyEngine) -> None:
-    """The holder gives it up by the deadline, also when whoever drove it is gone."""
+def test_the_joining_engine_is_stopped(holder: ToyEngine, engine: ToyEngine) -> None:
+    """The holder ends the transfer by the deadline, even if the coordinator is gone."""
     pid = engine.look()["pids"][0]
     engine.fault(0, "stop after listen")
     try:
@@ -220,7 +229,7 @@ def _die_when_begun(rank: int, world_size: int, holder: str, engine: str, deadli
     _join(holder, engine, deadline_s, tcp)
 
 
-def test_who_drives_it_is_killed(holder: ToyEngine, engine: ToyEngine) -> None:
+def test_the_coordinator_is_killed(holder: ToyEngine, engine: ToyEngine) -> None:
     with giving(holder) as begun:
         with RankPool(1) as pool:
             pool.run(_die_when_begun, holder.url, engine.url, 3.0, False, expect_death={0: signal.SIGKILL})
@@ -230,12 +239,12 @@ def test_who_drives_it_is_killed(holder: ToyEngine, engine: ToyEngine) -> None:
 
 
 def _die_before_it_begins(rank: int, world_size: int, holder: str, engine: str, deadline_s: float) -> None:
-    joining.Join._give = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    joining.Join._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
     _join(holder, engine, deadline_s)
 
 
-def test_who_drives_it_is_killed_before_anything_is_given(holder: ToyEngine, engine: ToyEngine) -> None:
-    """The version is kept for it until the deadline, and then no more."""
+def test_the_coordinator_is_killed_before_anything_is_sent(holder: ToyEngine, engine: ToyEngine) -> None:
+    """The holder keeps the version until the deadline."""
     with RankPool(1) as pool:
         pool.run(_die_before_it_begins, holder.url, engine.url, 5.0, expect_death={0: signal.SIGKILL})
 
@@ -251,7 +260,7 @@ def test_who_drives_it_is_killed_before_anything_is_given(holder: ToyEngine, eng
     _works(holder, engine)
 
 
-def test_a_join_that_fails_early_keeps_nothing(holder: ToyEngine) -> None:
+def test_a_join_that_fails_early_releases_its_hold(holder: ToyEngine) -> None:
     with pytest.raises(EngineError, match="is the engine up"):
         _join(holder.url, "http://127.0.0.1:9")
     for version in (3, 4):
@@ -259,13 +268,13 @@ def test_a_join_that_fails_early_keeps_nothing(holder: ToyEngine) -> None:
     assert arenas(holder) == [2, 2]
 
 
-def test_the_holder_gives_its_memory_back_while_it_gives(holder: ToyEngine, engine: ToyEngine) -> None:
+def test_the_holder_releases_its_memory_while_it_sends(holder: ToyEngine, engine: ToyEngine) -> None:
     with ThreadPoolExecutor(1) as threads, giving(holder) as begun:
         join = threads.submit(_join, holder.url, engine.url)
         begun(join)
-        with Pusher(HttpEngine(holder.url), deadline_s=30) as pusher:
+        with Pusher(HttpEngine(holder.url), deadline_s=time_limit(30)) as pusher:
             pusher.release()
-        with pytest.raises(StateError, match="the worker was restarted or gave its memory back"):
+        with pytest.raises(StateError, match="the worker was restarted or released its memory"):
             join.result()
     until(lambda: arenas(holder) == [0, 0], "nothing is read any more")
     _push(holder, 1)
@@ -290,13 +299,13 @@ def _after(condition: Callable[[], bool], holder: ToyEngine, then: Callable[[], 
     then()
 
 
-def test_who_joins_takes_something_else(holder: ToyEngine, engine: ToyEngine) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
-        with pytest.raises(StateError, match="rename= is for tensors"):
+def test_the_joining_engine_gets_another_push(holder: ToyEngine, engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
+        with pytest.raises(UsageError, match="rename= applies to tensors"):
             pusher.push(HttpEngine(holder.url), rename=str)
         with pytest.raises(EngineError, match="is the engine up"):
             pusher.push(HttpEngine("http://127.0.0.1:9"))
         pusher.push(HttpEngine(holder.url))
     _assert_serves(engine, 1)
-    with Pusher() as nobody, pytest.raises(StateError, match="rank 0 has no engine to push to"):
-        nobody.push(HttpEngine(holder.url))
+    with Pusher() as pusher, pytest.raises(UsageError, match="rank 0 has no engine to push to"):
+        pusher.push(HttpEngine(holder.url))

@@ -1,4 +1,4 @@
-"""Pushes that go wrong, with real processes: one whole version is served, all senders say why, the next push works."""
+"""Pushes that fail, with real processes: one version is served, all ranks raise the cause, the next push works."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from bytecheckpoint.errors import (
     MismatchError,
     PlanError,
     RankFailedError,
-    StateError,
+    UsageError,
 )
-from bytecheckpoint.inference.push import HttpEngine, Pusher, roads, sources
+from bytecheckpoint.inference.push import HttpEngine, Pusher, sources
 from bytecheckpoint.inference.push.sources import StateSource
+from bytecheckpoint.inference.push.transports.shared_memory import SharedMemoryTransport
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -51,12 +53,12 @@ def engine(shared: ToyEngine) -> Iterator[ToyEngine]:
 
 
 def _segments() -> set[str]:
-    """Shared memory that may be of these processes, and not of other tests that run now."""
+    """List the shared memory of these processes, without that of other running tests."""
     return {name for name in shared_memory_names() if not name.startswith(("psm_", "vllm", "sem.", "torch_"))}
 
 
 def _push(engine: ToyEngine, version: int) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         pusher.push(ToyTrainee(version), version=version)
 
 
@@ -66,7 +68,7 @@ def _assert_serves(engine: ToyEngine, version: int) -> None:
 
 
 def _fail(rank: int, world_size: int, url: str, fault: str = "", deadline_s: float = 30.0) -> tuple[str, str]:
-    """Class and message of what this rank's push raised."""
+    """Return the class and message of this rank's error."""
     model: Any = ToyTrainee(2)
     if fault == "missing":
         del model.q
@@ -78,7 +80,7 @@ def _fail(rank: int, world_size: int, url: str, fault: str = "", deadline_s: flo
     if fault == "kill" and rank == 1:
         _kill_in_third_write()
     try:
-        with Pusher(HttpEngine(url), deadline_s=deadline_s) as pusher:
+        with Pusher(HttpEngine(url), deadline_s=time_limit(deadline_s)) as pusher:
             pusher.push(model, version=2)
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
@@ -87,7 +89,7 @@ def _fail(rank: int, world_size: int, url: str, fault: str = "", deadline_s: flo
 
 def _kill_in_third_write() -> None:
     writes = 0
-    write = roads.SharedMemory.write
+    write = SharedMemoryTransport.write
 
     def dying(*args: Any) -> None:
         nonlocal writes
@@ -96,11 +98,11 @@ def _kill_in_third_write() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write(*args)
 
-    roads.SharedMemory.write = dying  # type: ignore[method-assign]
+    SharedMemoryTransport.write = dying  # type: ignore[method-assign]
 
 
 def _same(raised: list[Any], kind: type[Exception]) -> str:
-    """All ranks raised the same; its message."""
+    """Check that all ranks raised the same error, and return its message."""
     assert {name for name, _ in raised} == {kind.__name__}, raised
     assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
     return str(raised[0][1])
@@ -116,8 +118,8 @@ def test_a_missing_tensor(engine: ToyEngine, pool: RankPool) -> None:
     _assert_serves(engine, 3)
 
 
-def test_a_tensor_that_the_engine_does_not_know(engine: ToyEngine) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+def test_an_unknown_tensor(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         model = ToyTrainee(2)
         model.extra = nn.Parameter(torch.zeros(3))
         with pytest.raises(MismatchError, match="no module or parameter named 'extra'"):
@@ -129,19 +131,19 @@ def test_a_tensor_that_the_engine_does_not_know(engine: ToyEngine) -> None:
 
 
 def test_a_wrong_shape(engine: ToyEngine, pool: RankPool) -> None:
-    """Larger, so that the loader alone would not notice."""
+    """The shape is larger, so the loader alone would not notice."""
     message = _same(pool.run(_fail, engine.url, "shape"), MismatchError)
     assert "k.weight: float32[96, 64] is sent, of which the engine takes 4,096 of 6,144 elements" in message
     _assert_serves(engine, 1)
 
 
-def test_what_no_sender_has(engine: ToyEngine) -> None:
+def test_elements_that_no_sender_holds(engine: ToyEngine) -> None:
     class Holey(StateSource):
         def describe(self) -> bytes:
             self.held = [(name, box) for name, box in self.held if name != "out.weight"]
             return super().describe()
 
-    with pytest.MonkeyPatch.context() as patched, Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with pytest.MonkeyPatch.context() as patched, Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         patched.setattr(sources, "StateSource", Holey)
         with pytest.raises(PlanError, match=r"out\.weight: no sender has it"):
             pusher.push(ToyTrainee(2), version=2)
@@ -170,9 +172,9 @@ def test_a_sender_killed_while_it_writes(engine: ToyEngine) -> None:
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_worker_that_fails_half_way_goes_back_and_so_do_the_others(engine: ToyEngine, worker: int) -> None:
+def test_all_workers_roll_back_when_one_fails_half_way(engine: ToyEngine, worker: int) -> None:
     engine.fault(worker, "fail", 1)
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         with pytest.raises(EngineError, match="the layer does not fit") as raised:
             pusher.push(ToyTrainee(2), version=2)
         assert f"worker {worker} of" in str(raised.value)
@@ -183,11 +185,11 @@ def test_a_worker_that_fails_half_way_goes_back_and_so_do_the_others(engine: Toy
         _assert_serves(engine, 3)
 
 
-def test_engines_go_back_with_the_one_that_failed(engine: ToyEngine) -> None:
+def test_all_engines_roll_back_when_one_fails(engine: ToyEngine) -> None:
     with toy_engine(2) as other:
         _push(other, 1)
         other.fault(0, "fail", 1)
-        with Pusher([HttpEngine(engine.url), HttpEngine(other.url)], deadline_s=30) as pusher:
+        with Pusher([HttpEngine(engine.url), HttpEngine(other.url)], deadline_s=time_limit(30)) as pusher:
             with pytest.raises(EngineError, match="the layer does not fit"):
                 pusher.push(ToyTrainee(2), version=2)
             _assert_serves(engine, 1)
@@ -197,27 +199,27 @@ def test_engines_go_back_with_the_one_that_failed(engine: ToyEngine) -> None:
         _assert_serves(other, 3)
 
 
-def test_no_way_back_leaves_the_engine_paused_until_the_next_push(engine: ToyEngine) -> None:
+def test_an_engine_that_cannot_roll_back_stays_paused_until_the_next_push(engine: ToyEngine) -> None:
     engine.fault(0, "fail", 2)
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         with pytest.raises(EngineError, match="is left paused; push again, or restart it"):
             pusher.push(ToyTrainee(2), version=2)
         assert engine.paused
-        assert pusher.state()[0][0]["torn"]
+        assert pusher.state()[0][0]["inconsistent_reason"]
         pusher.push(ToyTrainee(3), version=3)
-        assert not pusher.state()[0][0]["torn"]
+        assert not pusher.state()[0][0]["inconsistent_reason"]
     _assert_serves(engine, 3)
 
 
 @pytest.mark.parametrize("can_restore", [False, True])
 def test_the_first_push_fails_half_way(can_restore: bool) -> None:
-    with toy_engine(1) as engine, Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with toy_engine(1) as engine, Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         engine.fault(0, "fail", 1)
         if can_restore:
             engine.fault(0, "can_restore")
         with pytest.raises(EngineError, match="the layer does not fit") as raised:
             pusher.push(ToyTrainee(2), version=2)
-        assert ("serves what it started with" if can_restore else "serves no whole version") in str(raised.value)
+        assert ("serves what it started with" if can_restore else "serves no consistent version") in str(raised.value)
         assert engine.paused is not can_restore
         if can_restore:
             assert engine.look()["digests"] == expected_digests(0, 1)
@@ -237,17 +239,17 @@ def test_a_killed_worker(pool: RankPool) -> None:
     assert _segments() <= before
 
 
-def test_a_sender_that_is_late_writes_into_nothing(engine: ToyEngine) -> None:
-    """One that was stopped while it wrote, say, and goes on when its push has failed long since."""
+def test_a_late_sender_writes_into_unused_memory(engine: ToyEngine) -> None:
+    """For example a sender that was stopped while it wrote, and continues long after its push has failed."""
     late: list[torch.Tensor] = []
 
-    def fail(road: roads.SharedMemory, *args: Any) -> None:
-        late.append(road._memory)
+    def fail(transport: SharedMemoryTransport, *args: Any) -> None:
+        late.append(transport._memory)
         raise OSError("broken")
 
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(roads.SharedMemory, "write", fail)
+            patched.setattr(SharedMemoryTransport, "write", fail)
             with pytest.raises(OSError, match="broken"):
                 pusher.push(ToyTrainee(2), version=2)
         pusher.push(ToyTrainee(3), version=3)
@@ -272,11 +274,11 @@ def test_a_stopped_worker(engine: ToyEngine, pool: RankPool) -> None:
     _assert_serves(engine, 3)
 
 
-def test_a_worker_stopped_when_its_weights_change(engine: ToyEngine) -> None:
+def test_a_worker_stopped_while_its_weights_change(engine: ToyEngine) -> None:
     stopped = engine.look()["pids"][1]
     engine.fault(1, "stop in apply")
-    with Pusher(HttpEngine(engine.url), deadline_s=3) as pusher:
-        with pytest.raises(DeadlineError, match="serves version 2 now is not known; it is left paused"):
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(3)) as pusher:
+        with pytest.raises(DeadlineError, match="serves version 2 now; it is left paused"):
             pusher.push(ToyTrainee(2), version=2)
         os.kill(stopped, signal.SIGCONT)
         assert engine.paused
@@ -285,11 +287,11 @@ def test_a_worker_stopped_when_its_weights_change(engine: ToyEngine) -> None:
     _assert_serves(engine, 3)
 
 
-def test_no_engine_there(pool: RankPool) -> None:
+def test_an_unreachable_engine(pool: RankPool) -> None:
     message = _same(pool.run(_fail, "http://127.0.0.1:9", "", 10.0), EngineError)
     assert "is the engine up?" in message
 
 
 def test_no_engine_given() -> None:
-    with Pusher() as pusher, pytest.raises(StateError, match="rank 0 has no engine to push to"):
+    with Pusher() as pusher, pytest.raises(UsageError, match="rank 0 has no engine to push to"):
         pusher.push(ToyTrainee(1))

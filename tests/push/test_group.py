@@ -1,10 +1,10 @@
-"""Pushes by a group: what several workers want leaves its sender once, and they pass it on."""
+"""Pushes over a group: a shared chunk leaves its sender once, and its replica set broadcasts it."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,12 +20,15 @@ from bytecheckpoint.errors import (
     EngineError,
     RankFailedError,
     StateError,
+    UsageError,
 )
-from bytecheckpoint.inference.push import HttpEngine, Pusher, group_sending, steps
+from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push import pusher as pusher_module
-from bytecheckpoint.inference.push.digesting import digest_on_device
-from bytecheckpoint.inference.push.group import Gathering, join_group
-from bytecheckpoint.inference.push.staging import STREAMED
+from bytecheckpoint.inference.push.memory import STREAMED
+from bytecheckpoint.inference.push.transports.base import Place, digest_on_device, word_digest
+from bytecheckpoint.inference.push.transports.group import GroupRendezvous, join_group
+from bytecheckpoint.inference.push.transports.group_transport import GroupTransport
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 GROUP = {**RING, "group": "gloo"}
@@ -81,20 +84,20 @@ def test_a_damaged_chunk(engine: ToyEngine, pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_a_sender_killed_in_a_step(engine: ToyEngine, faulty: int) -> None:
+def test_a_sender_killed_while_it_sends(engine: ToyEngine, faulty: int) -> None:
     _push(engine, 1)
     with RankPool(2) as pool:
         found = pool.run(fail, engine.url, "SIGKILL", GROUP, 30.0, faulty, expect_death={faulty: signal.SIGKILL})
     survivor = found[1 - faulty]
     assert survivor[0] == RankFailedError.__name__
     assert f"rank {faulty}" in survivor[1]
-    if faulty:  # else nobody is left who talks to the engine
+    if faulty:  # otherwise no rank is left that talks to the engine
         assert "is left paused; push again, or restart it" in survivor[1]
     assert engine.paused
     _push(engine, 3)
 
 
-def test_a_sender_stopped_in_a_step(engine: ToyEngine) -> None:
+def test_a_sender_stopped_while_it_sends(engine: ToyEngine) -> None:
     _push(engine, 1)
     with RankPool(2) as pool:
         (survivor, _) = pool.run(fail, engine.url, "SIGSTOP", GROUP, 4.0, expect_death={1: signal.SIGKILL})
@@ -127,8 +130,8 @@ def test_a_worker_that_is_gone(pool: RankPool, what: str) -> None:
         assert "left paused" in raised[0][1]
 
 
-def test_the_group_stays_and_is_formed_anew(engine: ToyEngine, other: ToyEngine) -> None:
-    with Pusher([HttpEngine(engine.url), HttpEngine(other.url)], deadline_s=30, **GROUP) as pusher:
+def test_the_group_is_reused_until_a_worker_restarts(engine: ToyEngine, other: ToyEngine) -> None:
+    with Pusher([HttpEngine(engine.url), HttpEngine(other.url)], deadline_s=time_limit(30), **GROUP) as pusher:
         names = []
         for version in range(4):
             pusher.push(ToyTrainee(version), version=version)
@@ -141,30 +144,27 @@ def test_the_group_stays_and_is_formed_anew(engine: ToyEngine, other: ToyEngine)
         assert other.look()["digests"] == expected_digests(3, 2)
 
 
-def test_nothing_grows(engine: ToyEngine) -> None:
+def test_resources_do_not_grow(engine: ToyEngine) -> None:
     held = []
     for versions in ([31, 32], [33, 34, 35]):
         push_and_look(0, 1, [engine.url], versions, GROUP)
-        seen, mine = engine.look(), held_now()
-        held.append((seen["descriptors"], seen["threads"], mine.descriptors, mine.threads, mine.shared_memory))
+        seen, own = engine.look(), held_now()
+        held.append((seen["descriptors"], seen["threads"], own.descriptors, own.threads, own.shared_memory))
     assert held[0] == held[1]
 
 
-def test_what_several_want_leaves_its_sender_once(
-    engine: ToyEngine, other: ToyEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps, "SPLIT_BYTES", 512)
+def test_a_shared_chunk_leaves_its_sender_once(engine: ToyEngine, other: ToyEngine) -> None:
     ((report, digests),) = push_and_look(0, 1, [engine.url, other.url], [7], WIDE)
     assert digests == [expected_digests(7, 2)] * 2
-    wanted = sum(worker.wanted for worker in report.workers)
+    requested = sum(worker.requested for worker in report.workers)
     (written,) = report.written
-    assert all(worker.sent == worker.wanted for worker in report.workers)
-    assert report.engine_bytes <= written < 1.02 * report.engine_bytes < 0.6 * wanted  # short chunks are sent to each
+    assert all(worker.sent == worker.requested for worker in report.workers)
+    assert report.engine_bytes <= written < 1.02 * report.engine_bytes < 0.6 * requested
     ((plain, _),) = push_and_look(0, 1, [engine.url, other.url], [8], RING)
-    assert sum(plain.written) == wanted
+    assert sum(plain.written) == requested
 
 
-def test_device_digests_notice_what_is_damaged() -> None:
+def test_device_digests_detect_damage() -> None:
     generator = torch.Generator().manual_seed(0)
     for nbytes in (1, 7, 8, 9, 4096, 4101):
         data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
@@ -179,9 +179,14 @@ def test_device_digests_notice_what_is_damaged() -> None:
             assert int(digest_on_device(data.roll(8))) != known
 
 
-def test_by_digests_of_devices(engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What both ends of a group by NCCL compare, on this one: the worker must refuse it, as it has others."""
-    monkeypatch.setattr(group_sending, "digests_of", lambda chunks: torch.stack([digest_on_device(c) for c in chunks]))
+def test_both_ends_must_use_the_same_digest(engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that uses the host digest refuses a sender that uses the device digest."""
+    write = GroupTransport.write
+
+    def with_device_digest(self: GroupTransport, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+        write(self, places, data, word_digest(data))
+
+    monkeypatch.setattr(GroupTransport, "write", with_device_digest)
     with pytest.raises(CorruptionError, match="did not arrive as it was sent"):
         push_and_look(0, 1, [engine.url], [9], WIDE)
     monkeypatch.undo()
@@ -190,20 +195,22 @@ def test_by_digests_of_devices(engine: ToyEngine, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_device_for_nccl(engine: ToyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StateError, match="nccl needs a CUDA device in each process, and this one has none"):
+    with pytest.raises(
+        StateError, match="an nccl group needs a CUDA device in each process, and this process has none"
+    ):
         Pusher(HttpEngine(engine.url), group="nccl")
-    with pytest.raises(StateError, match="by gloo or nccl, not 'mpi'"):
+    with pytest.raises(UsageError, match="is gloo or nccl, not 'mpi'"):
         Pusher(HttpEngine(engine.url), group="mpi")  # type: ignore[arg-type]
     monkeypatch.setattr(pusher_module, "check_backend", lambda backend: None)
     _push(engine, 1)
-    with pytest.raises(StateError, match=r"worker 0 of .*: a group by nccl needs a CUDA device"):
+    with pytest.raises(StateError, match=r"worker 0 of .*: an nccl group needs a CUDA device"):
         push_and_look(0, 1, [engine.url], [9], {"group": "nccl"})
     monkeypatch.undo()
     _push(engine, 3)
 
 
-def test_nccl_is_not_waited_for_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a party that ended when all had met. What stands in for NCCL waits, as NCCL does."""
+def test_waiting_for_nccl_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member ended after all had met. The stand-in for NCCL waits, as NCCL does."""
     ended = threading.Event()
 
     class Connecting:
@@ -219,13 +226,16 @@ def test_nccl_is_not_waited_for_without_a_bound(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Connecting, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    gathering = Gathering("nccl", 0.5)
-    with pytest.raises(EngineError, match=r"cannot join the group of 1 parties .* NCCL took longer than 0\.5 s"):
+    gathering = GroupRendezvous("nccl", 0.5)
+    with pytest.raises(EngineError, match=r"cannot join the group of 1 members .* NCCL took longer than 0\.5 s"):
         join_group(gathering.address([""], [], []), 0)
     ended.set()
     assert join_group(gathering.address([""], [], []), 0).device == torch.device("cuda", 0)
 
 
-def test_engines_that_join_have_no_group(engine: ToyEngine, other: ToyEngine) -> None:
-    with Pusher(HttpEngine(engine.url), **WIDE) as pusher, pytest.raises(StateError, match="by no group"):
+def test_joins_cannot_use_a_group(engine: ToyEngine, other: ToyEngine) -> None:
+    with (
+        Pusher(HttpEngine(engine.url), **WIDE) as pusher,
+        pytest.raises(StateError, match="cannot send to others over a group"),
+    ):
         pusher.push(HttpEngine(other.url))

@@ -1,18 +1,18 @@
-"""Buckets of less memory than was asked for."""
+"""Buckets when memory is short."""
 
 from __future__ import annotations
 
 import pytest
 
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push import ipc_buckets
-from bytecheckpoint.inference.push.arena import Arena
-from bytecheckpoint.inference.push.ipc_buckets import make_buckets
+from bytecheckpoint.inference.push.engines import ipc_buckets
+from bytecheckpoint.inference.push.engines.ipc_buckets import make_buckets
+from bytecheckpoint.inference.push.transports.shared_memory import Arena
 
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of memory that was asked for; there are 10,000."""
+    """The sizes of all requested arenas; 10,000 bytes are available."""
     found: list[int] = []
 
     def arena(nbytes: int) -> Arena:
@@ -25,7 +25,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_they_are_as_long_as_memory_allows(tried: list[int]) -> None:
+def test_buckets_shrink_to_the_available_memory(tried: list[int]) -> None:
     buckets = make_buckets(["one", "two"], 20_000, 300)
     assert tried == [40_000, 20_480, 10_240, 5_120]
     assert buckets.nbytes == 2_560
@@ -33,8 +33,8 @@ def test_they_are_as_long_as_memory_allows(tried: list[int]) -> None:
     buckets.close()
 
 
-def test_they_hold_the_longest_tensor(tried: list[int]) -> None:
+def test_buckets_must_hold_the_largest_tensor(tried: list[int]) -> None:
     make_buckets(["one"], 20_000, 4_992).close()
     assert tried[-1] == 2 * 4_992
-    with pytest.raises(EngineError, match=r"two buckets of 6,000 bytes, which the longest tensor takes, on one"):
+    with pytest.raises(EngineError, match=r"two buckets of 6,000 bytes, the size of the largest tensor, on one"):
         make_buckets(["one"], 20_000, 6_000)

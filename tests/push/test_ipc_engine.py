@@ -1,6 +1,6 @@
-"""Pushes into engines that are set up for checkpoint-engine: real processes, with its own function for workers.
+"""Pushes into engines that are set up for checkpoint-engine: real processes that run its worker function.
 
-Needs checkpoint-engine, which is installed beside vLLM (see CONTRIBUTING).
+Needs checkpoint-engine, which is installed next to vLLM (see CONTRIBUTING).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from bytecheckpoint.testing import time_limit
+
 pytest.importorskip("checkpoint_engine")
 
 from leak_watch import held_now
@@ -28,8 +30,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError, EngineError, StateError
 from bytecheckpoint.inference.push import DraftEngine, HttpEngine, IpcEngine, Pusher
-from bytecheckpoint.inference.push.ipc_update import Update
-from bytecheckpoint.inference.push.staging import DOUBLE, STREAMED
+from bytecheckpoint.inference.push.engines.ipc_update import Update
+from bytecheckpoint.inference.push.memory import DOUBLE, STREAMED
 from bytecheckpoint.testing.ranks import RankPool
 
 pytestmark = pytest.mark.vllm
@@ -53,12 +55,12 @@ def engine() -> Iterator[ToyEngine]:
         yield started
 
 
-def _door(url: str, **options: Any) -> IpcEngine:
+def _ipc_engine(url: str, **options: Any) -> IpcEngine:
     return IpcEngine(url, devices=DEVICES, **{"bucket_bytes": BUCKET, **options})
 
 
 def _pusher(url: str, **options: Any) -> Pusher:
-    return Pusher(_door(url), deadline_s=30, **options)
+    return Pusher(_ipc_engine(url), deadline_s=time_limit(30), **options)
 
 
 def _assert_serves(engine: ToyEngine, version: int) -> None:
@@ -68,7 +70,7 @@ def _assert_serves(engine: ToyEngine, version: int) -> None:
 
 def _push_and_look(rank: int, world_size: int, url: str, versions: list[int], options: dict[str, Any]) -> list[Any]:
     found = []
-    with Pusher(_door(url) if rank == 0 else None, deadline_s=30, **options) as pusher:
+    with Pusher(_ipc_engine(url) if rank == 0 else None, deadline_s=time_limit(30), **options) as pusher:
         for version in versions:
             report = pusher.push(fully_shard(ToyTrainee(version)), version=version)
             found.append((report, ToyEngine(url).look() if rank == 0 else {}))
@@ -91,10 +93,10 @@ def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, options: dict[s
     assert len({tuple(seen["descriptors"]) for _, seen in first[1:]}) == 1
 
 
-def test_one_type_in_the_job_and_another_in_the_engine() -> None:
+def test_different_dtypes_in_the_job_and_the_engine() -> None:
     with toy_ipc_engine(2, "bfloat16") as engine, ExitStack() as stack:
-        wide = stack.enter_context(Pusher(_door(engine.url), deadline_s=30))
-        narrow = stack.enter_context(Pusher(_door(engine.url, dtype=torch.bfloat16), deadline_s=30))
+        wide = stack.enter_context(Pusher(_ipc_engine(engine.url), deadline_s=time_limit(30)))
+        narrow = stack.enter_context(Pusher(_ipc_engine(engine.url, dtype=torch.bfloat16), deadline_s=time_limit(30)))
         sent = []
         for version, pusher in ((1, wide), (2, narrow)):
             (worker,) = pusher.push(ToyTrainee(version), version=version).workers
@@ -115,18 +117,18 @@ def test_an_engine_with_the_other_path_and_no_pause() -> None:
         with pytest.raises(EngineError, match="the layer does not fit"):
             pusher.push(ToyTrainee(2), version=2)
         seen = engine.look()
-        assert seen["digests"] == expected_digests(1, 2)  # went back
+        assert seen["digests"] == expected_digests(1, 2)  # rolled back
 
 
-def test_an_engine_that_knows_neither_path() -> None:
+def test_an_engine_with_neither_path() -> None:
     with toy_ipc_engine(1, unknown=("/collective_rpc", "/update_weights_from_ipc")) as engine:
-        with Pusher(IpcEngine(engine.url, devices=["cpu-0"]), deadline_s=30) as pusher:
+        with Pusher(IpcEngine(engine.url, devices=["cpu-0"]), deadline_s=time_limit(30)) as pusher:
             with pytest.raises(EngineError, match=r"cpu-0 of .* did not take part.*VLLM_SERVER_DEV_MODE=1"):
                 pusher.push(ToyTrainee(1), version=1)
 
 
-def test_devices_that_the_workers_do_not_know(engine: ToyEngine) -> None:
-    with Pusher(IpcEngine(engine.url, devices=["cpu-7", "cpu-8"]), deadline_s=30) as pusher:
+def test_devices_that_the_workers_do_not_have(engine: ToyEngine) -> None:
+    with Pusher(IpcEngine(engine.url, devices=["cpu-7", "cpu-8"]), deadline_s=time_limit(30)) as pusher:
         with pytest.raises(EngineError, match=r"cpu-7 of .* and the worker on cpu-8 of .* did not take part.*KeyError"):
             pusher.push(ToyTrainee(1), version=1)
     with _pusher(engine.url) as pusher:
@@ -135,7 +137,7 @@ def test_devices_that_the_workers_do_not_know(engine: ToyEngine) -> None:
 
 
 @pytest.mark.parametrize(("worker", "bucket"), [(0, 0), (1, 2), (1, -1)], ids=["first bucket", "third", "post hook"])
-def test_a_worker_that_raises_and_the_way_back(engine: ToyEngine, bucket: int, worker: int) -> None:
+def test_a_worker_that_raises_and_the_rollback(engine: ToyEngine, bucket: int, worker: int) -> None:
     with _pusher(engine.url) as pusher:
         pusher.push(ToyTrainee(1), version=1)
         engine.fault(worker, "raise", bucket)
@@ -143,14 +145,14 @@ def test_a_worker_that_raises_and_the_way_back(engine: ToyEngine, bucket: int, w
             pusher.push(ToyTrainee(2), version=2)
         what = "is gone" if bucket < 0 else "failed"
         assert f"the worker on cpu-{worker} of {engine.url} {what}:" in str(raised.value)
-        assert f"): the worker on cpu-{worker}" in str(raised.value)  # as it stands, with no class before it
+        assert f"): the worker on cpu-{worker}" in str(raised.value)  # the unchanged message, without a class name
         assert "serves version 1" in str(raised.value)
         _assert_serves(engine, 1)
         pusher.push(ToyTrainee(3), version=3)
         _assert_serves(engine, 3)
 
 
-def test_workers_are_not_made_to_raise_where_the_engine_would_not_be_itself_after_it() -> None:
+def test_workers_do_not_raise_in_an_engine_that_would_not_survive_it() -> None:
     with toy_ipc_engine(2, first_failure=True) as engine, _pusher(engine.url) as pusher:
         for version, worker in ((1, 0), (3, 1)):
             pusher.push(ToyTrainee(version), version=version)
@@ -161,8 +163,8 @@ def test_workers_are_not_made_to_raise_where_the_engine_would_not_be_itself_afte
 
 
 def _fail(rank: int, world_size: int, url: str, options: dict[str, Any], deadline_s: float) -> tuple[str, str, float]:
-    """Class and message of what this rank's push raised, and after how long."""
-    with Pusher(_door(url) if rank == 0 else None, deadline_s=deadline_s, **options) as pusher:
+    """Return the class and message of this rank's error, and the seconds that it took."""
+    with Pusher(_ipc_engine(url) if rank == 0 else None, deadline_s=time_limit(deadline_s), **options) as pusher:
         begin = time.monotonic()
         try:
             pusher.push(fully_shard(ToyTrainee(2)), version=2)
@@ -205,9 +207,7 @@ def test_a_worker_killed_and_the_engine_started_again() -> None:
 
 
 @MODES
-def test_a_worker_stopped_while_it_puts_in(
-    engine: ToyEngine, pool: RankPool, options: dict[str, Any], mode: str
-) -> None:
+def test_a_worker_stopped_while_it_loads(engine: ToyEngine, pool: RankPool, options: dict[str, Any], mode: str) -> None:
     stopped = engine.look()["pids"][1]
     engine.fault(1, "SIGSTOP", 2)
     raised = pool.run(_fail, engine.url, options, 4.0)
@@ -216,7 +216,7 @@ def test_a_worker_stopped_while_it_puts_in(
         assert "the worker on cpu-1 of" in message
         assert "is its process stopped?" in message
         assert "is left paused" in message
-        assert all(seconds < 3 * 4.0 for _, _, seconds in raised)
+        assert all(seconds < time_limit(3 * 4.0) for _, _, seconds in raised)
     finally:
         os.kill(stopped, signal.SIGCONT)
     pool.run(_push_and_look, engine.url, [3], options)
@@ -224,7 +224,7 @@ def test_a_worker_stopped_while_it_puts_in(
 
 
 def test_a_worker_that_is_busy_when_the_push_begins(engine: ToyEngine, pool: RankPool) -> None:
-    """What it was asked for it hears of when nobody is there any more, and is not kept by it."""
+    """The worker handles the request after the sender has gone, and must not wait for it."""
     stopped = engine.look()["pids"][0]
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -238,17 +238,17 @@ def test_a_worker_that_is_busy_when_the_push_begins(engine: ToyEngine, pool: Ran
 
 
 def _die_in_third_bucket(rank: int, world_size: int, url: str) -> str:
-    tell = Update.tell
-    told = 0
+    send = Update.send
+    sent = 0
 
     def dying(update: Update, what: Any) -> None:
-        nonlocal told
-        told += 1
-        if told == 3:
+        nonlocal sent
+        sent += 1
+        if sent == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        tell(update, what)
+        send(update, what)
 
-    Update.tell = dying  # type: ignore[method-assign]
+    Update.send = dying  # type: ignore[method-assign]
     try:
         _push_and_look(rank, world_size, url, [2], RING)
     except BytecheckpointError as error:
@@ -260,7 +260,7 @@ def test_a_killed_sender(engine: ToyEngine, pool: RankPool) -> None:
     with RankPool(2) as other:
         other.run(_die_in_third_bucket, engine.url, expect_death={0: signal.SIGKILL})
     assert engine.look()["memories"] == [0, 0]
-    end = time.monotonic() + 30  # for who stayed to end, too
+    end = time.monotonic() + time_limit(30)  # the guard must end too
     while "@bcp-" in Path("/proc/net/unix").read_text():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -270,14 +270,14 @@ def test_a_killed_sender(engine: ToyEngine, pool: RankPool) -> None:
 
 def test_from_an_engine_that_was_pushed_to(engine: ToyEngine) -> None:
     with toy_engine(2) as giver:
-        with Pusher(HttpEngine(giver.url), deadline_s=30) as pusher:
+        with Pusher(HttpEngine(giver.url), deadline_s=time_limit(30)) as pusher:
             pusher.push(ToyTrainee(8), version=8)
         with _pusher(engine.url) as pusher:
             assert pusher.push(HttpEngine(giver.url)).version == 8
     _assert_serves(engine, 8)
 
 
-def test_nothing_grows(engine: ToyEngine) -> None:
+def test_resources_do_not_grow(engine: ToyEngine) -> None:
     held = []
     for versions in ((1, 2), (3, 4, 5)):
         with _pusher(engine.url, **RING) as pusher:
@@ -287,9 +287,9 @@ def test_nothing_grows(engine: ToyEngine) -> None:
     assert held[0] == held[1]
 
 
-def test_another_target_than_the_model(engine: ToyEngine) -> None:
-    with Pusher(DraftEngine(_door(engine.url)), deadline_s=30) as pusher:
-        with pytest.raises(StateError, match="takes its model only"):
+def test_targets_other_than_the_model_are_refused(engine: ToyEngine) -> None:
+    with Pusher(DraftEngine(_ipc_engine(engine.url)), deadline_s=time_limit(30)) as pusher:
+        with pytest.raises(StateError, match="accepts only its model"):
             pusher.push(ToyTrainee(1), version=1)
 
 
@@ -298,7 +298,7 @@ def test_from_the_command_line(engine: ToyEngine, tmp_path: Path) -> None:
     command = ["push", str(tmp_path / "c"), "--to", engine.url, "--protocol", "checkpoint-engine"]
     done = CliRunner().invoke(cli, [*command, "--device", "cpu-0", "--device", "cpu-1"])
     assert done.exit_code == 0, done.output
-    assert "version 70 is served" in done.output
+    assert "the engines serve version 70" in done.output
     _assert_serves(engine, 7)
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 6

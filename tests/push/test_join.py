@@ -1,4 +1,4 @@
-"""Engines that join get the version from one that was pushed to: its workers write, whoever drives it only asks."""
+"""Joins: the workers of an engine that was pushed to send its version to other engines."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from joins import arenas, giving, until
+from join_probes import arenas, giving, until
 from leak_watch import held_now
 from toy_blocks import block_digests
 from toy_engine import ToyEngine, ToyTrainee, digest_of, expected_digests, toy_engine
 
 from bytecheckpoint.errors import MismatchError, StateError
-from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport, joining
+from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
+from bytecheckpoint.inference.push import joins as joining
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, ToyEngine]]:
-    """By what they are: one worker, two, and two others."""
+    """Engines by name: one worker, two workers, and two other workers."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(toy_engine(tp)) for name, tp in (("one", 1), ("two", 2), ("other", 2))}
 
@@ -35,17 +37,17 @@ def pool() -> Iterator[RankPool]:
 
 
 def _push(engine: ToyEngine, version: int, **options: Any) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30, **options) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30), **options) as pusher:
         pusher.push(ToyTrainee(version), version=version)
 
 
 def _release(engine: ToyEngine) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         pusher.release()
 
 
 def _join(holder: ToyEngine, *engines: ToyEngine, release: bool = False, **options: Any) -> PushReport:
-    with Pusher([HttpEngine(engine.url) for engine in engines], deadline_s=30, **options) as pusher:
+    with Pusher([HttpEngine(engine.url) for engine in engines], deadline_s=time_limit(30), **options) as pusher:
         report = pusher.push(HttpEngine(holder.url))
         if release:
             pusher.release()
@@ -54,12 +56,12 @@ def _join(holder: ToyEngine, *engines: ToyEngine, release: bool = False, **optio
 
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("holder", ["one", "two"])
-def test_every_worker_gets_its_part_from_the_workers_of_the_holder(
+def test_every_worker_gets_its_part_from_the_holders_workers(
     engines: dict[str, ToyEngine], holder: str, tcp: bool
 ) -> None:
     version = 1 + 2 * tcp + (holder == "one")
     joining_engines = [engine for name, engine in engines.items() if name != holder]
-    # What is given together lies apart, and the other way round.
+    # One sends in smaller chunks than the other holds, and vice versa.
     sizes = (3000, 5000) if tcp else (5000, 3000)
     _push(engines[holder], version, chunk_bytes=sizes[0])
     report = _join(engines[holder], *joining_engines, chunk_bytes=sizes[1], tcp_only=tcp)
@@ -69,29 +71,29 @@ def test_every_worker_gets_its_part_from_the_workers_of_the_holder(
         assert digests == expected_digests(version, len(digests))
     assert len(report.written) == len(engines[holder].look()["digests"])
     assert sum(report.written) == sum(worker.sent for worker in report.workers)
-    assert [worker.sent for worker in report.workers] == [worker.wanted for worker in report.workers]
+    assert [worker.sent for worker in report.workers] == [worker.requested for worker in report.workers]
     # What both have, they share; what one has, it gives.
     assert max(report.written) < 1.1 * min(report.written)
     assert not any(engine.paused for engine in engines.values())
 
 
-def test_who_joined_gives_too_and_is_pushed_to(engines: dict[str, ToyEngine]) -> None:
+def test_an_engine_that_joined_can_be_a_holder_and_be_pushed_to(engines: dict[str, ToyEngine]) -> None:
     one, two, other = engines.values()
     _push(two, 10)
     _join(two, one)
     report = _join(one, other)
     assert report.version == 10
     assert other.look()["digests"] == expected_digests(10, 2)
-    with Pusher(HttpEngine(other.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(other.url), deadline_s=time_limit(30)) as pusher:
         assert [worker.sent for worker in pusher.push(ToyTrainee(10), version=11).workers] == [0, 0]
         pusher.push(ToyTrainee(12), version=12)
-        # Between pushes of a job, and by a name of its own.
+        # Between pushes of a job, and under another version name.
         assert pusher.push(HttpEngine(one.url), version="ten").version == "ten"
         assert pusher.push(ToyTrainee(13), version=13).version == 13
     assert other.look()["digests"] == expected_digests(13, 2)
 
 
-def test_an_engine_of_another_type(engines: dict[str, ToyEngine]) -> None:
+def test_an_engine_with_another_dtype(engines: dict[str, ToyEngine]) -> None:
     _push(engines["two"], 20)
     with toy_engine(1, "bfloat16") as short, toy_engine(2, "bfloat16") as another:
         _join(engines["two"], short)
@@ -99,12 +101,12 @@ def test_an_engine_of_another_type(engines: dict[str, ToyEngine]) -> None:
         _join(short, another)
         assert another.look()["digests"] == expected_digests(20, 2, torch.bfloat16)
         _push(engines["one"], 21)
-        with Pusher(HttpEngine(engines["one"].url), deadline_s=30) as pusher:
+        with Pusher(HttpEngine(engines["one"].url), deadline_s=time_limit(30)) as pusher:
             with pytest.raises(
-                MismatchError, match=r"q\.weight: float32 is wanted of float32, it has bfloat16"
+                MismatchError, match=r"q\.weight: float32 is requested of float32, it has bfloat16"
             ) as raised:
                 pusher.push(HttpEngine(short.url))
-            assert "'scale'" not in str(raised.value)  # of which the loader wants the value, so it was sent whole
+            assert "'scale'" not in str(raised.value)  # the loader reads its value, so it was sent in its own dtype
             assert engines["one"].look()["digests"] == expected_digests(21, 1)
             pusher.push(HttpEngine(short.url), strict=False)
     rounded = ToyTrainee(20)
@@ -116,7 +118,7 @@ def test_an_engine_of_another_type(engines: dict[str, ToyEngine]) -> None:
 
 
 def test_engines_of_8_bits(engines: dict[str, ToyEngine]) -> None:
-    """Blocks of 16 rows are whole in each of two workers, blocks of 64 are not."""
+    """Each of two workers holds complete blocks of 16 rows, but not of 64."""
     two = engines["two"]
     _push(two, 25)
     with toy_engine(2, blocks=(16, 16)) as narrow, toy_engine(1, blocks=(16, 16)) as other:
@@ -128,18 +130,18 @@ def test_engines_of_8_bits(engines: dict[str, ToyEngine]) -> None:
             _join(other, two)
     with toy_engine(1, blocks=(64, 24)) as cut:
         before = cut.look()["digests"]
-        with pytest.raises(MismatchError, match=r"quantised, of whose blocks workers of .* have parts"):
+        with pytest.raises(MismatchError, match=r"quantized tensors whose blocks are split between workers of"):
             _join(two, cut)
         assert cut.look()["digests"] == before
     assert two.look()["digests"] == expected_digests(25, 2)
 
 
-def _join_in_step(rank: int, world_size: int, holder: str, engine: str, deadline_s: float = 30.0) -> Any:
+def _join_in_step(rank: int, world_size: int, holder: str, engine: str, deadline_s: float = time_limit(30)) -> Any:
     with Pusher(HttpEngine(engine) if rank == 0 else None, deadline_s=deadline_s) as pusher:
-        return pusher.push(HttpEngine(holder) if rank == 0 else HttpEngine("http://nobody"))
+        return pusher.push(HttpEngine(holder) if rank == 0 else HttpEngine("http://unused"))
 
 
-def test_in_a_job_rank_0_alone_drives_it(engines: dict[str, ToyEngine], pool: RankPool) -> None:
+def test_a_join_of_a_job_with_several_ranks(engines: dict[str, ToyEngine], pool: RankPool) -> None:
     _push(engines["two"], 30)
     first, second = pool.run(_join_in_step, engines["two"].url, engines["one"].url)
     assert first == second
@@ -148,17 +150,17 @@ def test_in_a_job_rank_0_alone_drives_it(engines: dict[str, ToyEngine], pool: Ra
 
 
 def _differ(rank: int, world_size: int, holder: str, engine: str, first: int) -> None:
-    with Pusher(HttpEngine(engine), deadline_s=20) as pusher:
+    with Pusher(HttpEngine(engine), deadline_s=time_limit(20)) as pusher:
         with pytest.raises(StateError, match="ranks push different versions"):
             pusher.push(HttpEngine(holder) if rank == first else ToyTrainee(1))
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_push_something_else(engines: dict[str, ToyEngine], pool: RankPool, first: int) -> None:
+def test_ranks_that_push_different_things(engines: dict[str, ToyEngine], pool: RankPool, first: int) -> None:
     pool.run(_differ, engines["two"].url, engines["one"].url, first)
 
 
-def test_the_holder_answers_while_it_gives(engines: dict[str, ToyEngine]) -> None:
+def test_the_holder_answers_while_it_sends(engines: dict[str, ToyEngine]) -> None:
     one, two, _ = engines.values()
     _push(two, 40)
     with ThreadPoolExecutor(1) as threads, giving(two) as begun:
@@ -171,15 +173,15 @@ def test_the_holder_answers_while_it_gives(engines: dict[str, ToyEngine]) -> Non
 
 
 @pytest.mark.parametrize("memory_bytes", [None, 120_000])
-def test_pushes_into_the_holder_while_it_gives(engines: dict[str, ToyEngine], memory_bytes: int | None) -> None:
-    """Two, so that the memory that is read would be written to; or at once, where there is memory for one version."""
+def test_pushes_into_the_holder_while_it_sends(engines: dict[str, ToyEngine], memory_bytes: int | None) -> None:
+    """The second push would reuse the memory that is being read; with memory for one version, the first one would."""
     one, two, _ = engines.values()
     _release(one)
     _push(two, 50)
     with ThreadPoolExecutor(1) as threads, giving(two) as begun:
         join = threads.submit(_join, two, one, chunk_bytes=1000)
         begun(join)
-        with Pusher(HttpEngine(two.url), deadline_s=30, memory_bytes=memory_bytes) as pusher:
+        with Pusher(HttpEngine(two.url), deadline_s=time_limit(30), memory_bytes=memory_bytes) as pusher:
             for version in (51, 52):
                 report = pusher.push(ToyTrainee(version), version=version)
         assert report.mode == ("double" if memory_bytes is None else "single")
@@ -191,18 +193,18 @@ def test_pushes_into_the_holder_while_it_gives(engines: dict[str, ToyEngine], me
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_where_memory_is_short_it_is_streamed(engines: dict[str, ToyEngine], tcp: bool) -> None:
+def test_a_join_is_streamed_when_memory_is_short(engines: dict[str, ToyEngine], tcp: bool) -> None:
     one, two, _ = engines.values()
     _push(two, 55 + tcp)
     report = _join(two, one, memory_bytes=40_000, chunk_bytes=4000, tcp_only=tcp)
     assert report.mode == "streamed"
     assert one.look()["digests"] == expected_digests(55 + tcp, 1)
     assert not one.paused
-    with pytest.raises(StateError, match="has its bytes no more, as its memory was given back or is short"):
+    with pytest.raises(StateError, match=r"no longer holds the bytes of version .* memory was released or is short"):
         _join(one, two)
 
 
-def test_several_drive_at_once(engines: dict[str, ToyEngine]) -> None:
+def test_several_joins_at_once(engines: dict[str, ToyEngine]) -> None:
     one, two, other = engines.values()
     _push(two, 60)
     with ThreadPoolExecutor(2) as threads, giving(two) as begun:
@@ -214,35 +216,37 @@ def test_several_drive_at_once(engines: dict[str, ToyEngine]) -> None:
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_ten_joins_leave_nothing(engines: dict[str, ToyEngine], tcp: bool) -> None:
+def test_ten_joins_leak_nothing(engines: dict[str, ToyEngine], tcp: bool) -> None:
     one, two, _ = engines.values()
     _push(two, 70)
     held = []
     for _ in range(10):
         _join(two, one, release=True, tcp_only=tcp)
         until(lambda: max(two.look()["threads"]) == 1, "its threads have ended")
-        mine = held_now()
+        own = held_now()
         held.append(
             [arenas(engine) for engine in (one, two)]
             + [engine.look()[what] for engine in (one, two) for what in ("descriptors", "threads")]
-            + [mine.descriptors, mine.threads, mine.shared_memory]
+            + [own.descriptors, own.threads, own.shared_memory]
         )
     assert held[1:] == held[:1] * 9
 
 
-def test_no_byte_passes_through_who_drives_it(engines: dict[str, ToyEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_bytes_pass_through_the_coordinator(
+    engines: dict[str, ToyEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two, _ = engines.values()
     _push(two, 80)
-    said = []
+    results = []
 
     def listening(engine: HttpEngine, request: str, timeout_s: float) -> list[str]:
         answers = call(engine, request, timeout_s)
-        said.append(len(request) + sum(map(len, answers)))
+        results.append(len(request) + sum(map(len, answers)))
         return answers
 
     call = HttpEngine.call
     monkeypatch.setattr(HttpEngine, "call", listening)
-    monkeypatch.setattr(joining, "_FIRST_LOOK_S", 0.2)
+    monkeypatch.setattr(joining, "_FIRST_POLL_S", 0.2)
     report = _join(two, one)
-    assert sum(said) < 0.2 * report.workers[0].sent
+    assert sum(results) < 0.2 * report.workers[0].sent
     assert "/memfd:bcp-" not in Path(f"/proc/{os.getpid()}/maps").read_text()

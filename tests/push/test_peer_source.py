@@ -1,4 +1,4 @@
-"""What a worker that gives has mapped is given back when it fails, and not when the interpreter looks for circles."""
+"""A failed transfer releases its mapped memory at once, without a garbage collection."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from bytecheckpoint.dtypes import dtype_named
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.inference.push.giving import _Give
+from bytecheckpoint.inference.push.layout import Write
 from bytecheckpoint.inference.push.messages import Table
-from bytecheckpoint.inference.push.planning import Write
-from bytecheckpoint.inference.push.roads import Place, Road
+from bytecheckpoint.inference.push.peer_source import _Transfer
 from bytecheckpoint.inference.push.sources import Source
+from bytecheckpoint.inference.push.transports.base import Place, Transport
 from bytecheckpoint.inference.push.writing import Job
+from bytecheckpoint.tensors.dtypes import find_dtype
+from bytecheckpoint.tensors.geometry import Box
 
-FLOAT32 = dtype_named("float32")
+FLOAT32 = find_dtype("float32")
 JOBS = [Job(Write(f"w{n}", Box((0,), (64,)), FLOAT32, ((0, n),)), (Place(0, 0, n),)) for n in range(6)]
 
 
@@ -30,20 +30,20 @@ class Mapped(Source):
         self.table, self.held = Table(()), []
         self.memory = torch.ones(64)
 
-    def fetch(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        return [self.memory[:] for _ in wanted]
+    def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        return [self.memory[:] for _ in boxes]
 
 
-class Broken(Road):
-    """Breaks for all threads at once, as a connection does."""
+class Broken(Transport):
+    """Breaks in all threads at once, like a connection."""
 
     def __init__(self) -> None:
         self._all = threading.Barrier(2, timeout=1.0)
 
-    def write(self, place: Place, data: torch.Tensor, digest: int) -> None:
+    def write(self, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
         try:
             self._all.wait()
-            raise BrokenPipeError("nobody reads")
+            raise BrokenPipeError("broken pipe")
         except (OSError, threading.BrokenBarrierError):
             self.finish()
 
@@ -51,7 +51,7 @@ class Broken(Road):
         raise EngineError("the other end has gone")
 
     def close(self) -> None:
-        """It is closed."""
+        """Do nothing."""
 
 
 @pytest.fixture
@@ -63,19 +63,27 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_road_that_breaks_in_several_threads() -> None:
+def test_a_transport_that_breaks_in_several_threads() -> None:
     for _ in range(10):
         source = Mapped()
         memory = weakref.ref(source.memory)
-        give = _Give(None, source, 60.0)  # type: ignore[arg-type]
+        give = _Transfer(None, source, 60.0)  # type: ignore[arg-type]
         del source
-        give.begin(JOBS, b"", [(None, None)] * len(JOBS), {0: lambda _: Broken()}, frozenset(), 60.0, 60.0)
+        give.begin(
+            JOBS,
+            b"",
+            [(None, None)] * len(JOBS),
+            {0: lambda _: Broken()},
+            joining=frozenset(),
+            deadline_s=60.0,
+            lease_s=60.0,
+        )
         with pytest.raises(EngineError, match="the other end has gone"):
             _wait_for(give)
         give.join()
         assert memory() is None
 
 
-def _wait_for(give: _Give) -> None:
+def _wait_for(give: _Transfer) -> None:
     while give.outcome() is None:
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Who writes what, against brute force; and what lies where."""
+"""Plans compared with brute force, and layouts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import MismatchError, PlanError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.inference.parts import Part
-from bytecheckpoint.inference.push.layout import ALIGNMENT, Layout, cut_box
+from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Holding, Layout, cut_box
 from bytecheckpoint.inference.push.messages import Table
-from bytecheckpoint.inference.push.planning import Holding, Plan, check_taken_whole, plan_push
-from bytecheckpoint.metadata import BasicMeta
+from bytecheckpoint.inference.push.plan import Plan, check_taken_whole, plan_push
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.metadata import BasicMeta
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 
@@ -51,23 +51,25 @@ def _cases(draw: Any) -> tuple[tuple[int, ...], list[list[Part]], list[Holding],
 
 @settings(max_examples=400, deadline=None)
 @given(_cases())
-def test_every_wanted_element_is_written_once_by_one_who_has_it(
+def test_every_requested_element_is_written_once_by_a_holder(
     case: tuple[tuple[int, ...], list[list[Part]], list[Holding], int, int],
 ) -> None:
-    shape, wanted, held, senders, chunk_bytes = case
+    shape, requested, held, senders, chunk_bytes = case
     there = np.zeros(shape, bool)
     for box, _ in held:
         there[box.slices()] = True
-    if not all(there[part.box.slices()].all() for parts in wanted for part in parts):
+    if not all(there[part.box.slices()].all() for parts in requested for part in parts):
         with pytest.raises(PlanError, match="w: no sender has"):
-            plan_push(wanted, {"w": held} if held else {}, senders, chunk_bytes=chunk_bytes)
+            plan_push(requested, {"w": held} if held else {}, senders, chunk_bytes=chunk_bytes)
         return
-    plan = plan_push(wanted, {"w": held}, senders, chunk_bytes=chunk_bytes)
-    _check(plan, shape, wanted, held, chunk_bytes)
-    assert plan == plan_push(wanted, {"w": held[::-1]}, senders, chunk_bytes=chunk_bytes)
+    plan = plan_push(requested, {"w": held}, senders, chunk_bytes=chunk_bytes)
+    _check(plan, shape, requested, held, chunk_bytes)
+    assert plan == plan_push(requested, {"w": held[::-1]}, senders, chunk_bytes=chunk_bytes)
 
 
-def _check(plan: Plan, shape: tuple[int, ...], wanted: list[list[Part]], held: list[Holding], chunk_bytes: int) -> None:
+def _check(
+    plan: Plan, shape: tuple[int, ...], requested: list[list[Part]], held: list[Holding], chunk_bytes: int
+) -> None:
     values = np.arange(math.prod(shape)).reshape(shape)
     arenas = [np.full(layout.nbytes, -1) for layout in plan.layouts]
     written = [np.zeros(len(layout.chunks), int) for layout in plan.layouts]
@@ -81,11 +83,11 @@ def _check(plan: Plan, shape: tuple[int, ...], wanted: list[list[Part]], held: l
                 assert (box, layout.parts[part].dtype) == (write.box, write.dtype)
                 written[target][chunk] += 1
                 begin = layout.offsets[chunk]
-                assert begin % ALIGNMENT == 0
+                assert begin % ALIGNMENT_BYTES == 0
                 place = arenas[target][begin : begin + box.numel]
                 assert (place == -1).all()
                 place[:] = values[box.slices()].ravel()
-    for target, parts in enumerate(wanted):
+    for target, parts in enumerate(requested):
         assert (written[target] == 1).all()
         layout = plan.layouts[target]
         assert layout == Layout.unpack(layout.packed)
@@ -105,7 +107,7 @@ def _check(plan: Plan, shape: tuple[int, ...], wanted: list[list[Part]], held: l
     st.sampled_from([1, 2, 4]),
     st.integers(1, 200),
 )
-def test_a_box_is_cut_into_runs_of_itself(box: Box, itemsize: int, limit: int) -> None:
+def test_a_box_is_cut_into_contiguous_runs(box: Box, itemsize: int, limit: int) -> None:
     where = np.arange(box.numel).reshape(box.lengths)
     runs = [where[piece.relative_to(box).slices()].ravel() for piece in cut_box(box, itemsize, limit)]
     assert np.concatenate(runs).tolist() == list(range(box.numel))
@@ -121,7 +123,7 @@ def test_replicas_are_spread_by_bytes() -> None:
     assert max(loads) - min(loads) <= 1 << 16
 
 
-def test_what_many_workers_want_is_cast_once() -> None:
+def test_a_shared_chunk_is_cast_once() -> None:
     shape = (8, 8)
     part = Part("norm", shape, Box.whole(shape), BF16)
     plan = plan_push([[part]] * 5, {"norm": [Holding(Box.whole(shape), (0,))]}, 1)
@@ -129,7 +131,7 @@ def test_what_many_workers_want_is_cast_once() -> None:
     assert write.chunks == tuple((target, 0) for target in range(5))
 
 
-def test_a_hole_is_named() -> None:
+def test_the_error_names_the_missing_range() -> None:
     shape = (8, 4)
     part = Part("w", shape, Box((2, 0), (4, 4)), F32)
     held = {"w": [Holding(Box((0, 0), (4, 4)), (0,)), Holding(Box((5, 0), (3, 4)), (1,))]}
@@ -137,7 +139,7 @@ def test_a_hole_is_named() -> None:
         plan_push([[part]], held, 2)
 
 
-def test_an_engine_takes_all_of_a_tensor_or_nothing() -> None:
+def test_an_engine_must_request_a_tensor_completely_or_not_at_all() -> None:
     meta = BasicMeta(F32, (8, 4))
     halves = [[Part("w", (8, 4), Box((at, 0), (4, 4)), F32)] for at in (0, 4)]
     table = Table((("w", meta), ("unused", meta)))

@@ -1,4 +1,4 @@
-"""Pushes into real worker processes: what arrives, how much of it, and what happens when something goes wrong."""
+"""Pushes into real worker processes: what arrives, and how many bytes are sent."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from toy_engine import ToyEngine, ToyTrainee, digest_of, expected_digests, toy_e
 
 import bytecheckpoint as bcp
 from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -35,9 +36,9 @@ def _sharded(version: int) -> Any:
 
 
 def _push_and_look(rank: int, world_size: int, url: str, versions: list[int], tcp: bool) -> list[Any]:
-    """Reports, and what the engine's workers hold after each, on the first rank."""
+    """Return the report of each push, and on rank 0 the digests of the engine's workers after it."""
     found = []
-    with Pusher(HttpEngine(url), deadline_s=30, tcp_only=tcp) as pusher:
+    with Pusher(HttpEngine(url), deadline_s=time_limit(30), tcp_only=tcp) as pusher:
         for version in versions:
             report = pusher.push(_sharded(version), version=version)
             found.append((report, ToyEngine(url).look()["digests"] if rank == 0 else []))
@@ -45,7 +46,7 @@ def _push_and_look(rank: int, world_size: int, url: str, versions: list[int], tc
 
 
 def _push_all(rank: int, world_size: int, url: str, versions: list[int], tcp: bool = False) -> list[PushReport]:
-    with Pusher(HttpEngine(url), deadline_s=30, tcp_only=tcp) as pusher:
+    with Pusher(HttpEngine(url), deadline_s=time_limit(30), tcp_only=tcp) as pusher:
         return [pusher.push(_sharded(version), version=version) for version in versions]
 
 
@@ -62,33 +63,33 @@ def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, tcp: bool) -> N
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_nothing_grows(engine: ToyEngine, tcp: bool) -> None:
+def test_resources_do_not_grow(engine: ToyEngine, tcp: bool) -> None:
     held = []
     for versions in ((11, 12), (13, 14, 15)):
         _push_all(0, 1, engine.url, list(versions), tcp)
-        seen, mine = engine.look(), held_now()
-        held.append((seen["descriptors"], seen["threads"], mine.descriptors, mine.threads, mine.shared_memory))
+        seen, own = engine.look(), held_now()
+        held.append((seen["descriptors"], seen["threads"], own.descriptors, own.threads, own.shared_memory))
     assert held[0] == held[1]
     assert not held[1][-1]
 
 
-def test_each_worker_is_sent_its_part_once(pool: RankPool) -> None:
+def test_each_worker_gets_its_part_once(pool: RankPool) -> None:
     with toy_engine(2) as engine:
         (report,) = pool.run(_push_all, engine.url, [1])[0]
         model = ToyTrainee(1)
         whole = sum(parameter.nbytes for parameter in model.parameters())
         assert report.engine_bytes > whole  # the head is the embedding, under both names
         for worker in report.workers:
-            assert worker.sent == worker.wanted
-            assert worker.wanted < 0.6 * report.engine_bytes
+            assert worker.sent == worker.requested
+            assert worker.requested < 0.6 * report.engine_bytes
         assert sum(report.written) == sum(worker.sent for worker in report.workers)
         assert min(report.written) > 0
         assert "worker" in str(report)
 
 
-def test_what_has_not_changed_is_not_sent(engine: ToyEngine) -> None:
+def test_unchanged_chunks_are_not_sent(engine: ToyEngine) -> None:
     model = ToyTrainee(30)
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         pusher.push(model, version=30)
         with torch.no_grad():
             model.norm += 1
@@ -105,7 +106,7 @@ def test_what_has_not_changed_is_not_sent(engine: ToyEngine) -> None:
 
 def test_from_a_checkpoint(engine: ToyEngine, pool: RankPool, tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"model": ToyTrainee(40)}, step=400)
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         assert pusher.push(bcp.open(tmp_path / "c")).version == 400
     assert engine.look()["digests"] == expected_digests(40, 2)
     bcp.save(tmp_path / "d", {"model": ToyTrainee(41)}, step=410)
@@ -115,16 +116,16 @@ def test_from_a_checkpoint(engine: ToyEngine, pool: RankPool, tmp_path: Path) ->
 
 
 def _push_checkpoint(rank: int, world_size: int, url: str, path: str) -> PushReport:
-    with Pusher(HttpEngine(url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(url), deadline_s=time_limit(30)) as pusher:
         return pusher.push(bcp.open(path))
 
 
-def test_cast_at_the_source(pool: RankPool) -> None:
+def test_senders_cast(pool: RankPool) -> None:
     with toy_engine(2, "bfloat16") as engine:
         (report,) = pool.run(_push_all, engine.url, [5])[0]
         assert engine.look()["digests"] == expected_digests(5, 2, torch.bfloat16)
-        # All but the one tensor of which the loader wants to see the value.
-        assert all(worker.wanted < 0.32 * report.engine_bytes for worker in report.workers)
+        # All but the one tensor whose value the loader reads.
+        assert all(worker.requested < 0.32 * report.engine_bytes for worker in report.workers)
 
 
 def test_several_engines(engine: ToyEngine, pool: RankPool) -> None:
@@ -136,12 +137,12 @@ def test_several_engines(engine: ToyEngine, pool: RankPool) -> None:
 
 def _push_to_two(rank: int, world_size: int, *urls: str) -> None:
     engines = [HttpEngine(url) for url in urls] if rank == 0 else None
-    with Pusher(engines, deadline_s=30) as pusher:
+    with Pusher(engines, deadline_s=time_limit(30)) as pusher:
         pusher.push({"model": _sharded(50)}, version=50)
 
 
-def test_a_worker_that_was_restarted_is_asked_anew(engine: ToyEngine) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+def test_a_restarted_worker_is_asked_again(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         pusher.push(ToyTrainee(60), version=60)
         engine.fault(1, "forget")
         report = pusher.push(ToyTrainee(61))
@@ -149,8 +150,8 @@ def test_a_worker_that_was_restarted_is_asked_anew(engine: ToyEngine) -> None:
         assert engine.look()["digests"] == expected_digests(61, 2)
 
 
-def test_memory_is_given_back(engine: ToyEngine) -> None:
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+def test_memory_is_released(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         pusher.push(ToyTrainee(70), version=70)
         pusher.push(ToyTrainee(71), version=71)
         assert pusher.state()[0][0]["bytes"] > 0

@@ -25,7 +25,7 @@ def test_a_checkpoint_into_an_engine(engine: ToyEngine, tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"model": ToyTrainee(7)}, step=70)
     done = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", engine.url])
     assert done.exit_code == 0, done.output
-    assert "version 70 is served" in done.output
+    assert "the engines serve version 70" in done.output
     assert engine.look()["digests"] == expected_digests(7, 2)
     assert engine.look()["log"].count("/update_weight_version") == 1
     again = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", engine.url, "--json", "--version", "again"])
@@ -34,7 +34,7 @@ def test_a_checkpoint_into_an_engine(engine: ToyEngine, tmp_path: Path) -> None:
     assert [worker["sent"] for worker in document["workers"]] == [0, 0]
 
 
-def test_what_does_not_fit(engine: ToyEngine, tmp_path: Path) -> None:
+def test_mismatches_are_refused(engine: ToyEngine, tmp_path: Path) -> None:
     before = engine.look()["digests"]
     model = ToyTrainee(8)
     del model.norm
@@ -58,16 +58,16 @@ def test_from_an_engine_into_two_others(engine: ToyEngine, tmp_path: Path) -> No
         assert one.look()["digests"] == expected_digests(9, 1)
         assert two.look()["digests"] == expected_digests(9, 2)
         done = CliRunner().invoke(cli, ["push", f"{engine.url}/", "--to", one.url, "--version", "nine"])
-        assert "version nine is served" in done.output
+        assert "the engines serve version nine" in done.output
     done = CliRunner().invoke(cli, ["push", engine.url, "--to", engine.url, "--rename", "a=b"])
     assert done.exit_code == 2
-    assert "--rename, --adapter, --group and --cuda-ipc are for checkpoints" in done.stderr
+    assert "--rename, --adapter, --group and --cuda-ipc apply to checkpoints" in done.stderr
     done = CliRunner().invoke(cli, ["push", "http://127.0.0.1:9", "--to", engine.url])
     assert done.exit_code == 6
     assert "http://127.0.0.1:9/collective_rpc cannot be reached" in done.stderr
 
 
-def test_into_two_engines_by_a_group(engine: ToyEngine, tmp_path: Path) -> None:
+def test_two_engines_in_a_group(engine: ToyEngine, tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"model": ToyTrainee(11)}, step=110)
     with toy_engine(1) as other:
         arguments = ["push", str(tmp_path / "c"), "--to", engine.url, "--to", other.url, "--group", "gloo", "--json"]

@@ -1,4 +1,4 @@
-"""Pushes of wide weights into engines that have them in 8 bits with scales for blocks."""
+"""Pushes of wide weights into engines that hold them in 8 bits with a scale per block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import BytecheckpointError, MismatchError
-from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport, quantizer
+from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
+from bytecheckpoint.inference.push.quantization import quantizer
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 CUT = (64, 24)  # FSDP-2 on two ranks cuts a matrix after 32 rows, in the middle of its blocks
@@ -49,7 +51,7 @@ def _trainee(version: int, dtype: torch.dtype) -> Any:
 def _push(
     rank: int, world_size: int, url: str, versions: list[int], dtype: torch.dtype = torch.bfloat16
 ) -> list[PushReport]:
-    with Pusher(HttpEngine(url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(url), deadline_s=time_limit(30)) as pusher:
         return [pusher.push(_trainee(version, dtype), version=version) for version in versions]
 
 
@@ -60,7 +62,7 @@ def test_one_process(cut: ToyEngine, whole: ToyEngine, dtype: torch.dtype) -> No
         assert engine.look()["digests"] == block_digests(_trainee(2, dtype), tp, blocks)
 
 
-def test_blocks_that_are_cut_between_senders(cut: ToyEngine, whole: ToyEngine, pool: RankPool) -> None:
+def test_blocks_that_are_split_between_senders(cut: ToyEngine, whole: ToyEngine, pool: RankPool) -> None:
     for engine, tp, blocks in ((cut, 1, CUT), (whole, 2, WHOLE)):
         first, other = pool.run(_push, engine.url, [3, 4])
         assert engine.look()["digests"] == block_digests(_trainee(4, torch.bfloat16), tp, blocks)
@@ -69,16 +71,16 @@ def test_blocks_that_are_cut_between_senders(cut: ToyEngine, whole: ToyEngine, p
 
 
 def test_bytes(pool: RankPool) -> None:
-    """A byte an element, and four a block."""
+    """One byte per element, and four per block."""
     with toy_engine(1, blocks=CUT) as engine:
         (report,) = pool.run(_push, engine.url, [5], torch.float32)[0]
     state = quantized_state(_trainee(5, torch.float32), CUT)
-    assert [worker.wanted for worker in report.workers] == [sum(tensor.nbytes for tensor in state.values())]
-    assert [worker.sent for worker in report.workers] == [worker.wanted for worker in report.workers]
-    assert report.workers[0].wanted < 0.5 * report.engine_bytes
+    assert [worker.requested for worker in report.workers] == [sum(tensor.nbytes for tensor in state.values())]
+    assert [worker.sent for worker in report.workers] == [worker.requested for worker in report.workers]
+    assert report.workers[0].requested < 0.5 * report.engine_bytes
 
 
-def test_what_has_not_changed_is_not_sent(cut: ToyEngine, pool: RankPool) -> None:
+def test_unchanged_chunks_are_not_sent(cut: ToyEngine, pool: RankPool) -> None:
     reports = pool.run(_push_with_a_change, cut.url)[0]
     assert [[worker.sent for worker in report.workers] for report in reports[1:]] == [[64 * 64 + 3 * 4], [0]]
 
@@ -86,7 +88,7 @@ def test_what_has_not_changed_is_not_sent(cut: ToyEngine, pool: RankPool) -> Non
 def _push_with_a_change(rank: int, world_size: int, url: str) -> list[PushReport]:
     model = _trainee(6, torch.bfloat16)
     found = []
-    with Pusher(HttpEngine(url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(url), deadline_s=time_limit(30)) as pusher:
         found.append(pusher.push(model, version=6))
         with torch.no_grad():
             model.q.weight.mul_(1.5)
@@ -109,13 +111,13 @@ def test_from_a_checkpoint(cut: ToyEngine, whole: ToyEngine, pool: RankPool, tmp
 
 
 def _push_checkpoint(rank: int, world_size: int, url: str, path: str) -> PushReport:
-    with Pusher(HttpEngine(url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(url), deadline_s=time_limit(30)) as pusher:
         return pusher.push(bcp.open(path))
 
 
-def test_what_is_quantised_already(cut: ToyEngine) -> None:
+def test_already_quantized_tensors(cut: ToyEngine) -> None:
     state = quantized_state(_trainee(11, torch.bfloat16), CUT)
-    with Pusher(HttpEngine(cut.url), deadline_s=30) as pusher:
+    with Pusher(HttpEngine(cut.url), deadline_s=time_limit(30)) as pusher:
         pusher.push({"model": state}, version=11)
     assert cut.look()["digests"] == block_digests(_trainee(11, torch.bfloat16), 1, CUT)
 
@@ -128,14 +130,14 @@ def test_engines_of_both_kinds(cut: ToyEngine, pool: RankPool) -> None:
 
 
 def _push_to_two(rank: int, world_size: int, *urls: str) -> None:
-    with Pusher([HttpEngine(url) for url in urls], deadline_s=30) as pusher:
+    with Pusher([HttpEngine(url) for url in urls], deadline_s=time_limit(30)) as pusher:
         pusher.push(_trainee(12, torch.float32), version=12)
 
 
 def test_engines_of_different_blocks(cut: ToyEngine, whole: ToyEngine) -> None:
     _push(0, 1, cut.url, [1])
     before = cut.look()["digests"]
-    with Pusher([HttpEngine(cut.url), HttpEngine(whole.url)], deadline_s=30) as pusher:
+    with Pusher([HttpEngine(cut.url), HttpEngine(whole.url)], deadline_s=time_limit(30)) as pusher:
         with pytest.raises(MismatchError, match="in blocks of 64x24, and others in blocks of 16x16"):
             pusher.push(_trainee(13, torch.bfloat16), version=13)
     assert cut.look()["digests"] == before
@@ -143,7 +145,7 @@ def test_engines_of_different_blocks(cut: ToyEngine, whole: ToyEngine) -> None:
 
 @pytest.mark.parametrize("group", [None, "gloo"])
 def test_streamed(cut: ToyEngine, whole: ToyEngine, pool: RankPool, group: Any) -> None:
-    """Scales come among the weights then, each with its layer's."""
+    """In a stream, the scales come with the weights of their layer."""
     for engine, tp, blocks in ((cut, 1, CUT), (whole, 2, WHOLE)):
         first, _ = pool.run(_stream, engine.url, [5, 6], group)
         assert {report.mode for report in first} == {"streamed"}
@@ -151,23 +153,25 @@ def test_streamed(cut: ToyEngine, whole: ToyEngine, pool: RankPool, group: Any) 
 
 
 def _stream(rank: int, world_size: int, url: str, versions: list[int], group: Any) -> list[PushReport]:
-    with Pusher(HttpEngine(url), deadline_s=30, memory_bytes=16_384, chunk_bytes=4096, group=group) as pusher:
+    with Pusher(
+        HttpEngine(url), deadline_s=time_limit(30), memory_bytes=16_384, chunk_bytes=4096, group=group
+    ) as pusher:
         return [pusher.push(_trainee(version, torch.bfloat16), version=version) for version in versions]
 
 
-def test_an_engine_that_joins_is_quantised_by_the_one_that_gives(cut: ToyEngine, whole: ToyEngine) -> None:
+def test_the_holder_quantizes_for_a_joining_engine(cut: ToyEngine, whole: ToyEngine) -> None:
     with toy_engine(2, "bfloat16") as holder:
         _push(0, 1, holder.url, [7])
-        with Pusher(HttpEngine(whole.url), deadline_s=30) as pusher:
+        with Pusher(HttpEngine(whole.url), deadline_s=time_limit(30)) as pusher:
             pusher.push(HttpEngine(holder.url))
         assert whole.look()["digests"] == block_digests(_trainee(7, torch.bfloat16), 2, WHOLE)
         with (
-            Pusher(HttpEngine(cut.url), deadline_s=30) as pusher,
-            pytest.raises(MismatchError, match=r"of whose blocks workers of .* have parts"),
+            Pusher(HttpEngine(cut.url), deadline_s=time_limit(30)) as pusher,
+            pytest.raises(MismatchError, match=r"whose blocks are split between workers of"),
         ):
             pusher.push(HttpEngine(holder.url))
         # And from one that has them quantised to another.
-        with toy_engine(1, blocks=WHOLE) as other, Pusher(HttpEngine(other.url), deadline_s=30) as pusher:
+        with toy_engine(1, blocks=WHOLE) as other, Pusher(HttpEngine(other.url), deadline_s=time_limit(30)) as pusher:
             pusher.push(HttpEngine(whole.url))
             assert other.look()["digests"] == block_digests(_trainee(7, torch.bfloat16), 1, WHOLE)
 
@@ -184,10 +188,10 @@ def test_an_engine_that_has_no_scales(pool: RankPool) -> None:
 
 
 def _fail(rank: int, world_size: int, url: str, fails: bool = False) -> tuple[str, str]:
-    """Class and message of what this rank's push raised."""
-    with pytest.MonkeyPatch.context() as patched, Pusher(HttpEngine(url), deadline_s=30) as pusher:
+    """Return the class and message of this rank's error."""
+    with pytest.MonkeyPatch.context() as patched, Pusher(HttpEngine(url), deadline_s=time_limit(30)) as pusher:
         if fails and rank == 1:
-            patched.setattr(quantizer.Quantizer, "given", _broken)
+            patched.setattr(quantizer.Quantizer, "partial_maxima", _broken)
         try:
             pusher.push(_trainee(14, torch.bfloat16), version=14)
         except BytecheckpointError as error:
@@ -212,5 +216,5 @@ def test_a_sender_that_fails_while_maxima_are_exchanged(cut: ToyEngine, pool: Ra
     assert cut.look()["digests"] == block_digests(_trainee(15, torch.bfloat16), 1, CUT)
 
 
-def test_the_toy_has_what_is_quantised() -> None:
+def test_the_toy_model_is_quantized() -> None:
     assert set(QUANTIZED) < set(ToyTrainee(0).state_dict())

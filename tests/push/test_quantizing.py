@@ -1,4 +1,4 @@
-"""Quantising by boxes, on any number of senders, against quantising the whole tensor on one process."""
+"""Quantization of boxes on any number of senders gives the same bits as that of the entire tensor on one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_blocks import reference
 
-from bytecheckpoint.dtypes import DTYPES
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.inference.parts import Part
-from bytecheckpoint.inference.push.block_plan import holdings_of_blocks, plan_exchange
+from bytecheckpoint.inference.layouts.hub_names import scale_name
+from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.push.layout import Holding
 from bytecheckpoint.inference.push.messages import Table
-from bytecheckpoint.inference.push.planning import Holding, plan_push
-from bytecheckpoint.inference.push.quantizer import Quantizer, pack_task
-from bytecheckpoint.inference.push.quantizing import (
+from bytecheckpoint.inference.push.plan import plan_push
+from bytecheckpoint.inference.push.quantization.blocks import (
     QUANTIZED,
     SCALE,
     Blocks,
@@ -30,18 +28,20 @@ from bytecheckpoint.inference.push.quantizing import (
     grid_of,
     maxima_of,
     quantize,
-    scale_name,
     scales_of,
 )
+from bytecheckpoint.inference.push.quantization.quantizer import Quantizer, holdings_of_blocks, pack_task, plan_exchange
 from bytecheckpoint.inference.push.sources import Source
-from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.shards import torch_dtype
+from bytecheckpoint.tensors.dtypes import DTYPES
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.shards import torch_dtype
 
 WIDE = (torch.bfloat16, torch.float32, torch.float16)
 
 
 class _Sender(Source):
-    """Has boxes of one tensor, and notes of which elements it was asked for."""
+    """Holds boxes of one tensor, and records which elements are fetched."""
 
     def __init__(self, tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
         dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
@@ -49,11 +49,11 @@ class _Sender(Source):
         self.held = [("w", box) for box in boxes]
         self._tensor = tensor
 
-    def fetch(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        for _, box in wanted:
-            if not any(mine.contains(box) for _, mine in self.held):
+    def fetch(self, requested: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        for _, box in requested:
+            if not any(own.contains(box) for _, own in self.held):
                 raise PlanError(f"{box} is not held")
-        return [self._tensor[box.slices()] for _, box in wanted]
+        return [self._tensor[box.slices()] for _, box in requested]
 
 
 @st.composite
@@ -95,7 +95,7 @@ def _tiling(draw: Any, shape: tuple[int, ...]) -> list[Box]:
 
 @st.composite
 def _cases(draw: Any) -> tuple[torch.Tensor, Blocks, list[list[Box]], list[list[Box]], int]:
-    """A tensor, blocks, what each sender has, what each worker wants, and the size of chunks."""
+    """A tensor, blocks, the boxes of each sender, the boxes that each worker requests, and the chunk size."""
     blocks = draw(st.sampled_from([(1, 1), (2, 3), (4, 4), (5, 2), (16, 8)]))
     tensor = draw(_tensors(blocks))
     shape = tuple(tensor.shape)
@@ -108,22 +108,22 @@ def _cases(draw: Any) -> tuple[torch.Tensor, Blocks, list[list[Box]], list[list[
         box = draw(st.one_of(_box(Box.whole(shape)), st.just(Box.whole(shape))))
         for sender in draw(some):
             senders[sender].append(box)
-    wanted = [draw(_tiling(shape)) for _ in range(draw(st.integers(1, 2)))]
+    requested = [draw(_tiling(shape)) for _ in range(draw(st.integers(1, 2)))]
     return (
         tensor,
         blocks,
         [list(dict.fromkeys(boxes)) for boxes in senders],
-        wanted,
+        requested,
         draw(st.sampled_from([1, 9, 64, 4096])),
     )
 
 
 @settings(max_examples=400, deadline=None)
 @given(_cases())
-def test_any_sharding_gives_what_one_process_gives(
+def test_any_sharding_gives_the_same_bits_as_one_process(
     case: tuple[torch.Tensor, Blocks, list[list[Box]], list[list[Box]], int],
 ) -> None:
-    tensor, blocks, boxes, wanted, chunk_bytes = case
+    tensor, blocks, boxes, requested, chunk_bytes = case
     shape, by_name = tuple(tensor.shape), {"w": blocks}
     senders = [_Sender(tensor, of_sender) for of_sender in boxes]
     held: dict[Box, list[int]] = {}
@@ -134,20 +134,20 @@ def test_any_sharding_gives_what_one_process_gives(
     exchange = plan_exchange(holdings, senders[0].table, by_name, len(senders))
     grid = grid_of(shape, blocks)
     scales = Part(scale_name("w"), grid, Box.whole(grid), SCALE)
-    parts = [[*(Part("w", shape, box, QUANTIZED) for box in of_worker), scales] for of_worker in wanted]
+    parts = [[*(Part("w", shape, box, QUANTIZED) for box in of_worker), scales] for of_worker in requested]
     owned = holdings_of_blocks(holdings, by_name, len(senders))
     plan = plan_push(parts, owned, len(senders), chunk_bytes=chunk_bytes, blocks=by_name)
 
     quantizers = [Quantizer(s, pack_task(by_name, exchange, number)) for number, s in enumerate(senders)]
-    told = exchange.merged([one.given() for one in quantizers])
+    received = exchange.merge([one.partial_maxima() for one in quantizers])
     made = torch.zeros(shape, dtype=torch.uint8), torch.full(grid, -1.0)
     with ThreadPoolExecutor(2) as threads:
-        for one, sender, merged, writes in zip(quantizers, senders, told, plan.writes, strict=True):
-            one.take(merged)
+        for one, sender, merged, writes in zip(quantizers, senders, received, plan.writes, strict=True):
+            one.set_maxima(merged)
             for batch in (writes[: len(writes) // 2], writes[len(writes) // 2 :]):
                 fetches = one.fetches(batch)
                 fetched = sender.fetch([(fetch.name, fetch.box) for fetch in fetches])
-                for write, elements in zip(batch, one.ready(batch, fetches, fetched, threads), strict=True):
+                for write, elements in zip(batch, one.elements(batch, fetches, fetched, threads), strict=True):
                     out = torch.empty(write.box.lengths, dtype=torch_dtype(BasicMeta(write.dtype, ())))
                     one.fill(out, elements, write)
                     target = made[write.name != "w"][write.box.slices()]
@@ -156,31 +156,31 @@ def test_any_sharding_gives_what_one_process_gives(
     assert torch.equal(made[0], quantized.view(torch.uint8))
     assert torch.equal(made[1], expected)
     if all(of_sender == [Box.whole(shape)] for of_sender in boxes):
-        assert not any(exchange.takes)
+        assert not any(exchange.receives)
 
 
-def test_only_blocks_that_are_cut_are_told() -> None:
-    """Rows of 384 on two senders, cut at 200: one row of blocks is cut, and no other."""
+def test_only_split_blocks_are_exchanged() -> None:
+    """384 rows on two senders, split at row 200: one row of blocks is split, and no other."""
     table = Table((("w", BasicMeta(DTYPES["bfloat16"], (384, 512))), ("v", BasicMeta(DTYPES["bfloat16"], (256, 512)))))
     held = {
         "w": [Holding(Box((0, 0), (200, 512)), (0,)), Holding(Box((200, 0), (184, 512)), (1,))],
         "v": [Holding(Box((0, 0), (128, 512)), (0,)), Holding(Box((128, 0), (128, 512)), (1,))],
     }
     exchange = plan_exchange(held, table, {"w": (128, 128), "v": (128, 128)}, 2)
-    assert exchange.takes == [[("w", Box((1, 0), (1, 4)))]] * 2
-    assert [[given.grid for given in of_sender] for of_sender in exchange.gives] == [[Box((1, 0), (1, 4))]] * 2
+    assert exchange.receives == [[("w", Box((1, 0), (1, 4)))]] * 2
+    assert [[partial.grid for partial in of_sender] for of_sender in exchange.sends] == [[Box((1, 0), (1, 4))]] * 2
     assert not plan_exchange(held, table, {"v": (128, 128)}, 2).needed
 
 
-def test_each_block_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks end where blocks do, and scales are made of what the weights' chunks have shown."""
+def test_each_maximum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end where blocks end, and scales reuse the maxima of the weights' chunks."""
     looked: list[int] = []
 
     def counting(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         looked.append(tensor.numel())
         return maxima_of(tensor, *args)
 
-    monkeypatch.setattr("bytecheckpoint.inference.push.quantizer.maxima_of", counting)
+    monkeypatch.setattr("bytecheckpoint.inference.push.quantization.quantizer.maxima_of", counting)
     tensor, blocks = torch.randn(1000, 384), (128, 128)
     sender = _Sender(tensor, [Box.whole((1000, 384))])
     held = holdings_of_blocks({"w": [Holding(Box.whole((1000, 384)), (0,))]}, {"w": blocks}, 1)
@@ -201,15 +201,15 @@ def test_each_block_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for write in writes:
             fetches = one.fetches([write])
             fetched = sender.fetch([(fetch.name, fetch.box) for fetch in fetches])
-            one.ready([write], fetches, fetched, threads)
+            one.elements([write], fetches, fetched, threads)
             assert bool(fetches) == (write.name == "w")
             read += sum(fetch.box.numel for fetch in fetches)
     assert sum(looked) == tensor.numel()
     assert read == 1000 * (256 + 192)  # the block that both workers have columns of is read whole once
 
 
-def test_rounding_is_that_of_the_formula() -> None:
-    """Values in the middle between two of 8 bits, where the last bit of the factor decides."""
+def test_rounding_matches_the_formula() -> None:
+    """Values halfway between two 8-bit numbers, where the last bit of the factor decides."""
     eights = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     for largest in (0.3, 1.7, 2.9, 77.0):
         tensor = ((eights[1:] + eights[:-1]) / 2 * (torch.tensor(largest) / 448)).reshape(-1, 7).contiguous()
@@ -220,7 +220,7 @@ def test_rounding_is_that_of_the_formula() -> None:
         assert torch.equal(out.view(torch.uint8), reference(tensor, blocks)[0].view(torch.uint8))
 
 
-def test_what_is_no_number_stays_so() -> None:
+def test_nan_stays_nan() -> None:
     tensor = torch.ones(4, 6)
     tensor[0, 0], tensor[3, 5] = float("nan"), float("inf")
     box, blocks = Box.whole((4, 6)), (2, 3)
@@ -245,9 +245,9 @@ def test_rows_are_cut_between_blocks(begin: int, rows: int, columns: int, limit:
     assert all(piece.numel <= limit or piece.lengths[0] <= 128 for piece in pieces)
 
 
-def test_a_task_says_nothing_where_nothing_is_quantised() -> None:
+def test_a_task_without_quantized_tensors_is_empty() -> None:
     sender = _Sender(torch.ones(2, 2), [Box.whole((2, 2))])
     one = Quantizer(sender, b"")
     assert not one.exchanges
-    assert one.given() == b""
+    assert one.partial_maxima() == b""
     assert msgpack.unpackb(pack_task({}, plan_exchange({}, sender.table, {}, 1), 0)) == [{}, False, [], []]

@@ -1,4 +1,4 @@
-"""What an engine is taken to want where its model has parameters of 8 bits, and what is refused."""
+"""Requests of engines whose models have 8-bit parameters, and refusals."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import MismatchError
-from bytecheckpoint.inference.push.engines import Budget, Engine
+from bytecheckpoint.inference.push.engines.base import Budget, Engine
 from bytecheckpoint.inference.push.messages import Table
 from bytecheckpoint.inference.push.receiver import Receiver
-from bytecheckpoint.inference.push.wishes import Wish, blocks_by_name, wish_of
-from bytecheckpoint.metadata import BasicMeta
-from bytecheckpoint.shards import basic_meta
+from bytecheckpoint.inference.push.requests import TensorRequest, blocks_by_name, request_tensors
+from bytecheckpoint.tensors.metadata import BasicMeta
+from bytecheckpoint.tensors.shards import basic_meta
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 Loader = Callable[[nn.Module, str, torch.Tensor], None]
 
 
 class _Model:
-    """An ``EngineModel`` with parameters of these types and shapes."""
+    """An ``EngineModel`` with parameters of these dtypes and shapes."""
 
     def __init__(
         self,
@@ -65,40 +65,40 @@ class _Engine(Engine):
         raise AssertionError
 
 
-def _wish(engine: Engine, strict: bool = True, **tensors: tuple[torch.dtype, tuple[int, ...]]) -> Wish:
+def _request(engine: Engine, strict: bool = True, **tensors: tuple[torch.dtype, tuple[int, ...]]) -> TensorRequest:
     rows: list[tuple[str, BasicMeta]] = [(name, basic_meta(dtype, shape)) for name, (dtype, shape) in tensors.items()]
-    return wish_of(engine, Table(tuple(rows)), strict, Budget(10))
+    return request_tensors(engine, Table(tuple(rows)), strict, Budget(10))
 
 
 SCALED = {"w": (FP8, (6, 8)), "w_scale_inv": (F32, (2, 2)), "norm": (BF16, (8,))}
 
 
-def test_weights_and_scales_take_the_place_of_what_is_wide() -> None:
-    wish = _wish(_Engine(_Model(SCALED)), norm=(F32, (8,)), w=(BF16, (6, 8)))
-    assert wish.blocks == {"w": (4, 4)}
-    assert [(name, str(meta)) for name, meta in wish.table.rows] == [
+def test_quantized_weights_and_scales_replace_wide_tensors() -> None:
+    request = _request(_Engine(_Model(SCALED)), norm=(F32, (8,)), w=(BF16, (6, 8)))
+    assert request.blocks == {"w": (4, 4)}
+    assert [(name, str(meta)) for name, meta in request.table.rows] == [
         ("norm", "float32[8]"),
         ("w", "float8_e4m3fn[6, 8]"),
         ("w_scale_inv", "float32[2, 2]"),
     ]
-    assert [str(part.dtype) for part in wish.parts[0]] == ["bfloat16", "float8_e4m3fn", "float32"]
+    assert [str(part.dtype) for part in request.parts[0]] == ["bfloat16", "float8_e4m3fn", "float32"]
 
 
-def test_what_has_scales_is_left_alone() -> None:
-    wish = _wish(_Engine(_Model(SCALED)), w=SCALED["w"], w_scale_inv=SCALED["w_scale_inv"], norm=SCALED["norm"])
-    assert not wish.blocks
+def test_tensors_with_scales_are_unchanged() -> None:
+    request = _request(_Engine(_Model(SCALED)), w=SCALED["w"], w_scale_inv=SCALED["w_scale_inv"], norm=SCALED["norm"])
+    assert not request.blocks
 
 
-def test_what_is_wide_in_the_engine_is_left_alone() -> None:
-    wish = _wish(_Engine(_Model({"w": (BF16, (6, 8))})), w=(F32, (6, 8)))
-    assert not wish.blocks
+def test_parameters_that_are_wide_in_the_engine_are_unchanged() -> None:
+    request = _request(_Engine(_Model({"w": (BF16, (6, 8))})), w=(F32, (6, 8)))
+    assert not request.blocks
 
 
 @pytest.mark.parametrize(
     ("model", "tensors", "text"),
     [
         (_Model({"w": (FP8, (6, 8))}, blocks=None), {"w": (BF16, (6, 8))}, "w: bfloat16[6, 8] is sent for float8"),
-        (_Model({"w": (torch.float8_e5m2, (6, 8))}), {"w": (BF16, (6, 8))}, "no rule of quantising"),
+        (_Model({"w": (torch.float8_e5m2, (6, 8))}), {"w": (BF16, (6, 8))}, "to which bytecheckpoint cannot quantize"),
         (_Model({"w": (FP8, (8,))}), {"w": (BF16, (8,))}, "has no blocks"),
         (
             _Model(SCALED | {"w_scale_inv": (torch.float8_e8m0fnu, (2, 2))}),
@@ -112,11 +112,11 @@ def test_what_is_wide_in_the_engine_is_left_alone() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_quantised(
+def test_tensors_that_cannot_be_quantized(
     model: _Model, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], text: str
 ) -> None:
     with pytest.raises(MismatchError) as raised:
-        _wish(_Engine(model), **tensors)
+        _request(_Engine(model), **tensors)
     assert text in str(raised.value)
     assert "nothing was sent" in str(raised.value)
     assert raised.value.faults
@@ -128,35 +128,35 @@ def test_a_loader_that_computes_with_values() -> None:
         model.get_parameter(name).data.copy_(tensor)
 
     with pytest.raises(MismatchError, match="computes with its values"):
-        _wish(_Engine(_Model(SCALED, load)), w=(BF16, (6, 8)))
+        _request(_Engine(_Model(SCALED, load)), w=(BF16, (6, 8)))
 
 
-def test_a_loader_that_does_not_take_scales() -> None:
+def test_a_loader_that_does_not_request_scales() -> None:
     def load(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         if name == "w":
             model.get_parameter(name).data.copy_(tensor)
 
-    with pytest.raises(MismatchError, match="w_scale_inv: its loader does not want it"):
-        _wish(_Engine(_Model(SCALED, load, quantized=True)), w=(BF16, (6, 8)))
+    with pytest.raises(MismatchError, match="w_scale_inv: its loader does not request it"):
+        _request(_Engine(_Model(SCALED, load, quantized=True)), w=(BF16, (6, 8)))
 
 
-def test_scales_for_which_there_is_no_tensor() -> None:
-    """Asked again about what it is to get, the engine misses what it missed before."""
+def test_scales_without_a_tensor() -> None:
+    """The second request finds the same missing scales as the first one."""
     with pytest.raises(MismatchError, match="norm: 8 of 8 elements"):
-        _wish(_Engine(_Model(SCALED)), w=(BF16, (6, 8)))
-    assert _wish(_Engine(_Model(SCALED)), strict=False, w=(BF16, (6, 8))).blocks
+        _request(_Engine(_Model(SCALED)), w=(BF16, (6, 8)))
+    assert _request(_Engine(_Model(SCALED)), strict=False, w=(BF16, (6, 8))).blocks
 
 
-def test_workers_that_want_it_in_both_ways() -> None:
+def test_workers_that_request_a_tensor_both_quantized_and_wide() -> None:
     engine = _Engine(_Model(SCALED), _Model(SCALED | {"w": (BF16, (6, 8))}, quantized=True))
-    with pytest.raises(MismatchError, match="w: it is wanted as float8_e4m3fn and as bfloat16"):
-        _wish(engine, w=(BF16, (6, 8)), norm=(BF16, (8,)))
+    with pytest.raises(MismatchError, match="w: it is requested as float8_e4m3fn and as bfloat16"):
+        _request(engine, w=(BF16, (6, 8)), norm=(BF16, (8,)))
 
 
-def test_engines_that_want_different_blocks() -> None:
+def test_engines_that_request_different_blocks() -> None:
     tensors = {"w": (BF16, (6, 8)), "norm": (BF16, (8,))}
-    one = _wish(_Engine(_Model(SCALED)), **tensors)
-    other = _wish(_Engine(_Model(SCALED | {"w_scale_inv": (F32, (3, 1))}, blocks=(2, 8))), **tensors)
+    one = _request(_Engine(_Model(SCALED)), **tensors)
+    other = _request(_Engine(_Model(SCALED | {"w_scale_inv": (F32, (3, 1))}, blocks=(2, 8))), **tensors)
     assert blocks_by_name([one, one]) == {"w": (4, 4)}
     with pytest.raises(MismatchError, match="w in blocks of 4x4, and others in blocks of 2x8"):
         blocks_by_name([one, other])

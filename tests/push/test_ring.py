@@ -1,4 +1,4 @@
-"""The ring: whatever the order in which a loader wants chunks, it gets each as it was sent, in bounded memory."""
+"""The ring buffer: in whatever order a loader reads chunks, it gets each as it was sent, in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.dtypes import dtype_named
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.inference.parts import Part
-from bytecheckpoint.inference.push.arena import attach
-from bytecheckpoint.inference.push.layout import ALIGNMENT, Layout
-from bytecheckpoint.inference.push.ring import Ring
-from bytecheckpoint.inference.push.ring_road import RingRoad, StreamBroken
-from bytecheckpoint.inference.push.roads import Place
-from bytecheckpoint.inference.push.waves import Waves, ring_of
+from bytecheckpoint.inference.layouts.parts import Part
+from bytecheckpoint.inference.push.layout import ALIGNMENT_BYTES, Layout, Waves
+from bytecheckpoint.inference.push.memory import MemoryPolicy
+from bytecheckpoint.inference.push.transports.base import Place
+from bytecheckpoint.inference.push.transports.ring import RingBuffer
+from bytecheckpoint.inference.push.transports.shared_memory import attach
+from bytecheckpoint.inference.push.transports.tcp import StreamBroken, TcpTransport
+from bytecheckpoint.tensors.dtypes import find_dtype
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.testing import time_limit
 
-UINT8 = dtype_named("uint8")
+UINT8 = find_dtype("uint8")
 
 
 def _layout(sizes: list[int], vectors: frozenset[int] = frozenset()) -> Layout:
@@ -49,26 +50,32 @@ def _digest(data: torch.Tensor) -> int:
 
 
 class Sender:
-    """One connection to a ring."""
+    """One connection to a ring buffer."""
 
-    def __init__(self, ring: Ring, waves: Waves, *, shared: bool, deadline_s: float = 10.0) -> None:
+    def __init__(self, ring: RingBuffer, waves: Waves, *, shared: bool, deadline_s: float = time_limit(10)) -> None:
         self.waves = waves
-        self.road = RingRoad(ring.port, ring.memory if shared else None, waves.slots, deadline_s)
+        self.transport = TcpTransport(
+            ring.endpoint, deadline_s, slots=waves.slots, memory=ring.memory if shared else None
+        )
 
     def write(self, chunk: int, damage: int = 0) -> None:
         data = _bytes(chunk, self.waves.layout.sizes[chunk])
         place = Place(0, self.waves.offset(chunk), chunk, self.waves.wave_of[chunk])
-        self.road.write(place, data, _digest(data) ^ damage)
+        self.transport.write([place], data, _digest(data) ^ damage)
 
     def write_all(self, chunks: list[int]) -> None:
         for chunk in chunks:
             self.write(chunk)
-        self.road.finish()
+        self.transport.finish()
+
+
+def _ring_of(layout: Layout, limit: int) -> Waves:
+    return MemoryPolicy(limit, 1).ring(layout)
 
 
 @contextmanager
-def _ring(waves: Waves, uses: list[int], deadline_s: float = 10.0) -> Iterator[Ring]:
-    ring = Ring(waves, _takes(waves.layout, uses), deadline_s)
+def _ring(waves: Waves, uses: list[int], deadline_s: float = time_limit(10)) -> Iterator[RingBuffer]:
+    ring = RingBuffer(waves, _takes(waves.layout, uses), deadline_s)
     try:
         yield ring
     finally:
@@ -77,18 +84,18 @@ def _ring(waves: Waves, uses: list[int], deadline_s: float = 10.0) -> Iterator[R
 
 
 @contextmanager
-def _senders(ring: Ring, waves: Waves, count: int, *, shared: bool) -> Iterator[list[Sender]]:
+def _senders(ring: RingBuffer, waves: Waves, count: int, *, shared: bool) -> Iterator[list[Sender]]:
     made = [Sender(ring, waves, shared=shared) for _ in range(count)]
     try:
         yield made
     finally:
         for sender in made:
-            sender.road.close()
+            sender.transport.close()
 
 
 @given(st.lists(st.integers(1, 300), max_size=30), st.integers(320, 3000))
 def test_waves_are_runs_that_fit_into_slots(sizes: list[int], limit: int) -> None:
-    waves = ring_of(_layout(sizes), limit)
+    waves = _ring_of(_layout(sizes), limit)
     assert waves.nbytes <= limit
     assert [chunk for wave in range(waves.count) for chunk in waves.chunks(wave)] == list(range(len(sizes)))
     for wave in range(waves.count):
@@ -96,13 +103,13 @@ def test_waves_are_runs_that_fit_into_slots(sizes: list[int], limit: int) -> Non
         slot = wave % waves.slots * waves.slot_bytes
         assert all(slot <= begin and stop <= slot + waves.slot_bytes for begin, stop in spans)
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
-        assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
+        assert all(begin % ALIGNMENT_BYTES == 0 for begin, _ in spans)
 
 
 def test_a_chunk_that_does_not_fit() -> None:
-    with pytest.raises(EngineError, match="one chunk takes 320; give Pusher more memory_bytes"):
-        ring_of(_layout([10, 300]), 319)
-    assert ring_of(_layout([10, 300]), 320).slots == 1
+    with pytest.raises(EngineError, match="one chunk needs 320; give Pusher more memory_bytes"):
+        _ring_of(_layout([10, 300]), 319)
+    assert _ring_of(_layout([10, 300]), 320).slots == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,21 +121,19 @@ def test_a_chunk_that_does_not_fit() -> None:
     seed=st.integers(0, 1 << 30),
     shuffled=st.sampled_from(["not", "near", "all"]),
 )
-def test_any_order_comes_to_its_end(
-    sizes: list[int], limit: int, senders: int, shared: bool, seed: int, shuffled: str
-) -> None:
-    """Chunks used as often as expected, more rarely, or not at all, and vectors more often; wanted in about the order,
-    or in any."""
+def test_any_order_finishes(sizes: list[int], limit: int, senders: int, shared: bool, seed: int, shuffled: str) -> None:
+    """Chunks are read as often as expected, less often, or not at all, and vectors more often; in about the recorded
+    order, or in any order."""
     rng = random.Random(seed)
     vectors = frozenset(chunk for chunk in range(len(sizes)) if rng.random() < 0.2)
-    waves = ring_of(_layout(sizes, vectors), limit)
+    waves = _ring_of(_layout(sizes, vectors), limit)
     uses = [rng.choice((0, 1, 1, 1, 2)) for _ in sizes]
-    wanted = [chunk for chunk, count in enumerate(uses) for _ in range(count if rng.random() < 0.9 else 0)]
-    wanted += [chunk for chunk in vectors if rng.random() < 0.5]
+    requested = [chunk for chunk, count in enumerate(uses) for _ in range(count if rng.random() < 0.9 else 0)]
+    requested += [chunk for chunk in vectors if rng.random() < 0.5]
     if shuffled == "all":
-        rng.shuffle(wanted)
+        rng.shuffle(requested)
     elif shuffled == "near":
-        wanted.sort(key=lambda chunk: chunk + rng.uniform(-3, 3))
+        requested.sort(key=lambda chunk: chunk + rng.uniform(-3, 3))
     writes: list[list[int]] = [[] for _ in range(senders)]
     for chunk in range(len(sizes)):
         writes[rng.randrange(senders)].append(chunk)
@@ -138,24 +143,24 @@ def test_any_order_comes_to_its_end(
         ThreadPoolExecutor(senders) as threads,
     ):
         work = [threads.submit(sender.write_all, chunks) for sender, chunks in zip(made, writes, strict=True)]
-        for chunk in wanted:
+        for chunk in requested:
             assert torch.equal(ring.get(chunk), _bytes(chunk, sizes[chunk]))
-            ring.used(chunk)
-        if all(uses) and wanted == [chunk for chunk, count in enumerate(uses) for _ in range(count)]:
+            ring.release(chunk)
+        if all(uses) and requested == [chunk for chunk, count in enumerate(uses) for _ in range(count)]:
             assert not ring.set_aside
         ring.drain()
         for one in work:
-            one.result(10)
+            one.result(time_limit(10))
         assert ring.digests == [_digest(_bytes(chunk, size)) for chunk, size in enumerate(sizes)]
 
 
-def test_a_chunk_that_is_wanted_once_more_than_expected() -> None:
+def test_a_chunk_that_is_read_once_more_than_expected() -> None:
     waves = Waves(_layout([64] * 4), 2, 64)
     with _ring(waves, [1] * 4) as ring, _senders(ring, waves, 1, shared=True) as (sender,):
         sender.write(0)
         ring.get(0)
-        ring.used(0)
-        with pytest.raises(EngineError, match=r"wants t0 .* more often than it was seen to"):
+        ring.release(0)
+        with pytest.raises(EngineError, match=r"reads t0 .* more often than when it was recorded"):
             ring.get(0)
 
 
@@ -166,7 +171,7 @@ def _until_broken(sender: Sender, chunks: list[int]) -> str:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_damaged_chunk_ends_it_on_both_ends(shared: bool) -> None:
+def test_a_damaged_chunk_fails_both_ends(shared: bool) -> None:
     waves = Waves(_layout([64] * 6), 2, 64)
     with _ring(waves, [1] * 6) as ring, _senders(ring, waves, 2, shared=shared) as (one, other):
         one.write(0, damage=1)
@@ -176,20 +181,20 @@ def test_a_damaged_chunk_ends_it_on_both_ends(shared: bool) -> None:
             assert "ended the stream: CorruptionError: t0" in _until_broken(sender, [1, 2, 3, 4, 5])
         late = Sender(ring, waves, shared=shared)
         assert "ended the stream: CorruptionError: t0" in _until_broken(late, [4, 5])
-        late.road.close()
+        late.transport.close()
 
 
-def test_a_sender_that_goes_away() -> None:
+def test_a_sender_that_disconnects() -> None:
     waves = Waves(_layout([64] * 6), 2, 64)
     with _ring(waves, [1] * 6) as ring, _senders(ring, waves, 2, shared=True) as (one, other):
         one.write(0)
-        one.road.close()
+        one.transport.close()
         with pytest.raises(EngineError, match="too early"):
             ring.get(1)
         assert "too early" in _until_broken(other, [1, 2, 3, 4, 5])
 
 
-def test_nothing_comes() -> None:
+def test_no_chunk_arrives() -> None:
     waves = Waves(_layout([64]), 1, 64)
     with _ring(waves, [1], deadline_s=0.2) as ring:
         with pytest.raises(DeadlineError, match=r"no sender wrote anything for 0\.2 s; this worker waits for t0"):
@@ -203,7 +208,7 @@ def test_no_room_is_made() -> None:
     with _ring(waves, [1] * 3) as ring:
         sender = Sender(ring, waves, shared=True, deadline_s=0.2)
         assert "did not make room within 0.2 s; is its process stopped?" in _until_broken(sender, [0, 1, 2])
-        sender.road.close()
+        sender.transport.close()
 
 
 def test_a_model_that_fails() -> None:
@@ -216,13 +221,13 @@ def test_a_model_that_fails() -> None:
 @pytest.mark.parametrize(
     ("announce", "text"),
     [
-        (lambda sender: sender.road._send(3, b"", 0), "there is no chunk 3"),
-        (lambda sender: sender.road._send(0, b"x" * 63, 0), "no chunk 0 of 63 bytes"),
-        (lambda sender: sender.road._send(2, b"", 0), "chunk 2 of wave 2 comes when 0 waves have been taken out"),
-        (lambda sender: (sender.write(0), sender.write(0)), "chunk 0 of wave 0 comes when"),
+        (lambda sender: sender.transport._send(3, b"", 0), "there is no chunk 3"),
+        (lambda sender: sender.transport._send(0, b"x" * 63, 0), "no chunk 0 of 63 bytes"),
+        (lambda sender: sender.transport._send(2, b"", 0), "chunk 2 of wave 2 arrived when 0 waves had been taken"),
+        (lambda sender: (sender.write(0), sender.write(0)), "chunk 0 of wave 0 arrived when"),
     ],
 )
-def test_a_sender_that_breaks_the_rules(announce: Callable[[Sender], object], text: str) -> None:
+def test_a_sender_that_violates_the_protocol(announce: Callable[[Sender], object], text: str) -> None:
     waves = Waves(_layout([64] * 3), 2, 64)
     with _ring(waves, [1] * 3) as ring, _senders(ring, waves, 1, shared=True) as (sender,):
         announce(sender)
@@ -230,12 +235,12 @@ def test_a_sender_that_breaks_the_rules(announce: Callable[[Sender], object], te
             ring.drain()
 
 
-def test_a_failure_of_the_device_is_heard_of() -> None:
+def test_a_device_failure_is_reported() -> None:
     def digest(data: torch.Tensor) -> int:
         raise RuntimeError("out of memory")
 
-    waves = ring_of(_layout([100, 100]), 1000)
-    ring = Ring(waves, _takes(waves.layout, [1, 1]), 10.0, digest=digest)
+    waves = _ring_of(_layout([100, 100]), 1000)
+    ring = RingBuffer(waves, _takes(waves.layout, [1, 1]), 10.0, digest=digest)
     with _senders(ring, waves, 1, shared=True) as (sender,):
         sender.write(0)
         with pytest.raises(EngineError, match="receiving failed: RuntimeError: out of memory"):
@@ -245,11 +250,11 @@ def test_a_failure_of_the_device_is_heard_of() -> None:
     assert attach(ring.memory) is None
 
 
-def test_nothing_is_written_into_what_has_failed() -> None:
-    waves = ring_of(_layout([100, 100]), 1000)
+def test_nothing_is_written_after_a_failure() -> None:
+    waves = _ring_of(_layout([100, 100]), 1000)
     with _ring(waves, [1, 1]) as ring, _senders(ring, waves, 1, shared=True) as (sender,):
         ring.fail(EngineError("the layer does not fit"))
-        sender.road._ear.join()  # it has heard
+        sender.transport._listener.join()  # it has received the failure
         with pytest.raises(StreamBroken, match="the layer does not fit"):
             sender.write(0)
         assert not ring.claim(0, 0).any()

@@ -1,4 +1,4 @@
-"""Pushes into an engine of two pipeline stages, whose workers take other tensors each. It is in this process."""
+"""Pushes into an engine with two pipeline stages, whose workers request different tensors. It runs in this process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch import nn
 
 from bytecheckpoint.errors import MismatchError
 from bytecheckpoint.inference.push import Pusher
-from bytecheckpoint.inference.push.engines import Engine
+from bytecheckpoint.inference.push.engines.base import Engine
 from bytecheckpoint.inference.push.receiver import Receiver
+from bytecheckpoint.testing import time_limit
 
 WIDTH = 64
 STREAMED = {"memory_bytes": 20_000, "chunk_bytes": 4096}
-# The embedding is the head, too, so both have it.
+# The embedding is also the head, so both stages have it.
 STAGES = (("embedding", "0.up", "0.down"), ("1.up", "1.down", "norm", "embedding"))
 ALL = dict.fromkeys(name for stage in STAGES for name in stage)
 
@@ -33,7 +34,7 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 class _Stage:
-    """An ``EngineModel``. Like those of vLLM, it asserts shapes and says nothing."""
+    """An ``EngineModel``. Like vLLM's, it asserts shapes without a message."""
 
     quantized, blocks = False, None
 
@@ -66,7 +67,7 @@ class _Stage:
 
 
 class _Engine(Engine):
-    """Each worker has a thread."""
+    """An engine with a thread per worker."""
 
     name = "the engine"
 
@@ -79,10 +80,10 @@ class _Engine(Engine):
         return list(self._threads.map(lambda receiver: receiver.answer(request), self._receivers))
 
     def pause(self, timeout_s: float) -> None:
-        """Nothing is under way."""
+        """Do nothing: no request is running."""
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        """Nothing is under way."""
+        """Do nothing: no request is running."""
 
     def shut(self) -> None:
         for receiver in self._receivers:
@@ -90,7 +91,7 @@ class _Engine(Engine):
         self._threads.shutdown()
 
     def serves(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Of each stage, all that it has."""
+        """Return whether each stage serves these tensors."""
         return all(
             torch.equal(parameter, tensors[name.replace("_", ".")])
             for stage in self.models
@@ -114,8 +115,8 @@ def engine() -> Iterator[_Engine]:
 
 
 @pytest.mark.parametrize("options", [{}, STREAMED])
-def test_each_takes_what_it_has(engine: _Engine, options: dict[str, Any]) -> None:
-    with Pusher(engine, deadline_s=20, **options) as pusher:
+def test_each_stage_requests_its_own_tensors(engine: _Engine, options: dict[str, Any]) -> None:
+    with Pusher(engine, deadline_s=time_limit(20), **options) as pusher:
         for seed in (1, 2, 3):
             report = pusher.push({"model": _tensors(seed)})
             assert engine.serves(_tensors(seed))
@@ -124,16 +125,16 @@ def test_each_takes_what_it_has(engine: _Engine, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, STREAMED])
-def test_a_stage_that_takes_nothing_takes_part(engine: _Engine, options: dict[str, Any]) -> None:
-    """Where not all tensors are pushed; the others stay."""
+def test_a_stage_that_requests_nothing_participates(engine: _Engine, options: dict[str, Any]) -> None:
+    """A push of some tensors leaves the others unchanged."""
     expected = _tensors(0)
-    with Pusher(engine, deadline_s=20, **options) as pusher:
+    with Pusher(engine, deadline_s=time_limit(20), **options) as pusher:
         for seed in (1, 2):
             of_last = {name: _tensors(seed)[name] for name in ("1.up", "1.down")}
             report = pusher.push({"model": of_last}, strict=False)
             expected |= of_last
             assert engine.serves(expected)
-            assert [worker.wanted for worker in report.workers] == [0, 2 * 2 * WIDTH * WIDTH * 4]
+            assert [worker.requested for worker in report.workers] == [0, 2 * 2 * WIDTH * WIDTH * 4]
         assert len({state["version"] for state in pusher.state()[0]}) == 1
         pusher.push({"model": _tensors(3)})
         assert engine.serves(_tensors(3))
@@ -141,9 +142,9 @@ def test_a_stage_that_takes_nothing_takes_part(engine: _Engine, options: dict[st
         assert engine.serves({**_tensors(3), "0.up": _tensors(4)["0.up"]})
 
 
-def test_nobody_takes_anything() -> None:
-    with _engine(STAGES[1:]) as last, Pusher(last, deadline_s=20) as pusher:
-        with pytest.raises(MismatchError, match="the engine takes nothing of the tensors; nothing was sent"):
+def test_no_worker_requests_anything() -> None:
+    with _engine(STAGES[1:]) as last, Pusher(last, deadline_s=time_limit(20)) as pusher:
+        with pytest.raises(MismatchError, match="the engine requests none of the tensors; nothing was sent"):
             pusher.push({"model": {"0.up": _tensors(1)["0.up"]}}, strict=False)
         assert last.serves(_tensors(0))
 
@@ -153,7 +154,7 @@ def test_the_error_names_worker_and_tensor(engine: _Engine) -> None:
     without = {name: tensor for name, tensor in tensors.items() if name != "1.down"}
     longer = {**tensors, "1.up": torch.zeros(2 * WIDTH + 1, WIDTH)}
     unknown = {**tensors, "2.up": tensors["1.up"]}
-    with Pusher(engine, deadline_s=20) as pusher:
+    with Pusher(engine, deadline_s=time_limit(20)) as pusher:
         with pytest.raises(MismatchError, match=r"(?s)worker 1 of the engine.*1_down: 8,192 of 8,192 elements"):
             pusher.push({"model": without})
         with pytest.raises(MismatchError, match=r"(?s)worker 1 of.*at 1\.up, which is float32\[129, 64\]\n  nothing"):
@@ -165,11 +166,11 @@ def test_the_error_names_worker_and_tensor(engine: _Engine) -> None:
         assert engine.serves(tensors)
 
 
-def test_stages_give_to_other_stages(engine: _Engine) -> None:
-    """One whole model, and one that is cut elsewhere."""
-    with Pusher(engine, deadline_s=20) as pusher:
+def test_stages_send_to_other_stages(engine: _Engine) -> None:
+    """A model without stages, and one that is divided elsewhere."""
+    with Pusher(engine, deadline_s=time_limit(20)) as pusher:
         pusher.push({"model": _tensors(5)}, version=5)
     for stages in ([tuple(ALL)], [tuple(ALL)[:2], tuple(ALL)[2:]]):
-        with _engine(stages) as joining, Pusher(joining, deadline_s=20) as pusher:
+        with _engine(stages) as joining, Pusher(joining, deadline_s=time_limit(20)) as pusher:
             assert pusher.push(engine).version == 5
             assert joining.serves(_tensors(5))

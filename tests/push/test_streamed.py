@@ -1,4 +1,4 @@
-"""Pushes to workers that may hold less than their weights in host memory: one arena, or a ring."""
+"""Pushes to workers with little host memory: one arena, or a ring buffer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from joins import arenas, until
+from join_probes import arenas, until
 from leak_watch import held_now
 from streams import RING, fail, push_and_look, same
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint.errors import CorruptionError, DeadlineError, EngineError, RankFailedError
 from bytecheckpoint.inference.push import HttpEngine, Pusher
-from bytecheckpoint.inference.push.staging import DOUBLE, SINGLE, STREAMED, choose_mode
+from bytecheckpoint.inference.push.memory import DOUBLE, SINGLE, STREAMED, MemoryPolicy
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 DEVICE = {**RING, "cuda_ipc": True}
@@ -54,7 +55,7 @@ def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, options: dict[s
             assert one["intact"] is (mode == SINGLE)
 
 
-def test_from_two_arenas_to_one_to_a_ring_and_back(engine: ToyEngine) -> None:
+def test_changing_the_memory_mode(engine: ToyEngine) -> None:
     whole = {"memory_bytes": 1 << 30}
     modes = [(whole, DOUBLE), (ONE, SINGLE), (RING, STREAMED), (DEVICE, STREAMED)]
     for version, (options, mode) in enumerate([modes[number] for number in (0, 0, 1, 1, 2, 3, 2, 0, 3, 1, 0)], 20):
@@ -62,21 +63,21 @@ def test_from_two_arenas_to_one_to_a_ring_and_back(engine: ToyEngine) -> None:
         assert (report.mode, digests) == (mode, expected_digests(version, 2))
 
 
-def test_one_arena_is_sent_what_has_changed(engine: ToyEngine) -> None:
+def test_one_arena_gets_only_changed_chunks(engine: ToyEngine) -> None:
     push_and_look(0, 1, [engine.url], [30], ONE)
     ((report, _),) = push_and_look(0, 1, [engine.url], [30], ONE)
     assert [worker.sent for worker in report.workers] == [0, 0]
-    assert all(worker.kept == worker.wanted for worker in report.workers)
+    assert all(worker.kept == worker.requested for worker in report.workers)
 
 
 @STREAMS
-def test_nothing_grows(engine: ToyEngine, options: dict[str, Any]) -> None:
+def test_resources_do_not_grow(engine: ToyEngine, options: dict[str, Any]) -> None:
     held = []
     for versions in ([31, 32], [33, 34, 35]):
         push_and_look(0, 1, [engine.url], versions, options)
-        seen, mine = engine.look(), held_now()
+        seen, own = engine.look(), held_now()
         held.append(
-            (seen["descriptors"], seen["threads"], seen["arenas"], mine.descriptors, mine.threads, mine.shared_memory)
+            (seen["descriptors"], seen["threads"], seen["arenas"], own.descriptors, own.threads, own.shared_memory)
         )
     assert held[0] == held[1]
 
@@ -88,21 +89,21 @@ def test_in_inference_mode(engine: ToyEngine, options: dict[str, Any]) -> None:
     assert digests == expected_digests(36, 2)
 
 
-def test_what_is_free_decides() -> None:
-    assert choose_mode(100, 0, 200, 8) == DOUBLE
-    assert choose_mode(100, 0, 199, 8) == SINGLE
-    assert choose_mode(100, 0, 99, 8) == STREAMED
-    assert choose_mode(1 << 60, 0, None, 1) == STREAMED
-    assert choose_mode(1 << 60, 2 << 60, None, 1) == DOUBLE  # it is held already
-    assert choose_mode(1 << 20, 0, None, 1) == DOUBLE
-    assert choose_mode(1 << 20, 0, None, 1 << 40) == STREAMED
+def test_free_memory_decides_the_mode() -> None:
+    assert MemoryPolicy(200, 8).choose_mode(100, 0) == DOUBLE
+    assert MemoryPolicy(199, 8).choose_mode(100, 0) == SINGLE
+    assert MemoryPolicy(99, 8).choose_mode(100, 0) == STREAMED
+    assert MemoryPolicy(None, 1).choose_mode(1 << 60, 0) == STREAMED
+    assert MemoryPolicy(None, 1).choose_mode(1 << 60, 2 << 60) == DOUBLE  # already held
+    assert MemoryPolicy(None, 1).choose_mode(1 << 20, 0) == DOUBLE
+    assert MemoryPolicy(None, 1 << 40).choose_mode(1 << 20, 0) == STREAMED
 
 
 def _push(engine: ToyEngine, version: int, options: dict[str, Any] = RING) -> None:
     push_and_look(0, 1, [engine.url], [version], options)
     assert engine.look()["digests"] == expected_digests(version, 2)
     assert not engine.paused
-    assert arenas(engine) == [0, 0]  # whatever failed before, nothing keeps its ring
+    assert arenas(engine) == [0, 0]  # no earlier failure keeps a ring buffer
 
 
 @STREAMS
@@ -135,7 +136,7 @@ def test_a_sender_stopped_while_it_writes(engine: ToyEngine, options: dict[str, 
     with RankPool(2) as pool:
         (survivor, _) = pool.run(fail, engine.url, "SIGSTOP", options, 4.0, expect_death={1: signal.SIGKILL})
     assert survivor[0] == DeadlineError.__name__
-    assert "no sender wrote anything for 2.24 s" in survivor[1]
+    assert f"no sender wrote anything for {0.56 * time_limit(4):g} s" in survivor[1]
     assert "is left paused; push again, or restart it" in survivor[1]
     _push(engine, 3, options)
 
@@ -153,7 +154,7 @@ def test_a_worker_that_fails_half_way(engine: ToyEngine, pool: RankPool, options
     _push(engine, 3, options)
 
 
-def test_the_first_push_goes_back_to_what_the_engine_started_with(pool: RankPool) -> None:
+def test_the_first_push_rolls_back_to_what_the_engine_started_with(pool: RankPool) -> None:
     with toy_engine(2) as engine:
         for worker in (0, 1):
             engine.fault(worker, "can_restore")
@@ -165,7 +166,7 @@ def test_the_first_push_goes_back_to_what_the_engine_started_with(pool: RankPool
         _push(engine, 3)
 
 
-def test_engines_that_have_no_way_back_go_on_with_what_they_have(engine: ToyEngine, tmp_path: Path) -> None:
+def test_engines_that_cannot_roll_back_keep_the_new_version(engine: ToyEngine, tmp_path: Path) -> None:
     gate = tmp_path / "the first has it whole"
     os.mkfifo(gate)
     with toy_engine(2) as other, gate.open("rb+", buffering=0) as opened:
@@ -173,13 +174,13 @@ def test_engines_that_have_no_way_back_go_on_with_what_they_have(engine: ToyEngi
         _push(other, 1)
         other.fault(0, "fail after", str(gate))
         engines = [HttpEngine(engine.url), HttpEngine(other.url)]
-        with Pusher(engines, deadline_s=30, **RING) as pusher, ThreadPoolExecutor(1) as thread:
+        with Pusher(engines, deadline_s=time_limit(30), **RING) as pusher, ThreadPoolExecutor(1) as thread:
             push = thread.submit(pusher.push, ToyTrainee(2), version=2)
             until(lambda: engine.look()["digests"] == expected_digests(2, 2), "the first has it whole")
             opened.write(b"!")
             with pytest.raises(EngineError, match="the layer does not fit") as raised:
                 push.result()
-            assert f"{engine.url} has no way back and goes on with version 2" in str(raised.value)
+            assert f"{engine.url} cannot revert and continues with version 2" in str(raised.value)
             assert engine.look()["digests"] == expected_digests(2, 2)
             assert not engine.paused
             assert other.paused
@@ -190,7 +191,7 @@ def test_engines_that_have_no_way_back_go_on_with_what_they_have(engine: ToyEngi
 
 
 @STREAMS
-def test_a_worker_stopped_while_it_puts_in(engine: ToyEngine, pool: RankPool, options: dict[str, Any]) -> None:
+def test_a_worker_stopped_while_it_loads(engine: ToyEngine, pool: RankPool, options: dict[str, Any]) -> None:
     _push(engine, 1, options)
     stopped = engine.look()["pids"][1]
     engine.fault(1, "stop in apply")
@@ -198,7 +199,7 @@ def test_a_worker_stopped_while_it_puts_in(engine: ToyEngine, pool: RankPool, op
         message = same(pool.run(fail, engine.url, "", options, 4.0), DeadlineError)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    # Noticed by who writes there, by the other worker, or by who asked, whoever is first.
+    # A sender, the other worker, or the coordinator notices it first.
     assert re.search(r"is its process stopped\?|is one of its workers stopped\?|no sender wrote anything", message)
     assert "left paused" in message
     assert "the next push resumes" in message
@@ -206,7 +207,7 @@ def test_a_worker_stopped_while_it_puts_in(engine: ToyEngine, pool: RankPool, op
 
 
 @STREAMS
-def test_a_worker_killed_while_it_puts_in(pool: RankPool, options: dict[str, Any]) -> None:
+def test_a_worker_killed_while_it_loads(pool: RankPool, options: dict[str, Any]) -> None:
     with toy_engine(2, devices=["host", "host"]) as engine:
         _push(engine, 1, options)
         engine.fault(1, "die in apply")
@@ -215,9 +216,9 @@ def test_a_worker_killed_while_it_puts_in(pool: RankPool, options: dict[str, Any
         assert "are all workers alive" in message
 
 
-def test_a_version_of_the_same_name_is_not_taken_back_to_what_failed(engine: ToyEngine) -> None:
-    """A worker that has not put a version in has nothing to take back, whatever the version before was called."""
-    with Pusher(HttpEngine(engine.url), deadline_s=30) as pusher:
+def test_a_failed_version_does_not_revert_an_earlier_one_of_the_same_name(engine: ToyEngine) -> None:
+    """A worker that has not applied a version has nothing to revert, whatever the name of the version before."""
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as pusher:
         pusher.push(ToyTrainee(4), version=5)
         engine.fault(0, "fail", 1)
         with pytest.raises(EngineError, match="the layer does not fit"):

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from bytecheckpoint.testing import time_limit
+
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
 import vllm_loras
-from vllm_loras import LONG, lora, merged
+from vllm_loras import LONG, lora, merge_descriptions
 from vllm_pushes import ENVIRONMENT, made, reference_tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -27,7 +29,7 @@ def _run(folder: Path, steps: list[Any], **engine: Any) -> list[Any]:
     job = {"engine": {"model": str(folder / "hf"), **engine}, "folder": str(folder), "steps": steps}
     done = subprocess.run(
         [sys.executable, vllm_loras.__file__, json.dumps(job)],
-        capture_output=True, text=True, timeout=280, check=False,
+        capture_output=True, text=True, timeout=time_limit(280), check=False,
         env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
@@ -37,7 +39,7 @@ def _run(folder: Path, steps: list[Any], **engine: Any) -> list[Any]:
 
 
 def _tokens(model_seed: int, lora_seed: int | None) -> list[list[int]]:
-    model = made("llama", model_seed) if lora_seed is None else merged(model_seed, lora_seed)
+    model = made("llama", model_seed) if lora_seed is None else merge_descriptions(model_seed, lora_seed)
     return reference_tokens(model, LONG)
 
 
@@ -74,9 +76,9 @@ def test_tokens_after_each_push(tmp_path: Path) -> None:
     ]
     found = _run(tmp_path, [step for step, _ in steps], max_loras=1, max_cpu_loras=2, block_size=32)
     nbytes = sum(tensor.nbytes for tensor in lora(1).values())
-    for (step, wanted), came in zip(steps, found, strict=True):
+    for (step, requested), came in zip(steps, found, strict=True):
         if step[0] == "push":
-            assert came.get("error") == wanted, (step, came)
-            assert wanted or came == {"workers": [nbytes], "bytes": nbytes}
+            assert came.get("error") == requested, (step, came)
+            assert requested or came == {"workers": [nbytes], "bytes": nbytes}
         else:
-            assert came == wanted, step
+            assert came == requested, step

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bytecheckpoint.testing import time_limit
+
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
@@ -18,7 +20,11 @@ _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "rl_loop.py"
 
 def test_tokens_are_those_of_the_trainer_after_each_step() -> None:
     done = subprocess.run(
-        [sys.executable, str(_EXAMPLE), "--steps", "2"], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(_EXAMPLE), "--steps", "2"],
+        capture_output=True,
+        text=True,
+        timeout=time_limit(280),
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
     steps = [line for line in done.stdout.splitlines() if line.startswith("step ")]

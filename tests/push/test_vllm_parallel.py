@@ -69,12 +69,12 @@ def _check(folder: Path, kind: str, own: list[Any], missing: str, hole: str, lon
     for (step, _), push in zip(versions, came, strict=True):
         if step[0] in ("push", "stream", "stream by group") and push is not broken:
             assert push["mode"] == ("double" if step[0] == "push" else "streamed"), push
-            assert all(wanted < 0.8 * push["bytes"] for wanted, _ in push["workers"])
+            assert all(requested < 0.8 * push["bytes"] for requested, _ in push["workers"])
     return found[len(steps) :]
 
 
 def _stays(name: str, digest: str) -> bool:
-    """In all versions; or it was packed, and let go."""
+    """Return whether it is in all versions, or was packed and released."""
     return digest.endswith("(0,)") or any(
         part in name for part in ("norm", "cos_sin_cache", "bias", "lora", "scale", "_map")
     )

@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from joins import until
+from join_probes import until
 from leak_watch import shared_memory_names
+from sampling import sample
 from vllm_pushes import made, reference_tokens, run_pushes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -21,10 +22,10 @@ _RING = 100_000  # bytes that a worker may take: a few chunks
 _EXTENSION = {"worker_extension_cls": "vllm_fault.FaultyWorkers"}
 
 
-def _run(folder: Path, kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
+def _run(folder: Path, kind: str, steps: list[Any], *, transfer: str = "extension", **engine: Any) -> list[Any]:
     """An engine that starts with the model of seed 0."""
     made(kind, 0).save_pretrained(folder)
-    return run_pushes(kind, steps, door=door, model=str(folder), **engine)
+    return run_pushes(kind, steps, transfer=transfer, model=str(folder), **engine)
 
 
 def _is_mapped(name: str) -> bool:
@@ -37,7 +38,7 @@ def _is_mapped(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp", "pushes"), [("llama", 1, 10), ("llama", 2, 3), ("qwen2", 1, 3), ("mixtral", 2, 3)]
+    ("kind", "tp", "pushes"), sample([("llama", 1, 10), ("llama", 2, 3), ("qwen2", 1, 3), ("mixtral", 2, 3)], 2)
 )
 def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int) -> None:
     before = shared_memory_names()
@@ -45,7 +46,7 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
     for seed in range(1, pushes + 1):
         steps += [["push", seed], ["generate"]]
     steps += [["stream", pushes + 1, _RING], ["generate"], ["stream by group", pushes + 2, _RING], ["generate"]]
-    # Where LoRA is enabled, layers have other names; the head that is the embedding is found all the same.
+    # With LoRA, layers have other names; the tied head must still be found.
     lora = {"enable_lora": True, "max_lora_rank": 8} if kind == "qwen2" else {}
     found = _run(tmp_path / "hf", kind, steps, tensor_parallel_size=tp, **_EXTENSION, **lora)
     assert not [push["message"] for push in found[1::2] if "error" in push]
@@ -54,15 +55,15 @@ def test_tokens_after_each_push(tmp_path: Path, kind: str, tp: int, pushes: int)
         streamed = seed > pushes
         assert push["mode"] == ("streamed" if streamed else "double")
         assert [served[:3] for served in push["served"]] == [[seed, "", not streamed]] * tp
-        for wanted, _ in push["workers"]:
-            assert wanted <= push["bytes"] * (1.1 / tp)
-            assert wanted > 2 * _RING
+        for requested, _ in push["workers"]:
+            assert requested <= push["bytes"] * (1.1 / tp)
+            assert requested > 2 * _RING
     # Layers that are padded are put in at the end, whenever their tensors come.
     for push in found[-4::2]:
         assert max(push["set aside"]) <= 2 * 260 * 128 * 4, push
     new = [name for name in shared_memory_names() if name not in before and "vllm" not in name]
     left = [name for name in new if not name.startswith("sem.")]
-    # Other engines, of tests that run beside this one, have theirs, and as they start and end nobody has mapped it.
+    # Engines of concurrent tests have shared memory too; while they start and end, no process maps it.
     until(lambda: all(map(_is_mapped, left)), "nothing is left")
 
 
@@ -102,7 +103,7 @@ def test_by_its_own_weight_transfer_and_its_draft_model(tmp_path: Path) -> None:
     # The extension is there for what its module registers, and for the draft model.
     config = {"weight_transfer_config": {"backend": "bcp"}, **_EXTENSION}
     config |= {"speculative_config": draft, "disable_log_stats": False}
-    found = _run(tmp_path / "hf", "llama", steps, door="native", **config)
+    found = _run(tmp_path / "hf", "llama", steps, transfer="native", **config)
     tokens = [reference_tokens(made("llama", seed)) for seed in (1, 2, 3)]
     assert found[1:9:3] == tokens
     assert found[2:9:3] == ["1", "2", "3"]

@@ -21,21 +21,21 @@ from toy_blocks import reference
 from vllm_pushes import made, run_pushes
 
 from bytecheckpoint.errors import MismatchError
-from bytecheckpoint.inference.coverage import OwnWrites, uncovered
-from bytecheckpoint.inference.hub_shapes import StoredTensor, hub_shapes
-from bytecheckpoint.inference.push.engines import Budget, Engine
-from bytecheckpoint.inference.push.learning import learn_parts
+from bytecheckpoint.inference.layouts.coverage import UnrecordedWrites, uncovered
+from bytecheckpoint.inference.layouts.hub_shapes import StoredTensor, hub_shapes
+from bytecheckpoint.inference.layouts.recording import Recorder
+from bytecheckpoint.inference.push.engine_model import record_load
+from bytecheckpoint.inference.push.engines.base import Budget, Engine
 from bytecheckpoint.inference.push.messages import Table
 from bytecheckpoint.inference.push.receiver import Receiver
-from bytecheckpoint.inference.push.wishes import wish_of
-from bytecheckpoint.inference.recording import Recorder
-from bytecheckpoint.shards import basic_meta
+from bytecheckpoint.inference.push.requests import request_tensors
+from bytecheckpoint.tensors.shards import basic_meta
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
-    from bytecheckpoint.inference import vllm_layout
-    from bytecheckpoint.inference.vllm_layout import EngineRank
-    from bytecheckpoint.inference.vllm_worker import VllmModel
+    from bytecheckpoint.inference.vllm import layout as vllm_layout
+    from bytecheckpoint.inference.vllm.layout import EngineRank
+    from bytecheckpoint.inference.vllm.worker import VllmModel
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
 
@@ -104,7 +104,7 @@ def _uncovered(model: VllmModel, table: Table) -> list[str]:
     """Parameters with elements that get nothing, but for scales of attention, which vLLM gives values itself."""
     recorder = Recorder(lambda name, view: torch.zeros(view.shape))
     built = model.make()
-    with torch.no_grad(), OwnWrites() as own:
+    with torch.no_grad(), UnrecordedWrites() as own:
         model.run_loader(built, recorder.tensors(table.metas()))
     holes = uncovered(built.named_parameters(), recorder.copies, own.targets)
     return [name for name, _ in holes if not re.search(r"attn\.(q|k|v|prob)_scale$", name)]
@@ -112,15 +112,15 @@ def _uncovered(model: VllmModel, table: Table) -> list[str]:
 
 @pytest.mark.parametrize("at", _RANKS, ids=lambda at: f"tp{at.tp}-rank{at.rank}")
 @pytest.mark.parametrize("kind", list(_MODELS))
-def test_what_is_wanted_is_what_a_quantised_checkpoint_has(tmp_path: Path, kind: str, at: EngineRank) -> None:
+def test_requests_match_a_quantized_checkpoint(tmp_path: Path, kind: str, at: EngineRank) -> None:
     wide = _MODELS[kind]
     quantized = wide | {"quantization_config": _FP8}
     with _rehearsal(tmp_path, quantized, at) as model:
         assert model.blocks == (128, 128)
-        wish = wish_of(_Engine(model), _table(hub_shapes(wide)), at.tp == 1, Budget(60))
-        assert dict(wish.table.rows) == dict(_table(hub_shapes(quantized)).rows)
-        assert set(wish.parts[0]) == set(learn_parts(model, _table(hub_shapes(quantized))).parts)
-        assert not _uncovered(model, wish.table)
+        request = request_tensors(_Engine(model), _table(hub_shapes(wide)), at.tp == 1, Budget(60))
+        assert dict(request.table.rows) == dict(_table(hub_shapes(quantized)).rows)
+        assert set(request.parts[0]) == set(record_load(model, _table(hub_shapes(quantized))).parts)
+        assert not _uncovered(model, request.table)
 
 
 @pytest.mark.parametrize("at", _RANKS, ids=lambda at: f"tp{at.tp}-rank{at.rank}")
@@ -132,10 +132,10 @@ def test_experts_as_transformers_has_them(tmp_path: Path, at: EngineRank) -> Non
     config = json.loads(tmp_path.joinpath("config.json").read_text()) | {"quantization_config": _FP8}
     config |= {"architectures": ["Qwen3MoeForCausalLM"]}
     with _rehearsal(tmp_path, config, at) as model:
-        wish = wish_of(_Engine(model), table, at.tp == 1, Budget(60))
+        request = request_tensors(_Engine(model), table, at.tp == 1, Budget(60))
         name = "model.layers.1.mlp.experts.gate_up_proj"
-        assert dict(wish.table.rows)[f"{name}_scale_inv"] == basic_meta(torch.float32, (4, 4, 2))
-        assert not _uncovered(model, wish.table)
+        assert dict(request.table.rows)[f"{name}_scale_inv"] == basic_meta(torch.float32, (4, 4, 2))
+        assert not _uncovered(model, request.table)
 
 
 def test_experts_that_share_blocks(tmp_path: Path) -> None:
@@ -146,28 +146,30 @@ def test_experts_that_share_blocks(tmp_path: Path) -> None:
     config = _QWEN3_MOE | {"moe_intermediate_size": 192, "quantization_config": _FP8}
     with _rehearsal(tmp_path, config, EngineRank()) as model:
         with pytest.raises(MismatchError, match="no block has elements of two of them"):
-            wish_of(_Engine(model), _table(stored), False, Budget(60))
+            request_tensors(_Engine(model), _table(stored), False, Budget(60))
 
 
 def test_what_is_not_to_be_quantised_is_not(tmp_path: Path) -> None:
     without = {"modules_to_not_convert": [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]}
     config = _MODELS["qwen3"] | {"quantization_config": _FP8 | without}
     with _rehearsal(tmp_path, config, EngineRank()) as model:
-        wish = wish_of(_Engine(model), _table(hub_shapes(_MODELS["qwen3"])), True, Budget(60))
-        assert not any("down_proj" in name for name in wish.blocks)
-        assert len(wish.blocks) == 2 * 6
-        assert not _uncovered(model, wish.table)
+        request = request_tensors(_Engine(model), _table(hub_shapes(_MODELS["qwen3"])), True, Budget(60))
+        assert not any("down_proj" in name for name in request.blocks)
+        assert len(request.blocks) == 2 * 6
+        assert not _uncovered(model, request.table)
 
 
 def test_scales_of_whole_tensors_are_refused(tmp_path: Path) -> None:
     whole = {key: value for key, value in _FP8.items() if key != "weight_block_size"}
     with _rehearsal(tmp_path, _MODELS["qwen3"] | {"quantization_config": whole}, EngineRank()) as model:
         with pytest.raises(MismatchError, match="has no scales for its blocks"):
-            wish_of(_Engine(model), _table(hub_shapes(_MODELS["qwen3"])), True, Budget(60))
+            request_tensors(_Engine(model), _table(hub_shapes(_MODELS["qwen3"])), True, Budget(60))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM needs AMX for such weights on CPUs")
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="runs an 8-bit kernel, which vLLM has only for CPUs with AMX"
+)
 def test_a_push_is_as_loading_a_quantised_checkpoint(tmp_path: Path) -> None:
     """Started from one of seed 1: a push of seed 2 changes everything, and one of seed 1 gives what was loaded."""
     _quantized_checkpoint(tmp_path)

@@ -20,18 +20,19 @@ from vllm_pushes import made
 
 from bytecheckpoint.errors import StateError
 from bytecheckpoint.inference.push import DraftEngine, Pusher
-from bytecheckpoint.inference.push.engines import Engine
+from bytecheckpoint.inference.push.engines.base import Engine
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
     from vllm.model_executor.models import utils as models_utils
 
-    from bytecheckpoint.inference import vllm_layout, vllm_worker
-    from bytecheckpoint.inference.hub_shapes import hub_shapes
-    from bytecheckpoint.inference.push.learning import learn_parts
+    from bytecheckpoint.inference.layouts.hub_shapes import hub_shapes
+    from bytecheckpoint.inference.push.engine_model import record_load
     from bytecheckpoint.inference.push.messages import Table
-    from bytecheckpoint.inference.vllm_layout import EngineRank
-    from bytecheckpoint.shards import basic_meta
+    from bytecheckpoint.inference.vllm import layout as vllm_layout
+    from bytecheckpoint.inference.vllm import worker as vllm_worker
+    from bytecheckpoint.inference.vllm.layout import EngineRank
+    from bytecheckpoint.tensors.shards import basic_meta
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
 
@@ -101,7 +102,7 @@ def test_what_a_model_that_is_gone_left_to_other_stages(tmp_path: Path, monkeypa
     tmp_path.joinpath("config.json").write_text(json.dumps(_DEEPSEEK))  # whose loader still looks there
     table = Table(tuple((name, basic_meta(dtype, shape)) for name, shape, dtype in hub_shapes(_DEEPSEEK)))
     with _worker(tmp_path, EngineRank(pp=2, rank=1)) as engine:
-        learned = learn_parts(vllm_worker.VllmModel(engine.config, engine._model), table)
+        learned = record_load(vllm_worker.VllmModel(engine.config, engine._model), table)
     names = {part.name for part in learned.parts}
     assert names >= {name for name, _ in table.rows if name.startswith("model.layers.1.")}
     assert not [name for name in names if name.startswith("model.layers.0.")]

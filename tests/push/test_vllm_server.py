@@ -1,4 +1,4 @@
-"""Pushes into vLLM's server over HTTP, by both doors, from a checkpoint and from FSDP-2. Needs vLLM."""
+"""Pushes into vLLM's server over HTTP and its weight transfer, from a checkpoint and from FSDP-2. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 
+from bytecheckpoint.testing import time_limit
+
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
 from click.testing import CliRunner
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from vllm_loras import CONFIG, lora, merged, store
+from vllm_loras import CONFIG, lora, merge_descriptions, store
 from vllm_pushes import ENVIRONMENT, PROMPTS, made, reference_tokens
 
 import bytecheckpoint as bcp
@@ -47,7 +49,7 @@ _TP = 2
 def _ask(url: str, path: str, document: Any = None) -> Any:
     data = None if document is None else json.dumps(document).encode()
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=time_limit(120)) as answer:
         body = answer.read()
     try:
         return json.loads(body) if body else None
@@ -79,7 +81,7 @@ def _serving(folder: Path, *arguments: str) -> Iterator[str]:
         process = subprocess.Popen(command, env=environment, stdout=opened, stderr=opened, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + 200
+        end = time.monotonic() + time_limit(200)
         while True:
             with contextlib.suppress(OSError):
                 _ask(url, "/health")
@@ -91,7 +93,7 @@ def _serving(folder: Path, *arguments: str) -> Iterator[str]:
         yield url
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        process.wait(time_limit(60))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def _push_sharded(rank: int, world_size: int, url: str, seeds: list[int]) -> list[tuple[PushReport, Any]]:
     found = []
-    with Pusher(HttpEngine(url), deadline_s=120) as pusher:
+    with Pusher(HttpEngine(url), deadline_s=time_limit(120)) as pusher:
         for seed in seeds:
             report = pusher.push(fully_shard(made("llama", seed)), version=seed)
             found.append((report, _tokens(url) if rank == 0 else None))
@@ -118,7 +120,7 @@ def test_from_two_ranks_that_hold_shards(server: str) -> None:
         found = pool.run(_push_sharded, server, [1, 2, 3], timeout_s=200)[0]
     assert [tokens for _, tokens in found] == [reference_tokens(made("llama", seed)) for seed in (1, 2, 3)]
     for report, _ in found:
-        assert all(worker.wanted <= 0.55 * report.engine_bytes for worker in report.workers)
+        assert all(worker.requested <= 0.55 * report.engine_bytes for worker in report.workers)
         assert all(nbytes > 0 for nbytes in report.written)
 
 
@@ -133,7 +135,7 @@ def test_the_command_and_the_version(server: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("pause", ["keep", "abort"])
 def test_by_its_own_weight_transfer(server: str, pause: Any) -> None:
     seed = {"keep": 5, "abort": 6}[pause]
-    with Pusher(NativeEngine(HttpEngine(server, pause=pause)), deadline_s=120) as pusher:
+    with Pusher(NativeEngine(HttpEngine(server, pause=pause)), deadline_s=time_limit(120)) as pusher:
         pusher.push(made("llama", seed), version=seed)
         assert _tokens(server) == reference_tokens(made("llama", seed))
         assert _ask(server, "/weight_info")["weight_version"] == str(seed)
@@ -147,7 +149,7 @@ def _digests(url: str) -> list[dict[str, str]]:
 
 def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: Path) -> None:
     """The server, of two workers, gives to an engine of two pipeline stages and other weights, and gets others back."""
-    with Pusher(HttpEngine(server), deadline_s=120) as pusher:
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:
         pusher.push(made("llama", 7), version=7)
     given = reference_tokens(made("llama", 7))
     with _serving(tmp_path / "hf", "--pipeline-parallel-size", "2") as stages, Pusher(HttpEngine(stages)) as pusher:
@@ -168,13 +170,13 @@ def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: P
         pushed = _digests(stages)
         for one, other in ((started, joined), (joined, pushed)):
             assert all(before != after for before, after in zip(one, other, strict=True))
-        # As if it had been pushed to; by vLLM's own door this time.
-        with Pusher(NativeEngine(HttpEngine(stages)), deadline_s=120) as native:
+        # As if it had been pushed to; over vLLM's weight transfer this time.
+        with Pusher(NativeEngine(HttpEngine(stages)), deadline_s=time_limit(120)) as native:
             native.push(made("llama", 7), version=7)
         assert _digests(stages) == joined
         assert _tokens(server) == given
         pusher.push(made("llama", 8), version=8)
-        with Pusher(HttpEngine(server), deadline_s=120) as back:
+        with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as back:
             assert back.push(HttpEngine(stages)).version == 8
         assert _tokens(stages) == reference_tokens(made("llama", 8))
     assert _tokens(server) == reference_tokens(made("llama", 8))
@@ -182,13 +184,13 @@ def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: P
 
 def test_an_engine_gives_by_its_own_weight_transfer(server: str) -> None:
     """To itself, in chunks of another size, so that all is sent."""
-    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=120, chunk_bytes=1 << 14) as pusher:
+    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=time_limit(120), chunk_bytes=1 << 14) as pusher:
         pusher.push(made("llama", 9), version=9)
     holder = NativeEngine(HttpEngine(server))
-    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=120, chunk_bytes=1 << 15) as pusher:
+    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=time_limit(120), chunk_bytes=1 << 15) as pusher:
         report = pusher.push(holder, version="nine")
     holder.close()
-    assert [worker.sent for worker in report.workers] == [worker.wanted for worker in report.workers]
+    assert [worker.sent for worker in report.workers] == [worker.requested for worker in report.workers]
     assert _tokens(server) == reference_tokens(made("llama", 9))
     assert _ask(server, "/weight_info")["weight_version"] == "nine"
 
@@ -210,25 +212,25 @@ class _Trainee(nn.Module):
 
 def _push_adapter(rank: int, world_size: int, url: str, name: str, seed: int, native: bool) -> PushReport:
     engine = NativeEngine(HttpEngine(url)) if native else HttpEngine(url)
-    with Pusher(AdapterEngine(engine, name, CONFIG) if rank == 0 else None, deadline_s=120) as pusher:
+    with Pusher(AdapterEngine(engine, name, CONFIG) if rank == 0 else None, deadline_s=time_limit(120)) as pusher:
         return pusher.push({"model": adapter_state(fully_shard(_Trainee(seed)))}, version=seed)
 
 
 def test_adapters(server: str) -> None:
-    with Pusher(HttpEngine(server), deadline_s=120) as pusher, RankPool(2) as pool:
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher, RankPool(2) as pool:
         pusher.push(made("llama", 7), version=7)
-        assert _tokens(server, "started") == reference_tokens(merged(7, 8))
+        assert _tokens(server, "started") == reference_tokens(merge_descriptions(7, 8))
         report = pool.run(_push_adapter, server, "started", 9, False)[0]
-        assert _tokens(server, "started") == reference_tokens(merged(7, 9))
+        assert _tokens(server, "started") == reference_tokens(merge_descriptions(7, 9))
         assert [worker.sent for worker in report.workers] == [report.engine_bytes] * 2
-        # A name that the server has not heard of is told to it once; no file is looked for.
+        # An unknown adapter name is registered once; vLLM reads no file.
         pool.run(_push_adapter, server, "fresh", 10, True)
         _ask(server, "/v1/load_lora_adapter", {"lora_name": "fresh", "lora_path": "pushed"})
-        assert _tokens(server, "fresh") == reference_tokens(merged(7, 10))
+        assert _tokens(server, "fresh") == reference_tokens(merge_descriptions(7, 10))
         pool.run(_push_adapter, server, "fresh", 11, True)
-        assert _tokens(server, "fresh") == reference_tokens(merged(7, 11))
+        assert _tokens(server, "fresh") == reference_tokens(merge_descriptions(7, 11))
         assert _tokens(server) == reference_tokens(made("llama", 7))
         assert _ask(server, "/weight_info")["weight_version"] == "7"
         pusher.push(made("llama", 12), version=12)
     for name, seed in (("started", 9), ("fresh", 11)):
-        assert _tokens(server, name) == reference_tokens(merged(12, seed))
+        assert _tokens(server, name) == reference_tokens(merge_descriptions(12, seed))

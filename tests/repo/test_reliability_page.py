@@ -1,4 +1,4 @@
-"""Every promise names a proof that exists."""
+"""Check that every guarantee in docs/reliability.md names an existing test."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def test_every_named_test_exists() -> None:
     assert [name for name in sorted(named) if not (ROOT / "tests" / name).exists()] == []
 
 
-def test_every_promise_has_a_proof() -> None:
+def test_every_guarantee_names_a_test() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith("| ---")]
-    promises = [row for row in rows if not row.startswith(("| promise", "| figure", "| fault"))]
-    assert len(promises) > 20
-    unproved = [row for row in promises if "`" not in row.rstrip(" |").rpartition("|")[2]]
-    assert unproved == []
+    guarantees = [row for row in rows if not row.startswith(("| guarantee", "| figure", "| fault"))]
+    assert len(guarantees) > 20
+    untested = [row for row in guarantees if "`" not in row.rstrip(" |").rpartition("|")[2]]
+    assert untested == []

@@ -22,13 +22,14 @@ import torch.distributed as dist
 from small_training import differing, memory, training
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.errors import DeadlineError, SaveSkippedError, StateError
-from bytecheckpoint.latch import Latch
+from bytecheckpoint import telemetry
+from bytecheckpoint.errors import DeadlineError, SaveSkippedError, StateError, UsageError
+from bytecheckpoint.save.lifecycle import SaveLifecycle
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
-WAIT_S = 60.0
-_LOST_SIGNAL_S = 5.0
+WAIT_S = time_limit(60)
+_LOST_SIGNAL_S = time_limit(5)
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def _held_at(point: str) -> Iterator[threading.Event]:
         if name == point and event in ("enter", "point"):
             go_on.wait(WAIT_S)
 
-    stop = trace.observe(hold)
+    stop = telemetry.observe(hold)
     try:
         yield go_on
     finally:
@@ -57,7 +58,7 @@ def _failing_at(point: str, times: int = 1) -> Iterator[None]:
             left[0] -= 1
             raise OSError(f"injected at {name}")
 
-    stop = trace.observe(fail)
+    stop = telemetry.observe(fail)
     try:
         yield
     finally:
@@ -175,8 +176,8 @@ def test_the_handle_of_a_save_on_its_way(tmp_path: Path) -> None:
 def test_timings_of_every_step(tmp_path: Path) -> None:
     handle = bcp.save(tmp_path, training(1.0), async_save=True)
     handle.result(WAIT_S)
-    steps = [name for name in trace.SAVE_STEPS if name != "merge"]  # none here
-    assert [name for name in trace.SAVE_STEPS if name in handle.timings.seconds] == steps
+    steps = [name for name in telemetry.SAVE_STEPS if name != "merge"]  # none here
+    assert [name for name in telemetry.SAVE_STEPS if name in handle.timings.seconds] == steps
     assert handle.timings.nbytes["write"] == handle.timings.nbytes["stage"] == handle.result().bytes_written
 
 
@@ -190,7 +191,7 @@ def test_a_synchronous_save_returns_a_finished_handle(tmp_path: Path) -> None:
     assert handle.result(0).url == str(tmp_path)
 
 
-def test_a_callback_that_raises_harms_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_that_raises_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def bad(handle: bcp.SaveHandle) -> None:
         raise RuntimeError("from the callback")
 
@@ -226,7 +227,7 @@ def test_two_saves_in_a_row_are_committed_in_order(tmp_path: Path) -> None:
         assert not differing(memory(loaded), memory(training(value)))
 
 
-def test_the_later_of_two_saves_to_one_path_stands(tmp_path: Path) -> None:
+def test_the_later_of_two_saves_to_one_path_wins(tmp_path: Path) -> None:
     with bcp.Checkpointer(slots=3) as saver:
         with _held_at("save.write"):
             handles = [saver.save(tmp_path, training(float(i)), step=i, async_save=True) for i in (1, 2, 3)]
@@ -252,7 +253,7 @@ def test_a_synchronous_save_after_an_asynchronous_one(tmp_path: Path) -> None:
         if name == "save.commit" and event == "exit" and in_main:
             overtaken.set()
 
-    stop = trace.observe(hold_the_first)
+    stop = telemetry.observe(hold_the_first)
     try:
         handle = bcp.save(tmp_path, training(1.0), step=1, async_save=True)
         bcp.save(tmp_path, training(2.0), step=2)
@@ -364,7 +365,7 @@ def test_busy_saves_are_skipped_where_that_is_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when_busy", ["", "never", None])
 def test_what_to_do_when_busy_is_one_of_two(tmp_path: Path, when_busy: Any) -> None:
-    with pytest.raises(StateError, match="when_busy"):
+    with pytest.raises(UsageError, match="when_busy"):
         bcp.save(tmp_path, training(1.0), when_busy=when_busy)
 
 
@@ -421,7 +422,7 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
         if name == point and event in ("enter", "point") and not interrupted.is_set():
             main = threading.main_thread().ident or 0
             # In the middle of handing the save over, an interrupt can leave a lock of Python's own executor held.
-            while sys._current_frames()[main].f_code is not Latch.wait.__code__:
+            while sys._current_frames()[main].f_code is not SaveLifecycle._wait.__code__:
                 interrupted.wait(0.001)
             signal.pthread_kill(main, signal.SIGINT)
             # A signal that comes just before a thread begins to wait for a lock does not end that wait.
@@ -430,7 +431,7 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
 
     # It is ignored where tests run in the background.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    stop = trace.observe(interrupt)
+    stop = telemetry.observe(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             bcp.save(tmp_path, training(1.0))
@@ -445,7 +446,7 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "still queued"])
 def test_an_interrupt_while_a_save_is_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
-    """Whoever has it by then ends it: the background thread, or the caller where nobody has begun with it."""
+    """The background thread ends the save if it has started it, otherwise the caller does."""
     with bcp.Checkpointer() as saver:
         real = saver._engine.submit
 
@@ -501,7 +502,7 @@ def test_a_save_in_a_done_callback_that_would_wait_for_itself(tmp_path: Path) ->
             second = saver.save(tmp_path / "1", training(1.0), async_save=True)
         first.result(WAIT_S)
         second.result(WAIT_S)
-    assert [type(error) for error in errors] in ([], [StateError])
+    assert [type(error) for error in errors] in ([], [UsageError])
     assert all("done callback" in str(error) for error in errors)
 
 
@@ -550,8 +551,8 @@ _EXIT_WITH_SAVE = """
 import sys, time
 import torch
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-trace.observe(lambda name, event: time.sleep(0.5) if name == "save.write.file" else None)
+from bytecheckpoint import telemetry
+telemetry.observe(lambda name, event: time.sleep(0.5) if name == "save.write.file" else None)
 handle = bcp.save(sys.argv[1], {"extra_state": {"weight": torch.ones(1000), "value": 3}}, async_save=True)
 print("done" if handle.done() else "in flight")
 if sys.argv[2] == "raise":
@@ -564,7 +565,7 @@ if sys.argv[2] == "error":
 @pytest.mark.parametrize("how", ["end", "raise", "error"])
 def test_the_interpreter_finishes_a_save_in_flight(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", _EXIT_WITH_SAVE, str(tmp_path / "checkpoint"), how]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=time_limit(120))
     assert done.stdout == "in flight\n"
     assert done.returncode == {"end": 0, "raise": 3, "error": 1}[how]
     if how != "error":
@@ -574,25 +575,25 @@ def test_the_interpreter_finishes_a_save_in_flight(tmp_path: Path, how: str) -> 
     assert checkpoint.section_values("extra_state")[("value",)] == 3
 
 
-# -- beside collectives ------------------------------------------------------------------------------------------
+# -- during collectives ------------------------------------------------------------------------------------------
 
 
-def _save_beside_collectives(rank: int, world_size: int, path: str, rounds: int) -> list[float]:
+def _save_during_collectives(rank: int, world_size: int, path: str, rounds: int) -> list[float]:
     state = training(1.0, shard=True)
     at_the_call = memory(state)
     handles = []
     total = torch.zeros(1)
     for step in range(rounds):
         if step % 50 == 0:
-            handles.append(bcp.save(path, state, step=step, async_save=True, deadline_s=30))
+            handles.append(bcp.save(path, state, step=step, async_save=True, deadline_s=time_limit(30)))
         dist.barrier()
         one = torch.ones(1) * rank
         dist.all_reduce(one)
         total += one
     for handle in handles:
-        handle.result(30)
+        handle.result(time_limit(30))
     loaded = training(9.0, shard=True)
-    bcp.load(path, loaded, deadline_s=30)
+    bcp.load(path, loaded, deadline_s=time_limit(30))
     assert not differing(memory(loaded), at_the_call)
     return [total.item(), float(bcp.open(path).step or 0)]
 
@@ -600,25 +601,25 @@ def _save_beside_collectives(rank: int, world_size: int, path: str, rounds: int)
 def _mutate_after(rank: int, world_size: int, path: str) -> list[str]:
     state = training(1.0, shard=True)
     at_the_call = memory(state)
-    handle = bcp.save(path, state, async_save=True, deadline_s=30)
+    handle = bcp.save(path, state, async_save=True, deadline_s=time_limit(30))
     with torch.no_grad():
         for parameter in state["model"].parameters():
             parameter.mul_(-1)
-    handle.result(30)
+    handle.result(time_limit(30))
     loaded = training(9.0, shard=True)
-    bcp.load(path, loaded, deadline_s=30)
+    bcp.load(path, loaded, deadline_s=time_limit(30))
     return differing(memory(loaded), at_the_call)
 
 
 def _fail_in_background(rank: int, world_size: int, path: str) -> tuple[str, str, int]:
     state = training(1.0, shard=True)
-    bcp.save(path, state, step=1, deadline_s=30)
+    bcp.save(path, state, step=1, deadline_s=time_limit(30))
     with _failing_at("save.write.complete") if rank == 1 else _nothing():
-        handle = bcp.save(path, training(2.0, shard=True), step=2, async_save=True, deadline_s=30)
+        handle = bcp.save(path, training(2.0, shard=True), step=2, async_save=True, deadline_s=time_limit(30))
         error = handle.exception(60)
     step = bcp.open(path).step or 0
     dist.barrier()
-    bcp.save(path, state, step=3, async_save=True, deadline_s=30).result(60)
+    bcp.save(path, state, step=3, async_save=True, deadline_s=time_limit(30)).result(time_limit(60))
     return type(error).__name__, str(error).splitlines()[0], step
 
 
@@ -633,9 +634,9 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def test_saves_beside_barriers_and_reductions(pool: RankPool, tmp_path: Path) -> None:
+def test_saves_during_barriers_and_reductions(pool: RankPool, tmp_path: Path) -> None:
     """The save's own line between the ranks and the main thread's process group never meet."""
-    assert pool.run(_save_beside_collectives, str(tmp_path), 200) == [[200.0, 150.0]] * 2
+    assert pool.run(_save_during_collectives, str(tmp_path), 200) == [[200.0, 150.0]] * 2
 
 
 def test_ranks_may_go_on_at_once(pool: RankPool, tmp_path: Path) -> None:
@@ -643,10 +644,10 @@ def test_ranks_may_go_on_at_once(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_in_the_background_fails_all(pool: RankPool, tmp_path: Path) -> None:
-    said = pool.run(_fail_in_background, str(tmp_path))
-    assert {kind for kind, _, _ in said} == {"RankFailedError"}
-    assert said[0][1] == said[1][1]
-    assert "rank 1" in said[0][1]
-    assert "injected at save.write.complete" in said[0][1]
-    assert [step for *_, step in said] == [1, 1]
+    results = pool.run(_fail_in_background, str(tmp_path))
+    assert {kind for kind, _, _ in results} == {"RankFailedError"}
+    assert results[0][1] == results[1][1]
+    assert "rank 1" in results[0][1]
+    assert "injected at save.write.complete" in results[0][1]
+    assert [step for *_, step in results] == [1, 1]
     assert bcp.open(tmp_path).step == 3

@@ -21,6 +21,7 @@ from bytecheckpoint.errors import (
     UnknownObjectError,
     UnserializableError,
     UnsupportedTensorError,
+    UsageError,
 )
 
 
@@ -54,11 +55,11 @@ def previous(tmp_path: Path) -> Iterator[Path]:
     assert {key: (path / key).read_bytes() for key in keys_of(path)} == before
 
 
-def _refused(path: Path, state: Any, error: type[Exception], *said: str, **options: Any) -> None:
+def _refused(path: Path, state: Any, error: type[Exception], *results: str, **options: Any) -> None:
     for background in (False, True):
         with pytest.raises(error) as caught:
             bcp.save(path, state, async_save=background, **options)
-        for part in said:
+        for part in results:
             assert re.search(part, str(caught.value)), f"{part!r} is not in: {caught.value}"
 
 
@@ -132,7 +133,7 @@ def _nested() -> torch.Tensor:
         (lambda: torch.eye(3).to_sparse(), "to_dense"),
         (lambda: torch.eye(3).to_sparse_csr(), "to_dense"),
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "dequantize"),
-        (_nested, "of their own"),
+        (_nested, "as separate tensors"),
         (lambda: torch.ones(3, device="meta"), "materialise"),
         (lambda: torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
         (lambda: nn.LazyLinear(3).weight, "forward pass"),
@@ -177,17 +178,17 @@ def test_section_names_that_cannot_be_files(previous: Path, name: Any) -> None:
 def test_sections_of_unknown_kinds(previous: Path) -> None:
     _refused(previous, {"extra": _Opaque()}, UnknownObjectError, "'extra'", "_Opaque", "register_adapter")
     _refused(previous, {"model": [nn.Linear(1, 1), _Opaque()]}, UnserializableError, r"model\.1", "_Opaque")
-    _refused(previous, _tree(value=1), UnknownObjectError, "'nonsense'", "known are", framework="nonsense")
+    _refused(previous, _tree(value=1), UnknownObjectError, "'nonsense'", "the known ones are", framework="nonsense")
 
 
 def test_an_optimizer_that_nothing_names(previous: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    _refused(previous, {"optimizer": optimizer}, StateError, "group 0, parameter 0", "Pass the module")
-    _refused(previous, _tree(optimizer=optimizer), UnserializableError, r"extra_state\.optimizer", "section of its own")
+    _refused(previous, {"optimizer": optimizer}, StateError, "group 0, parameter 0", "Add the module")
+    _refused(previous, _tree(optimizer=optimizer), UnserializableError, r"extra_state\.optimizer", "separate section")
 
 
 def test_options_that_mean_nothing(previous: Path) -> None:
-    _refused(previous, _tree(value=1), StateError, "step must .*-1", step=-1)
+    _refused(previous, _tree(value=1), UsageError, "step must .*-1", step=-1)
     for metadata in ({"f": _Opaque()}, {3: 1}, {"nan": {float("nan"): 1}}):
         _refused(previous, _tree(value=1), bcp.errors.BytecheckpointError, "metadata", metadata=metadata)
 
@@ -201,15 +202,15 @@ def test_loading_into_the_wrong_things(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     with pytest.raises(MismatchError) as caught:
         bcp.load(tmp_path, {"model": other, "extra_state": {"value": 0, "list": torch.ones(1)}})
-    said = str(caught.value)
+    results = str(caught.value)
     for part in (
-        r"model\.weight: stored \[2, 2\], wanted \[3, 2\]",
-        r"model\.bias: stored \[2\], wanted \[3\]",
+        r"model\.weight: stored \[2, 2\], requested \[3, 2\]",
+        r"model\.bias: stored \[2\], requested \[3\]",
         r"extra_state\.list",
         "nothing was changed",
         re.escape(str(tmp_path)),
     ):
-        assert re.search(part, said), said
+        assert re.search(part, results), results
     assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
 
 

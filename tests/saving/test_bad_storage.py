@@ -27,7 +27,7 @@ from bytecheckpoint.errors import (
     UnsupportedURLError,
     UnsupportedVersionError,
 )
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
 
 
 def _tree(**entries: Any) -> dict[str, Any]:
@@ -55,14 +55,14 @@ def test_a_path_below_a_file(tmp_path: Path) -> None:
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("something")
     for act in (bcp.save, bcp.load):
-        with pytest.raises(StorageError, match="is a file, not a directory; give another path"):
+        with pytest.raises(StorageError, match="is a file, not a directory; pass another path"):
             act(tmp_path / "file", _tree(value=1))
     with pytest.raises(StorageError, match="is a file, not a directory"):
         bcp.open(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "something"
 
 
-def test_a_url_that_nobody_serves() -> None:
+def test_a_url_without_a_server() -> None:
     with pytest.raises(UnsupportedURLError, match=r"no storage backend serves nowhere://.*Known schemes: .*file"):
         bcp.save("nowhere://bucket/key", _tree(value=1))
 
@@ -108,7 +108,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         before = keys_of(path)
         free = LocalBackend(path).free_bytes()
         assert free is not None
-        foreseen = rf"takes {1 << 24:,} bytes, and {free:,} are free there\. Nothing was written; free space"
+        foreseen = rf"needs {1 << 24:,} bytes, but only {free:,} are free\. Nothing was written; free space"
         met = r"writing .attempt-\S+/extra_state-00000.safetensors.*needed: \d+ bytes, free on this file system: \d+ "
         # The tensors alone fit in the second case, and the file with all their names does not. One page too much is not
         # enough: of two threads that write at the same time, tmpfs lets both have the last one.
@@ -156,10 +156,10 @@ def test_a_file_size_limit(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_other_things(tmp_path: Path) -> None:
-    """Not a checkpoint for readers; a save puts one beside what is there."""
-    (tmp_path / "notes.txt").write_text("mine")
+    """Readers find no checkpoint there; a save adds one and keeps the other files."""
+    (tmp_path / "notes.txt").write_text("a file")
     (tmp_path / "step-10").mkdir()
-    (tmp_path / "step-10" / "model.bin").write_text("mine too")
+    (tmp_path / "step-10" / "model.bin").write_text("another file")
     for read in (bcp.open, lambda path: bcp.load(path, _tree(value=1))):
         with pytest.raises(NotACheckpointError, match=r"no manifest.msgpack but holds notes.txt, step-10/") as caught:
             read(tmp_path)
@@ -167,8 +167,8 @@ def test_a_directory_with_other_things(tmp_path: Path) -> None:
     bcp.save(tmp_path, _tree(value=1))
     bcp.save(tmp_path, _tree(value=2))
     assert _value(tmp_path) == 2
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert (tmp_path / "step-10" / "model.bin").read_text() == "mine too"
+    assert (tmp_path / "notes.txt").read_text() == "a file"
+    assert (tmp_path / "step-10" / "model.bin").read_text() == "another file"
 
 
 def test_nothing_there(tmp_path: Path) -> None:

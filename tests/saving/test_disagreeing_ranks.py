@@ -12,6 +12,7 @@ from damage import keys_of
 from torch import nn
 
 import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -41,7 +42,7 @@ def _disagree(rank: int, world_size: int, root: str, what: str) -> tuple[str, st
 
 def _load_disagreeing(rank: int, world_size: int, root: str) -> tuple[str, str]:
     try:
-        bcp.load(f"{root}/checkpoint-{rank}", {"extra_state": {}}, deadline_s=30)
+        bcp.load(f"{root}/checkpoint-{rank}", {"extra_state": {}}, deadline_s=time_limit(30))
     except bcp.errors.BytecheckpointError as error:
         return type(error).__name__, str(error)
     return "loaded", ""
@@ -50,7 +51,7 @@ def _load_disagreeing(rank: int, world_size: int, root: str) -> tuple[str, str]:
 def _disagree_on_contents(rank: int, world_size: int, root: str) -> tuple[str, str]:
     """One parameter with two shapes."""
     try:
-        bcp.save(f"{root}/checkpoint", {"model": nn.Linear(2 + rank, 1)}, deadline_s=30)
+        bcp.save(f"{root}/checkpoint", {"model": nn.Linear(2 + rank, 1)}, deadline_s=time_limit(30))
     except bcp.errors.BytecheckpointError as error:
         return type(error).__name__, str(error)
     return "saved", ""
@@ -58,13 +59,13 @@ def _disagree_on_contents(rank: int, world_size: int, root: str) -> tuple[str, s
 
 def _fail_on_one(rank: int, world_size: int, root: str) -> tuple[str, str, int]:
     try:
-        bcp.save(f"{root}/checkpoint", {"extra_state": {"f": print if rank == 1 else 1}}, deadline_s=30)
+        bcp.save(f"{root}/checkpoint", {"extra_state": {"f": print if rank == 1 else 1}}, deadline_s=time_limit(30))
     except bcp.errors.BytecheckpointError as error:
-        said = type(error).__name__, str(error)
+        results = type(error).__name__, str(error)
     else:
-        said = "saved", ""
-    bcp.save(f"{root}/next", {"extra_state": {"value": 4}}, deadline_s=30)
-    return (*said, _value(Path(root) / "next"))
+        results = "saved", ""
+    bcp.save(f"{root}/next", {"extra_state": {"value": 4}}, deadline_s=time_limit(30))
+    return (*results, _value(Path(root) / "next"))
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +76,10 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.parametrize("what", ["path", "step", "sections", "chunk size"])
 def test_ranks_that_disagree(pool: RankPool, tmp_path: Path, what: str) -> None:
-    said = pool.run(_disagree, str(tmp_path), what)
-    assert {kind for kind, _ in said} == {"DisagreementError"}, said
-    assert said[0] == said[1]
-    message = said[0][1]
+    results = pool.run(_disagree, str(tmp_path), what)
+    assert {kind for kind, _ in results} == {"DisagreementError"}, results
+    assert results[0] == results[1]
+    message = results[0][1]
     assert what in message
     expected = {
         "path": ["elsewhere", "/checkpoint"],
@@ -92,21 +93,21 @@ def test_ranks_that_disagree(pool: RankPool, tmp_path: Path, what: str) -> None:
 
 
 def test_loads_that_disagree(pool: RankPool, tmp_path: Path) -> None:
-    said = pool.run(_load_disagreeing, str(tmp_path))
-    assert {kind for kind, _ in said} == {"DisagreementError"}, said
+    results = pool.run(_load_disagreeing, str(tmp_path))
+    assert {kind for kind, _ in results} == {"DisagreementError"}, results
 
 
 def test_one_name_with_two_shapes(pool: RankPool, tmp_path: Path) -> None:
-    said = pool.run(_disagree_on_contents, str(tmp_path))
-    assert said[0][0] == said[1][0] == "PlanError", said
+    results = pool.run(_disagree_on_contents, str(tmp_path))
+    assert results[0][0] == results[1][0] == "PlanError", results
     for part in ("model.weight", "[1, 2]", "[1, 3]", "rank 0", "rank 1"):
-        assert all(part in message for _, message in said), said
+        assert all(part in message for _, message in results), results
     assert keys_of(tmp_path) == []
 
 
 def test_a_state_that_one_rank_cannot_store(pool: RankPool, tmp_path: Path) -> None:
-    said = pool.run(_fail_on_one, str(tmp_path))
-    assert {kind for kind, *_ in said} == {"UnserializableError"}, said
-    assert all("extra_state.f" in message for _, message, _ in said)
-    assert [value for *_, value in said] == [4, 4]
+    results = pool.run(_fail_on_one, str(tmp_path))
+    assert {kind for kind, *_ in results} == {"UnserializableError"}, results
+    assert all("extra_state.f" in message for _, message, _ in results)
+    assert [value for *_, value in results] == [4, 4]
     assert not (tmp_path / "checkpoint").exists()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -27,7 +28,7 @@ def _save(rank: int, world_size: int, path: str, wrap: str) -> None:
     wrapped = {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": fully_shard, "stages": nn.Identity}[wrap](model)
     for name, buffer in model.named_buffers():
         buffer.copy_(torch.full_like(buffer, rank + len(name)))
-    bcp.save(path, {"model": model if wrap == "stages" else wrapped}, deadline_s=30)
+    bcp.save(path, {"model": model if wrap == "stages" else wrapped}, deadline_s=time_limit(30))
 
 
 @pytest.mark.parametrize(("wrap", "first"), [("ddp", 0), ("fsdp2", 0), ("stages", 1)])

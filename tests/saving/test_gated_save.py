@@ -22,13 +22,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.engine.staging import staging as staging_module
-from bytecheckpoint.errors import StateError
+from bytecheckpoint.errors import StateError, UsageError
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
-WAIT_S = 60.0
+WAIT_S = time_limit(60)
 
 _copy_piece = staging_module.copy_piece
-_let_change = staging_module.Staging.let_change
+_wait_changeable = staging_module.Staging.wait_changeable
 
 
 class Model(nn.Module):
@@ -54,14 +55,14 @@ def _held() -> Iterator[threading.Event]:
             assert go_on.wait(WAIT_S)
         _copy_piece(*arguments)
 
-    def let_change(staging: staging_module.Staging, timeout_s: float | None) -> None:
+    def wait_changeable(staging: staging_module.Staging, timeout_s: float | None) -> None:
         if not staging.is_settled():
             go_on.set()
-        _let_change(staging, timeout_s)
+        _wait_changeable(staging, timeout_s)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging_module, "copy_piece", copy_piece)
-        patch.setattr(staging_module.Staging, "let_change", let_change)
+        patch.setattr(staging_module.Staging, "wait_changeable", wait_changeable)
         yield go_on
         go_on.set()
 
@@ -245,7 +246,7 @@ def test_the_step_of_an_unknown_optimizer_fails_the_save(tmp_path: Path, copying
     handle = bcp.save(tmp_path, state, async_save=True, gate=True)
     stranger.step()
     copying.set()
-    with pytest.raises(StateError, match=r"model\.layers\.0\.\w+.*: changed after the call"):
+    with pytest.raises(StateError, match=r"model\.layers\.0\.\w+.*: changed after save"):
         handle.result(WAIT_S)
 
 
@@ -273,10 +274,10 @@ def test_a_change_that_passes_by_the_gate_fails_the_save(
     handle = bcp.save(tmp_path, state, step=2, async_save=True, gate=True)
     change(state)
     if then_step:
-        state["optimizer"].step()  # waits, and is told nothing of the failure
+        state["optimizer"].step()  # waits, and does not raise the failure
         assert handle.staged()
     copying.set()
-    with pytest.raises(StateError, match=r"changed after the call of save\(gate=True\)"):
+    with pytest.raises(StateError, match=r"changed after save\(gate=True\) was called"):
         handle.result(WAIT_S)
     assert bcp.open(tmp_path).step == 1
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
@@ -385,7 +386,7 @@ def test_a_gate_and_too_little_memory(tmp_path: Path) -> None:
 
 
 def test_a_gate_is_for_asynchronous_saves(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="gate=True is for a save with async_save=True"):
+    with pytest.raises(UsageError, match="gate=True needs async_save=True"):
         bcp.save(tmp_path, _state(), gate=True)
 
 
@@ -425,9 +426,9 @@ def _train_sharded(rank: int, world_size: int, path: str, kind: str, change: str
     backward()
     optimizer.step()
     optimizer.zero_grad()
-    bcp.save(f"{path}/plain", state, deadline_s=30)
+    bcp.save(f"{path}/plain", state, deadline_s=time_limit(30))
     with _held() as go_on:
-        handle = bcp.save(f"{path}/gated", state, async_save=True, gate=True, deadline_s=30)
+        handle = bcp.save(f"{path}/gated", state, async_save=True, gate=True, deadline_s=time_limit(30))
         assert not handle.staged()
         backward()
         assert not handle.staged(), "forward and backward do not wait"
@@ -461,7 +462,7 @@ def test_forward_and_backward_of_sharded_models(pool: RankPool, tmp_path: Path, 
 
 
 def test_a_change_on_one_rank_fails_the_save_on_all(pool: RankPool, tmp_path: Path) -> None:
-    said = pool.run(_train_sharded, str(tmp_path), "fsdp2", "add")
-    assert said[0] == said[1]
-    assert "changed after the call" in said[0][1]
+    results = pool.run(_train_sharded, str(tmp_path), "fsdp2", "add")
+    assert results[0] == results[1]
+    assert "changed after save" in results[0][1]
     assert not (tmp_path / "gated" / "manifest.msgpack").exists()

@@ -1,57 +1,55 @@
-"""A rank that gives a queued save up tells the others, which do not wait for it until the deadline."""
+"""A rank that withdraws a queued save reports that to the others, which then do not wait until the deadline."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from small_training import training
 
 import bytecheckpoint as bcp
-from bytecheckpoint import saving, trace
+from bytecheckpoint import telemetry
 from bytecheckpoint.errors import RankFailedError
+from bytecheckpoint.save.handle import SaveHandle
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
-_DEADLINE_S = 120.0
+_DEADLINE_S = time_limit(120)
 
 
 def _save_twice(rank: int, world_size: int, path: str) -> Any:
-    """Rank 1 is interrupted while its second save waits behind the first, which it holds."""
+    """Rank 1 is interrupted while its second save is queued behind the first, which this function holds."""
     go_on = threading.Event()
-    stop = trace.observe(lambda name, event: go_on.wait(60) if rank == 1 and name == "save.write" else None)
-    real = saving._SaveJob.wait
-
-    def interrupted(job: Any) -> None:
-        def interrupt() -> None:
-            raise KeyboardInterrupt
-
-        job._ended.result = interrupt
-        real(job)
-
+    stop = telemetry.observe(
+        lambda name, event: go_on.wait(time_limit(60)) if rank == 1 and name == "save.write" else None
+    )
     with bcp.Checkpointer() as saver:
         first = saver.save(f"{path}/0", training(1.0), async_save=True, deadline_s=_DEADLINE_S)
-        if rank == 1:
-            saving._SaveJob.wait = interrupted
         try:
-            saver.save(f"{path}/1", training(2.0), deadline_s=_DEADLINE_S)
-            said = "saved"
+            with mock.patch.object(SaveHandle, "result", side_effect=KeyboardInterrupt) if rank == 1 else nullcontext():
+                saver.save(f"{path}/1", training(2.0), deadline_s=_DEADLINE_S)
+            outcome = "saved"
         except KeyboardInterrupt:
-            said = "interrupted"
+            outcome = "interrupted"
         except RankFailedError as error:
-            said = f"rank {error.rank}: {error.phase}"
+            outcome = f"rank {error.rank}: {error.phase}"
         finally:
-            saving._SaveJob.wait = real
             go_on.set()
             stop()
         first.result(_DEADLINE_S)
         saver.save(f"{path}/2", training(3.0), deadline_s=_DEADLINE_S)
-    return said
+    return outcome
 
 
 def test_an_interrupted_rank_is_named_by_the_others(rank_pool: RankPool, tmp_path: Path) -> None:
-    # Less than the deadline of a wait: a rank that was told of nothing would still be waiting.
-    assert rank_pool.run(_save_twice, str(tmp_path), world_size=2, timeout_s=60) == ["rank 1: write", "interrupted"]
+    # Shorter than the deadline of a wait: without the report, the other rank would still be waiting.
+    assert rank_pool.run(_save_twice, str(tmp_path), world_size=2, timeout_s=time_limit(60)) == [
+        "rank 1: write",
+        "interrupted",
+    ]
     assert bcp.open(tmp_path / "0").verify().ok
     assert bcp.open(tmp_path / "2").verify().ok
     assert not (tmp_path / "1" / "manifest.msgpack").exists()

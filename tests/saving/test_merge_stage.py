@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.errors import BytecheckpointError, DisagreementError, StateError
+from bytecheckpoint import telemetry
+from bytecheckpoint.errors import BytecheckpointError, DisagreementError, UsageError
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 MIB = 1 << 20
@@ -57,12 +58,14 @@ def parts_of(path: str) -> dict[str, int]:
 def _save_all(rank: int, world_size: int, name: str, paths: dict[str, str], use_async: bool) -> None:
     state = build(name, seed=1, steps=2).state
     for layout, path in paths.items():
-        bcp.save(path, state, step=2, layout=layout, async_save=use_async, deadline_s=60).result(60)  # type: ignore[arg-type]
+        bcp.save(path, state, step=2, layout=layout, async_save=use_async, deadline_s=time_limit(60)).result(
+            time_limit(60)
+        )  # type: ignore[arg-type]
 
 
 def _load(rank: int, world_size: int, name: str, path: str) -> list[str]:
     built = build(name, seed=2, steps=1)
-    bcp.load(path, built.state, deadline_s=60)
+    bcp.load(path, built.state, deadline_s=time_limit(60))
     return differences(built, build(name, seed=1, steps=2))
 
 
@@ -114,22 +117,22 @@ def _save_large(
     rank: int, world_size: int, paths: dict[str, str], budget: int | None, use_async: bool, gate: bool
 ) -> list[Any]:
     state = {"model": _large(rank, world_size, 1)}
-    with bcp.Checkpointer(memory_budget=budget, merge_memory=32 * MIB) as mine:
+    with bcp.Checkpointer(memory_budget=budget, merge_memory=32 * MIB) as saver:
         held, pipelined = [], []
         for layout, path in paths.items():
-            handle = mine.save(path, state, layout=layout, async_save=use_async, gate=gate, deadline_s=60)  # type: ignore[arg-type]
+            handle = saver.save(path, state, layout=layout, async_save=use_async, gate=gate, deadline_s=time_limit(60))  # type: ignore[arg-type]
             # What is stored is what was there at the call.
-            assert handle.wait_staged(60)
+            assert handle.wait_staged(time_limit(60))
             before = {n: t._local_tensor if isinstance(t, DTensor) else t for n, t in state["model"].items()}
             for tensor in before.values():
                 tensor.add_(1)
-            handle.result(60)
+            handle.result(time_limit(60))
             for tensor in before.values():
                 tensor.sub_(1)
-            held.append(mine._engine.merge_ring.nbytes)
+            held.append(saver._engine.merge_arena.nbytes)
             pipelined.append(handle.timings.pipelined)
             state = {"model": _large(rank, world_size, 1)}
-        return [held, pipelined, mine._engine.arena.nbytes]
+        return [held, pipelined, saver._engine.arena.nbytes]
 
 
 @pytest.mark.parametrize(
@@ -141,10 +144,10 @@ def test_tensors_of_many_pieces_in_bounded_memory(
     pool: RankPool, tmp_path: Path, use_async: bool, budget: int | None, gate: bool
 ) -> None:
     paths = {layout: str(tmp_path / layout) for layout in ("shards", "whole")}
-    said = pool.run(_save_large, paths, budget, use_async, gate, timeout_s=120)
+    results = pool.run(_save_large, paths, budget, use_async, gate, timeout_s=120)
     assert stored_bits(paths["whole"]) == stored_bits(paths["shards"])
     assert set(parts_of(paths["whole"]).values()) == {1}
-    for held, pipelined, arena in said:
+    for held, pipelined, arena in results:
         assert held[0] == 0, "the ring is not touched without need"
         assert held[1] <= 32 * MIB
         assert pipelined == [budget is not None] * 2
@@ -154,11 +157,13 @@ def test_tensors_of_many_pieces_in_bounded_memory(
 def _save_often(rank: int, world_size: int, path: str) -> list[tuple[int, int, int, int]]:
     state = {"model": _large(rank, world_size, 1)}
     seen = []
-    with bcp.Checkpointer(merge_memory=32 * MIB) as mine:
-        mine.warmup(state)  # threads are started as they are needed
+    with bcp.Checkpointer(merge_memory=32 * MIB) as saver:
+        saver.warmup(state)  # threads are started as they are needed
         for number in range(20):
-            mine.save(path, state, step=number, layout="whole", async_save=bool(number % 2), deadline_s=60).result(60)
-            memory = mine._engine.arena.nbytes, mine._engine.merge_ring.nbytes
+            saver.save(
+                path, state, step=number, layout="whole", async_save=bool(number % 2), deadline_s=time_limit(60)
+            ).result(time_limit(60))
+            memory = saver._engine.arena.nbytes, saver._engine.merge_arena.nbytes
             seen.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), *memory))
     return seen
 
@@ -177,7 +182,7 @@ def _second_save(rank: int, world_size: int, paths: list[str]) -> list[dict[str,
     state = {"model": _large(rank, world_size, 1)}
     saved = []
     for layout, path in zip(("whole", "whole", "shards", "whole"), paths):
-        saved.append(dict(bcp.save(path, state, layout=layout, deadline_s=60).timings.nbytes))  # type: ignore[arg-type]
+        saved.append(dict(bcp.save(path, state, layout=layout, deadline_s=time_limit(60)).timings.nbytes))  # type: ignore[arg-type]
     return saved
 
 
@@ -191,7 +196,12 @@ def test_plans_are_kept_by_layout(pool: RankPool, tmp_path: Path) -> None:
 
 def _disagree(rank: int, world_size: int, path: str) -> str:
     with pytest.raises(DisagreementError) as caught:
-        bcp.save(path, {"model": _large(rank, world_size, 1)}, layout="whole" if rank else "merged", deadline_s=30)
+        bcp.save(
+            path,
+            {"model": _large(rank, world_size, 1)},
+            layout="whole" if rank else "merged",
+            deadline_s=time_limit(30),
+        )
     return str(caught.value)
 
 
@@ -201,12 +211,12 @@ def test_ranks_must_ask_for_the_same_layout(pool: RankPool, tmp_path: Path) -> N
 
 
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="layout must be one of shards, merged, whole, not 'flat'"):
+    with pytest.raises(UsageError, match="layout must be one of shards, merged, whole, not 'flat'"):
         bcp.save(tmp_path, {"model": {"a": torch.zeros(1)}}, layout="flat")  # type: ignore[arg-type]
 
 
 def test_too_little_merge_memory_is_refused() -> None:
-    with pytest.raises(StateError, match="merge_memory"):
+    with pytest.raises(UsageError, match="merge_memory"):
         bcp.Checkpointer(merge_memory=8 * MIB)
 
 
@@ -221,11 +231,13 @@ def _die_in(rank: int, world_size: int, path: str, point: str, victim: int, use_
             os.kill(os.getpid(), signal.SIGKILL)
 
     state = {"model": _large(rank, world_size, 2)}
-    bcp.save(path, {"model": _large(rank, world_size, 1)}, step=1, layout="whole", deadline_s=30)
+    bcp.save(path, {"model": _large(rank, world_size, 1)}, step=1, layout="whole", deadline_s=time_limit(30))
     dist.barrier()
-    trace.observe(kill)
+    telemetry.observe(kill)
     try:
-        bcp.save(path, state, step=2, layout="whole", async_save=use_async, deadline_s=30).result(60)
+        bcp.save(path, state, step=2, layout="whole", async_save=use_async, deadline_s=time_limit(30)).result(
+            time_limit(60)
+        )
     except BytecheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "saved"
@@ -235,10 +247,10 @@ def _die_in(rank: int, world_size: int, path: str, point: str, victim: int, use_
 @pytest.mark.parametrize("point", POINTS)
 def test_a_rank_that_is_killed_in_the_stage_is_named(pool: RankPool, tmp_path: Path, point: str, victim: int) -> None:
     path = str(tmp_path / "checkpoint")
-    said = pool.run(
+    results = pool.run(
         _die_in, path, point, victim, point != "save.merge.file", expect_death={victim: signal.SIGKILL}, timeout_s=120
     )
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(results):
         if rank != victim:
             assert text.startswith("RankFailedError"), text
             assert f"rank {victim}" in text
@@ -253,19 +265,21 @@ def _fail_in(rank: int, world_size: int, path: str, point: str, victim: int, use
             raise OSError(f"injected at {name}")
 
     state = {"model": _large(rank, world_size, 2)}
-    stop = trace.observe(fail)
+    stop = telemetry.observe(fail)
     try:
-        bcp.save(path, state, step=2, layout="whole", async_save=use_async, deadline_s=30).result(60)
-        said = "saved"
+        bcp.save(path, state, step=2, layout="whole", async_save=use_async, deadline_s=time_limit(30)).result(
+            time_limit(60)
+        )
+        results = "saved"
     except BytecheckpointError as error:
-        said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        results = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     finally:
         stop()
     dist.barrier()
     left = sorted(os.listdir(path))
     dist.barrier()
-    bcp.save(path, state, step=3, layout="whole", deadline_s=30)
-    return [said, *left]
+    bcp.save(path, state, step=3, layout="whole", deadline_s=time_limit(30))
+    return [results, *left]
 
 
 @pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
@@ -276,13 +290,13 @@ def test_a_failure_in_the_stage_is_everyones_and_leaves_nothing(
 ) -> None:
     path = str(tmp_path / "checkpoint")
     os.mkdir(path)
-    said = pool.run(_fail_in, path, point, victim, use_async, timeout_s=120)
-    causes = {one[0] for one in said}
+    results = pool.run(_fail_in, path, point, victim, use_async, timeout_s=120)
+    causes = {one[0] for one in results}
     assert len(causes) == 1, causes
     cause = causes.pop()
     assert f"rank {victim}" in cause
     assert "injected at" in cause
-    assert [one[1:] for one in said] == [[]] * 4, "the failed attempt left something"
+    assert [one[1:] for one in results] == [[]] * 4, "the failed attempt left something"
     checkpoint = bcp.open(path)
     assert checkpoint.step == 3
     assert checkpoint.verify().ok

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from line_watch import line_watched
+from message_watch import counted_messages
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 State = dict[str, Any]
@@ -54,15 +55,15 @@ def _same(a: Any, b: Any) -> bool:
 
 def _save(saver: bcp.Checkpointer, world_size: int, path: str, state: State) -> bool:
     """Save, load what was saved and compare; whether an earlier plan was used, with few enough bytes."""
-    with line_watched() as watch:
-        saver.save(path, state, deadline_s=30)
-    if not watch.planned_anew:
-        messages = world_size - 1 if "agree" in watch.got else 1
-        assert watch.before_staging <= FEW_BYTES * messages, (watch.sent, watch.got)
+    with counted_messages() as watch:
+        saver.save(path, state, deadline_s=time_limit(30))
+    if not watch.has_new_plan:
+        messages = world_size - 1 if "agree" in watch.received else 1
+        assert watch.before_staging <= FEW_BYTES * messages, (watch.sent, watch.received)
     found = _blank(state)
-    saver.load(path, found, deadline_s=30)
+    saver.load(path, found, deadline_s=time_limit(30))
     assert _same(found, state), (found, state)
-    return not watch.planned_anew
+    return not watch.has_new_plan
 
 
 def _again(rank: int, world_size: int, path: str) -> list[bool]:
@@ -73,8 +74,8 @@ def _again(rank: int, world_size: int, path: str) -> list[bool]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_only_the_first_save_is_planned(rank_pool: RankPool, tmp_path: Path, world_size: int) -> None:
     """Steps, weights and values change all the time; that takes no plan. Every save is a new attempt."""
-    said = rank_pool.run(_again, str(tmp_path), world_size=world_size)
-    assert said == [[False, True, True, True]] * world_size
+    results = rank_pool.run(_again, str(tmp_path), world_size=world_size)
+    assert results == [[False, True, True, True]] * world_size
     assert bcp.open(tmp_path).verify().ok
 
 
@@ -99,28 +100,28 @@ def _train(rank: int, world_size: int, path: str) -> tuple[list[int], list[dict[
     with bcp.Checkpointer() as saver:
         for step in range(3):
             state["optimizer"].step()
-            with line_watched() as watch:
-                saver.save(f"{path}/{step}", state, step=step, metadata={"tokens": step}, deadline_s=30)
+            with counted_messages() as watch:
+                saver.save(f"{path}/{step}", state, step=step, metadata={"tokens": step}, deadline_s=time_limit(30))
             exchanged.append(watch.before_staging)
             sent.append(watch.sent)
     return exchanged, sent
 
 
 def test_a_training_job_exchanges_few_bytes(rank_pool: RankPool, tmp_path: Path) -> None:
-    said = rank_pool.run(_train, str(tmp_path), world_size=2)
-    for (first, *later), _ in said:
+    results = rank_pool.run(_train, str(tmp_path), world_size=2)
+    for (first, *later), _ in results:
         assert first > FEW_BYTES
         assert all(0 < count <= FEW_BYTES for count in later), later
     # Both ranks hold the same but for their places in the mesh, so rank 1's plan need not travel even once.
-    _, sent = said[1]
-    assert sent[0].keys() == {"agree", "tell", "written"}
-    assert sent[0]["tell"] < 400
+    _, sent = results[1]
+    assert sent[0].keys() == {"agree", "summary", "written"}
+    assert sent[0]["summary"] < 400
     steps = [bcp.open(tmp_path / str(step))["optimizer.state.up.weight.step"][...].item() for step in range(3)]
     assert steps == [2.0, 3.0, 4.0]
 
 
 class _Holder(dict[str, Any]):
-    """The same tensors under the same names, from an object with a state of its own."""
+    """The same tensors under the same names, from an object with a ``state_dict``."""
 
     def __init__(self, tensors: State) -> None:
         super().__init__(tensors)
@@ -194,8 +195,8 @@ def _changed(rank: int, world_size: int, path: str, names: list[str]) -> dict[st
 
 
 def test_every_change_is_planned_and_saved_right(rank_pool: RankPool, tmp_path: Path) -> None:
-    for said in rank_pool.run(_changed, str(tmp_path), list(CHANGES), world_size=2):
-        assert said == {what: [False, False, True] for what in CHANGES}
+    for results in rank_pool.run(_changed, str(tmp_path), list(CHANGES), world_size=2):
+        assert results == {what: [False, False, True] for what in CHANGES}
     assert all(bcp.open(tmp_path / what).verify().ok for what in CHANGES)
 
 
@@ -205,9 +206,11 @@ def _placed(rank: int, world_size: int, path: str) -> list[bool]:
     hits = []
     with bcp.Checkpointer() as saver:
         for placement in (ShardPlacement(0), ShardPlacement(1), Replicate(), ShardPlacement(0)):
-            with line_watched() as watch:
-                saver.save(path, {"model": {"w": distribute_tensor(full, mesh, [placement])}}, deadline_s=30)
-            hits.append(not watch.planned_anew)
+            with counted_messages() as watch:
+                saver.save(
+                    path, {"model": {"w": distribute_tensor(full, mesh, [placement])}}, deadline_s=time_limit(30)
+                )
+            hits.append(not watch.has_new_plan)
             assert torch.equal(bcp.open(path)["model.w"][...], full)
     return hits
 
@@ -239,8 +242,8 @@ def _alternate(rank: int, world_size: int, path: str) -> list[bool]:
 
 
 def test_two_models_in_turn(rank_pool: RankPool, tmp_path: Path) -> None:
-    said = rank_pool.run(_alternate, str(tmp_path), world_size=2)
-    assert said == [[False, False, True, True, True, True]] * 2
+    results = rank_pool.run(_alternate, str(tmp_path), world_size=2)
+    assert results == [[False, False, True, True, True, True]] * 2
 
 
 def _swap(rank: int, world_size: int, path: str) -> list[bool]:
@@ -284,8 +287,8 @@ def _elastic(rank: int, world_size: int, path: str, last: bool) -> bool:
 def test_another_world_is_planned_anew(tmp_path: Path) -> None:
     with RankPool(3) as pool:
         for world_size, hit in ((3, False), (2, False), (3, True), (2, True)):
-            said = pool.run(_elastic, str(tmp_path), False, world_size=world_size)
-            assert said == [hit] * world_size
+            results = pool.run(_elastic, str(tmp_path), False, world_size=world_size)
+            assert results == [hit] * world_size
         pool.run(_elastic, str(tmp_path), True, world_size=3)
 
 
@@ -301,7 +304,7 @@ def _fail_between(rank: int, world_size: int, path: str, where: str) -> list[boo
     with bcp.Checkpointer() as saver:
         hits = [_save(saver, world_size, path, _tree(rank))]
         with pytest.raises(bcp.errors.BytecheckpointError):
-            saver.save(path, broken(), deadline_s=30, step=rank if where == "agree" else None)
+            saver.save(path, broken(), deadline_s=time_limit(30), step=rank if where == "agree" else None)
         return [*hits, _save(saver, world_size, path, _tree(rank))]
 
 
@@ -313,9 +316,9 @@ def test_a_failed_save_between(rank_pool: RankPool, tmp_path: Path, where: str) 
 def _disagree(rank: int, world_size: int, path: str, known: bool) -> str:
     with bcp.Checkpointer() as saver:
         if known:
-            saver.save(f"{path}/first", _tree(rank), step=1, deadline_s=30)
+            saver.save(f"{path}/first", _tree(rank), step=1, deadline_s=time_limit(30))
         with pytest.raises(bcp.errors.DisagreementError) as caught:
-            saver.save(f"{path}/second", _tree(rank), step=10 + rank, deadline_s=30)
+            saver.save(f"{path}/second", _tree(rank), step=10 + rank, deadline_s=time_limit(30))
     return str(caught.value)
 
 

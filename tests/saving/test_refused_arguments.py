@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import NameCollisionError, StateError
+from bytecheckpoint.errors import NameCollisionError, StateError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from bytecheckpoint.errors import NameCollisionError, StateError
     ids=str,
 )
 def test_arguments(tmp_path: Path, arguments: dict[str, object]) -> None:
-    with pytest.raises(StateError, match=next(iter(arguments))):
+    with pytest.raises(UsageError, match=next(iter(arguments))):
         bcp.save(tmp_path / "c", {"x": {"a": torch.ones(2)}}, **arguments)
     assert not (tmp_path / "c").exists()
 
@@ -25,7 +25,7 @@ def test_arguments(tmp_path: Path, arguments: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "part"),
     [
-        ("w@3", NameCollisionError, "single ranks"),
+        ("w@3", NameCollisionError, "reserved"),
         ("w[0:2]", NameCollisionError, "parts of tensors"),
         ("w[]", NameCollisionError, "parts of tensors"),
         ("__metadata__", NameCollisionError, "safetensors"),

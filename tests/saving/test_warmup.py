@@ -11,11 +11,12 @@ import pytest
 from small_training import differing, memory, training
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.errors import StateError
+from bytecheckpoint import telemetry
+from bytecheckpoint.errors import StateError, UsageError
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
-WAIT_S = 60.0
+WAIT_S = time_limit(60)
 
 
 def _threads() -> set[str]:
@@ -63,7 +64,7 @@ def test_no_more_memory_than_asked_or_allowed(slots: int, blocks: int) -> None:
 
 def test_while_a_save_is_on_its_way(tmp_path: Path) -> None:
     go_on = threading.Event()
-    stop = trace.observe(lambda name, event: None if name != "save.write" else go_on.wait(WAIT_S) and None)
+    stop = telemetry.observe(lambda name, event: None if name != "save.write" else go_on.wait(WAIT_S) and None)
     try:
         with bcp.Checkpointer() as saver:
             handle = saver.save(tmp_path, training(1.0), async_save=True)
@@ -78,7 +79,7 @@ def test_while_a_save_is_on_its_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slots", [-1, 1.5, None])
 def test_strange_slots(slots: Any) -> None:
-    with pytest.raises(StateError, match="slots"):
+    with pytest.raises(UsageError, match="slots"):
         bcp.warmup(training(1.0), slots=slots)
 
 
@@ -87,28 +88,28 @@ def test_what_cannot_be_saved_cannot_be_warmed_up() -> None:
         bcp.warmup({"extra_state": {"f": print}})
     with bcp.Checkpointer() as saver:
         pass
-    with pytest.raises(StateError, match="closed"):
+    with pytest.raises(UsageError, match="closed"):
         saver.warmup(training(1.0))
 
 
 def _warm_and_save(rank: int, world_size: int, path: str) -> list[Any]:
     state = training(1.0, shard=True)
     with bcp.Checkpointer() as saver:
-        saver.warmup(state, deadline_s=30)
+        saver.warmup(state, deadline_s=time_limit(30))
         planned = len(saver._engine.plans)
-        saver.save(path, state, async_save=True, deadline_s=30).result(60)
+        saver.save(path, state, async_save=True, deadline_s=time_limit(30)).result(time_limit(60))
         loaded = training(9.0, shard=True)
-        saver.load(path, loaded, deadline_s=30)
+        saver.load(path, loaded, deadline_s=time_limit(30))
         return [planned, len(saver._engine.plans), differing(memory(loaded), memory(state))]
 
 
 def _warm_badly(rank: int, world_size: int) -> str:
     try:
-        bcp.warmup({"extra_state": {"f": print if rank == 1 else 1}}, deadline_s=30)
+        bcp.warmup({"extra_state": {"f": print if rank == 1 else 1}}, deadline_s=time_limit(30))
     except bcp.errors.BytecheckpointError as error:
-        said = type(error).__name__
-    bcp.warmup(training(1.0, shard=True), deadline_s=30)
-    return said
+        results = type(error).__name__
+    bcp.warmup(training(1.0, shard=True), deadline_s=time_limit(30))
+    return results
 
 
 @pytest.fixture(scope="module")

@@ -1,30 +1,33 @@
-"""From staged pieces to files: what is hashed, what is left when a write fails, and when memory is given back."""
+"""Writing staged pieces to files: checksums, files that remain after a failure, and when memory is released."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from bytecheckpoint.engine.blocks import PAGE
 from bytecheckpoint.engine.checksums import chunk_checksums
 from bytecheckpoint.engine.files import FileImage
-from bytecheckpoint.engine.staging.arena import PAGE, Arena
+from bytecheckpoint.engine.staging.arena import Arena
 from bytecheckpoint.engine.staging.staging import Staging
-from bytecheckpoint.engine.writing.image_write import ImageWrite, WrittenFile
-from bytecheckpoint.engine.writing.writer import write_images
+from bytecheckpoint.engine.writing import FileWriter, WrittenFile, write_images
 from bytecheckpoint.errors import StateError, StorageError
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.shards import Shard, basic_meta
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.telemetry import Timings
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.shards import Shard, basic_meta
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import Call, CountingBackend, FaultRule, FaultyBackend
-from bytecheckpoint.trace import Timings
 
 _random = np.random.default_rng(0)
 
@@ -32,13 +35,30 @@ _random = np.random.default_rng(0)
 @pytest.fixture
 def backend() -> Iterator[MemoryBackend]:
     yield MemoryBackend("write-images")
-    MemoryBackend.drop("write-images")
+    MemoryBackend.delete_store("write-images")
 
 
 @pytest.fixture
 def executor() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
+
+
+class _BackwardsExecutor(Executor):
+    """Runs its tasks in ``run``, the last one first."""
+
+    def __init__(self) -> None:
+        self._tasks: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._tasks.append((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def run(self) -> None:
+        for future, task in reversed(self._tasks):
+            if future.set_running_or_notify_cancel():
+                future.set_result(task())
 
 
 def _image(key: str, sizes: Sequence[int], head: int = 100) -> FileImage:
@@ -69,21 +89,21 @@ def _write(
     on_demand: int | None = None,
     point: Callable[[str], None] = lambda name: None,
 ) -> list[WrittenFile]:
-    """Stage and write in blocks of a page, and see that all memory was given back."""
+    """Stage and write in blocks of one page; check that all memory is released."""
     arena = Arena()
     arena.block_size = PAGE
     timings = Timings("save")
-    staging = Staging(arena, images, timings, deadline_s=60.0, on_demand=on_demand)
+    staging = Staging(arena, images, timings, deadline_s=time_limit(60), on_demand=on_demand)
     try:
         if on_demand is None:
             staging.fill(executor, 1)
         written = write_images(backend, staging, chunk_size, executor, timings, point)
-        assert not arena._lent
+        assert not arena._acquired
         assert timings.work["hash"].nbytes == timings.work["write"].nbytes == sum(image.size for image in images)
         return written
     finally:
-        staging.release(StateError("over"))
-        assert not arena._lent
+        staging.discard(StateError("over"))
+        assert not arena._acquired
 
 
 _MODES = pytest.mark.parametrize("on_demand", [None, 1, 3], ids=["staged", "one block", "three blocks"])
@@ -113,27 +133,49 @@ def test_pieces_of_any_length_are_hashed_in_order_and_written_in_any(backend: Me
     chance = random.Random(seed)
     cuts = sorted({0, image.size, *(chance.randrange(image.size) for _ in range(20))})
     pieces = list(pairwise(cuts))
-    write = ImageWrite(backend, image, 700, Timings("save"))
+    executor = _BackwardsExecutor()
+    writer = FileWriter(backend, image, 700, executor, Timings("save"))
+    released: list[int] = []
     for a, b in pieces:
-        write.hash_piece(a, content[a:b])
-    with ThreadPoolExecutor(len(pieces)) as pool:
-        for task in [pool.submit(write.write_piece, a, content[a:b]) for a, b in reversed(pieces)]:
-            task.result(60)
-    assert write.finish().checksums.tolist() == _checksums(image, bytes(content), 700)
+        writer.write(a, content[a:b], partial(released.append, a))
+    assert not released
+    executor.run()
+    writer.wait()
+    assert released == [a for a, _ in reversed(pieces)]
+    assert writer.finish().checksums.tolist() == _checksums(image, bytes(content), 700)
     assert backend.get("a") == content
 
 
-def test_no_file_is_recorded_with_bytes_that_were_not_hashed(backend: MemoryBackend) -> None:
+def test_no_file_is_finished_with_bytes_that_were_not_hashed(
+    backend: MemoryBackend, executor: ThreadPoolExecutor
+) -> None:
     image = _image("a", [3000])
-    write = ImageWrite(backend, image, 700, Timings("save"))
+    writer = FileWriter(backend, image, 700, executor, Timings("save"))
     content = memoryview(_content(image))
-    write.write_piece(0, content)
-    write.hash_piece(0, content[:1000])
-    with pytest.raises(ValueError, match="from 2000 on, where 1000 were hashed"):
-        write.hash_piece(2000, content[2000:])
-    with pytest.raises(ValueError, match="1000 bytes were hashed, of 3100"):
-        write.finish()
-    write.abandon()
+    released: list[int] = []
+    writer.write(0, content[:1000], partial(released.append, 0))
+    with pytest.raises(ValueError, match="starts at byte 2000, but the hash is at byte 1000"):
+        writer.write(2000, content[2000:], partial(released.append, 2000))
+    writer.wait()
+    with pytest.raises(ValueError, match="only 1 of 5 chunks"):
+        writer.finish()
+    writer.abandon()
+    assert sorted(released) == [0, 2000]
+    assert not list(backend.list())
+
+
+def test_an_abandoned_file_releases_every_piece_once(backend: MemoryBackend) -> None:
+    image = _image("a", [3000])
+    content = memoryview(_content(image))
+    executor = _BackwardsExecutor()
+    writer = FileWriter(backend, image, 700, executor, Timings("save"))
+    released: list[int] = []
+    for start in range(0, image.size, 1000):
+        writer.write(start, content[start : start + 1000], partial(released.append, start))
+    writer.abandon()
+    executor.run()
+    assert released == [0, 1000, 2000, 3000]
+    assert not list(backend.list())
 
 
 @_MODES
@@ -143,7 +185,7 @@ def test_a_file_is_completed_while_the_next_is_written(
     counting = CountingBackend(backend)
     _write(counting, [_image(key, [3 * PAGE]) for key in "abcd"], executor, on_demand=on_demand)
     order = [(call.operation, call.key) for call in counting.calls if call.operation in ("create", "complete")]
-    # Never more than two at once, however many files there are.
+    # Never more than two files are open, however many there are.
     assert order == [
         ("create", "a"),
         ("create", "b"),
@@ -178,12 +220,12 @@ def test_no_thread_uses_the_memory_after_an_error(backend: MemoryBackend, execut
     def hold(call: Call) -> None:
         busy.add(call.offset)
         waiting.release()
-        assert failed.wait(60)
+        assert failed.wait(time_limit(60))
         busy.discard(call.offset)
 
     def fail(call: Call) -> None:
         for _ in range(3):
-            assert waiting.acquire(timeout=60)
+            assert waiting.acquire(timeout=time_limit(60))
         failed.set()
 
     rules = [
@@ -196,5 +238,5 @@ def test_no_thread_uses_the_memory_after_an_error(backend: MemoryBackend, execut
     assert not busy
     assert counting.count("abort") == counting.count("create") > 0
     calls = len(counting.calls)
-    executor.submit(lambda: None).result(60)
+    executor.submit(lambda: None).result(time_limit(60))
     assert len(counting.calls) == calls

@@ -1,4 +1,4 @@
-"""Saving and loading use no process group of the job: nothing is gathered, nothing can get between its collectives."""
+"""Saving and loading run no collectives and use none of the job's process groups."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from layouts import LAYOUTS, build
 from torch.distributed.tensor.debug import CommDebugMode
 
 import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -55,7 +56,7 @@ def _save(rank: int, world_size: int, layout: str, path: str, background: bool) 
         "extra_state": {"same": torch.ones(2), "own": torch.full((2,), rank)},
     }
     with watched() as saving:
-        bcp.save(path, state, async_save=background).result(60)
+        bcp.save(path, state, async_save=background).result(time_limit(60))
     state["extra_state"] = {"same": torch.zeros(2), "own": torch.zeros(2, dtype=torch.int64)}
     with watched() as loading:
         bcp.load(path, state)
@@ -83,7 +84,7 @@ def test_no_collective_runs(layout: str, background: bool, rank_pool: RankPool, 
 
 
 def _control(rank: int, world_size: int, layout: str) -> list[int]:
-    """What the watch sees of what it must see."""
+    """Run collectives that the watch must detect."""
     model = build(layout, seed=1, steps=0).model
     actions: list[Callable[[], Any]] = [
         lambda: (

@@ -1,4 +1,4 @@
-"""Every other kind of object that a training state is made of, through ``bcp.save`` and ``bcp.load``."""
+"""Save and load the kinds of objects in a training state."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ import bytecheckpoint as bcp
 from bytecheckpoint import errors
 from bytecheckpoint.frameworks import registry
 from bytecheckpoint.frameworks.base import Adapter, Context
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.shards import SectionSource, SectionTarget, Shard, StoredSection, basic_meta
+from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.tensors.shards import SectionSource, SectionTarget, Shard, StoredSection, basic_meta
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -48,7 +49,7 @@ def values_of(model: nn.Module) -> set[float]:
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    """Not run here, so that no compiler is needed."""
+    """A compiled module that never runs, so that no compiler is needed."""
     return torch.compile(module, backend="eager")
 
 
@@ -67,7 +68,7 @@ WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_wrappers_leave_no_trace_in_names(kind: str, tmp_path: Path) -> None:
+def test_names_do_not_contain_wrappers(kind: str, tmp_path: Path) -> None:
     model = WRAPPERS[kind](Net(2.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
@@ -90,7 +91,7 @@ def _ddp(rank: int, world_size: int, path: str) -> None:
     assert set(bcp.open(path)) == NAMES
 
 
-def test_ddp_leaves_no_trace_in_names(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_names_do_not_contain_ddp(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(_ddp, str(tmp_path / "checkpoint"), world_size=2)
     plain = Net()
     bcp.load(tmp_path / "checkpoint", {"model": plain})
@@ -146,7 +147,7 @@ def test_an_averaged_model(tmp_path: Path) -> None:
     bcp.load(tmp_path / "checkpoint", {"ema": other})
     assert int(other.n_averaged) == 2
     assert values_of(other) == values_of(averaged)
-    # An average is a model like any other, under the names that the wrapper gives it.
+    # An average is a model with the names of its wrapper.
     alone = Net()
     bcp.load(
         tmp_path / "checkpoint", {"ema": alone}, rename=lambda name: name.replace("ema.module.", "ema."), strict=False
@@ -204,7 +205,7 @@ def _rates(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, s
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_schedulers_go_on(kind: str, tmp_path: Path) -> None:
+def test_schedulers_continue(kind: str, tmp_path: Path) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -261,7 +262,7 @@ def test_a_stateful_loader(tmp_path: Path) -> None:
         assert loaded.position == 17
         assert [item.tolist() for item in loaded.buffer] == [[1, 2], [3]]
         assert loaded.workers["0"]["rng"].tolist() == [9]
-    # Back to where nothing is buffered.
+    # Restore the state without buffered items.
     bcp.save(tmp_path / "empty", {"loader": Loader()})
     bcp.load(tmp_path / "empty", {"loader": target})
     assert (target.position, target.buffer, target.workers) == (0, [], {})
@@ -313,12 +314,12 @@ def _drawn_after_load(rank: int, world_size: int, path: str) -> tuple[Any, ...]:
     return _draw()
 
 
-def test_every_rank_gets_its_own_random_numbers_back(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_every_rank_restores_its_random_numbers(rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     results = rank_pool.run(_random_numbers, path, world_size=2)
     assert [found for _, found in results] == [expected for expected, _ in results]
     assert results[0] != results[1]
-    # On other ranks: new streams, all different, the same ones every time.
+    # At another world size the streams are new, all different, and reproducible.
     more = rank_pool.run(_drawn_after_load, path, world_size=3)
     assert len({draw[0] for draw in more}) == 3
     assert rank_pool.run(_drawn_after_load, path, world_size=3) == more
@@ -328,7 +329,7 @@ def test_every_rank_gets_its_own_random_numbers_back(rank_pool: RankPool, tmp_pa
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_taking_a_checkpoint_changes_nothing(steps: int, tmp_path: Path) -> None:
+def test_saving_changes_nothing(steps: int, tmp_path: Path) -> None:
     model = Net(1.0)
     model.up.weight.grad = torch.ones_like(model.up.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -340,7 +341,7 @@ def test_taking_a_checkpoint_changes_nothing(steps: int, tmp_path: Path) -> None
     gradient = model.up.weight.grad.clone()
     states = random.getstate(), torch.get_rng_state()
     handle = bcp.save(tmp_path / "checkpoint", {"model": model, "optimizer": optimizer}, async_save=True)
-    handle.result(60)
+    handle.result(time_limit(60))
     after = (model.state_dict(), optimizer.state_dict())
     assert repr(after) == repr(before)
     assert list(optimizer.state) == (list(model.parameters())[:1] if steps else [])
@@ -355,7 +356,7 @@ def test_taking_a_checkpoint_changes_nothing(steps: int, tmp_path: Path) -> None
 # -- adapters ------------------------------------------------------------------------------------------------------
 
 
-def test_framework_names_an_adapter(tmp_path: Path) -> None:
+def test_framework_selects_an_adapter(tmp_path: Path) -> None:
     for name in ("module", "torch", "ddp", "fsdp2"):
         bcp.save(tmp_path / name, {"model": Net(2.0), "extra_state": {"n": 1}}, framework=name)
         target = Net()
@@ -365,17 +366,19 @@ def test_framework_names_an_adapter(tmp_path: Path) -> None:
 
 def test_a_wrong_or_unknown_framework_is_a_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    with pytest.raises(errors.UnknownObjectError, match=r"framework='megatron2' names no adapter; known are: .*fsdp1"):
+    with pytest.raises(
+        errors.UnknownObjectError, match=r"framework='megatron2' names no adapter; the known ones are: .*fsdp1"
+    ):
         bcp.save(path, {"model": Net()}, framework="megatron2")
-    with pytest.raises(errors.UnknownObjectError, match=r"'model'.*Net is not one that framework='fsdp1' serves"):
+    with pytest.raises(errors.UnknownObjectError, match=r"'model'.*Net is not supported by framework='fsdp1'"):
         bcp.save(path, {"model": Net()}, framework="fsdp1")
-    with pytest.raises(errors.UnknownObjectError, match=r"known to no adapter.*register_adapter"):
+    with pytest.raises(errors.UnknownObjectError, match=r"no adapter supports .*register_adapter"):
         bcp.save(path, {"model": Net(), "thing": object()})
     assert not path.exists()
 
 
 class Grid:
-    """A kind of object that the library has never heard of: rows of one matrix, held apart."""
+    """A kind of object that the library does not support natively: separately stored rows of one matrix."""
 
     def __init__(self, rows: int, value: float) -> None:
         self.rows = [torch.full((3,), value + row) for row in range(rows)]
@@ -399,7 +402,7 @@ class GridAdapter(Adapter):
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         target = self._shards(obj)
-        target.wanted_values.add(("label",))
+        target.requested_values.add(("label",))
         target.apply = lambda values: setattr(obj, "label", values["label",])
         return target
 
@@ -412,7 +415,7 @@ def grid_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("grid_adapter")
 @pytest.mark.parametrize("framework", [None, "test-grid"])
-def test_an_adapter_of_one_s_own(framework: str | None, tmp_path: Path) -> None:
+def test_a_registered_adapter(framework: str | None, tmp_path: Path) -> None:
     bcp.save(tmp_path / "checkpoint", {"grid": Grid(4, 2.0), "model": Net(5.0)})
     checkpoint = bcp.open(tmp_path / "checkpoint")
     assert checkpoint["grid.matrix"].load()[:, 0].tolist() == [2.0, 3.0, 4.0, 5.0]
@@ -424,15 +427,15 @@ def test_an_adapter_of_one_s_own(framework: str | None, tmp_path: Path) -> None:
     assert [row.tolist() for row in rows] == [[value] * 3 for value in (2.0, 3.0, 4.0, 5.0)]
     bcp.load(tmp_path / "checkpoint", {"grid": target, "model": model})
     assert values_of(model) == {5.0}
-    with pytest.raises(errors.MismatchError, match=r"grid\.matrix.*stored \[4, 3\], wanted \[5, 3\]"):
+    with pytest.raises(errors.MismatchError, match=r"grid\.matrix.*stored \[4, 3\], requested \[5, 3\]"):
         bcp.load(tmp_path / "checkpoint", {"grid": Grid(5, 0.0)})
-    # What it stored is a tensor like any other.
+    # The stored rows form an ordinary tensor.
     tree = {"matrix": torch.zeros(4, 3), "label": ""}
     bcp.load(tmp_path / "checkpoint", {"grid": tree})
     assert tree["matrix"][:, 0].tolist() == [2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.usefixtures("grid_adapter")
-def test_a_name_is_given_to_one_adapter_only() -> None:
-    with pytest.raises(errors.StateError, match="exists already"):
+def test_adapter_names_are_unique() -> None:
+    with pytest.raises(errors.UsageError, match="exists already"):
         bcp.register_adapter(GridAdapter())

@@ -124,7 +124,7 @@ def test_a_fresh_optimizer_stays_without_state(tmp_path: Path) -> None:
     assert held(model, optimizer) == before
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), random)
-    # A load brings back that there was none, also where there is some by now.
+    # A load restores the absence of state, even if the target has some.
     step(optimizer)
     bcp.load(tmp_path / "checkpoint", {"model": model, "optimizer": optimizer})
     assert held(model, optimizer) == before
@@ -151,7 +151,7 @@ def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
     other = _gan()
     bcp.load(tmp_path / "checkpoint", other)
     assert _gan_held(other) == _gan_held(state)
-    # One of the two alone.
+    # Load only one of the two.
     half = _gan()
     bcp.load(tmp_path / "checkpoint", {name: half[name] for name in ("critic", "critic_optimizer")})
     assert _gan_held(half)[1] == _gan_held(state)[1]
@@ -184,11 +184,11 @@ def test_a_list_of_optimizers(tmp_path: Path) -> None:
 
 def test_an_optimizer_without_its_model_is_a_clear_error(tmp_path: Path) -> None:
     optimizer = optim.SGD(Net().parameters(), lr=0.1)
-    with pytest.raises(errors.StateError, match=r"nothing names .*Pass the module that owns it in the state too"):
+    with pytest.raises(errors.StateError, match=r"has no name\. Add the module that owns it to the state"):
         bcp.save(tmp_path / "checkpoint", {"optimizer": optimizer})
     with pytest.raises(errors.CheckpointNotFoundError):
         bcp.open(tmp_path / "checkpoint")
-    # Built from named parameters it can be told what is what.
+    # An optimizer built from named parameters matches them by name.
     model = Net()
     named = optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     step(named)
@@ -196,14 +196,14 @@ def test_an_optimizer_without_its_model_is_a_clear_error(tmp_path: Path) -> None
     assert "optimizer.state.up.weight.momentum_buffer" in bcp.open(tmp_path / "checkpoint")
 
 
-def test_frozen_parameters_and_such_as_never_had_a_gradient(tmp_path: Path) -> None:
+def test_parameters_that_are_frozen_or_never_had_a_gradient(tmp_path: Path) -> None:
     model = Net()
     model.up.requires_grad_(False)
     optimizer = optim.AdamW(model.parameters(), lr=0.1)
     step(optimizer, skip=(model.gain,))
     bcp.save(tmp_path / "checkpoint", {"model": model, "optimizer": optimizer})
     before = held(model, optimizer)
-    # Into one where the frozen ones are not part of the optimizer, and back.
+    # Load into an optimizer without the frozen parameters, and back.
     other = Net(seed=1)
     some = optim.AdamW([p for name, p in other.named_parameters() if not name.startswith("up")], lr=0.3)
     bcp.load(tmp_path / "checkpoint", {"model": other, "optimizer": some})
@@ -217,6 +217,6 @@ def test_frozen_parameters_and_such_as_never_had_a_gradient(tmp_path: Path) -> N
     report = bcp.load(tmp_path / "part", {"model": third, "optimizer": everything})
     assert any("up.weight" in name for name in report.lazy)
     assert bits(everything.state[third.up.weight]["exp_avg"]) == bits(kept["exp_avg"])
-    # Unfrozen: a load of the first checkpoint leaves nothing of what was there.
+    # Unfrozen: a load of the first checkpoint removes the existing state.
     bcp.load(tmp_path / "checkpoint", {"model": third, "optimizer": everything})
     assert held(third, everything) == before

@@ -1,4 +1,4 @@
-"""Tensors of every type, memory layout and kind through save, open and load."""
+"""Save, open and load tensors of every dtype, memory layout and kind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint import errors
-from bytecheckpoint.dtypes import DTYPES
+from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.testing.ranks import RankPool
 
-# torch says so of every complex32 tensor that is made.
+# torch warns about every complex32 tensor.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 KNOWN = [name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)]
@@ -41,7 +41,7 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).tolist() if flat.numel() else []
 
 
-def test_torch_has_no_type_that_is_not_known() -> None:
+def test_every_dtype_of_torch_is_supported() -> None:
     types = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
     quantised = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
     assert types - quantised <= set(DTYPES)
@@ -51,18 +51,18 @@ def test_torch_has_no_type_that_is_not_known() -> None:
 def test_every_type(name: str, tmp_path: Path) -> None:
     whole = filled(name, 4, 6)
     tree = {"whole": whole, "turned": whole.t(), "part": whole[1:3, ::2], "element": whole[2, 3], "none": whole[:0]}
-    wanted = {key: bits(tensor) for key, tensor in tree.items()}
+    reference = {key: bits(tensor) for key, tensor in tree.items()}
     bcp.save(tmp_path / "checkpoint", {"extra_state": tree}, chunk_size=16)
 
     checkpoint = bcp.open(tmp_path / "checkpoint")
-    assert {key: bits(checkpoint[f"extra_state.{key}"].load()) for key in tree} == wanted
+    assert {key: bits(checkpoint[f"extra_state.{key}"].load()) for key in tree} == reference
     assert bits(checkpoint["extra_state.whole"][1:3, 2:5]) == bits(whole[1:3, 2:5])
 
     fresh: dict[str, Any] = {}
     bcp.load(tmp_path / "checkpoint", {"extra_state": fresh})
-    assert {key: bits(tensor) for key, tensor in fresh.items()} == wanted
+    assert {key: bits(tensor) for key, tensor in fresh.items()} == reference
 
-    # In place, into memory that lies otherwise than what was saved.
+    # In place, into memory with other strides.
     room = filled("uint8", 6, 8 * whole.dtype.itemsize).zero_().view(whole.dtype)
     targets = {
         "whole": room[:4, 1:7],
@@ -74,7 +74,7 @@ def test_every_type(name: str, tmp_path: Path) -> None:
     report = bcp.load(tmp_path / "checkpoint", {"extra_state": (given := dict(targets))})
     assert not report.cast
     assert all(given[key] is targets[key] for key in targets)
-    assert {key: bits(tensor) for key, tensor in targets.items()} == wanted
+    assert {key: bits(tensor) for key, tensor in targets.items()} == reference
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -88,7 +88,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", VIEWS)
-def test_views_are_stored_as_what_they_show(kind: str, tmp_path: Path) -> None:
+def test_views_are_stored_by_their_values(kind: str, tmp_path: Path) -> None:
     view = VIEWS[kind](torch.arange(120, dtype=torch.float32).reshape(2, 3, 4, 5))
     bcp.save(tmp_path / "checkpoint", {"extra_state": {"view": view}})
     assert bits(bcp.open(tmp_path / "checkpoint")["extra_state.view"].load()) == bits(view)
@@ -99,7 +99,7 @@ def test_views_are_stored_as_what_they_show(kind: str, tmp_path: Path) -> None:
     assert target.stride() == strides
 
 
-def test_an_expanded_target_takes_only_values_that_fit_it(tmp_path: Path) -> None:
+def test_an_expanded_target_accepts_only_equal_values(tmp_path: Path) -> None:
     bcp.save(tmp_path / "checkpoint", {"extra_state": {"view": torch.tensor([1.0, 2.0])}})
     target = torch.tensor([7.0]).expand(2)
     with pytest.raises(errors.StateError, match=r"view: .*expanded.*contiguous"):
@@ -111,7 +111,7 @@ def test_an_expanded_target_takes_only_values_that_fit_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("lazy", [lambda t: t.conj(), lambda t: t.conj().imag], ids=["conjugated", "negated"])
-def test_lazy_views_are_refused_with_the_way_out(lazy: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+def test_lazy_views_are_refused_with_advice(lazy: Callable[..., torch.Tensor], tmp_path: Path) -> None:
     view = lazy(torch.tensor([1 + 2j, 3 - 4j]))
     with pytest.raises(errors.UnsupportedTensorError, match=r"extra_state\.view|view: .*resolve_"):
         bcp.save(tmp_path / "checkpoint", {"extra_state": {"view": view}})
@@ -206,7 +206,7 @@ def _onto_meta(rank: int, world_size: int, path: str) -> None:
     theirs, ours = ({n: _local(t) for n, t in model.state_dict().items()} for model in (source, target))
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
-    # The optimizer steps the parameters that the model has now, with the state that was loaded.
+    # The optimizer steps the model's current parameters with the loaded state.
     stepped = {id(p) for group in stepper.param_groups for p in group["params"]}
     assert stepped == {id(p) for p in target.parameters()}
     for one, model in ((optimizer, source), (stepper, target)):
@@ -222,11 +222,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def test_meta_targets_are_given_memory(tmp_path: Path) -> None:
+def test_meta_targets_get_memory(tmp_path: Path) -> None:
     _onto_meta(0, 1, str(tmp_path / "checkpoint"))
 
 
-def test_sharded_meta_targets_are_given_memory(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_sharded_meta_targets_get_memory(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(_onto_meta, str(tmp_path / "checkpoint"), world_size=2)
 
 

@@ -1,4 +1,4 @@
-"""Experts that were stepped unequally: every rank keeps the ``step`` of its own, and none is taken for all."""
+"""Save experts with different step counts: every rank keeps its ``step``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _load_whole(path: str, **rules: str) -> float:
     return float(optimizer.state[module.experts]["step"])
 
 
-def test_unequal_steps_are_each_ranks_own(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_each_rank_keeps_its_unequal_steps(rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     rank_pool.run(_save, path, True, world_size=2)
     assert rank_pool.run(_load, path, world_size=2) == [2.0, 3.0]
@@ -68,5 +68,5 @@ def _save_some(rank: int, world_size: int, path: str) -> str:
 
 
 def test_state_on_some_ranks_only_is_refused_with_advice(rank_pool: RankPool, tmp_path: Path) -> None:
-    said = rank_pool.run(_save_some, str(tmp_path / "c"), world_size=2)
-    assert all("optimizer.state.experts.exp_avg" in text and "zero gradient" in text for text in said), said
+    results = rank_pool.run(_save_some, str(tmp_path / "c"), world_size=2)
+    assert all("optimizer.state.experts.exp_avg" in text and "zero gradient" in text for text in results), results

@@ -25,8 +25,9 @@ from bytecheckpoint.errors import (
     UnsupportedURLError,
 )
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
-from bytecheckpoint.storage_backends.fsspec_backend import FsspecBackend
-from bytecheckpoint.storage_backends.fsspec_errors import map_error
+from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
+from bytecheckpoint.storage_backends.fsspec.errors import map_error
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
 
 
@@ -92,7 +93,7 @@ class _Unknown:
 
 @pytest.fixture
 def as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bytecheckpoint.storage_backends import fsspec_connection
+    from bytecheckpoint.storage_backends.fsspec import connection as fsspec_connection
 
     monkeypatch.setattr(fsspec_connection, "LocalFileSystem", _Unknown)
     for served in (PlainFileSystem, SilentFileSystem):
@@ -138,7 +139,7 @@ def test_object_where_a_directory_is_needed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["simplecache::memory://x", "blockcache::memory://x", "filecache::memory://x"])
 def test_caches_are_refused(url: str) -> None:
-    with pytest.raises(UnsupportedURLError, match="may serve bytes that were replaced"):
+    with pytest.raises(UnsupportedURLError, match="may serve objects that have been replaced"):
         open_backend(url)
 
 
@@ -173,7 +174,7 @@ def test_passwords_stay_out_of_messages(tmp_path: Path) -> None:
 
 FORK = """
 import os, sys
-from bytecheckpoint.storage_backends.fsspec_backend import FsspecBackend
+from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
 
 options = eval(sys.argv[2])
 backend = FsspecBackend(sys.argv[1], **options)
@@ -199,7 +200,10 @@ backend.close()
 
 def _fork(url: str, options: dict[str, Any]) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK, url, repr(options)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", FORK, url, repr(options)],
+        capture_output=True,
+        text=True,
+        timeout=time_limit(120),
     )
     assert done.returncode == 0, done.stderr
 
@@ -217,6 +221,7 @@ class TestFsspecS3(StorageConformance):
     large_bytes = 34 * 2**20 + 17
     piece_bytes = 3 * 2**20
     writers = 8
+    sequences = 5
 
     @pytest.fixture
     def backend(self, bucket: str, s3: dict[str, Any]) -> Iterator[StorageBackend]:

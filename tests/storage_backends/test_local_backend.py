@@ -23,8 +23,11 @@ from bytecheckpoint.errors import (
     StorageError,
     StorageFullError,
 )
-from bytecheckpoint.storage_backends import StorageBackend, local_directories, local_objects, posix
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends import StorageBackend, posix
+from bytecheckpoint.storage_backends.local import directories as local_directories
+from bytecheckpoint.storage_backends.local import objects as local_objects
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
 
 
@@ -72,7 +75,7 @@ def _read_only(path: Path) -> None:
 
 def _run(script: str, *arguments: object, code: int = 0) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=time_limit(120)
     )
     assert done.returncode == code, done.stderr
     return done.stdout
@@ -122,7 +125,7 @@ def test_file_size_limit(tmp_path: Path) -> None:
     script = """
 import os, resource, sys
 from bytecheckpoint.errors import StorageFullError
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 backend = LocalBackend(sys.argv[1])
@@ -161,7 +164,7 @@ def test_unwritable_directory(tmp_path: Path) -> None:
     script = """
 import os, sys
 from bytecheckpoint.errors import AccessDeniedError
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
 
 root = sys.argv[1]
 backend = LocalBackend(root)
@@ -289,8 +292,8 @@ def test_links_out_of_the_root_are_refused(tmp_path: Path, backend: LocalBackend
     assert [found.key for found in backend.list()] == ["a/object"]
     assert list(backend.list_children()) == ["a/"]
     # A write through a link replaces the link and deleting removes it: what it points to stays.
-    backend.put("a/file-link", b"mine")
-    assert backend.get("a/file-link") == b"mine"
+    backend.put("a/file-link", b"data")
+    assert backend.get("a/file-link") == b"data"
     (root / "a" / "second").symlink_to("../../secret/file")
     with backend.create("a/second", 1) as writer:
         writer.write(0, b"x")
@@ -316,13 +319,13 @@ def test_links_within_the_root_are_followed(backend: LocalBackend) -> None:
 def test_leftovers_of_a_killed_put(tmp_path: Path, backend: LocalBackend) -> None:
     script = """
 import os, signal, sys
-from bytecheckpoint.storage_backends import local
+from bytecheckpoint.storage_backends.local import backend
 
 def die(source, target):
     os.kill(os.getpid(), signal.SIGKILL)
 
-local.os.replace = die
-local.LocalBackend(sys.argv[1]).put("dir/object", b"new")
+backend.os.replace = die
+backend.LocalBackend(sys.argv[1]).put("dir/object", b"new")
 """
     backend.put("dir/object", b"old")
     _run(script, backend.url, code=-signal.SIGKILL)
@@ -438,7 +441,7 @@ def test_abort_waits_for_a_write_that_is_going_on(backend: LocalBackend, monkeyp
 
     def slow(fd: int, data: memoryview, offset: int) -> int:
         entered.set()
-        assert go_on.wait(60)
+        assert go_on.wait(time_limit(60))
         descriptors.append(stat.S_ISREG(os.fstat(fd).st_mode))
         return real(fd, data, offset)
 
@@ -447,13 +450,13 @@ def test_abort_waits_for_a_write_that_is_going_on(backend: LocalBackend, monkeyp
     thread = threading.Thread(target=writer.write, args=(0, b"abcd"))
     aborting = threading.Thread(target=writer.abort)
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(time_limit(60))
     aborting.start()
     with pytest.raises(StorageError, match=r"while a write was going on|aborted"):
         writer.complete()
     go_on.set()
-    thread.join(60)
-    aborting.join(60)
+    thread.join(time_limit(60))
+    aborting.join(time_limit(60))
     assert descriptors == [True]
     assert os.listdir(backend.url) == []
 
@@ -484,7 +487,7 @@ def test_arrays_are_buffers(backend: LocalBackend) -> None:
 def test_truncated_object_names_what_is_missing(backend: LocalBackend) -> None:
     backend.put("dir/object", b"x" * 100)
     os.truncate(os.path.join(backend.url, "dir/object"), 60)
-    with pytest.raises(StorageError, match=r"'dir/object'.*wanted bytes \[50, 80\), got 10.*only 60 bytes"):
+    with pytest.raises(StorageError, match=r"'dir/object'.*requested bytes \[50, 80\), got 10.*only 60 bytes"):
         backend.read_into("dir/object", 50, bytearray(30))
 
 

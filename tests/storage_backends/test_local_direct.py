@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 
 from benchmarks.page_cache import evict, resident
 from bytecheckpoint.errors import StorageError, StorageFullError, UnsupportedURLError
-from bytecheckpoint.storage_backends import StorageBackend, direct_io, local_objects, open_backend, page_cache
-from bytecheckpoint.storage_backends.direct_io import PAGE
-from bytecheckpoint.storage_backends.local import LocalBackend
-from bytecheckpoint.storage_backends.page_cache import PageCache
+from bytecheckpoint.storage_backends import StorageBackend, open_backend
+from bytecheckpoint.storage_backends.local import direct_io, page_cache
+from bytecheckpoint.storage_backends.local import objects as local_objects
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.storage_backends.local.direct_io import PAGE
+from bytecheckpoint.storage_backends.local.page_cache import PageCache
 from bytecheckpoint.testing.storage import StorageConformance
 
 _MIB = 1 << 20
@@ -138,8 +140,8 @@ def test_every_alignment(
     assert backend.direct_io == direct
     assert Path(backend.url, "object").read_bytes() == content.tobytes()
 
-    def read(wanted: tuple[float, int, int, int]) -> None:
-        where, length, misalignment, parts = wanted
+    def read(request: tuple[float, int, int, int]) -> None:
+        where, length, misalignment, parts = request
         start = int(where * (len(content) - 1))
         memory = _memory(min(length, len(content) - start), misalignment)
         backend.read_scattered("object", start, np.array_split(memory, parts))
@@ -305,13 +307,13 @@ def _on_direct(function: Callable[..., int], instead: Callable[[], object]) -> C
 
 @pytest.fixture
 def messages(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    with caplog.at_level(logging.DEBUG, "bytecheckpoint.storage_backends.local"):
+    with caplog.at_level(logging.DEBUG, "bytecheckpoint.storage_backends.local.root"):
         yield lambda: [record.getMessage() for record in caplog.records if "direct I/O" in record.getMessage()]
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("call", ["open", "pwrite", "preadv"])
-def test_a_refusal_is_told_once_and_worked_around(
+def test_a_refusal_is_logged_once_and_worked_around(
     backend: LocalBackend,
     messages: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,

@@ -15,7 +15,7 @@ from bytecheckpoint.testing.storage import StorageConformance
 def name() -> Iterator[str]:
     name = uuid.uuid4().hex
     yield name
-    MemoryBackend.drop(name)
+    MemoryBackend.delete_store(name)
 
 
 class TestMemoryBackend(StorageConformance):
@@ -38,7 +38,7 @@ def test_backends_of_one_name_share_their_objects(name: str) -> None:
     assert open_backend(f"memory://{name}/a").get("b/c") == b"x"
     assert open_backend(f"memory://{name}/a/b/").get("c") == b"x"
     assert open_backend(f"memory://{name}/a").url == f"memory://{name}/a"
-    MemoryBackend.drop(name)
+    MemoryBackend.delete_store(name)
     with pytest.raises(KeyNotFoundError):
         open_backend(f"memory://{name}").get("a/b/c")
 

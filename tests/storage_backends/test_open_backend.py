@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.errors import StorageError, UnsupportedURLError
 from bytecheckpoint.storage_backends import StorageBackend, check_key, join, open_backend, registry
-from bytecheckpoint.storage_backends.fsspec_backend import FsspecBackend
+from bytecheckpoint.storage_backends.buffers import WrittenRanges
+from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
 from bytecheckpoint.storage_backends.keys import is_object_key
-from bytecheckpoint.storage_backends.local import LocalBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
-from bytecheckpoint.storage_backends.pieces import PieceMap
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_slips_are_not_taken_for_directories(url: str | Path) -> None:
         open_backend(url)
 
 
-def test_options_that_nobody_takes() -> None:
+def test_unknown_options() -> None:
     for url in ("/tmp/x", "memory://x"):
         with pytest.raises(UnsupportedURLError, match="endpoint_url"):
             open_backend(url, endpoint_url="http://x")
@@ -120,7 +120,7 @@ class Backend(MemoryBackend):
 
 
 def test_entry_point_goes_before_fsspec(installed: Path) -> None:
-    source = "from bytecheckpoint.storage_backends.local import LocalBackend as Backend\n"
+    source = "from bytecheckpoint.storage_backends.local.backend import LocalBackend as Backend\n"
     _install(installed, "bcp-plugin-two", "s3", "bcp_plugin_two:Backend", source)
     assert registry.plugin_schemes()["s3"][0].value == "bcp_plugin_two:Backend"
 
@@ -177,7 +177,7 @@ def test_join_agrees_with_keys() -> None:
     whole = MemoryBackend("join-agrees")
     open_backend(join("memory://join-agrees", "a", "b")).put("c", b"x")
     assert whole.get("a/b/c") == b"x"
-    MemoryBackend.drop("join-agrees")
+    MemoryBackend.delete_store("join-agrees")
 
 
 # Keys and pieces
@@ -199,7 +199,7 @@ def test_a_key_never_leaves_the_root(key: str) -> None:
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(-2, 42), st.integers(0, 12)), max_size=12))
 def test_piece_map_is_a_set_of_bytes(size: int, pieces: list[tuple[int, int]]) -> None:
     written: set[int] = set()
-    piece_map = PieceMap("test", size)
+    piece_map = WrittenRanges("test", size)
     for offset, length in pieces:
         piece = set(range(offset, offset + length))
         if piece & written or offset < 0 or offset + length > size:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointNotFoundError, RootInUseError, StorageError
 from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -25,7 +26,7 @@ def _model(value: float) -> nn.Module:
 
 def _save_sharded(rank: int, world_size: int, path: str, options: dict[str, Any], value: float) -> None:
     state = {"model": fully_shard(_model(value)), "extra_state": {"value": value}}
-    bcp.save(path, state, step=int(value), async_save=True, storage_options=options).result(60)
+    bcp.save(path, state, step=int(value), async_save=True, storage_options=options).result(time_limit(60))
 
 
 def _load_whole(path: str, options: dict[str, Any]) -> float:
@@ -59,7 +60,7 @@ def test_ranks_save_to_s3_and_one_process_loads(rank_pool: RankPool, bucket: str
 def test_a_manager_on_s3(bucket: str, s3: dict[str, Any]) -> None:
     root = f"s3://{bucket}/managed"
     state = {"model": _model(0.0), "extra_state": {"value": 0.0}}
-    with bcp.CheckpointManager(root, every_steps=1, keep_last=2, lease_s=9.0, storage_options=s3) as manager:
+    with bcp.CheckpointManager(root, cadence=1, keep=2, lease_s=9.0, storage_options=s3) as manager:
         assert manager.resume(state) is None
         for step in range(1, 5):
             manager.save(step, {"model": _model(float(step)), "extra_state": {"value": float(step)}})

@@ -1,4 +1,4 @@
-"""Checkpoints that the command line is tried on, and looking at what it made of them."""
+"""Create checkpoints for the tests of the command line, and inspect its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import bytecheckpoint as bcp
 
 
 @dataclass
-class Ran:
+class CommandResult:
     code: int
     stdout: str
     stderr: str
@@ -26,7 +26,7 @@ class Ran:
 
 
 class Tied(nn.Module):
-    """Two names of one parameter, several dtypes, 0-d and empty tensors."""
+    """A model with a tied parameter, several dtypes, 0-d and empty tensors."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Tied(nn.Module):
 
 
 def save_one(path: Path, *, seed: int = 0, step: int = 5, lr: float = 0.25) -> Tied:
-    """A checkpoint of one process, with optimizer state and plain values."""
+    """Save from one process, with optimizer state and plain values."""
     model = Tied(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     for parameter in model.parameters():
@@ -63,13 +63,13 @@ def save_rank(rank: int, world_size: int, name: str, path: str) -> None:
 
 
 def tensors_of(path: object) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by every name."""
+    """Return every tensor of a checkpoint, by every name."""
     checkpoint = bcp.open(str(path))
     return {name: checkpoint[name].load() for name in checkpoint}
 
 
 def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """The same names, dtypes, shapes and bits."""
+    """Assert equal names, dtypes, shapes and bits."""
     assert a.keys() == b.keys()
     for name, tensor in a.items():
         assert tensor.dtype == b[name].dtype, name
@@ -78,5 +78,5 @@ def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 
 def folder_contents(path: Path) -> list[str]:
-    """Every file below a folder; none where there is no folder."""
+    """Return every file below a folder, none if it does not exist."""
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())

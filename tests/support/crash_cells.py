@@ -1,15 +1,15 @@
-"""The failure matrix as data: what goes wrong, where in the protocol, on which rank, in which kind of call.
+"""The failure matrix as data: the fault, its point in the protocol, the failing rank, and the kind of call.
 
-What makes no sense is left out:
+Combinations that make no sense are omitted:
 
-- Only rank 0 looks at the path, at the free space and at what is overwritten, and puts the manifest; only it has the
-  points inside these steps.
-- An error of the file system strikes where that call is made: reading does not fill a disk, and writing to a file that
-  is open is not denied. A write that is torn by a crash needs bytes that are written.
-- A call by some ranks only, or with different arguments, has no step. Where both ranks differ from each other there is
-  one victim, not two.
-- A load is never asynchronous, and there is nothing that it could overwrite. The manager finds the path itself, so that
-  ranks cannot bring different ones to its load.
+- Only rank 0 checks the path, the free space and the checkpoint to overwrite, and writes the manifest. So only rank 0
+  has the points inside these steps.
+- An error of the file system occurs only in calls that can raise it: a read cannot fill a disk, and a write to an open
+  file is not denied. A torn write needs bytes to write.
+- A call on some ranks only, or with different arguments, has no step. If the two ranks differ from each other, one of
+  them counts as the victim.
+- A load is never asynchronous and overwrites nothing. A manager determines the path itself, so its ranks cannot pass
+  different paths to a load.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bytecheckpoint.trace import LOAD_STEPS, SAVE_STEPS
+from bytecheckpoint.telemetry import LOAD_STEPS, SAVE_STEPS
 
 STEP_FAULTS = ("raise", "unpicklable", "kill", "stop")
-"""An exception; one that cannot be pickled, nor shown; SIGKILL; SIGSTOP for longer than the deadline."""
+"""An exception, an exception without pickle and text, SIGKILL, and SIGSTOP for longer than the deadline."""
 
 DISK_FAULTS = ("enospc", "eio", "eacces", "torn")
-"""The call to the file system fails; with "torn" half a write reaches the file and SIGKILL the process."""
+"""A call to the file system fails; with "torn", half of a write reaches the file and the process is killed."""
 
 CALL_FAULTS = ("rank-0-only", "divergent-path", "divergent-keys")
 
@@ -65,26 +65,26 @@ DISK_POINTS: dict[str, tuple[str, ...]] = {
     "load.read:open": ("eio", "eacces"),
     "load.read:read": ("eio",),
 }
-"""``<step>:<kind of call>`` and the faults that it may have. The calls are those of ``crash_disk``."""
+"""``<step>:<kind of call>`` and its possible faults. The kinds are those of ``crash_disk``."""
 
 _ROOT_POINTS = ("save.commit.before", "save.commit.after")
 _ROOT_DISK_STEPS = ("save.check", "save.plan", "save.commit", "save.clean", "load.open")
 _OVERWRITING_ONLY = ("save.commit:open", "save.clean:delete")
 
 ONCE_FAILED = (
-    # Rank 0 waited for ten seconds before it swept, for a rank that was late already.
+    # Rank 0 waited ten seconds for a rank that was already late, before it removed the attempt.
     "stop-save.confirm-last-sync-new",
-    # Ranks went on with what they had loaded, while another could not apply it.
+    # Ranks continued with the loaded state although another rank could not apply it.
     "raise-load.apply-last-sync-stored",
     "kill-load.report-first-manager-stored",
-    # Rank 0 said that there was no checkpoint, after it had put the manifest.
+    # Rank 0 reported that there was no checkpoint, after it had written the manifest.
     "raise-save.commit.after-first-async-overwrite",
-    # A manager did not try the step again.
+    # A manager did not retry the step.
     "raise-save.check-last-manager-new",
-    # A manager's error named the rank that told of it first.
+    # A manager's error named the rank that reported it first, not the rank that failed.
     "eio-save.write:write-first-manager-new",
 )
-"""Part of every sample."""
+"""Cells that failed once, in every sample."""
 
 SAVE_MODES = ("sync", "async", "manager")
 LOAD_MODES = ("sync", "manager")
@@ -93,9 +93,11 @@ VICTIMS = ("first", "last")
 
 @dataclass(frozen=True)
 class Cell:
-    """One failure. ``point`` is a step or a point of ``bytecheckpoint.trace``, a key of ``DISK_POINTS``, or for a fault
-    of the whole call "save" or "load". ``where``: the save is to a "new" path or an "overwrite"; a load is from what
-    is "stored"."""
+    """One failure.
+
+    ``point`` is a step or point of ``telemetry.trace``, a key of ``DISK_POINTS``, or "save" or "load" for a fault of
+    the entire call. ``where`` is "new" or "overwrite" for a save, and "stored" for a load.
+    """
 
     fault: str
     point: str
@@ -112,17 +114,17 @@ class Cell:
 
     @property
     def step(self) -> str:
-        """The step that the point is in, as traces name it; "" for a fault of the whole call."""
+        """The step that contains the point, as traces name it; "" for a fault of the entire call."""
         return ".".join(self.point.partition(":")[0].split(".")[:2]) if "." in self.point else ""
 
     @property
     def call(self) -> str:
-        """The kind of call to the file system, for a fault of the disk."""
+        """The kind of file system call, for a fault of the disk."""
         return self.point.partition(":")[2]
 
     @property
     def layout(self) -> str:
-        """Saves have a merge stage where tensors are stored whole."""
+        """The layout of the save: only one that stores whole tensors has a merge stage."""
         return "whole" if self.step == "save.merge" else "shards"
 
     @property
@@ -134,13 +136,16 @@ class Cell:
 
 
 def all_cells() -> list[Cell]:
-    """Every cell that makes sense, always in the same order."""
+    """Return every cell, always in the same order."""
     return [*_at_steps(), *_at_disk(), *_at_calls()]
 
 
 def sample(cells: Sequence[Cell], seed: int, count: int) -> list[Cell]:
-    """``count`` cells in the order of the matrix, chosen by ``seed``: those of ``ONCE_FAILED``, and each fault, point,
-    victim, mode and kind of path at least once, as far as ``count`` allows."""
+    """Return ``count`` cells in the order of the matrix, chosen by ``seed``.
+
+    The sample contains the cells of ``ONCE_FAILED`` and, if ``count`` allows, each fault, point, victim, mode and kind
+    of path at least once.
+    """
     chosen = [cell for cell in cells if str(cell) in ONCE_FAILED]
     shuffled = [cell for cell in cells if cell not in chosen]
     random.Random(seed).shuffle(shuffled)
@@ -150,12 +155,12 @@ def sample(cells: Sequence[Cell], seed: int, count: int) -> list[Cell]:
         shuffled.remove(best)
         chosen.append(best)
         missing -= labels_of(best)
-    wanted = {*chosen, *shuffled[: max(0, count - len(chosen))]}
-    return [cell for cell in cells if cell in wanted]
+    selected = {*chosen, *shuffled[: max(0, count - len(chosen))]}
+    return [cell for cell in cells if cell in selected]
 
 
 def labels_of(cell: Cell) -> set[tuple[str, str]]:
-    """What every sample has at least one cell of."""
+    """Return the labels of a cell; every sample has at least one cell of each label."""
     return {
         ("fault", cell.fault),
         ("point", cell.point),

@@ -1,8 +1,7 @@
-"""A file system that fails: the calls of this process that concern one folder raise, or tear a write and die.
+"""Simulate a failing file system: calls of this process on one folder raise, or write half of the data and die.
 
-The calls are replaced in ``os``, below everything that the library does with them, so that what it makes of an error is
-under test too. Nothing else of the process is touched: a call strikes only on a path (or a descriptor of a file) below
-the folder, and only while it is armed.
+The functions of ``os`` are replaced, below all code of the library, so that its error handling is tested too. A fault
+applies only to paths (and descriptors of files) below the folder, and only while it is armed.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "eacces": errno.EACCES}
 
 
 class FailingDisk:
-    """``fault`` at every call of kind ``call`` below ``folder``, from ``install`` to ``remove``, while ``is_armed``.
+    """Raises ``fault`` in every call of kind ``call`` below ``folder`` while it is installed and ``is_armed``.
 
-    ``struck`` is called before the first one. ``call`` is "stat", "free", "open" (to read), "create", "read", "write",
-    "sync", "sync-directory", "rename" or "delete".
+    ``struck`` is called before the first fault. ``call`` is "stat", "free", "open" (to read), "create", "read",
+    "write", "sync", "sync-directory", "rename" or "delete".
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class FailingDisk:
         if not f"{found}/".startswith(f"{self._folder}/"):
             return False
         with self._lock:
-            # Another thread must not kill the process before this one has told.
+            # Another thread must not kill the process before ``struck`` has recorded the time.
             if not self._has_struck:
                 self._has_struck = True
                 self._struck()
@@ -100,8 +99,8 @@ class FailingDisk:
         return call
 
     def _open(self, path: Any, flags: int, *args: Any, **options: Any) -> int:
-        wanted = "create" if flags & os.O_CREAT else "folder" if flags & os.O_DIRECTORY else "open"
-        if wanted == self._call and self._strikes(path):
+        kind = "create" if flags & os.O_CREAT else "folder" if flags & os.O_DIRECTORY else "open"
+        if kind == self._call and self._strikes(path):
             raise self._error(path)
         return int(self._former["open"](path, flags, *args, **options))
 
@@ -112,9 +111,9 @@ class FailingDisk:
 
     def _statvfs(self, path: Any) -> os.statvfs_result:
         found: os.statvfs_result = self._former["statvfs"](path)
-        # Where the folder is yet to be made, its parent is asked.
-        above = os.path.realpath(os.fsdecode(path))
-        if not f"{self._folder}/".startswith(f"{above}/") or not self._strikes(self._folder):
+        # If the folder does not exist yet, the library queries its parent.
+        parent = os.path.realpath(os.fsdecode(path))
+        if not f"{self._folder}/".startswith(f"{parent}/") or not self._strikes(self._folder):
             return found
         full = list(found)
         full[3] = full[4] = 0  # free blocks, for root and for others

@@ -1,4 +1,4 @@
-"""Making one rank fail at one point, and telling when it did."""
+"""Make one rank fail at one point, and record when it did."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from crash_cells import CALL_FAULTS, DISK_FAULTS, Cell
 from crash_disk import FailingDisk
 from crash_holdings import state_of
 
-from bytecheckpoint import trace
+from bytecheckpoint import telemetry
+from bytecheckpoint.testing import time_limit
 
 MESSAGE = "this was injected"
-_DEAD_S = 60.0
-_TOO_LATE_S = 6.0
-_STOPPED_S = 10.0
+_DEAD_S = time_limit(60)
+_BLOCKED_S = time_limit(6)
+_STOPPED_S = time_limit(10)
 
 
-class Unspeakable(Exception):
-    """Cannot be pickled, and says nothing."""
+class UnprintableError(Exception):
+    """An error that cannot be pickled and has no text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,9 +36,9 @@ class Unspeakable(Exception):
 
 
 class Fault:
-    """The fault of ``cell``, which strikes this process once, between ``install`` and ``remove``.
+    """Causes the fault of ``cell`` in this process, once, between ``install`` and ``remove``.
 
-    The time is written to ``file`` a moment before: a process that is killed cannot tell any more.
+    The time is written to ``file`` just before the fault, because a killed process cannot report it.
     """
 
     def __init__(self, cell: Cell, folder: str, file: Path) -> None:
@@ -53,7 +54,7 @@ class Fault:
         if self._cell.fault in CALL_FAULTS:
             self.struck()
             return
-        self._remove.append(trace.observe(self._see))
+        self._remove.append(telemetry.observe(self._see))
         if self._disk is not None:
             self._remove.append(self._disk.remove)
             self._disk.install()
@@ -63,7 +64,7 @@ class Fault:
             self._remove.pop()()
 
     def struck(self) -> None:
-        """Now, on the clock that all processes of a machine share."""
+        """Record the time, on the clock that all processes of a machine share."""
         temporary = self._file.with_suffix(".tmp")
         temporary.write_text(repr(time.monotonic()))
         temporary.rename(self._file)
@@ -82,21 +83,24 @@ class Fault:
         if fault == "raise":
             raise OSError(MESSAGE)
         if fault == "unpicklable":
-            raise Unspeakable
+            raise UnprintableError
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        # To this thread: while another one of the process takes the signal, this one would go on for a moment.
+        # Stop this thread: if another thread received the signal, this one would run a little further.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def time_of(file: Path) -> float | None:
-    """When the fault struck; None if it has not."""
+    """Return when the fault happened, None if it has not."""
     return float(file.read_text()) if file.exists() else None
 
 
-class Watch:
-    """When a process ended, as its kernel sees it: all of its threads, after what they did in the kernel (an ``fsync``
-    may take seconds on a busy disk, and nobody can know of the death before)."""
+class ProcessWatch:
+    """Records when all threads of a process have ended.
+
+    A killed process may take seconds to end, for example in ``fsync`` on a busy disk, and peers cannot detect its death
+    before that.
+    """
 
     def __init__(self, pid: int) -> None:
         self._descriptor = os.pidfd_open(pid)
@@ -109,7 +113,7 @@ class Watch:
             self._ended = time.monotonic()
 
     def ended(self) -> float:
-        """Waits for it, not for ever. On the clock that all processes of a machine share."""
+        """Wait until the process has ended, and return when, on the clock that all processes of a machine share."""
         self._thread.join()
         os.close(self._descriptor)
         assert self._ended is not None, "the process that was killed has not ended"
@@ -117,26 +121,28 @@ class Watch:
 
 
 @contextmanager
-def continued(pid: int, file: Path, deadline_s: float) -> Iterator[None]:
-    """Let a stopped process go on after the block, but not before it was stopped for ``deadline_s``. Should the block
-    wait for it for much longer, it goes on then, so that the test ends."""
-    went_on = threading.Event()
+def continue_afterwards(pid: int, file: Path, deadline_s: float) -> Iterator[None]:
+    """Continue a stopped process after the block, once it has been stopped for ``deadline_s``.
 
-    def go_on() -> None:
-        went_on.set()
+    If the block waits much longer for the process, a timer continues it, so that the test ends.
+    """
+    continued = threading.Event()
+
+    def send_continue() -> None:
+        continued.set()
         os.kill(pid, signal.SIGCONT)
 
-    too_late = threading.Timer(deadline_s + _TOO_LATE_S, go_on)
-    too_late.start()
+    timer = threading.Timer(deadline_s + _BLOCKED_S, send_continue)
+    timer.start()
     try:
         yield
     finally:
-        too_late.cancel()
-        too_late.join()
-    if went_on.is_set():
+        timer.cancel()
+        timer.join()
+    if continued.is_set():
         return
-    give_up = time.monotonic() + _STOPPED_S
+    give_up_at = time.monotonic() + _STOPPED_S
     while (struck := time_of(file)) is None or time.monotonic() < struck + deadline_s or state_of(pid) != "T":
-        assert time.monotonic() < give_up, f"process {pid} was not stopped: it is {state_of(pid)!r}"
+        assert time.monotonic() < give_up_at, f"process {pid} was not stopped: it is {state_of(pid)!r}"
         time.sleep(0.01)
-    go_on()
+    send_continue()

@@ -1,4 +1,4 @@
-"""What a process holds of the system: threads, descriptors, children; and what processes left behind."""
+"""Count the threads, descriptors and children of a process, and find what other processes left behind."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-_POOLS = {"bcp-io": 8, "bcp-save": 1, "bcp-merge": 2, "bcp-copy": 1}
-"""Threads that a process keeps from save to save, each made when it is first needed."""
+from bytecheckpoint.testing import time_limit
 
-_SETTLE_S = 5.0
+_POOLS = {"bcp-io": 8, "bcp-save": 1, "bcp-merge": 2, "bcp-copy": 1}
+"""Limits of the thread pools that a process keeps between saves; threads start on demand."""
+
+_SETTLE_S = time_limit(5)
 _SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """Counts by kind."""
+class Resources:
+    """The resources of a process, counted by kind."""
 
     threads: Counter[str]
     descriptors: Counter[str]
     children: Counter[str]
 
     @classmethod
-    def now(cls) -> Holdings:
+    def now(cls) -> Resources:
         gc.collect()
         named = Counter(_kind_of_thread(thread.name) for thread in threading.enumerate())
         for pool, limit in _POOLS.items():
@@ -34,37 +36,37 @@ class Holdings:
         named["not Python's"] = len(os.listdir("/proc/self/task")) - threading.active_count()
         return cls(named, _descriptors(), Counter(_children()))
 
-    def beyond(self, before: Holdings) -> list[str]:
-        """What there is more of than ``before``."""
+    def beyond(self, before: Resources) -> list[str]:
+        """Return the resources that have been added since ``before``."""
         pairs = [
             ("thread", self.threads, before.threads),
             ("descriptor", self.descriptors, before.descriptors),
             ("child", self.children, before.children),
         ]
-        return [f"{count} more {what}: {kind}" for what, mine, old in pairs for kind, count in (mine - old).items()]
+        return [f"{count} more {what}: {kind}" for what, now, old in pairs for kind, count in (now - old).items()]
 
 
-def left_since(before: Holdings) -> list[str]:
-    """What this process holds beyond ``before``, given a moment: the other end of a connection closes by itself."""
-    give_up = time.monotonic() + _SETTLE_S
-    while (left := Holdings.now().beyond(before)) and time.monotonic() < give_up:
+def left_since(before: Resources) -> list[str]:
+    """Return the resources added since ``before``, after a short wait: closed connections disappear with a delay."""
+    deadline = time.monotonic() + _SETTLE_S
+    while (left := Resources.now().beyond(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
 
 
 def processes_of_sessions(sessions: set[int]) -> list[int]:
-    """Living processes of these sessions: a rank leads a session, and whatever it starts is in that."""
+    """Return the living processes of these sessions: each rank is a session leader, and its children belong to it."""
     return [pid for pid, fields in _processes() if fields[0] not in ("Z", "X") and int(fields[3]) in sessions]
 
 
 def shared_memory_of(pids: set[int]) -> set[str]:
-    """Segments with a name of this library's, or of one of these processes: torch and Python put the pid there."""
-    mine = re.compile(rf"bcp|bytecheckpoint|(?<!\d)({'|'.join(map(str, pids)) or '-'})(?!\d)")
-    return {name for name in os.listdir(_SHARED_MEMORY) if mine.search(name)}
+    """Return the segments of this library or of these processes: torch and Python put the pid into the name."""
+    pattern = re.compile(rf"bcp|bytecheckpoint|(?<!\d)({'|'.join(map(str, pids)) or '-'})(?!\d)")
+    return {name for name in os.listdir(_SHARED_MEMORY) if pattern.search(name)}
 
 
 def state_of(pid: int) -> str:
-    """The letter that ``/proc`` has for it: T is stopped."""
+    """Return the state letter from ``/proc``; T means stopped."""
     return next((fields[0] for found, fields in _processes([pid]) if found == pid), "")
 
 
@@ -78,7 +80,7 @@ def _descriptors() -> Counter[str]:
         try:
             target = os.readlink(f"/proc/self/fd/{number}")
         except OSError:
-            continue  # of the listing itself
+            continue  # the descriptor of the listing itself
         kinds[re.sub(r"(?<=:)\[\d+\]", "", target)] += 1
     return kinds
 

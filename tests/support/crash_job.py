@@ -1,4 +1,4 @@
-"""A small training job that saves and loads below one root, in each of the ways that a job can."""
+"""A small training job that saves and loads below one root, in each mode."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import BytecheckpointError
+from bytecheckpoint.testing import time_limit
 
-_RESULT_S = 60.0
+_RESULT_S = time_limit(60)
 
 
 class Job:
-    """Saves to ``<root>/step-<step>``, and is over when that is committed or has failed."""
+    """Saves to ``<root>/step-<step>``, and returns when the save is committed or has failed."""
 
     def __init__(self, root: str, *, deadline_s: float, layout: Any = "shards", is_async: bool = False) -> None:
         self._root, self._deadline_s, self._layout, self._is_async = root, deadline_s, layout, is_async
         self.raised: float | None = None
-        """When the first of several calls raised, which all are to be made."""
+        """When the first of several calls raised: all of them are made nevertheless."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         handle = bcp.save(
@@ -36,23 +37,23 @@ class Job:
         bcp.load(f"{self._root}/step-{step}", state, deadline_s=self._deadline_s)
 
     def close(self) -> None:
-        """In good order."""
+        """End the job normally."""
 
     def leave(self, error: BaseException) -> None:
-        """As a job does that ends with ``error``."""
+        """End the job with ``error``."""
 
 
 class ManagedJob(Job):
-    """With a ``CheckpointManager``. ``load`` loads the newest."""
+    """Uses a ``CheckpointManager``; ``load`` loads the newest checkpoint."""
 
     def __init__(self, root: str, *, deadline_s: float, layout: Any = "shards") -> None:
         super().__init__(root, deadline_s=deadline_s, layout=layout)
         self._manager = bcp.CheckpointManager(
-            root, layout=layout, deadline_s=deadline_s, lease_s=0.6, meet_every_s=0.05
+            root, layout=layout, deadline_s=deadline_s, lease_s=time_limit(0.6), coordinate_every_s=0.05
         )
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        # What fails while it begins is raised by some ranks at once and by others later, so all make both calls.
+        # Some ranks raise an early failure in save() and others in wait(), so all ranks make both calls.
         try:
             assert self._manager.save(step, state, force=True) is not None, f"step {step} was not saved"
         except BytecheckpointError:
@@ -60,7 +61,7 @@ class ManagedJob(Job):
             with suppress(BytecheckpointError):
                 self._manager.wait()
             took = time.monotonic() - self.raised
-            assert took <= self._deadline_s + 2.0, f"wait() took {took:.2f} s after save() had failed"
+            assert took <= self._deadline_s + time_limit(2), f"wait() took {took:.2f} s after save() had failed"
             raise
         self._manager.wait()
 
@@ -76,7 +77,7 @@ class ManagedJob(Job):
 
 
 def new_job(mode: str, root: str, *, deadline_s: float, layout: Any = "shards") -> Job:
-    """``mode`` is one of ``crash_cells.SAVE_MODES``."""
+    """Return a job of one of ``crash_cells.SAVE_MODES``."""
     if mode == "manager":
         return ManagedJob(root, deadline_s=deadline_s, layout=layout)
     return Job(root, deadline_s=deadline_s, layout=layout, is_async=mode == "async")

@@ -18,8 +18,12 @@ from crash_state import WrongLoad
 
 @dataclass
 class CellFigures:
-    """``noticed_s``: from the fault, or the end of the process that was killed, to the last survivor's error;
-    ``ended_s``: from the fault to that end. ``loads``: checkpoints that were compared bit by bit after the fault."""
+    """The figures of one cell.
+
+    ``noticed_s`` is the time from the fault (or from the end of the killed process) to the last survivor's error, and
+    ``ended_s`` the time from the fault to the end of the killed process. ``loads`` counts the checkpoints that were
+    compared bit by bit after the fault.
+    """
 
     cell: Cell
     loads: int = 0
@@ -29,7 +33,7 @@ class CellFigures:
 
 @dataclass
 class Report:
-    """Collects in memory, and adds to ``file`` once; to none where that is None. A file of another run is replaced."""
+    """Collects figures in memory, and adds them to ``file`` at the end. It replaces the file of another run."""
 
     file: str | None
     figures: list[CellFigures] = field(default_factory=list)
@@ -43,7 +47,7 @@ class Report:
             yield
         except BaseException as error:
             self.failed.append(str(figures.cell))
-            # Of a rank, as text.
+            # A rank's error arrives as text.
             self.wrong_loads += WrongLoad.__name__ in f"{type(error).__name__} {error}"
             raise
 

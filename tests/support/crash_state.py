@@ -1,4 +1,4 @@
-"""The state that the failure matrix saves: every element tells which save it is of, and where it belongs."""
+"""The state that the failure matrix saves: every element encodes its save and its position."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointNotFoundError, NotACheckpointError
 
 PREVIOUS, NEW, NEXT = 1.0, 2.0, 3.0
-"""What is stored before the failure, by the call that fails, and by the one after it."""
+"""The value stored before the failure, by the failing call, and by the call after it."""
 
 _SIZES = (5, 7, 6)
 _TABLE = 11
 
 
 class WrongLoad(AssertionError):
-    """What was loaded is of no save at all, or of several."""
+    """The loaded state belongs to no save, or to several."""
 
 
 def new_state(value: float, *, sharded: bool = True) -> dict[str, Any]:
@@ -42,19 +42,19 @@ def empty_state(*, sharded: bool = True) -> dict[str, Any]:
 
 
 def value_of(state: dict[str, Any]) -> float:
-    """The save that all of ``state`` is of, bit for bit, as far as this rank has it. Raises ``WrongLoad``."""
+    """Return the value of the one save to which this rank's part of ``state`` belongs, or raise ``WrongLoad``."""
     value = float(state["extra_state"]["value"])
     expected = new_state(value, sharded=False)
     if not torch.equal(state["extra_state"]["table"], expected["extra_state"]["table"]):
-        raise WrongLoad(f"the table is not of save {value}")
+        raise WrongLoad(f"the table does not belong to save {value}")
     for name, parameter in state["model"].named_parameters():
         if not torch.equal(*_local(parameter, expected["model"].get_parameter(name))):
-            raise WrongLoad(f"{name} is not of save {value}")
+            raise WrongLoad(f"{name} does not belong to save {value}")
     return value
 
 
 def stored_value(path: Path) -> float | None:
-    """The save that is committed at ``path``, None where none is. Raises ``WrongLoad``."""
+    """Return the value of the save that is committed at ``path``, None if there is none, or raise ``WrongLoad``."""
     try:
         checkpoint = bcp.open(path)
     except (CheckpointNotFoundError, NotACheckpointError):
@@ -67,15 +67,15 @@ def stored_value(path: Path) -> float | None:
     return value_of(state)
 
 
-def _local(parameter: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank has of both, without a word to the others, who may be gone."""
+def _local(parameter: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's rows of both tensors without communication: other ranks may be dead."""
     if not isinstance(parameter, DTensor):
-        return parameter, whole
-    rows = torch.chunk(whole, parameter.device_mesh.size())
+        return parameter, full
+    rows = torch.chunk(full, parameter.device_mesh.size())
     rank = parameter.device_mesh.get_local_rank()
-    return parameter.to_local(), rows[rank] if rank < len(rows) else whole[:0]
+    return parameter.to_local(), rows[rank] if rank < len(rows) else full[:0]
 
 
 def _pattern(value: float, number: int, shape: torch.Size) -> torch.Tensor:
-    """Whole numbers that a float32 holds."""
+    """Return integers that float32 represents exactly."""
     return torch.arange(shape.numel(), dtype=torch.float32).reshape(shape) + 1000 * number + 200_000 * value

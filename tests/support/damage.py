@@ -1,6 +1,6 @@
-"""Ways to damage a checkpoint on a local disk, each undone again.
+"""Damage a checkpoint on a local disk, and undo the damage afterwards.
 
-Nothing here uses the library: what a file holds is told by its name and, for safetensors, by its header.
+This module does not use the library: it derives the contents of a file from its name and its safetensors header.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ MANIFEST = "manifest.msgpack"
 
 
 def with_version(raw: bytes, version: int) -> bytes:
-    """The manifest as a later library would begin it: the version is the byte behind the magic string."""
+    """Return the manifest with another version, which is the byte after the magic string."""
     changed = raw[:16] + bytes([version]) + raw[17:-16]
     return changed + xxhash.xxh3_128_digest(changed)
 
 
 def keys_of(root: Path) -> list[str]:
-    """Every file below ``root``, as keys, in order."""
+    """Return every file below ``root`` as a key, in order."""
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
 def data_begin(file: Path) -> int:
-    """Where the data of a safetensors file begin; the size of any other file."""
+    """Return the offset of the data in a safetensors file, and the size of any other file."""
     if file.suffix != ".safetensors":
         return file.stat().st_size
     with file.open("rb") as opened:
@@ -36,7 +36,7 @@ def data_begin(file: Path) -> int:
 
 
 def tensor_at(file: Path, offset: int) -> str:
-    """The name of the tensor whose data hold this byte, without the box; "" outside the data."""
+    """Return the name of the tensor that contains this byte, without the box, or "" outside the data."""
     begin = data_begin(file)
     if offset < begin:
         return ""
@@ -52,7 +52,7 @@ def tensor_at(file: Path, offset: int) -> str:
 
 
 def regions(file: Path) -> list[tuple[int, int]]:
-    """Parts of a file that are damaged in different ways: length field, header text, padding, data; or all of it."""
+    """Return the ranges whose damage has different effects: length field, header text, padding, data; or the file."""
     size = file.stat().st_size
     begin = data_begin(file)
     if file.suffix != ".safetensors":
@@ -64,7 +64,7 @@ def regions(file: Path) -> list[tuple[int, int]]:
 
 @contextmanager
 def flipped(file: Path, offset: int, bit: int = 0) -> Iterator[None]:
-    """One bit of one byte the other way round."""
+    """Flip one bit."""
     with file.open("r+b") as opened:
         opened.seek(offset)
         old = opened.read(1)
@@ -80,7 +80,7 @@ def flipped(file: Path, offset: int, bit: int = 0) -> Iterator[None]:
 
 @contextmanager
 def replaced(file: Path, content: bytes | None) -> Iterator[None]:
-    """Another content, or no file at all."""
+    """Replace the contents of the file, or remove the file."""
     old = file.read_bytes()
     if content is None:
         file.unlink()
@@ -94,7 +94,7 @@ def replaced(file: Path, content: bytes | None) -> Iterator[None]:
 
 @contextmanager
 def swapped(one: Path, other: Path) -> Iterator[None]:
-    """Two files under each other's name."""
+    """Exchange the names of two files."""
     aside = one.with_name("aside")
 
     def swap() -> None:

@@ -1,7 +1,7 @@
-"""A FUSE file system that shows a directory and fails where it is told to: below it is the kernel, not a patched call.
+"""A FUSE file system that mirrors a directory and injects errors in the kernel, not in patched functions.
 
-Speaks the kernel's protocol over ``/dev/fuse`` itself, so it needs neither libfuse nor a package, only the right to
-mount. The server is a process of its own; rules come to it by a file, so that any process of a test can set them.
+It implements the kernel's protocol over ``/dev/fuse``, so it needs no libfuse and no package, only the right to mount.
+The server is a separate process that reads its rules from a file, so that any process of a test can set them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from pathlib import Path
 
 import pytest
 
+from bytecheckpoint.testing import time_limit
+
 _SERVER = Path(__file__).with_name("fuse_server.py")
 
 
 @dataclass(frozen=True)
 class FuseRule:
-    """``operation`` ("write", "read", "fsync", "fallocate", "rename", "create", "unlink", "mkdir") on a file whose
-    path below the mount matches the shell pattern ``name`` fails with ``errno``, from byte ``begin`` on."""
+    """Makes ``operation`` fail with ``errno`` on files that match the shell pattern ``name``, from byte ``begin`` on.
+
+    ``operation`` is "write", "read", "fsync", "fallocate", "rename", "create", "unlink" or "mkdir"; ``name`` is
+    compared with the path below the mount.
+    """
 
     operation: str
     errno: int
@@ -33,13 +38,13 @@ class FuseRule:
 
 @dataclass(frozen=True)
 class FuseDisk:
-    """Mounted at ``path``. Can be pickled; any process may set rules."""
+    """The file system mounted at ``path``. It can be pickled, and any process can set its rules."""
 
     path: str
     control: str
 
     def fail(self, *rules: FuseRule) -> None:
-        """These rules hold from now on, and no others."""
+        """Replace all rules."""
         temporary = f"{self.control}.{os.getpid()}"
         Path(temporary).write_text(json.dumps([asdict(rule) for rule in rules]))
         os.replace(temporary, self.control)
@@ -50,7 +55,7 @@ class FuseDisk:
 
 @contextmanager
 def fuse_disk(at: Path) -> Iterator[FuseDisk]:
-    """What is written there lies in the directory ``<at>.below``. Skips where FUSE cannot be mounted."""
+    """Mount a file system that stores its files in ``<at>.below``. Skips the test if FUSE cannot be mounted."""
     below, control = at.with_suffix(".below"), at.with_suffix(".rules")
     at.mkdir(parents=True)
     below.mkdir()
@@ -61,11 +66,11 @@ def fuse_disk(at: Path) -> Iterator[FuseDisk]:
     assert server.stdout is not None
     try:
         if server.stdout.readline() != "mounted\n":
-            _, why = server.communicate(timeout=10)
-            pytest.skip(f"no FUSE file system can be mounted here: {why.strip().splitlines()[-1:]}")
+            _, stderr = server.communicate(timeout=time_limit(10))
+            pytest.skip(f"no FUSE file system can be mounted here: {stderr.strip().splitlines()[-1:]}")
         yield disk
     finally:
-        # Lazily: what still holds a file there must not keep the mount of a failed test.
+        # Lazily: after a failed test, an open file must not keep the mount.
         subprocess.run(["umount", "-l", str(at)], capture_output=True, check=False)
         server.kill()
         server.communicate()

@@ -1,7 +1,7 @@
-"""The process behind ``fuse_disk``: ``fuse_server.py <mount point> <directory> <rules file>``.
+"""The server process of ``fuse_disk``: ``fuse_server.py <mount point> <directory> <rules file>``.
 
-One thread, one request at a time, nothing cached (all times to live are 0). Only what the library calls is there:
-regular files and directories, no links but hard ones, no extended attributes, no locks of its own (the kernel's do).
+One thread serves one request at a time and caches nothing (all times to live are 0). The server implements only the
+calls of the library: regular files, directories and hard links, without extended attributes. The kernel handles locks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_REPLY = (2, 36, 42)  # FORGET, INTERRUPT, BATCH_FORGET
 
 
 class Server:
-    """Requests of the kernel, answered from the files of ``below``."""
+    """Serves the kernel's requests from the files in ``below``."""
 
     def __init__(self, below: str, control: str) -> None:
         self._below, self._control = below, control
@@ -83,7 +83,7 @@ class Server:
             try:
                 os.write(device, _REPLY.pack(_REPLY.size + len(answer), -failed, unique) + answer)
             except OSError as error:
-                if error.errno != errno.ENOENT:  # the caller was killed meanwhile
+                if error.errno != errno.ENOENT:  # the caller has been killed
                     raise
 
     def _check(self, operation: str, path: str, begin: int = 0, end: int = 1) -> None:
@@ -91,7 +91,7 @@ class Server:
             rules = json.load(opened)
         for rule in rules:
             if rule["operation"] == operation and fnmatchcase(path, rule["name"]) and end > rule["begin"]:
-                raise OSError(rule["errno"], "as told")
+                raise OSError(rule["errno"], "injected")
 
     def _full(self, path: str) -> str:
         return os.path.join(self._below, path) if path else self._below
@@ -180,7 +180,7 @@ class Server:
 
     def _open(self, node: int, body: bytes) -> bytes:
         (flags,) = struct.unpack_from("<I", body)
-        # Direct transfers end here: what is below need not take them.
+        # Direct I/O ends here: the file system below need not support it.
         handle = os.open(self._full(self._paths[node]), flags & ~(os.O_DIRECT | os.O_NOFOLLOW))
         return struct.pack("<QIi", handle, 0, 0)
 

@@ -1,7 +1,7 @@
-"""The golden checkpoints of format version 1: what is saved in each, and what must come back.
+"""The golden checkpoints of format version 1: the state saved in each, and the expected result of a load.
 
-The expectation of every case is made from plain objects, an unsharded model or the tree itself, and without the
-library. ``describe`` writes a value down in JSON's types such that types and bits are kept.
+The expectation of every case is computed without the library, from plain objects: an unsharded model or the tree.
+``describe`` converts a value to JSON types and preserves types and bits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import bytecheckpoint as bcp
-from bytecheckpoint.dtypes import DTYPES
-from bytecheckpoint.manifest import decode, encode
+from bytecheckpoint.format.manifest import decode, encode
+from bytecheckpoint.save import planning as save_planning
+from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.testing.ranks import RankPool
 
 ROOT = Path(__file__).parents[1] / "golden" / "v1"
@@ -40,7 +41,7 @@ METADATA = {"run": "golden", "lr": 0.1, "nested": {"list": [1, None, True]}}
 
 
 def describe(value: Any) -> Any:
-    """A plain value, tensor or tree of these in JSON's types; equal exactly where type and bits are equal."""
+    """Convert a plain value, a tensor or a tree to JSON types; two results are equal if types and bits are equal."""
     kind = type(value).__name__
     if value is None or type(value) in (bool, str):
         return value if not isinstance(value, str) or value.isprintable() else [kind, ascii(value)]
@@ -75,7 +76,7 @@ def describe(value: Any) -> Any:
 
 
 def describe_tensor(tensor: torch.Tensor) -> list[Any]:
-    """``[dtype, shape, bytes]``."""
+    """Return ``[dtype, shape, bytes]``."""
     data = tensor.detach().contiguous()
     raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw.hex()]
@@ -83,7 +84,7 @@ def describe_tensor(tensor: torch.Tensor) -> list[Any]:
 
 @dataclass
 class Expected:
-    """``tensors`` by full name, ``aliases`` likewise, ``trees`` by section and rank: what a load into ``{}`` gives."""
+    """The result of a load into ``{}``: ``tensors`` and ``aliases`` by full name, ``trees`` by section and rank."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class Expected:
                     self.tensors[f"optimizer.state.{name}.{key}"] = describe_tensor(tensor)
 
     def add_trees(self, section: str, trees: list[Any]) -> None:
-        """One tree for each rank; tensors that are the same on all are stored under their plain names."""
+        """Add one tree per rank; tensors that are equal on all ranks are stored under their plain names."""
         self.trees[section] = [describe(tree) for tree in trees]
         by_rank = [dict(_tensors(tree, section)) for tree in trees]
         for name in by_rank[0]:
@@ -140,7 +141,7 @@ def _tensors(tree: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Small(nn.Module):
-    """Uneven dimensions, one smaller than any world, 0-d, 0-element, tied and transient tensors."""
+    """Uneven dimensions, one dimension smaller than any world, and 0-d, empty, tied and transient tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class Tied(Small):
 
 
 def filled(model: nn.Module, seed: float = 1.0) -> Any:
-    """The model with values that are multiples of 1/16, the same on every machine."""
+    """Fill the model with multiples of 1/16, which are the same on every machine."""
     with torch.no_grad():
         for number, (_, tensor) in enumerate(sorted([*model.named_parameters(), *model.named_buffers()])):
             ramp = torch.arange(tensor.numel(), dtype=torch.float64).reshape(tensor.shape)
@@ -172,9 +173,9 @@ def filled(model: nn.Module, seed: float = 1.0) -> Any:
 
 
 def steps(optimizer: torch.optim.Optimizer, frozen: tuple[torch.Tensor, ...] = ()) -> torch.optim.Optimizer:
-    """Two steps with gradients that every layout computes alike.
+    """Make two steps with gradients that are equal in every layout.
 
-    Rounded afterwards: the last bits of Adam's roots and quotients depend on the processor's vector instructions.
+    The results are rounded, because the last bits of Adam's roots and quotients depend on the processor.
     """
     for _ in range(2):
         for group in optimizer.param_groups:
@@ -225,7 +226,7 @@ Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Case:
-    """``state`` makes this rank's state; ``expected`` runs in one process, without the library."""
+    """``state`` creates this rank's state; ``expected`` runs in one process, without the library."""
 
     name: str
     world_size: int
@@ -270,7 +271,7 @@ def _tree_case(name: str, trees: list[dict[str, Any]], mark: Callable[[dict[str,
 
 
 def plain_values() -> dict[str, Any]:
-    """A value of every kind that the format has."""
+    """Return a value of every kind that the format supports."""
     return {
         "none": None, "true": True, "false": False, "int": -7, "int64": -(2**63), "uint64": 2**64 - 1,
         "big": 2**64, "bigger": -(3**200), "float": 0.1, "minus zero": -0.0, "nan": float("nan"), "inf": float("-inf"),
@@ -287,7 +288,7 @@ def plain_values() -> dict[str, Any]:
 
 
 def tensor_tree() -> dict[str, Any]:
-    """Tensors in containers of every kind, under keys that a dotted name alone would not give back."""
+    """Return tensors in containers of every kind, under keys that a dotted name does not determine."""
     one = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     return {
         "list": [one + 1, {"x": one + 2, "n": 1}, "text"],
@@ -304,7 +305,7 @@ def tensor_tree() -> dict[str, Any]:
 
 
 def every_dtype() -> dict[str, Any]:
-    """One tensor of each type that this torch has, of bytes that no type takes for something else; and odd shapes."""
+    """Return one tensor of each dtype of this torch, with distinct bytes, and tensors of unusual shapes."""
     known = {name: kind for name, kind in DTYPES.items() if isinstance(getattr(torch, name, None), torch.dtype)}
     tree: dict[str, Any] = {}
     for number, (name, kind) in enumerate(known.items()):
@@ -352,23 +353,23 @@ CASES: dict[str, Case] = {
 
 
 def plain_target(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """An unsharded model and optimizer for a model case, of other values."""
+    """Return an unsharded model and optimizer for a model case, with other values."""
     kind, optimizer = {"single": (Tied, _two_groups), "fsdp1-flat-3": (Small, _adamw)}.get(name, (Small, _sgd))
     model = filled(kind(), seed=9.0)
     return model, optimizer(model)
 
 
 def save_case(rank: int, world_size: int, name: str, path: str) -> None:
-    """One rank's part of one golden checkpoint."""
+    """Save one rank's part of one golden checkpoint."""
     with (
-        mock.patch("bytecheckpoint.save_planning.attempt_name", return_value=f"attempt-golden-{name}"),
+        mock.patch.object(save_planning, "attempt_name", return_value=f"attempt-golden-{name}"),
         mock.patch("platform.node", return_value="golden"),
     ):
         bcp.save(path, CASES[name].state(), step=STEP, metadata=METADATA, chunk_size=CHUNK_SIZE)
 
 
 def write_case(pool: RankPool, name: str, folder: Path) -> None:
-    """A checkpoint, with ``<name>.json`` beside it that says what is in it.
+    """Generate a checkpoint and ``<name>.json`` with its expected contents.
 
     Attempt names, the time and the host name are fixed, so that doing it twice gives the same files.
     """
@@ -384,7 +385,7 @@ def write_case(pool: RankPool, name: str, folder: Path) -> None:
 
 
 def _lines(expected: dict[str, Any]) -> str:
-    """JSON with one name a line, so that a difference can be read."""
+    """Return JSON with one name per line, so that differences are readable."""
     parts = []
     for key, value in expected.items():
         rows = value.items() if isinstance(value, dict) else ()

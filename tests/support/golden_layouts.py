@@ -1,5 +1,6 @@
-"""Shapes of the models whose layouts are kept as golden files, written from their public configurations, and the
-engines they are kept for. No vLLM here: whoever replays the files needs no more than this.
+"""The models and engines whose layouts are stored as golden files.
+
+The shapes come from the models' public configurations. The tests that replay the files need no vLLM.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1, "use_qk_norm": False, "vocab_size": 151552, "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
     },
-    # Of no model: a vocabulary that is padded, fewer key-value heads than ranks, an odd number of layers.
+    # Artificial: a padded vocabulary, fewer key-value heads than ranks, an odd number of layers.
     "small-dense": _DECODER | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -91,7 +92,7 @@ ENGINES: dict[str, list[dict[str, Any]]] = {
         {"tp": 2, "pp": 2, "ep": True},
     ],
 }
-"""By model. Of each engine the file has every rank."""
+"""The engines by model. Each file contains the layouts of all ranks of one engine."""
 
 
 def file_of(model: str, engine: dict[str, Any]) -> Path:

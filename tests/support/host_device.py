@@ -1,4 +1,4 @@
-"""A stand-in for a device whose memory processes share: it lies in host memory, and nobody but the device may touch it.
+"""A stand-in for a device with shared memory: it uses host memory that only the device may access.
 
 Nothing gets there but by copies, and who does not wait for these has not made them. There is one such device.
 """
@@ -14,9 +14,9 @@ import msgpack
 import torch
 
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push import device_memory
-from bytecheckpoint.inference.push.arena import Address, Arena, attach
-from bytecheckpoint.inference.push.device_memory import DeviceMemory
+from bytecheckpoint.inference.push.transports import cuda_ipc as device_memory
+from bytecheckpoint.inference.push.transports.cuda_ipc import DeviceMemory
+from bytecheckpoint.inference.push.transports.shared_memory import Arena, ArenaAddress, attach
 
 __all__ = ["HostDevice", "host_device"]
 
@@ -41,7 +41,7 @@ class _OnDevice(torch.Tensor):
 
 
 def _asked() -> list[Callable[[], None]]:
-    """By this thread, and not done yet."""
+    """Return the copies that this thread has queued."""
     if not hasattr(_own, "asked"):
         _own.asked = []
     found: list[Callable[[], None]] = _own.asked
@@ -55,20 +55,20 @@ class _Stream:
 
 
 class HostDevice(DeviceMemory):
-    """``taken`` and ``opened``: by this process, and not given back."""
+    """``taken`` and ``opened`` list what this process has not freed or closed yet."""
 
     name = "GPU-of-the-host"
     taken: dict[int, Arena] = {}
     opened: set[int] = set()
     refusal: type[Exception] | None = None
-    """What other processes get that open it."""
+    """The error that opening raises."""
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         arena = Arena(nbytes)
         self.taken[arena.memory.data_ptr()] = arena
         return arena.memory.as_subclass(_OnDevice)
 
-    def give_back(self, memory: torch.Tensor) -> None:
+    def free(self, memory: torch.Tensor) -> None:
         self.taken.pop(memory.data_ptr()).close()
 
     def handle(self, memory: torch.Tensor) -> bytes:
@@ -76,7 +76,7 @@ class HostDevice(DeviceMemory):
         return packed
 
     def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
-        memory = attach(Address.from_plain(msgpack.unpackb(handle)))
+        memory = attach(ArenaAddress.from_plain(msgpack.unpackb(handle)))
         if HostDevice.refusal is not None:
             raise HostDevice.refusal("it cannot be opened")
         if memory is None:
@@ -84,7 +84,7 @@ class HostDevice(DeviceMemory):
         self.opened.add(memory.data_ptr())
         return memory.as_subclass(_OnDevice)
 
-    def shut(self, memory: torch.Tensor) -> None:
+    def close(self, memory: torch.Tensor) -> None:
         self.opened.remove(memory.data_ptr())
 
 
@@ -94,11 +94,11 @@ def _named(name: str) -> DeviceMemory | None:
 
 @contextmanager
 def host_device() -> Iterator[None]:
-    """This process has the device meanwhile."""
-    before = device_memory.memory_here, device_memory.memory_of, torch.cuda.current_stream
-    device_memory.memory_here, device_memory.memory_of = HostDevice, _named
+    """Give this process the device."""
+    before = device_memory.current_device_memory, device_memory.device_memory_named, torch.cuda.current_stream
+    device_memory.current_device_memory, device_memory.device_memory_named = HostDevice, _named
     torch.cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment, return-value]
     try:
         yield
     finally:
-        device_memory.memory_here, device_memory.memory_of, torch.cuda.current_stream = before
+        device_memory.current_device_memory, device_memory.device_memory_named, torch.cuda.current_stream = before

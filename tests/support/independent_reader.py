@@ -1,6 +1,6 @@
-"""A reader written from docs/format.md alone; it uses nothing of the library.
+"""A reader written from docs/format.md alone, without any code of the library.
 
-Tensors come as numpy arrays; of types that numpy lacks as void of their size, whose bytes count.
+Tensors are returned as numpy arrays. Dtypes that numpy lacks become void types of the same size, compared by bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_payload(data: bytes) -> dict[str, Any]:
 
 
 def read_checkpoint(root: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Every tensor, whole, by full name; every chunk checked."""
+    """Return every whole tensor by full name, and check every chunk."""
     document = read_payload((root / "manifest.msgpack").read_bytes())
     files, tensors, shards = document["files"], document["tensors"], document["shards"]
     ndim = numbers(tensors["ndim"])
@@ -83,8 +83,10 @@ def read_checkpoint(root: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def read_values(root: Path, rank: int, *, containers: bool = False) -> dict[str, dict[tuple[str | int, ...], Any]]:
-    """The values of every section by path: those all ranks share, then those of ``rank``. Without ``containers`` these
-    are left out."""
+    """Return the values of every section by path: those that all ranks share, then those of ``rank``.
+
+    Containers are included only on request.
+    """
     document = read_payload((root / "manifest.msgpack").read_bytes())
     files, sections = document["files"], names(document["sections"]["name"])
     shared: dict[str, dict[tuple[str | int, ...], Any]] = {section: {} for section in sections}
@@ -112,8 +114,10 @@ def read_values(root: Path, rank: int, *, containers: bool = False) -> dict[str,
 
 
 def read_tree(root: Path, section: str, rank: int) -> dict[Any, Any]:
-    """A section of kind ``tree`` whose root is a mapping, as ``rank`` gets it: nested dicts (for lists too, by index),
-    with ``("tensor", dtype, shape, bytes)`` where a tensor was; containers become ``(kind, length, dict)``."""
+    """Return a ``tree`` section whose root is a mapping, as ``rank`` loads it.
+
+    Lists become dicts by index, and tensors become ``("tensor", dtype, shape, bytes)``.
+    """
     values = read_values(root, rank, containers=True)[section]
     containers = {path: read_value(value.data) for path, value in values.items() if is_container(value)}
     leaves = {path: value for path, value in values.items() if not is_container(value)}
@@ -128,9 +132,9 @@ def read_tree(root: Path, section: str, rank: int) -> dict[Any, Any]:
         if fqn in exact:
             path = exact[fqn]
         elif cuts:
-            (above,) = branches[fqn[: cuts[-1]]]
+            (parent,) = branches[fqn[: cuts[-1]]]
             key = fqn[cuts[-1] + 1 :]
-            path = (*above, int(key) if containers[above][0] in ("list", "tuple") else key)
+            path = (*parent, int(key) if containers[parent][0] in ("list", "tuple") else key)
         leaves[path] = tensor
     tree: dict[Any, Any] = {}
     for path, leaf in leaves.items():
@@ -142,7 +146,7 @@ def read_tree(root: Path, section: str, rank: int) -> dict[Any, Any]:
 
 
 def section_tensors(root: Path, section: str, rank: int) -> dict[str, tuple[Any, ...]]:
-    """``("tensor", dtype, shape, bytes)`` by fqn: the shared tensors of a section, aliases, and those of ``rank``."""
+    """Return a section's shared tensors, aliases, and tensors of ``rank`` as ``("tensor", dtype, shape, bytes)``."""
     document = read_payload((root / "manifest.msgpack").read_bytes())
     tensors, arrays = document["tensors"], read_checkpoint(root)
     rows = zip(names(tensors["name"]), choices(tensors["dtype"]), numbers(tensors["scope"]))

@@ -1,4 +1,4 @@
-"""Joins that are held up while the bytes are on their way."""
+"""Helpers for joins that are held up in the middle."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from urllib.error import HTTPError
 
 from toy_engine import ToyEngine
 
-_LONG_S = 30.0
+from bytecheckpoint.testing import time_limit
+
+_LONG_S = time_limit(30)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Return when it is so."""
+    """Wait until ``condition`` holds."""
     end = time.monotonic() + _LONG_S
     while not condition():
         assert time.monotonic() < end, f"still not so: {what}"
@@ -24,14 +26,14 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def arenas(engine: ToyEngine) -> list[int]:
-    """How many each worker has mapped, its own and others'."""
+    """Count the arenas that each worker has mapped, its own and those of others."""
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in engine.look()["pids"]]
     return [text.count("/memfd:bcp-") for text in maps]
 
 
 @contextmanager
 def giving(holder: ToyEngine) -> Iterator[Callable[..., None]]:
-    """In the block, what the workers of ``holder`` give waits; what is yielded returns when all of them have begun."""
+    """Hold up the transfers of the workers of ``holder``; the yielded function returns when all have begun."""
     workers = range(len(holder.look()["pids"]))
     threads = holder.look()["threads"]
     for worker in workers:
@@ -41,7 +43,7 @@ def giving(holder: ToyEngine) -> Iterator[Callable[..., None]]:
         def is_begun() -> bool:
             if join is not None and join.done():
                 raise AssertionError(f"it is over before it began: {join.result()}")
-            # One that gives, and one that writes.
+            # One thread runs the transfer, and one writes.
             return all(now >= then + 2 for now, then in zip(holder.look()["threads"], threads, strict=True))
 
         until(is_begun, "begun")
@@ -50,5 +52,5 @@ def giving(holder: ToyEngine) -> Iterator[Callable[..., None]]:
         yield begun
     finally:
         for worker in workers:
-            with suppress(HTTPError):  # it has been killed
+            with suppress(HTTPError):  # the worker has been killed
                 holder.fault(worker, "go on")

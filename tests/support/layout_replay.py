@@ -1,4 +1,4 @@
-"""Layouts carried out on real tensors, for the tests: by views of whole tensors, and from nothing but their parts."""
+"""Apply target layouts to real tensors, by views of whole tensors or from their parts alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.inference.strided import StridedView, box_of
-from bytecheckpoint.inference.target_layout import TargetLayout
+from bytecheckpoint.inference.layouts.strided import StridedView, box_of
+from bytecheckpoint.inference.layouts.target import TargetLayout
+from bytecheckpoint.tensors.geometry import Box
 
 
 def view_of(tensor: torch.Tensor, view: StridedView) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""The layouts of the reshard matrix: one small model with nasty shapes, cut in every way the library knows.
+"""The layouts of the reshard matrix: one small model with difficult shapes, sharded in every supported way.
 
-Nothing here uses the library. A layout's model starts from the same full values whatever the layout, and two
-optimizer steps with gradients that are elementwise functions of the parameters bring parameters and optimizer state
-to values that every layout computes bit for bit alike. So what a load must produce is known without any load:
-``build(layout, seed=1)`` on the same ranks.
+This module does not use the library. The model starts from the same full values in every layout. Two optimizer steps,
+whose gradients are elementwise functions of the parameters, give parameters and optimizer state that are bit for bit
+equal in all layouts. So ``build(layout, seed=1)`` on the same ranks is the expected result of a load.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Block(nn.Module):
 
 
 class Nasty(nn.Module):
-    """Dimensions that do not divide, one smaller than any world, one element, no element, 0-d and odd dtypes."""
+    """Indivisible dimensions, one smaller than any world, one element, no element, 0-d tensors and unusual dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class Nasty(nn.Module):
 
 
 def fill(module: nn.Module, seed: int) -> None:
-    """Values that are unique per tensor name, element and seed."""
+    """Fill with values that are unique per tensor name, element and seed."""
     with torch.no_grad():
         for number, (_, tensor) in enumerate(sorted([*module.named_parameters(), *module.named_buffers()])):
             ramp = torch.arange(tensor.numel(), dtype=torch.float64).reshape(tensor.shape)
@@ -61,7 +60,7 @@ def fill(module: nn.Module, seed: int) -> None:
 
 @dataclass
 class Built:
-    """What a layout gives: the modules of this rank and the optimizer over their parameters."""
+    """The modules of this rank in one layout, and the optimizer of their parameters."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -75,7 +74,7 @@ class Built:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def step(self) -> None:
-        """One optimizer step with gradients that any layout computes alike."""
+        """Make one optimizer step with gradients that are equal in every layout."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.numel():
@@ -106,7 +105,7 @@ def _fsdp1(strategy: ShardingStrategy, orig: bool, nested: bool) -> Callable[[Na
         if strategy is ShardingStrategy.HYBRID_SHARD:
             mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # FSDP-1 announces its deprecation, and NO_SHARD's
+            warnings.simplefilter("ignore")  # FSDP-1 and NO_SHARD are deprecated
             return FSDP(
                 model,
                 sharding_strategy=strategy,
@@ -162,7 +161,7 @@ def _hsdp_tp(model: Nasty) -> nn.Module:
 
 
 class _Stage(nn.Module):
-    """A pipeline stage that keeps the names of the whole model."""
+    """A pipeline stage that keeps the names of the full model."""
 
 
 def _stage(model: Nasty, index: int) -> nn.Module:
@@ -234,7 +233,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def build(name: str, seed: int, *, steps: int) -> Built:
-    """The layout on this process group, with values of ``seed``, after ``steps`` optimizer steps."""
+    """Build the layout on this process group, with the values of ``seed``, after ``steps`` optimizer steps."""
     layout = LAYOUTS[name]
     model = Nasty()
     fill(model, seed)
@@ -248,11 +247,11 @@ def build(name: str, seed: int, *, steps: int) -> Built:
 
 
 def _optimizer(modules: list[nn.Module], orig_params: bool, seed: int) -> torch.optim.Optimizer:
-    """Two groups with hyper-parameters of their own; one where the parameters are flat and cannot be told apart."""
+    """Use two groups with different hyper-parameters, or one if flat parameters do not separate them."""
     named = [(name, p) for module in modules for name, p in module.named_parameters()]
     if not orig_params:
         return torch.optim.AdamW([p for _, p in named], lr=1e-2 * seed, weight_decay=0.1, amsgrad=True)
-    # The same hyper-parameters on all, so that flat parameters and single ones can be loaded from each other.
+    # Equal hyper-parameters, so that layouts with flat and with original parameters can load each other.
     odd = [p for name, p in named if "norm" in name]
     even = [p for name, p in named if "norm" not in name]
     common = {"lr": 1e-2 * seed, "weight_decay": 0.1}
@@ -260,7 +259,7 @@ def _optimizer(modules: list[nn.Module], orig_params: bool, seed: int) -> torch.
 
 
 def local_tensors(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of this rank's memory: parameters, persistent buffers, optimizer state."""
+    """Return every local tensor of this rank: parameters, persistent buffers, optimizer state."""
     for at, module in enumerate(built.modules):
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if "scratch" not in name:
@@ -274,7 +273,7 @@ def local_tensors(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _without_padding(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """FSDP-1 pads flat parameters to the world size; what stands there means nothing."""
+    """Remove the padding of FSDP-1's flat parameters, whose contents are undefined."""
     padding = getattr(parameter, "_shard_numel_padded", 0) if tensor.shape == parameter.shape else 0
     return tensor[: tensor.numel() - padding] if padding else tensor
 
@@ -285,12 +284,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(loaded: Built, expected: Built) -> list[str]:
-    """Names of this rank's tensors that are not equal bit for bit."""
+    """Return the names of this rank's tensors that differ in any bit."""
     found = dict(local_tensors(loaded))
-    wanted = dict(local_tensors(expected))
-    bad = sorted(found.keys() ^ wanted.keys())
-    for name in found.keys() & wanted.keys():
-        a, b = found[name], wanted[name]
+    tensors = dict(local_tensors(expected))
+    bad = sorted(found.keys() ^ tensors.keys())
+    for name in found.keys() & tensors.keys():
+        a, b = found[name], tensors[name]
         if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b):
             bad.append(name)
     return bad

@@ -1,4 +1,4 @@
-"""What this process holds: memory, descriptors, threads, children, shared memory."""
+"""Measure the memory, descriptors, threads, children and shared memory of this process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from pathlib import Path
 
 import psutil
 
-from bytecheckpoint.storage_backends.keys import TEMPORARY
+from bytecheckpoint.storage_backends.keys import TEMPORARY_PREFIX
+from bytecheckpoint.testing import time_limit
 
 _LOOKS = 5
-_PATIENCE_S = 10.0
+_PATIENCE_S = time_limit(10)
 
 
 @dataclass(frozen=True)
 class Held:
-    """All but memory: what must be exactly the same later."""
+    """All resources except memory, which must be exactly the same later."""
 
     descriptors: list[str]
     threads: list[str]
@@ -48,7 +49,7 @@ def held_now() -> Held:
 
 
 def memory_now() -> int:
-    """Bytes of memory that are this process's own (neither files nor shared), once what is free is given back."""
+    """Return the bytes of this process's private anonymous memory, after freed memory was returned to the system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -64,26 +65,28 @@ def median(samples: Sequence[int]) -> int:
 
 
 def _descriptors() -> Counter[str]:
-    """What each descriptor is of that stays open: a lease, say, is written from time to time, and closed again, which
-    takes as long as the disk does."""
+    """Return the targets of descriptors that stay open.
+
+    Others are open only briefly: a lease, for example, is rewritten from time to time.
+    """
     found, end = reduce(and_, (_open_now() for _ in range(_LOOKS))), time.monotonic() + _PATIENCE_S
-    while any(TEMPORARY in name for name in found) and time.monotonic() < end:
+    while any(TEMPORARY_PREFIX in name for name in found) and time.monotonic() < end:
         time.sleep(0.01)
         found &= _open_now()
     return found
 
 
 def _open_now() -> Counter[str]:
-    """Without the numbers of sockets and pipes, which differ from time to time."""
+    """Return the targets without the numbers of sockets and pipes, which vary."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that listed them
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             found[os.readlink(f"/proc/self/fd/{name}").split(":[")[0]] += 1
     return found
 
 
 def _shared_memory() -> list[str]:
-    """Segments that this process has mapped or open, and those that bear its number."""
+    """Return the segments that this process has mapped, and those whose name contains its pid."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line or "/memfd:" in line]
     named = [name for name in shared_memory_names() if str(os.getpid()) in name]

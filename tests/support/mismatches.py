@@ -1,4 +1,4 @@
-"""What a ``MismatchError`` that a test has caught lists."""
+"""Inspect the faults of a caught ``MismatchError``."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from bytecheckpoint.errors import MismatchError
 
 
 def faults_of(caught: pytest.ExceptionInfo[MismatchError], kind: str) -> list[str]:
-    """The names of its faults of one kind, sorted."""
+    """Return the names of the faults of one kind, sorted."""
     return sorted(name for found, name, _ in caught.value.faults if found == kind)

@@ -1,5 +1,7 @@
-"""The textbook rules of tensor, pipeline and expert parallelism, by the names of tensors: which box of a stored tensor
-goes to which box of which parameter of one rank. Written from the models' descriptions, not from any layout.
+"""The textbook rules of tensor, pipeline and expert parallelism, by the names of tensors.
+
+The rules map boxes of stored tensors to boxes of one rank's parameters. They are written from the models' descriptions,
+independently of the recorded layouts.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from bytecheckpoint.dtypes import DTYPES, DType
-from bytecheckpoint.geometry import Box
-from bytecheckpoint.inference.target_layout import LayoutTensor
+from bytecheckpoint.inference.layouts.target import LayoutTensor
+from bytecheckpoint.tensors.dtypes import DTYPES, DType
+from bytecheckpoint.tensors.geometry import Box
 
-_PADDING = 64  # vLLM's vocabularies are multiples of it
+_PADDING = 64  # vLLM pads vocabularies to a multiple of this
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-# Models of which vLLM has the embedding, the last norm and the head on every pipeline stage.
+# Models whose embedding, last norm and head vLLM builds on every pipeline stage.
 _ON_EVERY_STAGE = frozenset({"Qwen3MoeForCausalLM"})
 _EXACT_ROUTERS = frozenset({"Glm4MoeForCausalLM"})
 _EXPERT = re.compile(r"(mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|weight_scale_inv)")
@@ -31,7 +33,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """For one rank of an engine that runs the model of ``config``."""
+    """The rules for one rank of an engine that runs the model of ``config``."""
 
     config: dict[str, Any]
     tp: int
@@ -44,7 +46,7 @@ class Rules:
         return self.rank % self.tp
 
     def pieces(self, tensor: LayoutTensor) -> list[Piece]:
-        """None for a tensor of another stage, an expert of another rank, and predictors of further tokens."""
+        """Return no pieces for tensors of other stages, experts of other ranks, and multi-token predictors."""
         name, shape = tensor.name, tensor.shape
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             return self._vocabulary(name, shape) if self._has(name) else []
@@ -58,7 +60,7 @@ class Rules:
         return self._in_layer(f"model.layers.{layer}.", rest, shape)
 
     def layers(self, stage: int) -> range:
-        """Stages have layers as equal in number as can be; one more each have those just before the last."""
+        """Distribute the layers evenly; the stages just before the last one get the remainder."""
         each, more = divmod(int(self.config["num_hidden_layers"]), self.pp)
         counts = [each] * self.pp
         for back in range(more):
@@ -66,7 +68,7 @@ class Rules:
         return range(sum(counts[:stage]), sum(counts[: stage + 1]))
 
     def padding(self) -> dict[str, int]:
-        """Elements of parameters that nothing is stored for."""
+        """Return the number of padding elements by parameter."""
         found = {}
         rows, padded = int(self.config["vocab_size"]), self._padded()
         first, last = self.place * padded // self.tp, (self.place + 1) * padded // self.tp
@@ -77,13 +79,13 @@ class Rules:
         return found
 
     def _has(self, name: str) -> bool:
-        """Whether the rank's stage has this one of the tensors that are outside of the layers."""
+        """Whether the rank's stage has this tensor, which belongs to no layer."""
         if self.config["architectures"][0] in _ON_EVERY_STAGE:
             return True
         return self.rank // self.tp == (0 if name == "model.embed_tokens.weight" else self.pp - 1)
 
     def is_here(self, tensor: LayoutTensor) -> bool:
-        """Whether the rank's stage has the tensor at all."""
+        """Whether the rank's stage has the tensor."""
         found = _LAYER.fullmatch(tensor.name)
         return self._has(tensor.name) if found is None else int(found[1]) in self.layers(self.rank // self.tp)
 
@@ -92,12 +94,12 @@ class Rules:
         return self._padded() - tensor.shape[0] if outside else 0
 
     def dtype_of(self, tensor: LayoutTensor) -> DType:
-        """The parameter's type: that of the stored tensor, but for routers that are computed exactly."""
+        """Return the parameter's dtype: float32 for routers that are computed exactly, otherwise the stored dtype."""
         exact = self.config["architectures"][0] in _EXACT_ROUTERS and tensor.name.endswith("mlp.gate.weight")
         return DTYPES["float32"] if exact else tensor.dtype
 
     def is_sharded(self, name: str) -> bool:
-        """Whether ranks of a stage have different parts, none of them twice."""
+        """Whether the ranks of a stage have disjoint parts."""
         if re.search(r"[kv]_proj\.(weight|bias)$", name):
             return int(self.config["num_key_value_heads"]) >= self.tp
         rows = r"(q|q_b|kv_b|o|gate|up|down)_proj\.(weight|weight_scale_inv|bias)$"
@@ -144,14 +146,14 @@ class Rules:
         return [_whole(prefix + rest, shape)]
 
     def _heads(self, which: str) -> tuple[int, int, int]:
-        """First row, number of rows, and first row in the fused parameter."""
+        """Return the first row, the number of rows, and the first row in the fused parameter."""
         config = self.config
         heads, kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
         size = int(config.get("head_dim") or config["hidden_size"] // heads)
         queries, keys = heads // self.tp * size, max(kv_heads // self.tp, 1) * size
         if which == "q":
             return self.place * queries, queries, 0
-        copies = max(self.tp // kv_heads, 1)  # of each key-value head
+        copies = max(self.tp // kv_heads, 1)  # copies of each key-value head
         return self.place // copies * keys, keys, queries + (keys if which == "v" else 0)
 
     def _expert(self, prefix: str, number: int, which: str, kind: str, shape: tuple[int, ...]) -> list[Piece]:
@@ -175,7 +177,7 @@ class Rules:
 
 
 def covers(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes that were cut along one dimension only, some of them equal, are all of a tensor."""
+    """Whether boxes, which are split along one dimension and may repeat, cover a tensor."""
     distinct = sorted(set(boxes))
     return sum(box.numel for box in distinct) == math.prod(shape) and all(
         one.intersect(other) is None for one, other in pairwise(distinct)

@@ -1,4 +1,4 @@
-"""A real S3 server process on 127.0.0.1, for the tests that need one."""
+"""Provide a real S3 server process on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ server.stop()
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[dict[str, Any]]:
-    """The options of a running S3 server; it ends when its standard input does, even if this process is killed."""
+    """Return the options of a running S3 server, which ends with its standard input, even if this process is killed."""
     pytest.importorskip("s3fs")
     found = subprocess.run([sys.executable, "-c", "import moto.server"], capture_output=True)
     if found.returncode:

@@ -1,6 +1,7 @@
-"""File systems of a test's own: tiny ones that fill up, read-only ones, ones whose device fails.
+"""Mount small file systems: tiny ones that fill up, read-only ones, and ones whose device fails.
 
-Skips where mounting is not allowed."""
+The tests are skipped if mounting is not allowed.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,17 @@ from pathlib import Path
 
 import pytest
 
+from bytecheckpoint.testing import time_limit
+
 _LOOP_SET_STATUS64, _LOOP_GET_STATUS64 = 0x4C04, 0x4C05
 _LOOP_INFO64_BYTES, _SIZE_LIMIT_AT = 232, 32
 _FIBMAP = 1
-_BUSY_S = 20.0
+_BUSY_S = time_limit(20)
 
 
 @contextmanager
 def tiny_disk(at: Path, size: int) -> Iterator[Path]:
-    """A file system of ``size`` bytes."""
+    """Mount a file system of ``size`` bytes."""
     at.mkdir(parents=True)
     if not _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at)):
         pytest.skip("mounting is not allowed here")
@@ -37,7 +40,7 @@ def tiny_disk(at: Path, size: int) -> Iterator[Path]:
 
 @contextmanager
 def read_only(at: Path) -> Iterator[None]:
-    """The mounted file system takes no writes, not even from root."""
+    """Make the mounted file system refuse writes, even from root."""
     if not _run("mount", "-o", "remount,ro", str(at)):
         pytest.skip("remounting is not allowed here")
     try:
@@ -48,7 +51,7 @@ def read_only(at: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ext4Disk:
-    """A real ext4 on a loop device, mounted at ``path``. Can be pickled; any process may break and mend it."""
+    """A real ext4 on a loop device, mounted at ``path``. It can be pickled, and any process can break and repair it."""
 
     path: str
     device: str
@@ -62,11 +65,11 @@ class Ext4Disk:
         return found.f_bavail * found.f_frsize
 
     def fill(self, leave: int = 0) -> None:
-        """Another writer takes the space, all but ``leave`` bytes."""
+        """Fill the file system, except for ``leave`` bytes."""
         fd = os.open(self._other, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             size, step = os.fstat(fd).st_size, max(0, self.free_bytes() - leave)
-            # Metadata take some of it too, so the last step may be too long.
+            # Metadata uses some space too, so the last step may be too large.
             while step >= 4096:
                 try:
                     os.posix_fallocate(fd, size, step)
@@ -81,26 +84,26 @@ class Ext4Disk:
             os.close(fd)
 
     def free(self) -> None:
-        """The other writer's file is gone."""
+        """Remove the file that fills the file system."""
         self._other.unlink(missing_ok=True)
 
     def remount(self, mode: str) -> None:
-        """``mode`` is "ro" or "rw". While a file is open for writing the kernel refuses "ro": that is waited for."""
-        give_up = time.monotonic() + _BUSY_S
+        """Remount as "ro" or "rw". The kernel refuses "ro" while a file is open for writing, so this waits."""
+        give_up_at = time.monotonic() + _BUSY_S
         while not _run("mount", "-o", f"remount,{mode}", self.path):
-            assert time.monotonic() < give_up, f"{self.path} cannot be remounted {mode}"
+            assert time.monotonic() < give_up_at, f"{self.path} cannot be remounted {mode}"
             time.sleep(0.002)
 
     def abort(self) -> None:
-        """What the kernel does after an error in its own metadata: read-only at once, whoever writes."""
+        """Make the file system read-only immediately, as the kernel does after an error in the metadata."""
         assert _run("mount", "-o", "remount,abort", self.path)
 
     def fail_from(self, byte: int) -> None:
-        """The device has only so many bytes from now on: transfers behind them are I/O errors."""
+        """Limit the device to ``byte`` bytes: transfers beyond them raise I/O errors."""
         self._limit(byte)
 
     def first_byte_of(self, file: str) -> int:
-        """Where on the device the data of ``file`` begin."""
+        """Return the offset on the device at which the data of ``file`` begins."""
         fd = os.open(file, os.O_RDONLY)
         try:
             blocks = -(-os.fstat(fd).st_size // os.fstatvfs(fd).f_bsize)
@@ -110,12 +113,14 @@ class Ext4Disk:
             os.close(fd)
 
     def mend(self) -> None:
-        """The whole device again, freshly mounted: an ext4 that met an error takes no writes any more. No process may
-        have a file open there."""
+        """Restore and remount the device, because an ext4 refuses writes after an error.
+
+        No process may have a file open there.
+        """
         self._limit(0)
-        give_up = time.monotonic() + _BUSY_S
+        give_up_at = time.monotonic() + _BUSY_S
         while not _run("umount", self.path):
-            assert time.monotonic() < give_up, f"{self.path} is still in use"
+            assert time.monotonic() < give_up_at, f"{self.path} is still in use"
             time.sleep(0.01)
         assert _run("mount", "-t", "ext4", self.device, self.path)
 
@@ -132,12 +137,12 @@ class Ext4Disk:
 
 @contextmanager
 def ext4_disk(at: Path, size: int) -> Iterator[Ext4Disk]:
-    """A mounted ext4 in an image of ``size`` bytes. Skips, saying why, where that cannot be had."""
+    """Mount an ext4 in an image of ``size`` bytes. Skips the test, with the reason, if that is impossible."""
     image = at.with_suffix(".image")
     at.mkdir(parents=True)
     with image.open("wb") as opened:
         opened.truncate(size)
-    # No lazy initialisation: the kernel would write to the device at times of its own.
+    # No lazy initialisation: the kernel would write to the device at unpredictable times.
     options = ("-q", "-F", "-m", "0", "-b", "4096", "-E", "lazy_itable_init=0,lazy_journal_init=0,nodiscard")
     if not _run("mkfs.ext4", *options, str(image)):
         pytest.skip("there is no mkfs.ext4 here")
@@ -150,7 +155,7 @@ def ext4_disk(at: Path, size: int) -> Iterator[Ext4Disk]:
         yield Ext4Disk(str(at), device)
     finally:
         if not _run("umount", str(at)):
-            # Lazily: what still holds a file there must not keep the mount of a failed test.
+            # Lazily: after a failed test, an open file must not keep the mount.
             _run("umount", "-l", str(at))
         _run("losetup", "--detach", device)
 
@@ -160,7 +165,7 @@ def _run(*command: str) -> bool:
 
 
 def _output(*command: str) -> str | None:
-    """What a command printed; None where it failed."""
+    """Return the output of a command, None if it failed."""
     try:
         done = subprocess.run(command, capture_output=True, check=False, text=True)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A training state of a few hundred bytes, plain or sharded, whose values are known from ``value`` alone."""
+"""A training state of a few hundred bytes, plain or sharded, that ``value`` determines completely."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def plain_model(value: float = 1.0) -> nn.Module:
-    """Two layers and a buffer; every element is its own number, counted up from ``value``."""
+    """Return two layers and a buffer whose elements count up from ``value``."""
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     model.register_buffer("count", torch.zeros((), dtype=torch.int64))
     number = value
@@ -24,7 +24,7 @@ def plain_model(value: float = 1.0) -> nn.Module:
 
 
 def stepped(model: nn.Module, steps: int = 1, lr: float = 0.5) -> torch.optim.Optimizer:
-    """AdamW over the model's parameters after ``steps`` steps with gradients that any layout computes alike."""
+    """Return an AdamW after ``steps`` steps with gradients that are equal in every layout."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for _ in range(steps):
         for parameter in model.parameters():
@@ -35,7 +35,7 @@ def stepped(model: nn.Module, steps: int = 1, lr: float = 0.5) -> torch.optim.Op
 
 
 def training(value: float = 1.0, *, steps: int = 1, shard: bool = False) -> dict[str, Any]:
-    """Model, optimizer and a tree of plain values and tensors; with ``shard`` cut over the process group (FSDP-2)."""
+    """Return model, optimizer and a tree of values and tensors; ``shard`` applies FSDP-2 to the model."""
     model = plain_model(value)
     if shard and dist.is_initialized():
         fully_shard(model)
@@ -44,7 +44,7 @@ def training(value: float = 1.0, *, steps: int = 1, shard: bool = False) -> dict
 
 
 def memory(state: dict[str, Any]) -> dict[str, Any]:
-    """Everything in a state as full plain tensors and values, copied: what must be equal, or must not change."""
+    """Return copies of all full tensors and values of a state, for later comparison."""
     held: dict[str, Any] = {}
     for name, tensor in state["model"].state_dict().items():
         held[f"model.{name}"] = _full(tensor)
@@ -59,7 +59,7 @@ def memory(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names whose values are not the same."""
+    """Return the names whose values differ."""
     bad = set(one.keys() ^ other.keys())
     for name in one.keys() & other.keys():
         a, b = one[name], other[name]

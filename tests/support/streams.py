@@ -1,4 +1,4 @@
-"""Pushes that are streamed, of ranks of a pool, and what goes wrong in the middle of one."""
+"""Pushes of a pool's ranks, and faults in the middle of one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from torch.distributed.fsdp import fully_shard
 from toy_engine import ToyEngine, ToyTrainee
 
 from bytecheckpoint.errors import BytecheckpointError
-from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport, group_sending
-from bytecheckpoint.inference.push.ring_road import RingRoad
+from bytecheckpoint.inference.push import HttpEngine, Pusher, PushReport
+from bytecheckpoint.inference.push.transports.base import Place, Transport
+from bytecheckpoint.inference.push.transports.group_transport import GroupTransport
+from bytecheckpoint.inference.push.transports.tcp import TcpTransport
+from bytecheckpoint.testing import time_limit
 
 __all__ = ["RING", "fail", "push_and_look", "same", "watch_sent"]
 
 RING: dict[str, Any] = {"memory_bytes": 20_000, "chunk_bytes": 4096}
-"""Options of ``Pusher``; a worker wants some 90,000 bytes."""
+"""Options of ``Pusher``; a worker requests about 90,000 bytes."""
 
 
 def push_and_look(
     rank: int, world_size: int, urls: Sequence[str], versions: Sequence[int], options: dict[str, Any]
 ) -> list[tuple[PushReport, list[list[str]]]]:
-    """Reports, and on rank 0 the digests of each engine's workers after each push."""
+    """Return the report of each push, and on rank 0 the digests of each engine's workers after it."""
     found = []
-    with _device(options), Pusher([HttpEngine(url) for url in urls], deadline_s=30, **options) as pusher:
+    with _device(options), Pusher([HttpEngine(url) for url in urls], deadline_s=time_limit(30), **options) as pusher:
         for version in versions:
             report = pusher.push(_sharded(version, world_size), version=version)
             found.append((report, [ToyEngine(url).look()["digests"] if rank == 0 else [] for url in urls]))
@@ -45,13 +48,13 @@ def fail(
     deadline_s: float = 30.0,
     faulty: int = 1,
 ) -> tuple[str, str]:
-    """Class and message of what this rank's push raised, in whose third write or step something goes wrong on the
+    """Return the class and message of this rank's error in a push in which the third write goes wrong on the
     ``faulty`` rank. A rank that stopped is killed when the others are through."""
     pids = _pids(world_size)
-    goes_wrong = _third_step_goes_wrong if "group" in options else _third_write_goes_wrong
+    transport = GroupTransport if "group" in options else TcpTransport
     try:
-        with _device(options), goes_wrong(fault if rank == faulty else ""):
-            with Pusher(HttpEngine(url), deadline_s=deadline_s, **options) as pusher:
+        with _device(options), _third_write_goes_wrong(transport, fault if rank == faulty else ""):
+            with Pusher(HttpEngine(url), deadline_s=time_limit(deadline_s), **options) as pusher:
                 pusher.push(_sharded(2, world_size), version=2)
     except BytecheckpointError as error:
         return type(error).__name__, str(error)
@@ -62,22 +65,22 @@ def fail(
 
 
 def same(raised: Sequence[tuple[str, str]], kind: type[Exception]) -> str:
-    """The message of all ranks."""
+    """Check that all ranks raised the same error, and return its message."""
     assert {name for name, _ in raised} == {kind.__name__}, raised
     assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
     return raised[0][1]
 
 
 def watch_sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of chunks that go over connections from now on, of this process's streams."""
+    """Record the bytes of each chunk that this process sends over a connection from now on."""
     found: list[int] = []
-    send = RingRoad._send
+    send = TcpTransport._send
 
-    def spy(road: RingRoad, chunk: int, data: bytes | memoryview, digest: int) -> None:
+    def spy(self: TcpTransport, chunk: int, data: bytes | memoryview, digest: int) -> None:
         found.append(len(data))
-        send(road, chunk, data, digest)
+        send(self, chunk, data, digest)
 
-    monkeypatch.setattr(RingRoad, "_send", spy)
+    monkeypatch.setattr(TcpTransport, "_send", spy)
     return found
 
 
@@ -97,41 +100,25 @@ def _pids(world_size: int) -> list[int]:
 
 
 @contextmanager
-def _third_write_goes_wrong(fault: str) -> Iterator[None]:
-    write, writes = RingRoad.write, 0
+def _third_write_goes_wrong(transport: type[Transport], fault: str) -> Iterator[None]:
+    write, writes = transport.write, 0
 
-    def wrong(road: RingRoad, place: Any, data: Any, digest: int) -> None:
+    def wrong(self: Transport, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
         nonlocal writes
         writes += 1
         if writes == 3:
             digest ^= _third(fault)
-        write(road, place, data, digest)
+        write(self, places, data, digest)
 
-    RingRoad.write = wrong  # type: ignore[method-assign]
+    transport.write = wrong  # type: ignore[method-assign]
     try:
         yield
     finally:
-        RingRoad.write = write  # type: ignore[method-assign]
-
-
-@contextmanager
-def _third_step_goes_wrong(fault: str) -> Iterator[None]:
-    digests_of, steps = group_sending.digests_of, 0
-
-    def wrong(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        return digests_of(chunks) ^ (_third(fault) if steps == 3 else 0)
-
-    group_sending.digests_of = wrong  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        group_sending.digests_of = digests_of  # type: ignore[attr-defined]
+        transport.write = write  # type: ignore[method-assign]
 
 
 def _third(fault: str) -> int:
-    """What is wrong with its digests."""
+    """Cause the fault, and return what is added to the digest."""
     if fault.startswith("SIG"):
         os.kill(os.getpid(), getattr(signal, fault))
     return int(fault == "damage")

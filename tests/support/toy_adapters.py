@@ -1,4 +1,4 @@
-"""LoRA adapters of the toy engine: the real receivers, and hosts that can be told to fail."""
+"""LoRA adapters of the toy engine: the real receivers, and hosts that fail on request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.inference.push.adapter_model import Adapter, Piece, Site, piece_of
+from bytecheckpoint.inference.push.lora.model import Adapter, LoraFactor, LoraLayer, factor_of
 
 MAX_RANK = 8
 
@@ -20,7 +20,7 @@ class ToyAdapters:
 
     def __init__(self, modules: Mapping[str, int], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._sites = {name: Site(size, size) for name, size in modules.items()}
+        self._layers = {name: LoraLayer(size, size) for name, size in modules.items()}
         self._served: dict[str, Adapter | None] = {}
         self.failures = 0
 
@@ -28,11 +28,11 @@ class ToyAdapters:
         if config.get("use_dora"):
             raise ValueError("DoRA is not supported.")
 
-    def sites(self) -> Mapping[str, Site]:
-        return self._sites
+    def layers(self) -> Mapping[str, LoraLayer]:
+        return self._layers
 
-    def piece_of(self, name: str) -> Piece | None:
-        return piece_of(name)
+    def factor_of(self, name: str) -> LoraFactor | None:
+        return factor_of(name)
 
     def is_elsewhere(self, module: str) -> bool:
         return False

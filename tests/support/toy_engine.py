@@ -1,6 +1,6 @@
-"""A stand-in for an inference engine: processes of its own, the real receiver in each worker, a toy of a model, HTTP.
+"""A stand-in for an inference engine: its own processes, the real receiver in each worker, a toy model, HTTP.
 
-It fuses, cuts and pads as engines do, and can be told to go wrong.
+It fuses, splits and pads tensors like engines, and fails on request.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from host_device import HostDevice, host_device
 from torch import nn
 from toy_adapters import ToyAdapters
 
-from bytecheckpoint.inference.push import roads
-from bytecheckpoint.inference.push.adapter_model import AdapterReceivers
+from bytecheckpoint.inference.push.engines.targets import split_target
+from bytecheckpoint.inference.push.lora.model import AdapterReceivers
 from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.inference.push.receiver import Receiver
-from bytecheckpoint.inference.push.targets import aim_of
+from bytecheckpoint.inference.push.transports.shared_memory import SharedMemoryTransport
+from bytecheckpoint.testing import time_limit
 
 HIDDEN, VOCABULARY, EXPERTS = 64, 50, 2
 
 
 class ToyTrainee(nn.Module):
-    """What is trained. Its head is its embedding."""
+    """The trained model. Its head is its embedding."""
 
     def __init__(self, version: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class ToyTrainee(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """One worker's part of it, with a loader such as engines have."""
+    """One worker's part of the model, with a loader like those of engines."""
 
     def __init__(self, tp: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class ToyModel(nn.Module):
                 self.norm.data.copy_(tensor)
                 loaded.add("norm")
             elif name == "scale":
-                self.scale.data.fill_(tensor.item())  # a loader that wants to see a value
+                self.scale.data.fill_(tensor.item())  # a loader that reads a value
                 loaded.add("scale")
             else:
                 raise ValueError(f"There is no module or parameter named {name!r}")
@@ -113,7 +114,7 @@ class ToyModel(nn.Module):
 
 
 def expected_digests(version: int, tp: int, dtype: torch.dtype = torch.float32) -> list[str]:
-    """What the workers hold that serve the weights of this version."""
+    """Return the digests of workers that serve the weights of this version."""
     return [digest_of(ToyTrainee(version), tp, rank, dtype) for rank in range(tp)]
 
 
@@ -173,20 +174,20 @@ class ToyWorker:
 
 
 def _stalled_writes() -> threading.Event:
-    """Until it is set, what this process writes into others' arenas waits."""
-    gate, write = threading.Event(), roads.SharedMemory.write
+    """Return an event until which this process's writes into arenas wait."""
+    gate, write = threading.Event(), SharedMemoryTransport.write
 
-    def waiting(road: roads.SharedMemory, *args: Any) -> None:
+    def waiting(transport: SharedMemoryTransport, *args: Any) -> None:
         gate.wait()
-        roads.SharedMemory.write = write  # type: ignore[method-assign]
-        write(road, *args)
+        SharedMemoryTransport.write = write  # type: ignore[method-assign]
+        write(transport, *args)
 
-    roads.SharedMemory.write = waiting  # type: ignore[method-assign]
+    SharedMemoryTransport.write = waiting  # type: ignore[method-assign]
     return gate
 
 
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int, int] | None, device: str) -> None:
-    gc.disable()  # memory must be given back at once, and not when the collector comes by
+    gc.disable()  # memory must be released at once, without a garbage collection
     with ExitStack() as stack:
         if device == "host":
             stack.enter_context(host_device())
@@ -208,7 +209,7 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
         except EOFError:
             return
         if kind == "bcp_push":
-            target, request = aim_of(argument)
+            target, request = split_target(argument)
             meant = receiver if target is None else receivers.receiver(target)
             asked = decode(request)["kind"]
             if asked == "verify" and flips:
@@ -293,7 +294,7 @@ class _Front(BaseHTTPRequestHandler):
         return {}
 
     def _all(self, kind: str, argument: Any) -> list[Any]:
-        with self.lock:  # one request at a time, as engines have it
+        with self.lock:  # one request at a time, like engines
             for pipe in self.pipes:
                 pipe.send((kind, argument))
             return [pipe.recv() for pipe in self.pipes]
@@ -337,7 +338,7 @@ def _main() -> None:
 
 
 class ToyEngine:
-    """The stand-in as tests see it."""
+    """A client of the stand-in, for tests."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -350,12 +351,14 @@ class ToyEngine:
 
     @property
     def paused(self) -> bool:
-        told = [path for path in self.look()["log"] if path in ("/pause", "/resume")]
-        return told[-1:] == ["/pause"]
+        requests = [path for path in self.look()["log"] if path in ("/pause", "/resume")]
+        return requests[-1:] == ["/pause"]
 
     def _post(self, path: str, document: Any) -> Any:
         request = urllib.request.Request(self.url + path, json.dumps(document).encode(), method="POST")
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            request, timeout=time_limit(60)
+        ) as response:
             return json.loads(response.read())
 
 

@@ -1,7 +1,7 @@
-"""A stand-in for an inference engine that is set up for checkpoint-engine: processes of its own, each with checkpoint-
+"""A stand-in for an inference engine that is set up for checkpoint-engine: several processes, each with checkpoint-
 engine's own function for workers, a toy of a model, HTTP. Nothing of this library answers there.
 
-Workers on CPUs, which checkpoint-engine does not know, take what they are handed as it stands.
+checkpoint-engine does not support workers on CPUs; these use their handles unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A real training job in many layouts: forward, loss, backward, and everything a resume must bring back.
+"""A real training job in many layouts: forward, loss, backward, and all state that a resume must restore.
 
-The global batch of a step is a function of the data position alone. Ranks along the data dimension take equal slices
-of it, so that the mean of their losses is the same in every layout, up to rounding.
+The global batch of a step depends only on the data position. Ranks along the data dimension process equal slices, so
+the mean of their losses is the same in every layout, up to rounding.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Block(nn.Module):
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.out = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 18)  # over 2 ranks, but not over 4
+        self.up = nn.Linear(WIDTH, 18)  # divisible by 2, but not by 4
         self.down = nn.Linear(18, WIDTH)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.attention_norm(x)
-        # Under tensor parallel each rank has some of the heads, of 4 features each.
+        # With tensor parallelism each rank has some of the heads, of 4 features each.
         q, k, v = (t(h).unflatten(-1, (-1, 4)).transpose(1, 2) for t in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A whole model; as a pipeline stage, the part of it whose names it keeps."""
+    """The full model, or the part of it that a pipeline stage keeps, under the same names."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Transformer(nn.Module):
             x = self.embedding(x)
         for block in self.blocks.values():
             x = block(x)
-        return x if self.head is None else self.head(x).clone()  # FSDP-2 warns of views
+        return x if self.head is None else self.head(x).clone()  # FSDP-2 warns about views
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def batch_at(position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch: sequences with something to learn in them."""
+    """Return the global batch: sequences with a pattern that the model can learn."""
     generator = torch.Generator().manual_seed(1000 + position)
     start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
     stride = torch.randint(1, 4, (BATCH, 1), generator=generator)
@@ -96,7 +96,7 @@ def _parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
 def _fsdp1(orig: bool) -> Callable[[Transformer], nn.Module]:
     def wrap(model: Transformer) -> nn.Module:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # FSDP-1 announces its deprecation
+            warnings.simplefilter("ignore")  # FSDP-1 is deprecated
             return FSDP(
                 model,
                 use_orig_params=orig,
@@ -123,7 +123,7 @@ def _stage(model: Transformer) -> nn.Module:
     return model
 
 
-# World size, how to wrap, and how many ranks share each slice of the data.
+# World size, wrapper, and the number of ranks that share each slice of the data.
 LAYOUTS: dict[str, tuple[int, Callable[[Transformer], nn.Module], int]] = {
     "plain": (1, lambda model: model, 1),
     "ddp-2": (2, nn.parallel.DistributedDataParallel, 1),
@@ -144,16 +144,16 @@ def _tp_then_shard(model: Transformer) -> nn.Module:
 
 
 class Job:
-    """One rank's part of a training run. ``seed`` decides initial values and random numbers."""
+    """One rank's part of a training run. ``seed`` determines initial values and random numbers."""
 
     def __init__(self, layout: str, *, seed: int, dropout: float, scaler: bool = False, averaged: bool = False) -> None:
         self.world_size, wrap, self.copies = LAYOUTS[layout]
         torch.manual_seed(seed)
-        whole = Transformer(dropout)
-        second = copy.deepcopy(whole)
-        self.model = wrap(whole)
+        full = Transformer(dropout)
+        second = copy.deepcopy(full)
+        self.model = wrap(full)
         self.pipeline = _schedule(self.model) if layout.startswith("pp") else None
-        # An averaged copy: torch's own where the model can be copied, else a second model of the same layout.
+        # An averaged copy: torch's class if the model can be copied, otherwise a second model of the same layout.
         self.averaged = torch.optim.swa_utils.AveragedModel(second, avg_fn=_decay) if averaged else wrap(second)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
         warm_up = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=3)
@@ -161,7 +161,7 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.SequentialLR(self.optimizer, [warm_up, decay], [4])
         self.scaler = torch.amp.GradScaler("cpu", enabled=scaler, init_scale=16.0, growth_interval=3)
         self.data = {"position": 0}
-        # Ranks draw numbers of their own, but for those of one slice: their activations are replicas of each other.
+        # Ranks draw different random numbers, except ranks of one slice, whose activations are replicas.
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.manual_seed(seed * 100 + rank // self.copies)
 
@@ -177,7 +177,7 @@ class Job:
         }
 
     def step(self) -> float:
-        """One step; this rank's loss."""
+        """Make one step, and return this rank's loss."""
         inputs, targets = (self._slice(part) for part in batch_at(self.data["position"]))
         loss = self._pipeline_step(inputs, targets) if self.pipeline is not None else self._plain_step(inputs, targets)
         self.scaler.step(self.optimizer)
@@ -225,7 +225,7 @@ def _schedule(stage: nn.Module) -> ScheduleGPipe:
     rank, half = dist.get_rank(), BATCH // 2
     tokens = torch.zeros(half, LENGTH, dtype=torch.int64)
     hidden, logits = (torch.zeros(half, LENGTH, size, requires_grad=True) for size in (WIDTH, VOCABULARY))
-    # Shapes are given, since finding them out takes a forward pass, which changes buffers.
+    # The shapes are passed explicitly: inferring them runs a forward pass, which changes buffers.
     shapes = {"input_args": (tokens, hidden)[rank], "output_args": (hidden, logits)[rank]}
     return ScheduleGPipe(
         PipelineStage(stage, rank, 2, torch.device("cpu"), **shapes), n_microbatches=2, loss_fn=loss_of
@@ -233,7 +233,7 @@ def _schedule(stage: nn.Module) -> ScheduleGPipe:
 
 
 def fingerprint(job: Job) -> Iterator[tuple[str, Any]]:
-    """Everything of this rank's memory that steps go on from, comparable with ``==``."""
+    """Return all state of this rank that later steps depend on, comparable with ``==``."""
     for part in ("model", "averaged"):
         for name, tensor in [*getattr(job, part).named_parameters(), *getattr(job, part).named_buffers()]:
             yield f"{part}.{name}", _bits(tensor)

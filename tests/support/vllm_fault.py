@@ -1,4 +1,4 @@
-"""vLLM workers that can be told to fail in the middle of putting weights in. On CPUs, they can generate where they are
+"""vLLM workers that fail on request in the middle of loading weights. On CPUs, they can generate where they are
 pipeline stages, or have some of the experts, which vLLM (0.32) leaves out."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import xxhash
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 from bytecheckpoint.engine.tensor_bytes import byte_view
-from bytecheckpoint.inference import vllm_transfer
-from bytecheckpoint.inference.vllm_adapters import VllmAdapters
-from bytecheckpoint.inference.vllm_worker import VllmModel, WorkerExtension
+from bytecheckpoint.inference.vllm import transfer as vllm_transfer
+from bytecheckpoint.inference.vllm.adapters import VllmAdapters
+from bytecheckpoint.inference.vllm.worker import VllmModel, WorkerExtension
 
 vllm_transfer.register()
 _compute = CPUUnquantizedExperts.apply

@@ -1,4 +1,4 @@
-"""Pushes of LoRA adapters into one vLLM engine, in a process of its own, as a JSON document on its command line says.
+"""Pushes of LoRA adapters into one vLLM engine in a separate process, as a JSON document on its command line describes.
 
     {"engine": {...arguments of LLM}, "folder": where adapters are on disk, "steps": [...]}
 
@@ -21,6 +21,7 @@ from vllm_pushes import PROMPTS, made
 
 from bytecheckpoint.errors import BytecheckpointError
 from bytecheckpoint.inference.push import AdapterEngine, LocalEngine, Pusher
+from bytecheckpoint.testing import time_limit
 
 # A part of what vLLM packs into one layer, and all of other layers.
 CONFIG = {
@@ -59,7 +60,7 @@ def expert_lora(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return found, {**CONFIG, "target_modules": ["w1", "w2", "w3"]}
 
 
-def merged(model_seed: int, lora_seed: int) -> Any:
+def merge_descriptions(model_seed: int, lora_seed: int) -> Any:
     """The model that the adapter makes of a model."""
     model, factors = made("llama", model_seed), lora(lora_seed)
     with torch.no_grad():
@@ -106,7 +107,7 @@ class _Runner:
         if what == "push":
             return self._push(*arguments)
         if what == "push base":
-            with Pusher(LocalEngine(self._llm), deadline_s=120) as pusher:
+            with Pusher(LocalEngine(self._llm), deadline_s=time_limit(120)) as pusher:
                 pusher.push({"model": made("llama", arguments[0]).state_dict()})
             return None
         if what == "fail next load":
@@ -117,13 +118,15 @@ class _Runner:
 
     def _push(self, name: str, seed: int, without: str = "") -> Any:
         if name not in self._pushers:
-            self._pushers[name] = Pusher(AdapterEngine(LocalEngine(self._llm), name, CONFIG), deadline_s=120)
+            self._pushers[name] = Pusher(
+                AdapterEngine(LocalEngine(self._llm), name, CONFIG), deadline_s=time_limit(120)
+            )
         tensors = {key: tensor for key, tensor in lora(seed).items() if not without or without not in key}
         try:
             report = self._pushers[name].push({"model": tensors}, version=seed)
         except BytecheckpointError as error:
             return {"error": type(error).__name__, "message": str(error)}
-        return {"workers": [worker.wanted for worker in report.workers], "bytes": report.engine_bytes}
+        return {"workers": [worker.requested for worker in report.workers], "bytes": report.engine_bytes}
 
     def _generate(self, name: str = "", path: str = "") -> list[list[int]]:
         from vllm import SamplingParams

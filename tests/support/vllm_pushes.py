@@ -1,6 +1,6 @@
-"""Runs pushes into one vLLM engine, in a process of its own, as a JSON document on its command line says.
+"""Runs pushes into one vLLM engine in a separate process, as a JSON document on its command line describes.
 
-    {"engine": {...arguments of LLM}, "door": "extension" | "native", "model": "llama", "steps": [...]}
+    {"engine": {...arguments of LLM}, "transfer": "extension" | "native", "model": "llama", "steps": [...]}
 
 A step is ``["push", seed]``, ``["push without", seed, name]``, ``["push longer", seed, name]`` (by a row),
 ``["stream", seed, bytes]`` (of memory that a worker may take), ``["stream by group", seed, bytes]``, ``["push draft",
@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bytecheckpoint.errors import BytecheckpointError
 from bytecheckpoint.inference.push import AdapterEngine, DraftEngine, LocalEngine, NativeEngine, Pusher
+from bytecheckpoint.testing import time_limit
 
 PROMPTS = ([1, 2, 3], [9, 8])
 ENVIRONMENT = {
@@ -70,14 +71,14 @@ def made(kind: str, seed: int) -> Any:
     return transformers.Qwen2ForCausalLM(config).eval()
 
 
-def run_pushes(kind: str, steps: list[Any], *, door: str = "extension", **engine: Any) -> list[Any]:
+def run_pushes(kind: str, steps: list[Any], *, transfer: str = "extension", **engine: Any) -> list[Any]:
     """What came of each step in an engine of these arguments."""
     if engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1) > 1:
         engine["distributed_executor_backend"] = "mp"
-    job = {"engine": engine, "door": door, "model": kind, "steps": steps}
+    job = {"engine": engine, "transfer": transfer, "model": kind, "steps": steps}
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(job)],
-        capture_output=True, text=True, timeout=280, check=False,
+        capture_output=True, text=True, timeout=time_limit(280), check=False,
         env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
@@ -121,7 +122,7 @@ def _main(job: dict[str, Any]) -> None:
     local = LocalEngine(llm)
     results: list[Any] = []
     counted, slotted = [0, 0], 0
-    with Pusher(NativeEngine(local) if job["door"] == "native" else local, deadline_s=120) as pusher:
+    with Pusher(NativeEngine(local) if job["transfer"] == "native" else local, deadline_s=time_limit(120)) as pusher:
         for what, *arguments in job["steps"]:
             if what == "generate":
                 results.append(_generate(llm))
@@ -139,7 +140,7 @@ def _main(job: dict[str, Any]) -> None:
                     results.append(_push(streaming, job["model"], seed))
                     results[-1]["set aside"] = [one["set_aside"] for one in streaming.state()[0]]
             elif what == "push draft":
-                with Pusher(DraftEngine(local), deadline_s=120) as drafts:
+                with Pusher(DraftEngine(local), deadline_s=time_limit(120)) as drafts:
                     results.append(_push(drafts, job["model"], *arguments))
             elif what == "push adapter":
                 results.append(_push_adapter(local, job["model"], *arguments))
@@ -160,7 +161,7 @@ def _push(pusher: Pusher, kind: str, seed: int, name: str = "", change: str = "p
         report = pusher.push({"model": state}, version=seed)
     except BytecheckpointError as error:
         return {"error": type(error).__name__, "message": str(error), "served": _served(pusher)}
-    workers = [[worker.wanted, worker.sent] for worker in report.workers]
+    workers = [[worker.requested, worker.sent] for worker in report.workers]
     return {"workers": workers, "bytes": report.engine_bytes, "served": _served(pusher), "mode": report.mode}
 
 
@@ -171,7 +172,7 @@ def _push_adapter(local: LocalEngine, kind: str, seed: int, layers: list[int] | 
     if name:
         tensor = tensors.get(name, torch.zeros(8, 128))
         tensors[name] = torch.cat([tensor, tensor[:1]])
-    with Pusher(AdapterEngine(local, "tuned", config), deadline_s=120) as pusher:
+    with Pusher(AdapterEngine(local, "tuned", config), deadline_s=time_limit(120)) as pusher:
         try:
             return [worker.sent for worker in pusher.push({"model": tensors}).workers]
         except BytecheckpointError as error:
@@ -190,7 +191,9 @@ def _changed(model: Any, name: str, change: str) -> dict[str, torch.Tensor]:
 
 
 def _served(pusher: Pusher) -> list[Any]:
-    return [[one["version"], one["torn"], one["intact"], one["digest"].hex()] for one in pusher.state()[0]]
+    return [
+        [one["version"], one["inconsistent_reason"], one["intact"], one["digest"].hex()] for one in pusher.state()[0]
+    ]
 
 
 if __name__ == "__main__":

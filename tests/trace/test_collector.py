@@ -1,4 +1,4 @@
-"""The garbage collector is as it was when everybody who paused it is done."""
+"""Pause the garbage collector, and restore its state when all pauses have ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.collector import paused
+from bytecheckpoint import telemetry
+from bytecheckpoint.runtime.gc_pause import paused
+from bytecheckpoint.testing import time_limit
 
 
 @pytest.fixture(params=[True, False], ids=["enabled", "disabled"])
@@ -31,13 +32,13 @@ def test_pauses_of_several_threads(enabled: bool) -> None:
     def other() -> None:
         with paused():
             inside.set()
-            assert leave.wait(30)
+            assert leave.wait(time_limit(30))
 
     with paused():
         assert not gc.isenabled()
         thread = threading.Thread(target=other)
         thread.start()
-        assert inside.wait(30)
+        assert inside.wait(time_limit(30))
         with pytest.raises(RuntimeError), paused():
             raise RuntimeError
         assert not gc.isenabled()
@@ -47,9 +48,9 @@ def test_pauses_of_several_threads(enabled: bool) -> None:
     assert gc.isenabled() == enabled
 
 
-def test_a_save_and_a_load_give_it_back(enabled: bool, tmp_path: Path) -> None:
+def test_a_save_and_a_load_restore_it(enabled: bool, tmp_path: Path) -> None:
     seen: dict[str, bool] = {}
-    stop = trace.observe(lambda name, event: seen.update({f"{name} {event}": gc.isenabled()}))
+    stop = telemetry.observe(lambda name, event: seen.update({f"{name} {event}": gc.isenabled()}))
     try:
         state = {"model": {"w": torch.ones(3)}}
         bcp.save(tmp_path / "c", state)
@@ -65,10 +66,10 @@ def test_a_save_and_a_load_give_it_back(enabled: bool, tmp_path: Path) -> None:
         assert seen[f"{step} enter"] == enabled, step
 
 
-def test_a_child_that_is_forked_meanwhile_collects() -> None:
+def test_a_child_forked_during_a_pause_collects() -> None:
     job = """
 import gc, os, sys, threading
-from bytecheckpoint.collector import paused
+from bytecheckpoint.runtime.gc_pause import paused
 inside, leave = threading.Event(), threading.Event()
 def other():
     with paused():
@@ -86,4 +87,4 @@ leave.set()
 thread.join()
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", job], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", job], check=True, timeout=time_limit(60))

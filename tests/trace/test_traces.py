@@ -1,4 +1,4 @@
-"""What a save and a load tell of themselves: timings, log lines, and files for a trace viewer."""
+"""Test the telemetry of saves and loads: timings, log lines, and files for a trace viewer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from click.testing import CliRunner
 
 import bytecheckpoint as bcp
-from bytecheckpoint import trace
-from bytecheckpoint.chrome_trace import merge_traces
+from bytecheckpoint import telemetry
 from bytecheckpoint.cli import cli
-from bytecheckpoint.errors import StateError
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.telemetry.trace_files import merge_traces
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -53,15 +53,15 @@ def test_a_trace_of_all_ranks_in_one_file(pool: RankPool, tmp_path: Path) -> Non
     assert {event["pid"] for event in spans} == {0, 1}
     for rank in (0, 1):
         names = {event["name"] for event in spans if event["pid"] == rank}
-        assert {f"save.{step}" for step in trace.SAVE_STEPS if step not in ("clean", "merge")} <= names
-        assert {f"load.{step}" for step in trace.LOAD_STEPS} <= names
+        assert {f"save.{step}" for step in telemetry.SAVE_STEPS if step not in ("clean", "merge")} <= names
+        assert {f"load.{step}" for step in telemetry.LOAD_STEPS} <= names
     assert min(event["ts"] for event in spans) == 0.0
     assert all(event["dur"] >= 0 and event["args"]["checkpoint"].endswith("checkpoint") for event in spans)
     labels = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {label.split(" on ")[0] for label in labels} == {"rank 0", "rank 1"}
 
 
-def test_a_file_that_a_killed_rank_left_can_be_read(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_rank_is_readable(tmp_path: Path) -> None:
     with bcp.TraceFiles(tmp_path / "trace"):
         bcp.save(tmp_path / "checkpoint", _state())
     (path,) = (tmp_path / "trace").glob("rank-*.json")
@@ -70,7 +70,7 @@ def test_a_file_that_a_killed_rank_left_can_be_read(tmp_path: Path) -> None:
     assert merge_traces([path], tmp_path / "cut.json") == whole - 1
     lines = path.read_text().splitlines()
     path.write_text("\n".join(["not json", *lines]))
-    with pytest.raises(StateError, match="line 1"):
+    with pytest.raises(UsageError, match="line 1"):
         merge_traces([path], tmp_path / "bad.json")
 
 
@@ -81,14 +81,14 @@ def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
     assert not list((tmp_path / "trace").iterdir())
 
 
-def test_an_environment_variable_traces_a_whole_job(tmp_path: Path) -> None:
+def test_an_environment_variable_traces_a_job(tmp_path: Path) -> None:
     job = f"import torch, bytecheckpoint as bcp\nbcp.save({str(tmp_path / 'c')!r}, {{'model': {{'w': torch.ones(3)}}}})"
     environment = {**os.environ, "BYTECHECKPOINT_TRACE": str(tmp_path / "trace")}
     subprocess.run([sys.executable, "-c", job], check=True, env=environment)
     assert merge_traces(list((tmp_path / "trace").glob("rank-*.json")), tmp_path / "all.json") > 5
 
 
-def test_the_command_says_where_nothing_was_traced(tmp_path: Path) -> None:
+def test_the_command_reports_an_empty_folder(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["trace", str(tmp_path)])
     assert done.exit_code == 6
     assert "BYTECHECKPOINT_TRACE" in done.output
@@ -111,7 +111,7 @@ def test_bytes_and_rates_are_on_handle_and_report(tmp_path: Path, caplog: pytest
     assert any("load.read took" in message for message in caplog.messages)
 
 
-def test_a_trace_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_trace_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "trace"
     with bcp.TraceFiles(directory):
         bcp.save(tmp_path / "a", _state())

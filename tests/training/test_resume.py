@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed goes on as if nothing had happened."""
+"""Stop and resume a training run: the losses are those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import pytest
 from training_job import LAYOUTS, Job, fingerprint
 
 import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 BEFORE, AFTER = 5, 5
 
 
 def _uninterrupted(rank: int, world_size: int, layout: str, path: str, options: dict[str, bool | float]) -> tuple:
-    """Ten steps; in their middle a checkpoint is taken while training goes on. All losses and the last state."""
+    """Train ten steps with an asynchronous save in the middle, and return all losses and the final state."""
     job = Job(layout, seed=1, **options)
     losses = [job.step() for _ in range(BEFORE)]
     handle = bcp.save(path, job.state(), step=BEFORE, async_save=True)
     losses += [job.step() for _ in range(AFTER)]
-    handle.result(60)
+    handle.result(time_limit(60))
     return losses, dict(fingerprint(job))
 
 
 def _resumed(rank: int, world_size: int, layout: str, path: str, options: dict[str, bool | float]) -> tuple:
-    """The second half, by processes that start from other values."""
+    """Train the second half, in processes that start from other values."""
     job = Job(layout, seed=2, **options)
     report = bcp.load(path, job.state())
     assert not report.missing
@@ -41,7 +42,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def _run(pool: RankPool, fn, layout: str, path: Path, **options: bool | float) -> list[tuple]:
-    """In processes of their own, which know nothing of any other call."""
+    """Run in new processes, without state from earlier calls."""
     pool.close()
     return pool.run(fn, layout, str(path), options, world_size=LAYOUTS[layout][0], timeout_s=120)
 
@@ -55,7 +56,9 @@ def _run(pool: RankPool, fn, layout: str, path: Path, **options: bool | float) -
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value) or "dropout",
 )
-def test_same_layout_goes_on_bit_by_bit(layout: str, options: dict[str, bool], pool: RankPool, tmp_path: Path) -> None:
+def test_the_same_layout_resumes_bit_equal(
+    layout: str, options: dict[str, bool], pool: RankPool, tmp_path: Path
+) -> None:
     whole = _run(pool, _uninterrupted, layout, tmp_path / "checkpoint", dropout=0.25, **options)
     rest = _run(pool, _resumed, layout, tmp_path / "checkpoint", dropout=0.25, **options)
     for rank, ((losses, last), (resumed, found)) in enumerate(zip(whole, rest)):
@@ -65,7 +68,7 @@ def test_same_layout_goes_on_bit_by_bit(layout: str, options: dict[str, bool], p
 
 
 def _mean(results: list[tuple], layout: str) -> list[float]:
-    """The loss of the global batch."""
+    """Return the loss of the global batch."""
     losses = [result[0] for result in results]
     if layout.startswith("pp"):
         return losses[-1]
@@ -83,10 +86,10 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids="->".join)
-def test_another_layout_goes_on_within_rounding(chain: tuple[str, str, str], pool: RankPool, tmp_path: Path) -> None:
+def test_another_layout_resumes_within_rounding(chain: tuple[str, str, str], pool: RankPool, tmp_path: Path) -> None:
     first, *others = chain
     whole = _mean(_run(pool, _uninterrupted, first, tmp_path / "checkpoint", dropout=0.0), first)
-    assert whole[-1] < whole[0] - 0.1, "nothing was learnt, so nothing would be seen to go wrong"
+    assert whole[-1] < whole[0] - 0.1, "the model learned nothing, so the test would not detect an error"
     for layout in others:
         rest = _mean(_run(pool, _resumed, layout, tmp_path / "checkpoint", dropout=0.0), layout)
         assert rest == pytest.approx(whole[BEFORE:], rel=1e-4), layout

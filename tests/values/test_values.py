@@ -1,4 +1,4 @@
-"""Plain values survive as they are, and nothing else gets in."""
+"""Plain values round-trip exactly, and all other values are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import FormatError, StateError, UnserializableError
-from bytecheckpoint.values import (
+from bytecheckpoint.format.values import (
     Container,
     decode_path,
     decode_value,
@@ -35,7 +35,7 @@ DTYPES = ["?", "i1", "<i2", ">i4", "<i8", "u1", "<u8", "<f2", "<f4", ">f8", "<c8
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal with equal types all the way down, and floats by their bits."""
+    """Whether two values have equal types at every level, and equal bits of floats."""
     if type(a) is not type(b):
         return False
     if isinstance(a, (list, tuple, deque)):
@@ -122,7 +122,7 @@ def test_key_order_is_kept_and_sets_are_sorted() -> None:
     assert encode_value(set(numbers), "v") == encode_value({*numbers[::-1]}, "v")
 
 
-def test_arrays_come_back_writable_and_in_row_major_order() -> None:
+def test_arrays_are_decoded_writable_and_in_row_major_order() -> None:
     array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     back = decode_value(encode_value({"a": array}, "v"))["a"]
     back[0, 0] = 9
@@ -184,7 +184,7 @@ def test_everything_else_is_refused_by_path(name: str) -> None:
         encode_value([0, REFUSED[name]], "extra.box")
 
 
-def test_pickle_only_when_both_sides_ask() -> None:
+def test_pickle_needs_consent_on_both_sides() -> None:
     value = {"a": [1, Colour.RED]}
     data = encode_value(value, "extra", allow_pickle=True)
     with pytest.raises(StateError, match=r"extra.*allow_pickle=True"):
@@ -252,7 +252,7 @@ def test_hostile_documents_are_format_errors(data: bytes) -> None:
 
 
 def decode_or_refuse(decode: Callable[[bytes], Any], data: bytes) -> None:
-    """FormatError, or StateError where the bytes happen to spell a pickle: nothing else, and no code run."""
+    """Expect a FormatError, or a StateError if the bytes form a pickle; no code runs."""
     with contextlib.suppress(FormatError, StateError):
         decode(data)
 
@@ -279,7 +279,7 @@ def test_path_round_trip(path: Any) -> None:
     assert same(decode_path(encode_path(path)), path)
 
 
-def test_paths_refuse_what_no_path_holds() -> None:
+def test_invalid_paths_are_refused() -> None:
     for path in [(True,), (1.0,), ("\ud800",), (2**64,)]:
         with pytest.raises(UnserializableError):
             encode_path(path)  # type: ignore[arg-type]
@@ -311,7 +311,7 @@ def test_values_file_round_trip_and_rules() -> None:
             decode_values_file(data[:cut])
 
 
-def test_digest_tells_types_apart() -> None:
+def test_digests_of_different_types_differ() -> None:
     digests = {value_digest(encode_value(v, "v")) for v in (1, 1.0, True, "1", b"1", [1], (1,), np.int64(1), 1 + 0j)}
     assert len(digests) == 9
     assert all(len(d) == 16 for d in digests)

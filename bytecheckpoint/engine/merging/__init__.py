@@ -1,4 +1,4 @@
-"""The merge stage: fragments of tensors travel to one owner, which writes them whole."""
+"""Merge fragments of tensors from all ranks into whole tensors, each on the rank that owns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank contributes to tensors that are stored whole: bytes of its shards, staged or as they are."""
+"""The bytes that a rank contributes to tensors that are stored whole: staged, or still in the caller's tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from ...shards import Shard
+from ...tensors.shards import Shard
 from ..files import FileImage
 from ..staging.piece_copy import copy_flat_range, is_plain
 from ..staging.staging import Staging
@@ -19,34 +19,37 @@ from ..tensor_bytes import as_bytes
 __all__ = ["FRAGMENTS", "Fragments", "LiveFragments", "StagedFragments", "fragment_image"]
 
 FRAGMENTS = "fragments"
-"""The kind of an image that is staged, and never becomes a file."""
+"""The kind of an image that is staged but never becomes a file."""
 
-_ALIGNMENT = 16  # of every shard's first byte, for any dtype
+_ALIGNMENT_BYTES = 16  # of every shard's first byte; enough for any dtype
 
 
 def fragment_image(shards: Sequence[Shard]) -> FileImage:
-    """Shards one after the other as they lie in staging memory on their way to whole tensors."""
+    """Return an image of consecutive shards: their layout in staging memory before they are merged."""
     nbytes = [shard.box.numel * shard.meta.dtype.itemsize for shard in shards]
-    ends = list(accumulate(-(-n // _ALIGNMENT) * _ALIGNMENT for n in nbytes))
+    ends = list(accumulate(-(-n // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for n in nbytes))
     return FileImage("", "", FRAGMENTS, b"", [0, *ends[:-1]] if ends else [], nbytes, shards)
 
 
 class Fragments(ABC):
-    """The bytes of some of this rank's shards, each in row-major order, by the shard's row in its local plan.
+    """Provides the bytes of some of this rank's shards, in row-major order, by the shard's row in the local plan.
 
-    For several threads, each byte being asked for and released by one of them.
+    Thread-safe, as long as each byte is requested and released by one thread.
     """
 
-    def begin(self) -> None:  # noqa: B027 - nothing to do for some
-        """Called once, before all else, when no caller waits for it any more."""
+    def begin(self) -> None:  # noqa: B027 - optional to override
+        """Prepare for the other calls. Called once, when the training loop no longer waits for the save."""
 
     needs_buffer: bool = False
-    """Whether ``parts`` uses the buffer it is given."""
+    """Whether ``parts`` uses its ``buffer``."""
 
     @abstractmethod
     def parts(self, row: int, start: int, stop: int, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Bytes ``[start, stop)`` of a shard, in order, in flat uint8 tensors that are good until the next is asked
-        for. ``buffer`` (uint8, a multiple of 16 long) is the caller's, for what has to be copied first."""
+        """Yield bytes ``[start, stop)`` of a shard, in order, as flat uint8 tensors.
+
+        Each tensor is valid until the next is requested. Bytes that must be copied first go through ``buffer`` (uint8,
+        a multiple of 16 long), which the caller owns.
+        """
 
     @abstractmethod
     def copy(self, row: int, start: int, stop: int, out: torch.Tensor) -> None:
@@ -54,20 +57,20 @@ class Fragments(ABC):
 
     @abstractmethod
     def release(self, row: int, start: int, stop: int) -> None:
-        """These bytes are not needed again."""
+        """Declare that these bytes are not needed again."""
 
-    def fail(self, error: BaseException) -> None:  # noqa: B027 - nothing to do for what was staged
-        """Where the caller's tensors are read, read no more of them: ``parts`` and ``copy`` raise ``error``."""
+    def fail(self, error: BaseException) -> None:  # noqa: B027 - optional to override
+        """Stop reading the caller's tensors: ``parts`` and ``copy`` raise ``error`` from now on."""
 
 
 class LiveFragments(Fragments):
-    """Those that are still in the caller's tensors, which do not change meanwhile. Made on the caller's thread."""
+    """Fragments in the caller's tensors, which must not change during the merge. Create it on the caller's thread."""
 
     def __init__(self, shards: Mapping[int, Shard]) -> None:
         self._tensors = {row: shard.tensor.detach() for row, shard in shards.items()}
         self._failure: BaseException | None = None
         for device in {tensor.device for tensor in self._tensors.values() if not tensor.is_cpu}:
-            # Other threads copy, on streams that know nothing of what the caller's stream still has to do.
+            # Other threads copy on their own streams, which do not wait for the caller's stream.
             torch.accelerator.current_stream(device).synchronize()
         self.needs_buffer = not all(tensor.is_cpu and is_plain(tensor) for tensor in self._tensors.values())
 
@@ -93,21 +96,21 @@ class LiveFragments(Fragments):
         return self._tensors[row]
 
     def release(self, row: int, start: int, stop: int) -> None:
-        """Tensors are the caller's."""
+        """Do nothing: the caller owns the tensors."""
 
 
 class StagedFragments(Fragments):
-    """Those of ``image``, whose spans are the shards ``rows`` in this order; memory goes back as they are released."""
+    """Fragments in the staged ``image`` of the shards ``rows``; releasing them gives staging memory back."""
 
     def __init__(self, staging: Staging, image: FileImage, rows: Sequence[int]) -> None:
         self._staging, self._image, self._rows = staging, image, rows
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        self._pieces = list(self._staging.of(self._image))
+        self._pieces = list(self._staging.pieces_of(self._image))
         self._begins = [piece.start for piece in self._pieces]
         self._offset = dict(zip(self._rows, self._image.offsets))
-        self._left = [0] * len(self._pieces)  # bytes of each piece that are still needed
+        self._left = [0] * len(self._pieces)  # bytes of each piece that have not been released
         for offset, nbytes in zip(self._image.offsets, self._image.nbytes):
             for index, count in self._within(offset, offset + nbytes):
                 self._left[index] += count
@@ -125,14 +128,14 @@ class StagedFragments(Fragments):
             at, done = at + count, done + count
 
     def release(self, row: int, start: int, stop: int) -> None:
-        over = []
+        unused = []
         with self._lock:
             for index, count in self._within(self._offset[row] + start, self._offset[row] + stop):
                 self._left[index] -= count
                 if not self._left[index]:
-                    over.append(index)
-        for index in over:
-            self._staging.give_back(self._pieces[index])
+                    unused.append(index)
+        for index in unused:
+            self._staging.release(self._pieces[index])
 
     def _tensor(self, index: int, at: int, count: int) -> torch.Tensor:
         piece = self._pieces[index]
@@ -140,7 +143,7 @@ class StagedFragments(Fragments):
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The pieces that bytes ``[start, stop)`` of the image lie in, and how many of them in each."""
+        """Yield the pieces that contain bytes ``[start, stop)`` of the image, and the number of these bytes in each."""
         index = bisect_right(self._begins, start) - 1
         while start < stop:
             count = min(stop, self._pieces[index].stop) - start

@@ -1,9 +1,9 @@
-"""The merge stage: fragments travel to one owner for each tensor, which writes it whole.
+"""The merge stage: every tensor has one owner, which collects its fragments from all ranks and writes it whole.
 
-Every owner's output is cut into pieces, and there is one order of all pieces of all owners: by number, then by owner.
-Every rank sends in that order from one thread and gathers its own pieces in that order in another. So whatever bounds
-the bytes that are on their way, the first piece that is not complete can be completed: its owner waits for nothing
-else, and every sender has sent all that comes before it.
+Each owner's output is divided into pieces, and all pieces of all owners have one global order: by number, then by
+owner. Every rank sends in that order from one thread and gathers its own pieces in that order in another. This is free
+of deadlocks, however few bytes may be in transit: the owner of the first incomplete piece waits for nothing else, and
+every sender has already sent everything before it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,41 +21,42 @@ import torch
 from ...control.base import Operation
 from ...control.streams import NoStreams, Streams
 from ...errors import ControlError
-from ...planners import Cuts, GatherShare, LocalPlan
-from ...safetensors_file import HeaderEntry, build_header
+from ...format.safetensors import HeaderEntry, build_header
+from ...planners import FragmentSlices, GatherShare, LocalPlan
 from ...storage_backends.base import StorageBackend
-from ...tables import Int64
-from ...trace import Timings
-from ..file_layout import FileLayout
-from ..files import FileImage
-from ..staging.arena import Arena, Block
+from ...telemetry.trace import Timings
+from ...tensors.tables import Int64
+from ..blocks import Block
+from ..files import FileImage, FileLayout
+from ..staging.arena import Arena
 from ..tensor_bytes import byte_view
-from ..writing.image_write import ImageWrite, WrittenFile
+from ..writing import FileSequence, WrittenFile
 from .fragments import Fragments
 from .piece_fill import CHANNEL, PieceFill
 
-__all__ = ["LEAST_RING", "MergeWork", "Merging", "merge"]
+__all__ = ["MIN_MERGE_BLOCKS", "MergeResources", "MergeWork", "merge"]
 
-LEAST_RING = 4
-"""Blocks that the stage needs: two for pieces, one for bytes to be put in their places, one for bytes to be sent."""
-
-_FILES_AT_ONCE = 2  # while one is made durable, the next one keeps the device busy
+MIN_MERGE_BLOCKS = 4
+"""Blocks that the stage needs: two for pieces, one for bytes that are rearranged, one for bytes that are sent."""
 
 
 @dataclass(frozen=True, eq=False)
 class MergeWork:
-    """What one rank has to do in every save of one plan. ``files`` are those it puts together, in order; ``staged`` are
-    the rows of its local plan that it contributes to these and to others', in the order in which they are needed."""
+    """One rank's part of the merge stage, the same for every save of a plan.
+
+    ``files`` are the files that this rank puts together, in order. ``staged`` are the rows of its local plan that it
+    contributes to its own and to other ranks' files, in the order in which they are needed.
+    """
 
     share: GatherShare
-    outgoing: Cuts
+    outgoing: FragmentSlices
     files: list[FileLayout]
     staged: list[int]
     staged_nbytes: int
 
     @classmethod
     def of(cls, share: GatherShare, plan: LocalPlan, metadata: dict[str, str]) -> MergeWork:
-        """``plan`` is what this rank holds; ``metadata`` goes into the headers of the files."""
+        """Derive the work from ``plan``, which lists this rank's shards. ``metadata`` goes into the files' headers."""
         items = share.items
         nbytes: Int64 = items.numel() * items.itemsize()
         files = []
@@ -73,11 +75,13 @@ class MergeWork:
 
 
 @dataclass(frozen=True, eq=False)
-class Merging:
-    """The means of the stage: ``ring`` lends blocks for pieces under way, ``threads`` has two threads, ``io`` those
-    that write. ``deadline_s`` bounds the wait for one piece to be written."""
+class MergeResources:
+    """Resources of the stage: ``arena`` lends blocks for pieces, ``threads`` has two threads, ``io`` writes.
 
-    ring: Arena
+    ``deadline_s`` bounds the wait for a block, that is, for one piece to be written.
+    """
+
+    arena: Arena
     threads: Executor
     io: Executor
     deadline_s: float
@@ -89,42 +93,34 @@ def merge(
     work: MergeWork,
     images: Sequence[FileImage],
     fragments: Fragments,
-    means: Merging,
+    resources: MergeResources,
     chunk_size: int,
     timings: Timings,
 ) -> list[WrittenFile]:
-    """Send what others gather, gather what this rank owns, and make ``images`` (those of ``work.files``) durable.
+    """Send the fragments that other ranks gather, gather those of this rank's ``images``, and write these durably.
 
-    Every rank of ``op`` calls it, whatever it has to do. A failure is reported at once, so that nobody waits for this
-    rank; it is raised when no thread uses anything any more. Nothing of files that are not complete remains then;
-    those completed before are the caller's to remove.
+    Every rank of ``op`` calls it; ``images`` are those of ``work.files``. A failure is reported to the other ranks at
+    once, so that none of them waits for this one, and raised when no thread uses memory or streams any more.
+    Incomplete files are removed then; removing complete ones is up to the caller.
     """
-    rank = op.rank
-    others = len(work.outgoing) or bool((work.share.source != rank).any())
+    others = len(work.outgoing) or bool((work.share.source != op.rank).any())
     stop = threading.Event()
     fragments.begin()
-    job = _Merge(
-        work,
-        rank,
-        backend,
-        images,
-        fragments,
-        op.streams() if others else NoStreams(),
-        means,
-        chunk_size,
-        timings,
-        stop,
-    )
+    streams = op.streams() if others else NoStreams()
+    job = _Merge(work, op.rank, fragments, streams, resources, timings, stop)
     tasks: list[Future[list[WrittenFile]]] = []
-    # A failure is reported before the other thread is awaited, which may wait for a rank that waits for this one.
-    with _ended(tasks, stop), op.phase("merge"):
-        tasks += [means.threads.submit(job.gather), means.threads.submit(job.send)]
+    # Report a failure before waiting for the other thread: it may wait for a rank that waits for this one.
+    with _awaited(tasks, stop), op.phase("merge"):
+        tasks += [
+            resources.threads.submit(job.gather, backend, images, chunk_size),
+            resources.threads.submit(job.send),
+        ]
         wait(tasks, return_when=FIRST_EXCEPTION)
         return [file for task in tasks if task.done() for file in task.result()]
 
 
 @contextmanager
-def _ended(tasks: Sequence[Future[list[WrittenFile]]], stop: threading.Event) -> Iterator[None]:
+def _awaited(tasks: Sequence[Future[list[WrittenFile]]], stop: threading.Event) -> Iterator[None]:
     try:
         yield
     finally:
@@ -132,142 +128,78 @@ def _ended(tasks: Sequence[Future[list[WrittenFile]]], stop: threading.Event) ->
         wait(tasks)
 
 
+@dataclass(frozen=True, eq=False)
 class _Merge:
-    def __init__(
-        self,
-        work: MergeWork,
-        rank: int,
-        backend: StorageBackend,
-        images: Sequence[FileImage],
-        fragments: Fragments,
-        streams: Streams,
-        means: Merging,
-        chunk_size: int,
-        timings: Timings,
-        stop: threading.Event,
-    ) -> None:
-        self._work, self._rank, self._backend, self._images = work, rank, backend, images
-        self._fragments, self._streams, self._means = fragments, streams, means
-        self._chunk_size, self._timings, self._stop = chunk_size, timings, stop
+    work: MergeWork
+    rank: int
+    fragments: Fragments
+    streams: Streams
+    resources: MergeResources
+    timings: Timings
+    stop: threading.Event
 
     def send(self) -> list[WrittenFile]:
-        """Send every fragment, cut by cut, in the one order."""
-        cuts, rows = self._work.outgoing, self._work.share.sent.tolist()
-        buffer = self._block(self._work.share.piece_size) if self._fragments.needs_buffer and len(cuts) else None
-        memory = torch.empty(0, dtype=torch.uint8) if buffer is None else buffer.tensor
-        try:
-            self._timings.point("merge.send")
-            columns = (cuts.peer, cuts.fragment, cuts.start, cuts.stop)
+        """Send every fragment, piece by piece, in the global order."""
+        slices, rows = self.work.outgoing, self.work.share.sent.tolist()
+        needs_buffer = self.fragments.needs_buffer and len(slices) > 0
+        with self._scratch(self.work.share.piece_size if needs_buffer else 0) as buffer:
+            self.timings.point("merge.send")
+            columns = (slices.peer, slices.fragment, slices.start, slices.stop)
             for peer, fragment, start, stop in zip(*(column.tolist() for column in columns)):
                 self._check()
-                with self._timings.working("send", stop - start):
-                    for part in self._fragments.parts(rows[fragment], start, stop, memory):
-                        self._streams.send(peer, CHANNEL, byte_view(part))
-                self._fragments.release(rows[fragment], start, stop)
-        finally:
-            self._give_back(buffer)
+                with self.timings.measure("send", stop - start):
+                    for part in self.fragments.parts(rows[fragment], start, stop, buffer):
+                        self.streams.send(peer, CHANNEL, byte_view(part))
+                self.fragments.release(rows[fragment], start, stop)
         return []
 
-    def gather(self) -> list[WrittenFile]:
-        """Put the files together piece by piece, while pieces before are hashed and written."""
-        fill = PieceFill(self._work.share, self._rank, self._fragments, self._streams)
-        piece_size = self._work.share.piece_size
-        scratch = self._block(piece_size) if fill.needs_scratch else None
-        memory = torch.empty(0, dtype=torch.uint8) if scratch is None else scratch.tensor
-        outputs: list[_Output] = []
-        written: list[WrittenFile] = []
-        at = 0
-        try:
-            for image in self._images:
-                self._timings.point("merge.file")
-                outputs.append(_Output(self._backend, image, self._chunk_size, self._timings, self._means.io))
+    def gather(self, backend: StorageBackend, images: Sequence[FileImage], chunk_size: int) -> list[WrittenFile]:
+        """Put the files together piece by piece, while earlier pieces are being written."""
+        fill = PieceFill(self.work.share, self.rank, self.fragments, self.streams)
+        piece_size = self.work.share.piece_size
+        piece = 0
+        with (
+            self._scratch(piece_size if fill.needs_scratch else 0) as scratch,
+            FileSequence(backend, chunk_size, self.resources.io, self.timings, self._point) as files,
+        ):
+            for image in images:
+                file = files.create(image)
+                file.write(0, memoryview(image.head))
                 for start in range(0, image.data_size, piece_size):
                     nbytes = min(piece_size, image.data_size - start)
                     block = self._block(nbytes)
                     try:
-                        with self._timings.working("gather", nbytes):
-                            fill.fill(at, block.tensor, memory)
+                        with self.timings.measure("gather", nbytes):
+                            fill.fill(piece, block.tensor, scratch)
                     except BaseException:
-                        self._give_back(block)
+                        self.resources.arena.release(block)
                         raise
-                    outputs[-1].write(start, block, nbytes, self._means.ring)
-                    at += 1
-                if len(outputs) >= _FILES_AT_ONCE:
-                    written.append(outputs[0].finish())
-                    outputs.pop(0)
-            while outputs:
-                written.append(outputs[0].finish())
-                outputs.pop(0)
-        except BaseException:
-            for output in outputs:
-                output.abandon()
-            raise
+                    release = partial(self.resources.arena.release, block)
+                    file.write(len(image.head) + start, block.view[:nbytes], release)
+                    piece += 1
+            return files.finish()
+
+    @contextmanager
+    def _scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Lend memory of ``nbytes``, or an empty tensor if that is 0."""
+        if not nbytes:
+            yield torch.empty(0, dtype=torch.uint8)
+            return
+        block = self._block(nbytes)
+        try:
+            yield block.tensor
         finally:
-            self._give_back(scratch)
-        return written
+            self.resources.arena.release(block)
 
     def _block(self, nbytes: int) -> Block:
         self._check()
-        block = self._means.ring.acquire(self._means.deadline_s)
+        block = self.resources.arena.acquire(self.resources.deadline_s)
         block.fault_in(nbytes)
         return block
 
-    def _give_back(self, block: Block | None) -> None:
-        if block is not None:
-            self._means.ring.give_back(block)
+    def _point(self, name: str) -> None:
+        self.timings.point(f"merge.{name}")
 
     def _check(self) -> None:
-        if self._stop.is_set():
+        if self.stop.is_set():
             raise ControlError("the merge stage ended because its other thread failed")
-
-
-class _Output:
-    """One file being put together. Its pieces are hashed as they come, and written by other threads."""
-
-    def __init__(
-        self, backend: StorageBackend, image: FileImage, chunk_size: int, timings: Timings, io: Executor
-    ) -> None:
-        self._image, self._io, self._timings = image, io, timings
-        self._write = ImageWrite(backend, image, chunk_size, timings)
-        self._tasks: list[Future[None]] = []
-        try:
-            head = memoryview(image.head)
-            self._write.hash_piece(0, head)
-            self._tasks.append(io.submit(self._write.write_piece, 0, head))
-        except BaseException:
-            self._write.abandon()
-            raise
-
-    def write(self, start: int, block: Block, nbytes: int, ring: Arena) -> None:
-        """Write a piece of the data area, and give its block back."""
-        try:
-            self._raise_failure()
-            self._write.hash_piece(len(self._image.head) + start, block.view[:nbytes])
-            self._tasks.append(self._io.submit(self._write_piece, start, block, nbytes, ring))
-        except BaseException:
-            ring.give_back(block)
-            raise
-
-    def finish(self) -> WrittenFile:
-        """Wait until all is written, and make it durable."""
-        wait(self._tasks, return_when=FIRST_EXCEPTION)
-        self._raise_failure()
-        self._timings.point("merge.complete")
-        return self._write.finish()
-
-    def abandon(self) -> None:
-        """Leave nothing behind. Returns when no block is in use any more."""
-        # What was submitted runs all the same, if only to give its block back.
-        wait(self._tasks)
-        self._write.abandon()
-
-    def _write_piece(self, start: int, block: Block, nbytes: int, ring: Arena) -> None:
-        try:
-            self._write.write_piece(len(self._image.head) + start, block.view[:nbytes])
-        finally:
-            ring.give_back(block)
-
-    def _raise_failure(self) -> None:
-        for task in self._tasks:
-            if task.done():
-                task.result()

@@ -1,4 +1,4 @@
-"""From stored bytes to tensors: ranged, checked, and passed on among ranks that want the same."""
+"""Read stored bytes into tensors: in ranges, checked against the manifest as they arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored bytes against the checksums of the manifest, as they arrive."""
+"""Compare stored bytes with the manifest's checksums as they arrive."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from .stored_files import StoredFiles
 __all__ = ["ChunkCheck", "Fault"]
 
 Fault = Callable[[int, CorruptionError], None]
-"""Called with the row of a shard and what is wrong with a chunk of it: to raise it, or to note it and go on."""
+"""Called with the row of a shard and the fault in one of its chunks: raises the fault, or records it and returns."""
 
 
 class ChunkCheck:
-    """Checks bytes of the shards of one file, which come in order: of every shard from the beginning of a chunk on, to
-    the end of one. Not thread-safe; releases the interpreter lock while it hashes."""
+    """Checks the shards of one file. Each shard's bytes arrive in order, from the start of a chunk to the end of one.
+
+    Not thread-safe; releases the GIL while it hashes.
+    """
 
     def __init__(self, source: StoredFiles, file: int, on_fault: Fault) -> None:
         manifest = source.manifest
@@ -24,33 +26,37 @@ class ChunkCheck:
         self._starts, self._nbytes = manifest.checksum_starts, manifest.shard_nbytes
         self._checksums = manifest.checksums
         self.chunk_size = int(manifest.files.chunk_size[file])
-        self._hasher = ChunkHasher(self.chunk_size)
-        self._unfinished = 0  # bytes of a chunk that were hashed; the rest of it is to come
+        self._partial: ChunkHasher | None = None  # set while a chunk is incomplete; counts from ``_origin``
+        self._origin = 0
 
     def feed(self, row: int, shard: int, begin: int, data: memoryview) -> None:
-        """Bytes of the file from ``begin`` on, part of shard ``row``, which begins at byte ``shard``."""
-        start = begin - shard - self._unfinished
-        end = begin - shard + len(data)
-        whole = end % self.chunk_size == 0 or end == self._nbytes[row]
-        if whole and not self._unfinished:
+        """Check ``data``, the file's bytes from ``begin`` on: part of shard ``row``, which starts at byte ``shard``."""
+        start = begin - shard
+        end = start + len(data)
+        is_complete = end % self.chunk_size == 0 or end == self._nbytes[row]
+        if is_complete and self._partial is None:
             found = chunk_checksums(data, self.chunk_size)
         else:
-            self._hasher.update(data)
-            if whole:
-                self._hasher.end_item()
-            found, self._hasher.checksums = self._hasher.checksums, []
-            self._unfinished = 0 if whole else end % self.chunk_size
-        if found != self._promised(row, start, len(found)):
+            if self._partial is None:
+                self._partial = ChunkHasher([0], [int(self._nbytes[row]) - start], self.chunk_size)
+                self._origin = start
+            hasher, done = self._partial, self._partial.chunks_done
+            hasher.update(start - self._origin, data)
+            found = hasher.completed_since(done)
+            start = self._origin + done * self.chunk_size
+            if is_complete:
+                self._partial = None
+        if found != self._expected(row, start, len(found)):
             self._report(row, shard, start, found)
 
-    def _promised(self, row: int, start: int, count: int) -> list[int]:
+    def _expected(self, row: int, start: int, count: int) -> list[int]:
         first = int(self._starts[row]) + start // self.chunk_size
-        promised: list[int] = self._checksums[first : first + count].tolist()
-        return promised
+        expected: list[int] = self._checksums[first : first + count].tolist()
+        return expected
 
     def _report(self, row: int, shard: int, start: int, found: list[int]) -> None:
-        promised = self._promised(row, start, len(found))
-        index = next(i for i, (one, other) in enumerate(zip(found, promised)) if one != other)
+        expected = self._expected(row, start, len(found))
+        index = next(i for i, (one, other) in enumerate(zip(found, expected)) if one != other)
         begin = shard + start + index * self.chunk_size
         end = min(begin + self.chunk_size, shard + int(self._nbytes[row]))
         self._on_fault(row, self._source.mismatch(self._file, row, begin, end))

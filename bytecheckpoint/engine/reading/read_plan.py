@@ -1,4 +1,4 @@
-"""From parts of stored shards to extents of files: what is read together, and where each byte of it goes."""
+"""Plan which bytes of files are read together, and where each of them goes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...dtypes import DTYPES
-from ...manifest import Manifest, UInt64
-from ...planners.extents import Extents, plan_extents
-from ...planners.slabs import slabs, span
-from ...tables import Int64
+from ...format.manifest import Manifest, UInt64
+from ...planners.load.extents import Extents, plan_extents
+from ...planners.load.split import byte_span, split_box
+from ...tensors.dtypes import DTYPES
+from ...tensors.tables import Int64
 from ..tensor_bytes import byte_view
 from .device_copy_in import DeviceCopyIn
 from .placement import BoxPlace, MemoryPlace, Place, ReadPart, is_plain_memory
@@ -23,18 +23,25 @@ _ITEMSIZE: Int64 = np.array([dtype.itemsize for dtype in DTYPES.values()], np.in
 
 
 class ReadPlan:
-    """Extents of blocks, in the order of files and their bytes. Lists have what is asked of every block, by its number.
+    """Extents, each a run of blocks of one file, in the order of files and bytes. Lists describe the blocks by number.
 
-    ``begin`` and ``end`` are its bytes in ``file``, part of shard ``row``, which begins at byte ``shard``; ``checksum``
-    is that of its first chunk. Where all of it goes as it lies to one place, ``target`` is the address; else it is 0,
-    and ``places`` tells. ``size`` is what an extent is meant to have in bytes, ``most`` what it has at most, unless it
-    is a single block. ``wanted`` bytes were asked for.
+    Attributes:
+        file: The file of each block.
+        begin: First byte of the block in its file.
+        end: Byte after the block in its file.
+        row: The shard that the block is part of.
+        shard: First byte of this shard in the file.
+        checksum: Checksum of the block's first chunk.
+        target: Address that all bytes of the block go to unchanged, or 0: then ``places`` lists where they go.
+        size: Intended bytes of an extent.
+        max_bytes: Most bytes of an extent that is not a single block.
+        requested: Bytes that the caller requested.
     """
 
-    def __init__(self, extents: Extents, ranges: _Ranges, checksums: _Checksums, size: int, wanted: int) -> None:
+    def __init__(self, extents: Extents, ranges: _Ranges, checksums: _Checksums, size: int, requested: int) -> None:
         self.size = size
-        self.wanted = wanted
-        self.most = _most(size)
+        self.requested = requested
+        self.max_bytes = _max_bytes(size)
         self.starts: list[int] = extents.starts.tolist()
         self.file: list[int] = extents.file.tolist()
         self.begin: list[int] = extents.begin.tolist()
@@ -52,11 +59,11 @@ class ReadPlan:
         return len(self.starts) - 1
 
     def blocks(self, extent: int) -> range:
-        """The numbers of the blocks of an extent."""
+        """Return the numbers of an extent's blocks."""
         return range(self.starts[extent], self.starts[extent + 1])
 
     def groups(self, nbytes: int) -> list[range]:
-        """All extents, in runs that lie in one file and have ``nbytes`` together at most, or are a single extent."""
+        """Return all extents in groups. A group lies in one file and spans at most ``nbytes``, or is one extent."""
         starts = [0]
         for extent in range(1, len(self)):
             first, last = self.starts[starts[-1]], self.starts[extent + 1] - 1
@@ -65,7 +72,7 @@ class ReadPlan:
         return [range(low, high) for low, high in zip(starts, [*starts[1:], len(self)])] if len(self) else []
 
     def memory(self, block: int, begin: int, end: int) -> memoryview:
-        """The memory that bytes ``[begin, end)`` of a block with a ``target`` go to."""
+        """Return the memory for bytes ``[begin, end)`` of a block that has a ``target``."""
         use = self._first[block]
         view = self._memory.get(use)
         if view is None:
@@ -74,7 +81,7 @@ class ReadPlan:
         return view[begin - low : end - low]
 
     def places(self, block: int) -> list[Place]:
-        """Where bytes of a block go; each place once."""
+        """Return the places that bytes of a block go to, each once."""
         ranges = self._ranges
         uses = self._uses[self._use_starts[block] : self._use_starts[block + 1]]
         found = {int(ranges.source[use]): use for use in uses}
@@ -83,8 +90,10 @@ class ReadPlan:
 
 @dataclass(eq=False)
 class _Ranges:
-    """Ranges of files, by number: of part ``source``, in shard ``row``, which begins at byte ``shard``. The memory at
-    ``address`` (0: none) takes bytes from ``low`` on to ``high`` as they lie."""
+    """Ranges of files, by number: of part ``source``, in shard ``row``, which starts at byte ``shard``.
+
+    Bytes ``[low, high)`` go unchanged to the memory at ``address``, unless that is 0.
+    """
 
     parts: Sequence[ReadPart]
     source: Int64
@@ -116,43 +125,44 @@ class _Checksums:
     manifest: Manifest
 
     def at(self, row: Int64, start: Int64) -> UInt64:
-        """Checksums of the chunks that begin at byte ``start`` of these shards (of any chunk, where none does)."""
+        """Return the checksums of the chunks that contain byte ``start`` of these shards."""
         manifest = self.manifest
         chunk = manifest.files.chunk_size[manifest.shard_file[row]]
         return manifest.checksums[manifest.checksum_starts[row] + start // chunk]
 
 
 class _Shards:
-    """Columns of some shards. ``grain``: what is read of one begins and ends at multiples of it, or at its end."""
+    """Columns of some shards. Reads of a shard start and end at multiples of its ``grain``, or at its end."""
 
     def __init__(self, manifest: Manifest, rows: Int64, *, checked: bool) -> None:
         self.rows = rows
         self.file = manifest.shard_file[rows]
         self.code = manifest.tensors.dtype[manifest.shards.tensor[rows]]
         self.itemsize = _ITEMSIZE[self.code]
-        # Chunks of a length that does not fit the elements must not cut one in two.
+        # A read must not split an element, even if the chunk size is not a multiple of the element size.
         self.grain = np.lcm(manifest.files.chunk_size[self.file], self.itemsize) if checked else self.itemsize
         self.begin = manifest.files.head_length[self.file] + manifest.shard_offset[rows]
         self.nbytes = manifest.shard_nbytes[rows]
         self.end = self.begin + self.nbytes
 
     def extents(self, source: Int64, begin: Int64, end: Int64, size: int) -> Extents:
-        """For ranges ``[begin, end)`` of their files, range ``i`` being of shard number ``source[i]`` here."""
+        """Plan extents for the ranges ``[begin, end)``; range ``i`` belongs to shard number ``source[i]``."""
         file, grain = self.file[source], self.grain[source]
-        return plan_extents(file, begin, end, grain, size=size, slack=_most(size) - size, gap=_gap(size))
+        return plan_extents(file, begin, end, grain, size=size, slack=_max_bytes(size) - size, gap=_gap(size))
 
 
-def _most(size: int) -> int:
+def _max_bytes(size: int) -> int:
+    """Return the limit of an extent: one eighth of slack avoids a small last extent."""
     return size + size // 8
 
 
 def _gap(size: int) -> int:
-    """Bytes that are cheaper to read than to pass over."""
+    """Return the gap that is cheaper to read than to skip."""
     return size // 32
 
 
 def plan_checks(manifest: Manifest, rows: Int64, size: int) -> ReadPlan:
-    """All of these shards, wanted nowhere; those without bytes are left out."""
+    """Plan to read these shards only to check them. Shards without bytes are left out."""
     shards = _Shards(manifest, rows[manifest.shard_nbytes[rows] > 0], checked=True)
     every = np.arange(len(shards.rows))
     ranges = _Ranges([], every, shards.rows, shards.begin, np.zeros_like(every), shards.begin, shards.end)
@@ -160,8 +170,10 @@ def plan_checks(manifest: Manifest, rows: Int64, size: int) -> ReadPlan:
 
 
 def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, size: int) -> ReadPlan:
-    """What must be read for ``parts``, in whole chunks where it is to be ``checked``. Parts may overlap. Raises
-    ``PlanError`` for a box that is not inside its shard."""
+    """Plan the reads for ``parts``, which may overlap; in whole chunks if they are ``checked``.
+
+    Raises ``PlanError`` if a box is not inside its shard.
+    """
     parts = [part for part in parts if part.out.numel()]
     shards = _Shards(manifest, np.array([part.row for part in parts], np.int64), checked=checked)
     nbytes = np.array([part.out.numel() for part in parts], np.int64) * shards.itemsize
@@ -206,21 +218,21 @@ def _box_ranges(
     size: int,
     device: DeviceCopyIn | None,
 ) -> Iterator[_Range]:
-    """The ranges for part of a shard, or for all of it in memory of another kind."""
+    """Yield the ranges for a part of a shard, or for a whole shard that does not go to plain memory."""
     stored = manifest.shards.box_of(part.row)
     begin, length = int(shards.begin[i]), int(shards.nbytes[i])
     itemsize, grain = int(shards.itemsize[i]), int(shards.grain[i])
-    start, stop = span(part.box, stored, itemsize)
-    as_it_lies = stop - start == part.box.numel * itemsize
+    start, stop = byte_span(part.box, stored, itemsize)
+    is_contiguous = stop - start == part.box.numel * itemsize
     low = high = 0
-    if plain and as_it_lies:
+    if plain and is_contiguous:
         low, high = begin + start, begin + stop
     else:
         meta = manifest.tensors.meta_of(int(manifest.shards.tensor[part.row]))
         boxes[i] = BoxPlace(begin, stored, meta, part, device)
     pending: tuple[int, int] | None = None
-    for box in [part.box] if as_it_lies else slabs(part.box, stored, itemsize, size, max(grain, _gap(size))):
-        first, last = span(box, stored, itemsize)
+    for box in [part.box] if is_contiguous else split_box(part.box, stored, itemsize, size, max(grain, _gap(size))):
+        first, last = byte_span(box, stored, itemsize)
         first, last = first // grain * grain, min(-(-last // grain) * grain, length)
         if pending is not None and first > pending[1]:
             yield _Range(i, begin + pending[0], begin + pending[1], low, high)

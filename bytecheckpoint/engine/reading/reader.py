@@ -1,7 +1,7 @@
-"""From stored shards to memory: ranged reads, checked chunk by chunk as they arrive.
+"""Read stored shards into memory in ranges, and check them chunk by chunk as they arrive.
 
-No load succeeds with a byte in it whose checksum did not hold. (A byte may reach its tensor before: a failure is raised
-before ``apply`` runs.) See ``read_plan`` for what is read together, and ``fetch`` for the way it takes.
+A read that returns has delivered only bytes whose checksums match. (A wrong byte may reach a tensor, but then the read
+raises.) ``read_plan`` decides what is read together; ``fetch`` moves the bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...errors import CorruptionError, StorageError
-from ...manifest import Manifest
+from ...format.manifest import Manifest
 from ...storage_backends.base import StorageBackend
-from ...trace import Timings
-from .bounce import BounceRing
+from ...telemetry.trace import Timings
+from .bounce import BouncePool
 from .chunk_check import ChunkCheck
 from .fetch import Fetcher
 from .placement import ReadPart
@@ -29,33 +29,36 @@ from .task_queue import TaskQueue
 
 __all__ = ["ReadPart", "ReadStats", "Reader", "StoredShard"]
 
-_COPIERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-# Reads in flight, as far as the executor has threads. Two that wait keep a device busy beside those that are checked
-# and copied; more threads only wait for the interpreter lock, and push each other out of the processor's cache.
-_DEPTH_DIRECT = _COPIERS + 2
-_DEPTH_REMOTE = 8
-_GROUP = 2  # extents that a thread takes at a time
-_FETCH = 8 << 20  # bytes of a shard that are handed out at once
+# Threads at work, if the executor has that many. One per processor checks and copies cached bytes. Two more that wait
+# keep a local device busy; additional threads would only compete for the GIL and the processor's cache. A remote store
+# answers slowly, so eight requests are in flight.
+_CACHED_THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_DIRECT_THREADS = _CACHED_THREADS + 2
+_REMOTE_THREADS = 8
+
+_EXTENTS_PER_TASK = 2
+_SHARD_PIECE_BYTES = 8 << 20
 
 
 @dataclass
 class ReadStats:
-    """Bytes fetched from storage and bytes that were wanted; their ratio is the read amplification."""
+    """Bytes fetched from storage and bytes requested; their ratio is the read amplification. Thread-safe."""
 
     read: int = 0
-    wanted: int = 0
+    requested: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, read: int = 0, wanted: int = 0) -> None:
+    def add(self, read: int = 0, requested: int = 0) -> None:
+        """Count bytes."""
         with self._lock:
             self.read += read
-            self.wanted += wanted
+            self.requested += requested
 
 
 class Reader:
-    """Reads parts of the shards of one manifest. Thread-safe; ``verify=False`` leaves checksums unlooked at.
+    """Reads parts of the shards of one manifest. Thread-safe; ``verify=False`` skips the checksums.
 
-    Whatever is not read straight into place passes through ``ring`` (one of the reader's own where none is given).
+    Bytes that are not read straight into their tensors pass through ``bounce_pool``; by default the reader has its own.
     """
 
     def __init__(
@@ -65,38 +68,41 @@ class Reader:
         executor: Executor,
         *,
         verify: bool = True,
-        ring: BounceRing | None = None,
+        bounce_pool: BouncePool | None = None,
         timings: Timings | None = None,
     ) -> None:
         self.backend = backend
         self.manifest = manifest
         self.verify = verify
         self.stats = ReadStats()
-        self.ring = BounceRing() if ring is None else ring
+        self.bounce_pool = BouncePool() if bounce_pool is None else bounce_pool
         self.source = StoredFiles(backend, manifest)
         self.timings = timings or Timings("read", url=backend.url)
         self._executor = executor
         self._heads_checked: set[int] = set()
 
     def read(self, parts: Sequence[ReadPart]) -> None:
-        """Read all parts. Raises ``CorruptionError`` naming file, tensor and byte range at the first bad chunk, and
-        ``StorageError`` where the store does not answer."""
+        """Read all parts.
+
+        Raises ``CorruptionError``, which names file, tensor and byte range of the first bad chunk, and
+        ``StorageError`` if the store fails.
+        """
         plan = plan_reads(self.manifest, parts, checked=self.verify, size=self.read_size)
         heads = self._heads(sorted({int(self.manifest.shard_file[part.row]) for part in parts}))
-        groups = plan.groups(_GROUP * plan.size)
+        groups = plan.groups(_EXTENTS_PER_TASK * plan.size)
         files = OpenFiles(self.source, Counter(plan.file[plan.starts[group[0]]] for group in groups))
 
         fetcher = Fetcher(
             self.source,
             plan,
             files,
-            self.ring,
+            self.bounce_pool,
             checked=self.verify,
             on_read=self._count_read,
             timings=self.timings,
         )
 
-        # The queue is handed to it, not closed over: in a cycle, the tensors would outlive this call.
+        # A closure over the queue would form a reference cycle, and the tensors would outlive this call.
         def task(index: int, queue: TaskQueue) -> None:
             if index < len(heads):
                 self._check_head(heads[index])
@@ -104,23 +110,23 @@ class Reader:
                 fetcher.fetch(groups[index - len(heads)], _raise, partial(_widen, queue))
 
         with closing(files):
-            TaskQueue(self._executor, len(heads) + len(groups), task).run(_COPIERS)
-        self.stats.add(wanted=plan.wanted)
+            TaskQueue(self._executor, len(heads) + len(groups), task).run(_CACHED_THREADS)
+        self.stats.add(requested=plan.requested)
 
     @property
     def read_size(self) -> int:
-        """Bytes that one read fetches."""
-        return min(self.backend.read_size, self.ring.limit // 8)
+        """Bytes that one read fetches; small enough that eight reads share the bounce buffers."""
+        return min(self.backend.read_size, self.bounce_pool.limit // 8)
 
     def shard(self, row: int) -> StoredShard:
-        """The bytes of one stored shard, for who wants them as they lie."""
+        """Return one stored shard, to fetch its bytes unchanged."""
         return StoredShard(self, row)
 
     def _count_read(self, nbytes: int) -> None:
         self.stats.add(read=nbytes)
 
     def _heads(self, files: Sequence[int]) -> list[int]:
-        """Those of the files whose header is still to be checked: it tells a swapped file from the right one."""
+        """Return the files whose header has not been checked yet. The header identifies a file that was swapped."""
         return [file for file in files if file not in self._heads_checked] if self.verify else []
 
     def _check_head(self, file: int) -> None:
@@ -130,7 +136,7 @@ class Reader:
 
 
 class StoredShard:
-    """The bytes of one shard, ``length`` of them, with a checksum for every ``chunk_size``. Thread-safe."""
+    """The ``length`` bytes of one shard, with a checksum per ``chunk_size`` bytes. Thread-safe."""
 
     def __init__(self, reader: Reader, row: int) -> None:
         self._reader, self._row = reader, row
@@ -140,14 +146,14 @@ class StoredShard:
         self.chunk_size = int(reader.manifest.files.chunk_size[self._file])
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """``(start, stop)`` of what is best read at once: whole chunks, of 8 MiB together unless one is longer."""
-        step = max(_FETCH - _FETCH % self.chunk_size, self.chunk_size)
+        """Yield ranges ``(start, stop)`` of whole chunks to fetch: 8 MiB each, or one chunk if that is longer."""
+        step = max(_SHARD_PIECE_BYTES - _SHARD_PIECE_BYTES % self.chunk_size, self.chunk_size)
         return ((start, min(start + step, self.length)) for start in range(0, self.length, step))
 
     def fetch(self, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from byte ``start`` on, and check it unless the reader leaves that out.
+        """Fill ``buffer`` with the bytes from ``start`` on, and check them unless the reader skips checksums.
 
-        Both ends are ends of chunks. Raises ``CorruptionError`` and ``StorageError`` like ``Reader.read``.
+        The range consists of whole chunks. Raises ``CorruptionError`` and ``StorageError`` as ``Reader.read`` does.
         """
         reader, begin = self._reader, self._begin + start
         try:
@@ -161,7 +167,7 @@ class StoredShard:
 
 
 def _widen(queue: TaskQueue, direct: bool) -> None:
-    queue.widen(_DEPTH_DIRECT if direct else _DEPTH_REMOTE)
+    queue.widen(_DIRECT_THREADS if direct else _REMOTE_THREADS)
 
 
 def _raise(row: int, error: CorruptionError) -> None:

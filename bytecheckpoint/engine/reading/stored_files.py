@@ -1,4 +1,4 @@
-"""Files of a checkpoint as the manifest describes them: their checked heads, and what to say when they are not so."""
+"""Open the files of a checkpoint, check their heads, and describe how they differ from the manifest."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import contextmanager
 import xxhash
 
 from ...errors import CorruptionError, KeyNotFoundError, StorageError
-from ...manifest import COMPANION, Manifest
+from ...format.manifest import COMPANION, Manifest
 from ...storage_backends.base import ObjectReader, StorageBackend
 
 __all__ = ["OpenFiles", "StoredFiles", "read_stored_file"]
 
 
 def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, head_only: bool) -> bytes:
-    """The checked head of file ``row``: a safetensors header, or all of a values document.
+    """Return the checked head of file ``row``: a safetensors header, or a whole values document.
 
-    Raises ``CorruptionError`` where the file is missing, of another size (unless ``head_only``) or changed, and
-    ``StorageError`` where the store does not give it out.
+    Raises ``CorruptionError`` if the file is missing, was changed, or (unless ``head_only``) has another size, and
+    ``StorageError`` if the store fails.
     """
     files = manifest.files
     key, size, length = files.name[row], int(files.size[row]), int(files.head_length[row])
     buffer = bytearray(length)
     try:
         if not head_only and (found := backend.stat(key).size) != size:
-            raise CorruptionError(f"{backend.url}/{key}: file has {found} bytes, the manifest says {size}")
+            raise CorruptionError(f"{backend.url}/{key}: the file has {found} bytes, but the manifest states {size}")
         backend.read_into(key, 0, buffer)
     except KeyNotFoundError as error:
         raise _missing(backend, key, f"section {manifest.sections[int(files.section[row])].name}") from error
@@ -43,14 +43,14 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
 
 
 class StoredFiles:
-    """The data files of one checkpoint, and the errors that name what in them is wrong. Thread-safe."""
+    """The data files of one checkpoint. Builds the errors that describe their faults. Thread-safe."""
 
     def __init__(self, backend: StorageBackend, manifest: Manifest) -> None:
         self.backend = backend
         self.manifest = manifest
 
     def open(self, file: int, row: int) -> ObjectReader:
-        """Open a file for reading shard ``row`` of it. Raises as ``read_error`` has it."""
+        """Open a file to read its shard ``row``. Raises what ``read_error`` returns."""
         try:
             return self.backend.open_object(self.manifest.files.name[file])
         except StorageError as error:
@@ -60,7 +60,7 @@ class StoredFiles:
     def read_error(
         self, file: int, row: int, begin: int, end: int, error: StorageError
     ) -> CorruptionError | StorageError:
-        """What it means that bytes ``[begin, end)`` of a file, part of shard ``row``, could not be read."""
+        """Return the error for bytes ``[begin, end)`` of a file, part of shard ``row``, that cannot be read."""
         key = self.manifest.files.name[file]
         if isinstance(error, KeyNotFoundError):
             return _missing(self.backend, key, self._where(row))
@@ -68,15 +68,15 @@ class StoredFiles:
         return _unreadable(self.backend, key, int(self.manifest.files.size[file]), what, error)
 
     def mismatch(self, file: int, row: int, begin: int, end: int) -> CorruptionError:
-        """What to raise where the checksum of these bytes of shard ``row`` is not the manifest's."""
+        """Return the error for bytes of shard ``row`` whose checksum differs from the manifest's."""
         return CorruptionError(
             f"{self.backend.url}/{self.manifest.files.name[file]}: checksum mismatch in {self._where(row)}, bytes "
-            f"[{begin}, {end}): stored data were changed after they were written; restore the file or load an earlier "
+            f"[{begin}, {end}): the stored bytes changed after they were written; restore the file or load an earlier "
             f"checkpoint"
         )
 
     def present_size(self, file: int) -> int:
-        """The file's size now; as the manifest has it where the store does not say."""
+        """Return the file's current size, or the manifest's if the store fails."""
         try:
             return self.backend.stat(self.manifest.files.name[file]).size
         except StorageError:
@@ -88,20 +88,20 @@ class StoredFiles:
 
 
 class OpenFiles:
-    """Files that are opened once, by whoever needs one first, and closed when nobody will need it again. Thread-safe.
+    """Opens each file on its first use and closes it after its last one. Thread-safe.
 
-    ``needs`` says how many times each file will be used.
+    ``uses`` maps each file to the number of its uses.
     """
 
-    def __init__(self, source: StoredFiles, needs: Mapping[int, int]) -> None:
+    def __init__(self, source: StoredFiles, uses: Mapping[int, int]) -> None:
         self._source = source
-        self._needs = dict(needs)
+        self._uses_left = dict(uses)
         self._open: dict[int, ObjectReader] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def use(self, file: int, row: int) -> Iterator[ObjectReader]:
-        """One of the announced uses of a file. Raises as ``StoredFiles.open``."""
+        """Return the open file for one of its uses. Raises as ``StoredFiles.open`` does."""
         try:
             with self._lock:
                 if file not in self._open:
@@ -110,12 +110,12 @@ class OpenFiles:
             yield opened
         finally:
             with self._lock:
-                self._needs[file] -= 1
-                if not self._needs[file] and file in self._open:
+                self._uses_left[file] -= 1
+                if not self._uses_left[file] and file in self._open:
                     self._open.pop(file).close()
 
     def close(self) -> None:
-        """Close what is open, after a failure. No thread may be using a file."""
+        """Close all files, after a failure. No thread may be using one."""
         with self._lock:
             for opened in self._open.values():
                 opened.close()
@@ -125,14 +125,14 @@ class OpenFiles:
 def _missing(backend: StorageBackend, key: str, where: str) -> CorruptionError:
     return CorruptionError(
         f"{backend.url}/{key}: file is missing, but the manifest names it for {where}; it was deleted, not copied, "
-        f"or the checkpoint was overwritten while it was being read (then load again)"
+        f"or the checkpoint was overwritten during the read (then load again)"
     )
 
 
 def _unreadable(
     backend: StorageBackend, key: str, size: int, what: str, error: StorageError
 ) -> CorruptionError | StorageError:
-    """Tells a file that was cut from a store that does not answer, which says nothing about the checkpoint."""
+    """Return ``CorruptionError`` for a truncated file, and ``error`` with its context if the store failed."""
     try:
         found = backend.stat(key).size
     except StorageError:
@@ -140,6 +140,6 @@ def _unreadable(
     if found == size:
         return type(error)(f"{backend.url}/{key}: cannot read {what}: {error}")
     return CorruptionError(
-        f"{backend.url}/{key}: cannot read {what}: the file has {found} bytes, the manifest says {size}; it was cut "
-        f"short or replaced; restore it or load an earlier checkpoint"
+        f"{backend.url}/{key}: cannot read {what}: the file has {found} bytes, but the manifest states {size}; it was "
+        f"truncated or replaced; restore it or load an earlier checkpoint"
     )

@@ -1,4 +1,4 @@
-"""Numbered tasks, taken in order by as many threads as the work is worth."""
+"""Run numbered tasks in order on a variable number of threads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["TaskQueue"]
 class TaskQueue:
     """Runs ``task(0, self)`` to ``task(count - 1, self)``, each once, on threads of ``executor``.
 
-    Tasks are begun in order. Once one has failed no further one is begun; those before it run to their end, so that
-    what ``run`` raises is the error of the first task that fails, whatever the threads do.
+    Tasks start in order. After a failure no further task starts, but running ones finish. So ``run`` always raises the
+    error of the failing task with the lowest number.
     """
 
     def __init__(self, executor: Executor, count: int, task: Callable[[int, TaskQueue], None]) -> None:
@@ -26,7 +26,7 @@ class TaskQueue:
         self._lock = threading.Lock()
 
     def run(self, threads: int) -> None:
-        """Run everything, with ``threads`` threads to begin with, and wait for it; a single task runs here."""
+        """Run all tasks, first on ``threads`` threads, and wait for them. A single task runs on the calling thread."""
         if self._count == 1:
             self._work()
         else:
@@ -34,7 +34,7 @@ class TaskQueue:
         try:
             self._wait()
         finally:
-            # The caller was interrupted: nobody may go on writing into memory that is the caller's again.
+            # After an interrupt, no thread may write into memory that is the caller's again.
             with self._lock:
                 self._next = self._count
             self._wait()
@@ -44,10 +44,10 @@ class TaskQueue:
             try:
                 raise first
             finally:
-                del first  # its traceback has this frame
+                del first  # its traceback refers to this frame
 
     def widen(self, threads: int) -> None:
-        """Have at least so many threads work, from here on; to be called by a task, too."""
+        """Use at least ``threads`` threads from now on. Tasks may call this too."""
         with self._lock:
             missing = min(threads, self._count - self._next + len(self._workers)) - len(self._workers)
             self._workers += [self._executor.submit(self._work) for _ in range(missing)]
@@ -69,7 +69,7 @@ class TaskQueue:
     def _wait(self) -> None:
         seen = 0
         while seen < len(self._workers):
-            # A worker that is waited for may have called for more.
+            # A worker may have called ``widen``.
             workers = self._workers[seen:]
             seen += len(workers)
             wait(workers)

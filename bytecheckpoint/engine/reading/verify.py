@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint against its checksum: several reads at once, in bounded memory."""
+"""Check every byte of a checkpoint, with several reads at once and in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from .stored_files import OpenFiles, read_stored_file
 
 __all__ = ["verify_files"]
 
-_IN_FLIGHT = 8  # reads begun ahead of the one that is waited for; bounds what is queued, not what is held
-_GROUP = 2  # extents that are one task
+_MAX_QUEUED = 8  # bounds the queue; the bounce buffers bound the memory
+_EXTENTS_PER_TASK = 2
 
 _Faults = dict[int, str]
-"""What is wrong, by shard."""
+"""Messages by shard."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Bytes of ``file`` to check: its head, or shards of it. ``check`` says what is wrong with shards, and raises what
-    is wrong with the head."""
+    """Bytes of ``file`` to check: its head, or some of its shards.
+
+    ``check`` returns the faults of shards, and raises the fault of a head.
+    """
 
     file: int
     is_head: bool
@@ -35,10 +37,10 @@ class _Task:
 
 
 def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]]:
-    """``(bytes checked, what is wrong with them or "")``, piece after piece, in the order of files and their bytes.
+    """Yield ``(bytes checked, fault or "")`` piece by piece, in the order of files and bytes.
 
-    A file whose head is wrong is one fault and nothing more is said of it; a shard is one fault however many of its
-    chunks are wrong. Holds the reader's bounce buffers, and values files whole.
+    A file with a wrong head is reported once and not checked further; a shard is reported once, however many of its
+    chunks are wrong. Uses the reader's bounce buffers, and holds values files whole.
     """
     faulty_file: int | None = None
     faulty_rows: set[int] = set()
@@ -69,12 +71,12 @@ def _tasks(reader: Reader) -> Iterator[_Task]:
             reader.source,
             plan,
             files,
-            reader.ring,
+            reader.bounce_pool,
             checked=True,
             on_read=lambda nbytes: reader.stats.add(read=nbytes),
             timings=reader.timings,
         )
-        for group in plan.groups(_GROUP * plan.size):
+        for group in plan.groups(_EXTENTS_PER_TASK * plan.size):
             blocks = range(plan.starts[group[0]], plan.starts[group[-1] + 1])
             nbytes = sum(plan.end[block] - plan.begin[block] for block in blocks)
             yield _Task(file, False, nbytes, partial(_check_shards, fetcher, plan, group))
@@ -100,12 +102,12 @@ def _check_shards(fetcher: Fetcher, plan: ReadPlan, extents: range) -> _Faults:
 
 
 def _ahead(tasks: Iterator[_Task], executor: Executor) -> Iterator[tuple[_Task, Future[_Faults]]]:
-    """Every task in its turn, with the check that was begun some tasks before."""
+    """Yield the tasks in order; each check is submitted several tasks ahead."""
     waiting: deque[tuple[_Task, Future[_Faults]]] = deque()
     try:
         for task in tasks:
             waiting.append((task, executor.submit(task.check)))
-            if len(waiting) > _IN_FLIGHT:
+            if len(waiting) > _MAX_QUEUED:
                 yield waiting.popleft()
         while waiting:
             yield waiting.popleft()

@@ -1,4 +1,4 @@
-"""From tensors to the bytes of a file: any part of a file's image, copied in one pass and with no large temporary."""
+"""Copy any part of a file's image from tensors into a block, in one pass and without a large temporary."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from ...geometry import decompose
+from ...tensors.geometry import decompose
+from ..blocks import Block
 from ..files import FileImage
 from ..tensor_bytes import as_bytes, copy_elements, copy_memory
-from .arena import Block
 
 __all__ = ["copy_flat_range", "copy_head", "copy_piece", "is_plain", "parts"]
 
 
 def parts(image: FileImage, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-    """What of the image's tensors lies in bytes ``[start, stop)`` of the file, in order.
+    """Yield the parts of the image's tensors that are in bytes ``[start, stop)`` of the file, in order.
 
-    Yields the tensor, the first and last byte of it that are wanted, and where they begin, counted from ``start``.
+    Each item is a tensor, the range of its bytes (first, last), and the position of that range relative to ``start``.
     """
     low, high = start - len(image.head), stop - len(image.head)
     begin = max(bisect_right(image.offsets, low) - 1, 0)
     end = bisect_left(image.offsets, high)
-    # Once for each of many thousand small tensors: every look at an attribute counts.
+    # This loop runs once for each of many thousand small tensors: attribute look-ups matter.
     for shard, offset, nbytes in zip(image.shards[begin:end], image.offsets[begin:end], image.nbytes[begin:end]):
         first = low - offset if offset < low else 0
         last = nbytes if offset + nbytes <= high else high - offset
@@ -37,38 +37,37 @@ def copy_piece(
     start: int,
     stop: int,
     block: Block,
-    place: int,
+    offset: int,
     only: Callable[[torch.Tensor], bool] | None = None,
 ) -> None:
-    """Copy bytes ``[start, stop)`` of the file into ``block`` from byte ``place`` on; returns when they are there.
-    With ``only``, those of some tensors."""
-    copy_head(image, start, stop, block, place)
-    base = block.address + place
+    """Copy bytes ``[start, stop)`` of the file to byte ``offset`` of ``block``; ``only`` selects tensors."""
+    copy_head(image, start, stop, block, offset)
+    base = block.address + offset
     for tensor, first, last, at in parts(image, start, stop):
         if only is not None and not only(tensor):
             continue
         if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
             copy_memory(base + at, tensor.data_ptr() + first, last - first)
         else:
-            copy_flat_range(block.tensor[place + at : place + at + last - first], tensor, first)
+            copy_flat_range(block.tensor[offset + at : offset + at + last - first], tensor, first)
 
 
-def copy_head(image: FileImage, start: int, stop: int, block: Block, place: int) -> None:
-    """The part of ``copy_piece`` that is not tensors."""
+def copy_head(image: FileImage, start: int, stop: int, block: Block, offset: int) -> None:
+    """Copy the part of the file's head that is in bytes ``[start, stop)``."""
     if start < len(image.head):
         head = np.frombuffer(image.head, np.uint8)[start:stop]
-        np.copyto(np.frombuffer(block.view, np.uint8)[place : place + len(head)], head)
+        np.copyto(np.frombuffer(block.view, np.uint8)[offset : offset + len(head)], head)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is, byte for byte, its elements row by row."""
+    """Return whether the tensor's memory holds exactly its elements in row-major order."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def copy_flat_range(out: torch.Tensor, tensor: torch.Tensor, first: int, *, non_blocking: bool = False) -> None:
-    """Fill ``out`` (bytes) with those from byte ``first`` on of ``tensor`` as it would lie row by row.
+    """Fill ``out`` with the bytes of ``tensor`` in row-major order, starting at byte ``first``.
 
-    Both ends are ends of elements. What is not contiguous is copied box by box, none larger than ``out``.
+    The range starts and ends at element boundaries. A tensor that is not contiguous is copied box by box.
     """
     if is_plain(tensor):
         out.copy_(as_bytes(tensor)[first : first + len(out)], non_blocking=non_blocking)

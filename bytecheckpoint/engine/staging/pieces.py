@@ -1,7 +1,7 @@
-"""What is staged, cut into pieces.
+"""How the images of a save's files map to the arena's blocks.
 
-The images of a save's files lie one behind the other on a tape, each on a page of its own, and the tape is cut into the
-arena's blocks. A *piece* is the part of one image in one block: it is copied, hashed, written and given back by itself.
+The images are laid out one after another, each starting on a page, and this sequence is divided into blocks. A *piece*
+is the part of one image in one block. Pieces are copied, hashed, written and released one by one.
 """
 
 from __future__ import annotations
@@ -9,38 +9,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..blocks import page_round
 from ..files import FileImage
-from .arena import page_round
 
-__all__ = ["Piece", "cut"]
+__all__ = ["Piece", "split_images"]
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Bytes ``[start, stop)`` of a file; they go to ``place`` in block ``block`` of the tape."""
+    """Bytes ``[start, stop)`` of a file, staged at byte ``offset`` of the block with number ``block``."""
 
     index: int
     image: FileImage
     start: int
     stop: int
     block: int
-    place: int
+    offset: int
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the piece."""
         return self.stop - self.start
 
 
-def cut(images: Sequence[FileImage], block_size: int) -> list[Piece]:
-    """The pieces of all images in the order of the tape. Each begins on a page, in the file and in memory."""
+def split_images(images: Sequence[FileImage], block_size: int) -> list[Piece]:
+    """Divide all images into pieces, in order. Each piece starts on a page, in the file and in memory."""
     pieces: list[Piece] = []
-    tape = 0
+    position = 0
     for image in images:
         start = 0
         while start < image.size:
-            block, place = divmod(tape + start, block_size)
-            stop = min(start + block_size - place, image.size)
-            pieces.append(Piece(len(pieces), image, start, stop, block, place))
+            block, offset = divmod(position + start, block_size)
+            stop = min(start + block_size - offset, image.size)
+            pieces.append(Piece(len(pieces), image, start, stop, block, offset))
             start = stop
-        tape += page_round(image.size)
+        position += page_round(image.size)
     return pieces

@@ -1,6 +1,6 @@
-"""The bytes of one save on their way through the arena: cut into pieces, filled in order, given back one by one.
+"""The staged bytes of one save: copied piece by piece into arena blocks, released piece by piece once they are written.
 
-See ``pieces`` for how the images of a save's files lie in the arena's blocks.
+See ``pieces`` for how the images of a save's files map to the arena's blocks.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from contextlib import suppress
 import torch
 
 from ...errors import DeadlineError
-from ...trace import Timings
+from ...telemetry.trace import Timings
+from ..blocks import Block
 from ..files import FileImage
-from .arena import Arena, Block
+from .arena import Arena
 from .device_copy_out import DeviceCopyOut, cuda_devices
 from .piece_copy import copy_piece, parts
-from .pieces import Piece, cut
+from .pieces import Piece, split_images
 
 __all__ = ["Staging"]
 
-_CRUMB = 128 << 10  # bytes of a tensor below which copying it is mostly finding it
+# Mean bytes per tensor below which copying is mostly Python work, so that more threads only compete for the GIL.
+_SMALL_TENSOR_BYTES = 128 << 10
 
 
 class Staging:
-    """What one save has staged and what it has given back. Thread-safe.
+    """The staged bytes of one save. Thread-safe.
 
-    ``fill`` copies everything before anything is written, as an asynchronous save does. With ``on_demand`` nothing is
-    copied ahead: ``content`` copies a piece when it is asked for it, in the order of the tape, so that a few blocks go
-    round.
+    An asynchronous save calls ``fill``, which copies everything before anything is written. With ``on_demand`` (a
+    synchronous save) nothing is copied ahead: ``content`` copies a piece when the writer asks for it, in order, so that
+    a few blocks suffice.
 
-    Behind a gate, ``fill_early`` copies what may change at any time, and ``fill`` the rest, which nobody is to change
-    before ``seal``: that looks once whether somebody did, before the copies count.
+    Behind a gate, ``fill_early`` copies the tensors that may change at any time, and ``fill`` copies the late ones.
+    ``verify_unchanged`` checks once, before the late copies count, that nothing changed them in between.
     """
 
     def __init__(
@@ -46,74 +48,76 @@ class Staging:
         deadline_s: float | None = None,
         on_demand: int | None = None,
     ) -> None:
-        """``on_demand`` is the number of blocks that may go round; None to fill first."""
+        """Divide ``images`` into pieces. ``on_demand`` limits the number of blocks; None selects ``fill``."""
         self.images = list(images)
-        self.pieces = cut(images, arena.block_size)
+        self.pieces = split_images(images, arena.block_size)
         self.on_demand = on_demand is not None
         self._arena, self._timings, self._deadline_s = arena, timings, deadline_s
         self.blocks = needed = self.pieces[-1].block + 1 if self.pieces else 0
-        self._ring = needed if on_demand is None else on_demand
-        self.fits = arena.make_room(min(needed, self._ring))
-        """Whether all pieces can lie in memory at once, as far as this save alone goes."""
-        self._users = [0] * needed  # pieces of each block that were not given back
-        self._used = [0] * needed  # bytes
+        self._max_blocks = needed if on_demand is None else on_demand
+        self.fits = arena.make_room(min(needed, self._max_blocks))
+        """Whether all pieces fit into memory at once when earlier saves have released theirs."""
+        self._unreleased = [0] * needed  # pieces of each block that are not released
+        self._used = [0] * needed  # bytes of each block
         for piece in self.pieces:
-            self._users[piece.block] += 1
-            self._used[piece.block] = piece.place + piece.nbytes
+            self._unreleased[piece.block] += 1
+            self._used[piece.block] = piece.offset + piece.nbytes
         self._blocks: dict[int, Block] = {}
-        self._claiming = threading.Lock()  # taken before _changed
+        self._claiming = threading.Lock()  # acquired before _changed
         self._changed = threading.Condition()
         self._claimed = 0
         self._copied = [False] * len(self.pieces)
-        self._to_copy = len(self.pieces)
-        self._copying = 0
+        self._uncopied = len(self.pieces)
+        self._copying = 0  # threads
         self._failure: BaseException | None = None
-        self._given_up: BaseException | None = None
+        self._cancelled_by: BaseException | None = None
         devices = cuda_devices(images)
         self._device = DeviceCopyOut(devices) if devices else None
         self._events: dict[int, list[torch.cuda.Event]] = {}
         self._is_late: Callable[[torch.Tensor], bool] | None = None
-        self._sealing = threading.Lock()
-        self._unchanged: Callable[[], None] | None = None
+        self._verifying = threading.Lock()
+        self._check_unchanged: Callable[[], None] | None = None
 
-    # -- filling -------------------------------------------------------------------------------------------------
+    # -- copying -------------------------------------------------------------------------------------------------
 
     def fill(self, executor: Executor | None = None, helpers: int = 0) -> None:
-        """Copy all pieces that nobody has begun to copy, with ``helpers`` threads of ``executor`` where it has them to
-        spare; returns when every piece is copied, or ``give_up`` was called. Raises what any of them met.
+        """Copy all pieces that no thread has claimed, with up to ``helpers`` idle threads of ``executor``.
 
-        Copies from CUDA devices are under way then (``is_settled`` tells), and the caller's streams wait for them.
+        Returns when every piece is copied, or when ``cancel`` was called. Raises what any thread failed with. Copies
+        from CUDA devices are only queued then; ``is_settled`` reports when they are complete.
         """
         tasks = []
-        if executor is not None and self._device is None and not self._is_of_crumbs():
+        if executor is not None and self._device is None and not self._has_small_tensors():
             tasks = [executor.submit(self._fill_some) for _ in range(min(helpers, len(self.pieces) - 1))]
         try:
             try:
                 self._fill_some()
             finally:
-                begun = [task for task in tasks if not task.cancel()]
-                wait(begun)
-            for task in begun:
+                started = [task for task in tasks if not task.cancel()]
+                wait(started)
+            for task in started:
                 task.result()
             with self._changed:
-                self._changed.wait_for(lambda: self._failure or not self._to_copy)
+                self._changed.wait_for(lambda: self._failure or not self._uncopied)
                 self._raise_failure()
         except BaseException as error:
-            if error is not self._given_up:
+            if error is not self._cancelled_by:
                 raise
 
-    def fill_early(self, is_late: Callable[[torch.Tensor], bool], unchanged: Callable[[], None]) -> None:
-        """Copy all tensors but the late ones. Everything has to fit into memory. ``unchanged`` raises if one of the
-        late ones was changed since then."""
-        self._is_late, self._unchanged = is_late, unchanged
+    def fill_early(self, is_late: Callable[[torch.Tensor], bool], check_unchanged: Callable[[], None]) -> None:
+        """Copy all tensors except the late ones; everything must fit into memory.
+
+        ``check_unchanged`` raises if a late tensor has changed since the call of ``save``.
+        """
+        self._is_late, self._check_unchanged = is_late, check_unchanged
         try:
             for image in self.images:
                 if all(is_late(shard.tensor) for shard in image.shards):
                     continue
-                for piece in self.of(image):
+                for piece in self.pieces_of(image):
                     if not all(is_late(tensor) for tensor, *_ in parts(image, piece.start, piece.stop)):
                         with self._claiming:
-                            self._provide(piece)
+                            self._provide_block(piece)
                         self._events[piece.index] = self._copy_into(piece, lambda tensor: not is_late(tensor))
         except BaseException as error:
             self.fail(error)
@@ -121,64 +125,65 @@ class Staging:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether copies run by themselves once they were begun."""
+        """Whether copies, once queued, complete on a device without a host thread."""
         return self._device is not None
 
-    def hold_caller(self) -> None:
-        """Make the calling thread's device streams wait for the copies that were begun."""
+    def make_caller_wait(self) -> None:
+        """Make the calling thread's device streams wait for the copies that are queued."""
         if self._device is not None:
-            self._device.hold_caller()
+            self._device.make_caller_wait()
 
-    def let_change(self, timeout_s: float | None) -> None:
-        """Return when the calling thread may change the late tensors; helps to copy what is left. Raises nothing: where
-        the save fails, they may be changed."""
+    def wait_changeable(self, timeout_s: float | None) -> None:
+        """Return when the calling thread may change the late tensors; help to copy the rest.
+
+        Raises nothing: if the save fails, the tensors may change too.
+        """
         with suppress(Exception):
             self._fill_some()
         if self._device is not None:
-            self.seal()
-            self.hold_caller()
+            self.verify_unchanged()
+            self.make_caller_wait()
         elif not self.wait_settled(timeout_s):
-            self.fail(DeadlineError(f"an optimizer's step has waited {timeout_s} s for the state to be copied"))
+            self.fail(DeadlineError(f"an optimizer step has waited {timeout_s} s for the state to be copied"))
 
-    def seal(self) -> None:
-        """The late tensors may be changed from now on, as far as they are copied or the device's streams wait for that.
-        Fails the save if one was changed before; looks only the first time."""
-        with self._sealing:
-            unchanged, self._unchanged = self._unchanged, None
-            if unchanged is None:
+    def verify_unchanged(self) -> None:
+        """Fail the save if a late tensor changed before it was copied. Only the first call checks."""
+        with self._verifying:
+            check, self._check_unchanged = self._check_unchanged, None
+            if check is None:
                 return
             try:
-                unchanged()
-            except Exception as error:  # noqa: BLE001 - it is the save that has failed, not the caller
+                check()
+            except Exception as error:  # noqa: BLE001 - the save fails, not the caller
                 with self._changed:
                     self._failure = self._failure or error
                     self._changed.notify_all()
 
-    def _is_of_crumbs(self) -> bool:
-        """Whether the work is more Python than copying, so that a second thread would only get in the way."""
-        return sum(piece.nbytes for piece in self.pieces) < _CRUMB * sum(len(image.shards) for image in self.images)
-
     def is_settled(self) -> bool:
-        """Whether no tensor is read any more: all are copied, those of devices too, or copying has failed."""
+        """Return whether no tensor is read any more: all are copied, on devices too, or copying has failed."""
         with self._changed:
-            settled = self._no_copies() and all(map(torch.cuda.Event.query, self._all_events()))
+            settled = self._has_no_copies() and all(map(torch.cuda.Event.query, self._all_events()))
         if settled:
-            self.seal()
+            self.verify_unchanged()
         return settled
 
     def wait_settled(self, timeout_s: float | None = None) -> bool:
-        """Wait until ``is_settled``; False if that took longer."""
+        """Wait until ``is_settled``; return False if that took longer than ``timeout_s``."""
         with self._changed:
-            if not self._changed.wait_for(self._no_copies, timeout_s):
+            if not self._changed.wait_for(self._has_no_copies, timeout_s):
                 return False
             events = self._all_events()
         for event in events:
             event.synchronize()
-        self.seal()
+        self.verify_unchanged()
         return True
 
-    def _no_copies(self) -> bool:
-        return not self._copying and (not self._to_copy or self._failure is not None)
+    def _has_small_tensors(self) -> bool:
+        nbytes = sum(piece.nbytes for piece in self.pieces)
+        return nbytes < _SMALL_TENSOR_BYTES * sum(len(image.shards) for image in self.images)
+
+    def _has_no_copies(self) -> bool:
+        return not self._copying and (not self._uncopied or self._failure is not None)
 
     def _all_events(self) -> list[torch.cuda.Event]:
         return [event for events in self._events.values() for event in events]
@@ -192,31 +197,31 @@ class Staging:
             raise
 
     def _claim(self) -> Piece | None:
-        """The next piece that nobody has begun to copy, with memory for it."""
+        """Claim the next piece, and provide its block."""
         with self._claiming:
             if self._failure is not None or self._claimed == len(self.pieces):
                 return None
             piece = self.pieces[self._claimed]
-            self._provide(piece)
+            self._provide_block(piece)
             self._claimed += 1
             return piece
 
-    def _provide(self, piece: Piece) -> None:
-        """Have the piece's block. Waits for memory."""
+    def _provide_block(self, piece: Piece) -> None:
+        """Acquire the piece's block, unless another piece has. Waits for memory."""
         if piece.block in self._blocks:
             return
         end = None if self._deadline_s is None else time.monotonic() + self._deadline_s
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or len(self._blocks) < self._ring, self._deadline_s)
+            self._changed.wait_for(lambda: self._failure or len(self._blocks) < self._max_blocks, self._deadline_s)
             self._raise_failure()
-            if len(self._blocks) >= self._ring:
-                raise DeadlineError(f"no piece was written within {self._deadline_s} s; storage is too slow, or hangs")
+            if len(self._blocks) >= self._max_blocks:
+                raise DeadlineError(f"no piece was written within {self._deadline_s} s; storage is too slow or hangs")
         block = self._arena.acquire(None if end is None else max(0.0, end - time.monotonic()), last=self.on_demand)
         with self._changed:
             if self._failure is None:
                 self._blocks[piece.block] = block
                 return
-        self._arena.give_back(block)
+        self._arena.release(block)
         self._raise_failure()
 
     def _copy(self, piece: Piece) -> None:
@@ -224,15 +229,16 @@ class Staging:
         with self._changed:
             self._events.setdefault(piece.index, []).extend(events)
             self._copied[piece.index] = True
-            is_last = self._to_copy == 1
+            is_last = self._uncopied == 1
             if not is_last:
-                self._to_copy -= 1
+                self._uncopied -= 1
                 self._changed.notify_all()
         if is_last:
+            # Before the state counts as copied: a late tensor that changed must fail the save.
             if self._device is None:
-                self.seal()
+                self.verify_unchanged()
             with self._changed:
-                self._to_copy = 0
+                self._uncopied = 0
                 self._changed.notify_all()
             for image in self.images:
                 image.release_tensors()
@@ -243,11 +249,11 @@ class Staging:
             block = self._blocks[piece.block]
             self._copying += 1
         try:
-            with self._timings.working("copy", piece.nbytes):
+            with self._timings.measure("copy", piece.nbytes):
                 block.fault_in(self._used[piece.block])
                 if self._device is not None:
-                    return self._device.copy_piece(piece.image, piece.start, piece.stop, block, piece.place, only)
-                copy_piece(piece.image, piece.start, piece.stop, block, piece.place, only)
+                    return self._device.copy_piece(piece.image, piece.start, piece.stop, block, piece.offset, only)
+                copy_piece(piece.image, piece.start, piece.stop, block, piece.offset, only)
                 return []
         finally:
             with self._changed:
@@ -257,47 +263,49 @@ class Staging:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def content(self, piece: Piece) -> memoryview:
-        """The piece's bytes, good until it is given back: waits until ``fill`` has copied it, or copies it now. Raises
-        what filling met."""
+        """Return the piece's bytes, valid until the piece is released.
+
+        Waits until ``fill`` has copied the piece, or copies it now. Raises what copying failed with.
+        """
         if self.on_demand:
-            self._provide(piece)
+            self._provide_block(piece)
             self._copy(piece)
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._copied[piece.index])
             self._raise_failure()
         for event in self._events.get(piece.index, ()):
             event.synchronize()
-        return self._blocks[piece.block].view[piece.place : piece.place + piece.nbytes]
+        return self._blocks[piece.block].view[piece.offset : piece.offset + piece.nbytes]
 
-    def give_back(self, piece: Piece) -> None:
-        """The piece was written, or never will be: its memory may be used again."""
+    def release(self, piece: Piece) -> None:
+        """Release a piece that is written, or never will be. A block returns to the arena with its last piece."""
         with self._changed:
-            self._users[piece.block] -= 1
-            if self._users[piece.block]:
+            self._unreleased[piece.block] -= 1
+            if self._unreleased[piece.block]:
                 return
             block = self._blocks.pop(piece.block, None)
             self._changed.notify_all()
         if block is not None:
-            self._arena.give_back(block)
+            self._arena.release(block)
 
-    # -- the end -------------------------------------------------------------------------------------------------
+    # -- failure -------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more is copied, and who waits raises ``error``; the first one counts. Too late when all is copied."""
+        """Stop copying; every waiter raises ``error``. Has no effect after the first failure, or when all is copied."""
         with self._changed:
-            if self._to_copy and self._failure is None:
+            if self._uncopied and self._failure is None:
                 self._failure = error
                 self._changed.notify_all()
 
-    def give_up(self, error: BaseException) -> None:
-        """``fail``, but it is not for who fills to raise that: writing has failed, and nobody needs the rest."""
+    def cancel(self, error: BaseException) -> None:
+        """Stop copying because writing failed with ``error``. ``fill`` returns without raising it."""
         with self._changed:
-            if self._to_copy and self._failure is None:
-                self._given_up = error
+            if self._uncopied and self._failure is None:
+                self._cancelled_by = error
         self.fail(error)
 
-    def release(self, error: BaseException) -> None:
-        """``fail``, and give all memory back when no thread copies any more. No piece may be under way to storage."""
+    def discard(self, error: BaseException) -> None:
+        """Stop copying, wait for running copies, and release all memory. No piece may be in use by a writer."""
         self.fail(error)
         self.wait_settled()
         with self._changed:
@@ -305,12 +313,12 @@ class Staging:
             self._blocks.clear()
             self._changed.notify_all()
         for block in blocks:
-            self._arena.give_back(block)
+            self._arena.release(block)
         for image in self.images:
             image.release_tensors()
 
-    def of(self, image: FileImage) -> Iterator[Piece]:
-        """The pieces of one image, in order."""
+    def pieces_of(self, image: FileImage) -> Iterator[Piece]:
+        """Yield the pieces of one image, in order."""
         return (piece for piece in self.pieces if piece.image is image)
 
     def _raise_failure(self) -> None:

@@ -1,14 +1,14 @@
-"""The manifest: the one document that says what a checkpoint holds and where each byte lies.
+"""The manifest: the document that describes what a checkpoint contains and where each byte is.
 
-``docs/format.md`` is normative. ``document`` is the manifest in memory; ``rules`` and ``tilings`` prove one; ``codec``
-writes and reads the envelope that all versions share, ``version1`` its payload, which is made of ``columns``.
+``document`` is the manifest in memory; ``validation`` and ``tiling`` check it; ``codec`` encodes the envelope, which
+all versions share; ``version1`` encodes the payload from ``columns``.
 """
 
 from __future__ import annotations
 
 from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, decode, encode
 from .document import COMPANION, FileTable, Manifest, SectionInfo, UInt64, timestamp
-from .rules import validate
+from .validation import validate
 from .version1 import pack_metadata
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""The manifest's bytes: an envelope that every version shares, and the payload of each version.
+"""Encode and decode the manifest: an envelope that all versions share, and the payload of each version.
 
-Nothing is believed before the checksum over the whole document held, and nothing is allocated on the word of a number
-that the document's own size does not bear out.
+Nothing is used before the checksum of the whole document has been verified, and nothing is allocated because of a
+number that the document's own size does not account for.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ import msgpack
 import xxhash
 import zstandard
 
-from ..errors import CorruptionError, FormatError, UnsupportedVersionError
+from ...errors import CorruptionError, FormatError, UnsupportedVersionError
 from ..msgpack_scan import scan_msgpack
 from .document import Manifest
-from .rules import validate
+from .validation import validate
 from .version1 import ManifestV1
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "MAX_MANIFEST_BYTES", "decode", "encode"]
 
 FORMAT_VERSION = 1
-"""The version this library writes."""
+"""The version that this library writes."""
 
 MANIFEST_KEY = "manifest.msgpack"
-"""Where the manifest lies, relative to the checkpoint."""
+"""The manifest's key, relative to the checkpoint."""
 
 MAX_MANIFEST_BYTES = 4 << 30
-"""No manifest is longer, compressed or not."""
+"""The largest manifest, compressed or not."""
 
 _MAGIC = "bytecheckpoint"
 _START = b"\x96\xae" + _MAGIC.encode()  # an array of six, then the magic string
-_TRAILER = 18  # msgpack's two bytes for "16 bytes follow", and those
-_FREE_EXPANSION = 1 << 20  # bytes; below this, any ratio is harmless
+_TRAILER = 18  # bytes: msgpack's header of a 16-byte bin, and the checksum
+_FREE_EXPANSION = 1 << 20  # bytes; up to this size any compression ratio is harmless
 _MAX_RATIO = 256
 
 _VERSIONS: dict[int, type[ManifestV1]] = {1: ManifestV1}
 
-# zstd is called here and not through ``codecs``: that is a plug-in interface for data files, above this layer; the two
-# codecs of the envelope are part of the format and cannot be added to.
+# zstd is not called through ``codecs``, which is a plug-in interface for data files in a higher layer. The two codecs
+# of the envelope are part of the format.
 
 
 def encode(manifest: Manifest, *, compress: bool = True) -> bytes:
-    """The document's bytes. The manifest is validated first, so that no faulty one is ever committed.
+    """Validate a manifest and return its bytes.
 
-    Raises ``FormatError`` where it breaks a rule. Equal manifests give equal bytes (of one zstd version, if
-    compressed).
+    Raises ``FormatError`` if it breaks a rule, so that no invalid manifest is ever committed. Equal manifests give
+    equal bytes (with the same version of zstd, if compressed).
     """
     validate(manifest)
     payload = _VERSIONS[manifest.version].pack(manifest)
@@ -62,10 +62,10 @@ def encode(manifest: Manifest, *, compress: bool = True) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest that ``data`` holds, validated.
+    """Return the manifest that ``data`` encodes, validated.
 
-    Raises ``CorruptionError`` where bytes are damaged or missing, ``UnsupportedVersionError`` for a version (or
-    codec) that this library does not read, ``FormatError`` for a whole document that breaks a rule.
+    Raises ``CorruptionError`` if bytes are damaged or missing, ``UnsupportedVersionError`` for a version or codec that
+    this library does not read, and ``FormatError`` for an intact document that breaks a rule.
     """
     if not data.startswith(_START[1:], 1):
         raise CorruptionError(
@@ -73,7 +73,7 @@ def decode(data: bytes) -> Manifest:
         )
     if len(data) <= len(_START) + _TRAILER or xxhash.xxh3_128_digest(data[:-16]) != data[-16:]:
         raise CorruptionError(
-            f"checksum mismatch in the manifest ({len(data)} bytes): it was cut short or changed after it was written; "
+            f"checksum mismatch in the manifest ({len(data)} bytes): it was truncated or changed after it was written; "
             f"restore the file or load an earlier checkpoint"
         )
     version, codec, raw_length, stored = _open_envelope(data)
@@ -116,14 +116,14 @@ def _expand(codec: str, raw_length: int, stored: bytes) -> bytes:
         payload = stored
     else:
         try:
-            # The library trusts the frame's own size over max_output_size, so that is what must be right first.
+            # zstandard allocates the size that the frame states, regardless of max_output_size: check it first.
             if zstandard.frame_content_size(stored) != raw_length:
-                raise FormatError(f"manifest's zstd frame does not hold the {raw_length} bytes that are announced")
+                raise FormatError(f"the manifest's zstd frame does not state the expected {raw_length} bytes")
             payload = zstandard.ZstdDecompressor().decompress(
                 stored, max_output_size=raw_length, allow_extra_data=False
             )
         except zstandard.ZstdError as error:
             raise FormatError(f"manifest payload is not a zstd frame: {error}") from None
     if len(payload) != raw_length:
-        raise FormatError(f"manifest payload has {len(payload)} bytes, not the {raw_length} that are announced")
+        raise FormatError(f"the manifest's payload has {len(payload)} bytes, not the expected {raw_length}")
     return payload

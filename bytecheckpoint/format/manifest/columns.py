@@ -1,7 +1,7 @@
-"""Columns as bytes: whole numbers in the narrowest width that holds them, and lists of names.
+"""Encode columns: numbers in the narrowest width that holds them, and lists of names.
 
-A numeric column is ``{"w": 1|2|4|8, "d": little-endian unsigned numbers back to back}``. A name column is
-``{"n": count, "d": the names in UTF-8, each followed by a zero byte}``.
+A number column is ``{"w": 1|2|4|8, "d": little-endian unsigned numbers back to back}``. A name column is ``{"n": count,
+"d": the names in UTF-8, each followed by a zero byte}``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import FormatError
-from ..tables import Int64
+from ...errors import FormatError
+from ...tensors.tables import Int64
 from .document import UInt64
 
 __all__ = ["count_of", "pack_names", "pack_numbers", "unpack_names", "unpack_numbers", "unpack_uint64"]
@@ -21,7 +21,7 @@ _WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 
 
 def pack_numbers(values: Int64 | UInt64) -> dict[str, Any]:
-    """Narrow a column of numbers that are all >= 0."""
+    """Pack a column of numbers that are all >= 0."""
     if len(values) and int(values.min()) < 0:
         raise FormatError(f"negative number {int(values.min())} in a manifest column")
     top = int(values.max(initial=0))
@@ -30,7 +30,7 @@ def pack_numbers(values: Int64 | UInt64) -> dict[str, Any]:
 
 
 def unpack_numbers(what: str, column: object, count: int) -> Int64:
-    """The column of exactly ``count`` numbers below 2^63. ``what`` names it in errors."""
+    """Return the column of exactly ``count`` numbers below 2^63. ``what`` names it in errors."""
     values = _raw_numbers(what, column, count)
     if values.dtype.itemsize == 8 and len(values) and int(values.max()) >= 1 << 63:
         raise FormatError(f"manifest column {what}: number {int(values.max())} is over 2^63-1")
@@ -53,7 +53,7 @@ def _raw_numbers(what: str, column: object, count: int) -> np.ndarray[Any, Any]:
 
 
 def count_of(what: str, column: object) -> int:
-    """How many numbers a column holds, for the columns that nothing else gives the length of."""
+    """Return how many numbers a column has, for columns whose length no other column determines."""
     width = column.get("w") if isinstance(column, dict) else None
     data = column.get("d") if isinstance(column, dict) else None
     if type(width) is not int or width not in _WIDTHS or not isinstance(data, bytes):
@@ -62,7 +62,7 @@ def count_of(what: str, column: object) -> int:
 
 
 def pack_names(names: Sequence[str]) -> dict[str, Any]:
-    """Join names. Raises ``FormatError`` for one that has a zero byte or is not Unicode text."""
+    """Pack names. Raises ``FormatError`` for a name with a zero byte or one that is not Unicode text."""
     try:
         data = "".join([f"{name}\0" for name in names]).encode()
     except UnicodeEncodeError as error:
@@ -78,7 +78,7 @@ def unpack_names(what: str, column: object) -> list[str]:
         raise FormatError(f"manifest column {what} is missing or not a column of names")
     count, data = column["n"], column["d"]
     if type(count) is not int or not isinstance(data, bytes) or count != data.count(b"\0") or data[-1:] not in b"\0":
-        raise FormatError(f"manifest column {what}: {count!r:.40} names are announced, others are there")
+        raise FormatError(f"manifest column {what}: it does not contain the {count!r:.40} names that it states")
     try:
         names = data.decode().split("\0")
     except UnicodeDecodeError as error:

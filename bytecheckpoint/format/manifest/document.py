@@ -1,4 +1,4 @@
-"""The manifest in memory: columns, and the look-ups on them."""
+"""The manifest in memory: columns, and look-ups in them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..metadata import ByteMeta
-from ..tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from ...tensors.metadata import ByteMeta
+from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 
 __all__ = ["COMPANION", "FILE_KINDS", "FileTable", "Manifest", "SectionInfo", "UInt64", "timestamp"]
 
 COMPANION = "companion"
-"""The kind of a file for other programs: it belongs to the checkpoint and no load reads it."""
+"""The kind of a file for other programs. It belongs to the checkpoint, but no load reads it."""
 
 FILE_KINDS = ("tensors", "values", "rank_values", COMPANION)
 
@@ -25,7 +25,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 def timestamp() -> str:
-    """The present time as ``Manifest.created`` has it."""
+    """Return the current time in the format of ``Manifest.created``."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -41,11 +41,10 @@ class SectionInfo:
 class FileTable:
     """Every data file, one row each.
 
-    ``name`` is its key relative to the checkpoint; ``size`` in bytes; ``section`` indexes the manifest's sections;
-    ``rank`` wrote it; ``kind`` is "tensors", "values" (every rank's), "rank_values" (the writer's own) or
-    ``COMPANION``. ``head_length`` bytes at its front (the safetensors header with its padding, or the whole of any
-    other file) have the xxh3-64 ``head_checksum``; ``chunk_size`` is the length of the pieces of shards that have a
-    checksum each; ``codec`` is "raw".
+    ``name`` is its key relative to the checkpoint; ``size`` is in bytes; ``section`` is an index of the manifest's
+    sections; ``rank`` wrote it; ``kind`` is "tensors", "values" (of every rank), "rank_values" (of the writer) or
+    ``COMPANION``. The first ``head_length`` bytes (the safetensors header with its padding, or all of any other file)
+    have the xxh3-64 ``head_checksum``. Each ``chunk_size`` bytes of a shard have one checksum. ``codec`` is "raw".
     """
 
     name: list[str]
@@ -64,13 +63,13 @@ class FileTable:
 
 @dataclass(eq=False)
 class Manifest:
-    """What one checkpoint holds. Not to be changed once made: look-ups remember what they computed.
+    """The contents of one checkpoint. Do not change an instance: look-ups cache what they compute.
 
-    ``created`` is RFC 3339 in UTC with microseconds; ``attempt`` the directory of all files; ``metadata`` the user's
-    plain values. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the rank
-    whose own it is. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data start
-    of file ``shard_file``. ``checksums`` are the xxh3-64 values of all shards' chunks, in shard order. ``aliases``
-    are (tied full name, full name its bytes are stored under), sorted.
+    ``created`` is RFC 3339 in UTC with microseconds; ``attempt`` is the directory of all files; ``metadata`` is the
+    user's plain values. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the
+    rank that alone has it. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data
+    start of file ``shard_file``. ``checksums`` are the xxh3-64 values of all shards' chunks, in shard order.
+    ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted.
     """
 
     library_version: str
@@ -110,10 +109,10 @@ class Manifest:
         checksums: UInt64,
         aliases: list[tuple[str, str]],
     ) -> Manifest:
-        """A manifest from tables in any row order: sorts them, and points ``tensors.section`` at ``sections``.
+        """Create a manifest from tables in any row order: sort them, and point ``tensors.section`` to ``sections``.
 
-        ``checksums`` come in the order of the shards given here. Raises ``KeyError`` for a tensor whose section is
-        not listed; everything else is left to ``validate``.
+        ``checksums`` are in the order of ``shards``. Raises ``KeyError`` for a tensor whose section is not listed;
+        ``validate`` checks everything else.
         """
         index = {section.name: i for i, section in enumerate(sections)}
         section = np.array([index[name] for name in tensors.sections], np.int64)
@@ -180,12 +179,12 @@ class Manifest:
         return int(self.files.size.sum())
 
     def tensor_row(self, name: str) -> int | None:
-        """The row of the tensor of this full name; None where no tensor is stored under it (it may be an alias)."""
+        """Return the row of the tensor with this full name; None if there is none (the name may be an alias)."""
         row = bisect_left(self.tensors.names, name)
         return row if row < len(self.tensors) and self.tensors.names[row] == name else None
 
     def resolve(self, name: str) -> str:
-        """The name under which the bytes of ``name`` are stored: its alias target, or itself."""
+        """Return the name under which the bytes of ``name`` are stored: its alias target, or ``name`` itself."""
         at = bisect_left(self.aliases, (name, ""))
         return self.aliases[at][1] if at < len(self.aliases) and self.aliases[at][0] == name else name
 
@@ -199,7 +198,7 @@ class Manifest:
         return order[starts[file] : starts[file + 1]]
 
     def byte_meta(self, shard: int) -> ByteMeta:
-        """Where a shard's bytes lie. ``offset`` counts from the beginning of the file."""
+        """Return where a shard's bytes are. ``offset`` counts from the beginning of the file."""
         file = int(self.shard_file[shard])
         first, last = self.checksum_starts[shard : shard + 2].tolist()
         return ByteMeta(

@@ -1,4 +1,4 @@
-"""The proof that shards tile their tensors: for all tensors at once, on columns."""
+"""Check that shards tile their tensors, for all tensors at once."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import NoReturn
 
 import numpy as np
 
-from ..errors import FormatError, PlanError
-from ..geometry import find_overlap, inseparable
-from ..tables import Int64, ragged_positions
+from ...errors import FormatError, PlanError
+from ...tensors.geometry import find_overlap, inseparable
+from ...tensors.tables import Int64, ragged_positions
 from .document import Manifest
 
-__all__ = ["check_tilings", "fail", "tensor_of_shard"]
+__all__ = ["check_tilings", "reject", "tensor_of_shard"]
 
 
-def fail(what: str) -> NoReturn:
-    """Refuse the manifest."""
+def reject(what: str) -> NoReturn:
+    """Raise ``FormatError`` for a rule that the manifest breaks."""
     raise FormatError(f"manifest: {what}")
 
 
 def tensor_of_shard(manifest: Manifest, row: int) -> str:
-    """Name and shape of the tensor that shard ``row`` is of, for messages."""
+    """Return name and shape of the tensor of shard ``row``, for messages."""
     tensor = int(manifest.shards.tensor[row])
     return f"{manifest.tensors.names[tensor]!r:.200} of shape {manifest.tensors.shape_of(tensor)}"
 
 
 def check_tilings(manifest: Manifest) -> None:
-    """Shards are disjoint and their volumes add up: with both, they cover the tensor exactly."""
+    """Check that shards are disjoint and that their volumes add up, so that they cover each tensor exactly."""
     tensors, shards = manifest.tensors, manifest.shards
     if not len(tensors):
         return
@@ -36,12 +36,12 @@ def check_tilings(manifest: Manifest) -> None:
     empty = volume == 0
     if empty.any() and ((per_tensor > 1) & np.logical_or.reduceat(empty, first)).any():
         row = int(np.argmax(empty & (per_tensor > 1)[shards.tensor]))
-        fail(f"tensor {tensor_of_shard(manifest, row)} is cut into several shards and one of them is empty")
-    # Sums may wrap around for overlapping shards only, and those are refused below.
+        reject(f"tensor {tensor_of_shard(manifest, row)} has several shards and one of them is empty")
+    # Sums can wrap around only for overlapping shards, which are rejected below.
     wrong = np.add.reduceat(volume, first) != numel
     if wrong.any():
         tensor = int(np.argmax(wrong))
-        fail(
+        reject(
             f"shards of tensor {tensors.names[tensor]!r:.200} of shape {tensors.shape_of(tensor)} do not cover it "
             f"exactly: they have {np.add.reduceat(volume, first)[tensor]} of {numel[tensor]} elements"
         )
@@ -51,14 +51,17 @@ def check_tilings(manifest: Manifest) -> None:
         moved = shards.take(rows)
         whole = tensors.shape[ragged_positions(tensors.starts[:-1][alone], tensors.ndim[alone])]
         if moved.offsets.any() or not np.array_equal(moved.lengths, whole):
-            fail("the one shard of a tensor without elements must be all of it")
-    cut = per_tensor[shards.tensor] > 1
+            reject("the one shard of a tensor without elements must be all of it")
+    is_split = per_tensor[shards.tensor] > 1
     for ndim in np.unique(tensors.ndim[per_tensor > 1]).tolist():
-        _check_disjoint(manifest, np.flatnonzero(cut & (tensors.ndim[shards.tensor] == ndim)), ndim)
+        _check_disjoint(manifest, np.flatnonzero(is_split & (tensors.ndim[shards.tensor] == ndim)), ndim)
 
 
 def _check_disjoint(manifest: Manifest, rows: Int64, ndim: int) -> None:
-    """Shards ``rows``, all non-empty and of tensors with ``ndim`` >= 1: in order, and no two share an element."""
+    """Check that shards ``rows`` are in order and disjoint.
+
+    All are non-empty, of tensors with ``ndim`` >= 1 dimensions.
+    """
     shards = manifest.shards
     at = shards.starts[:-1][rows][:, None] + np.arange(ndim)
     offsets, lengths = shards.offsets[at], shards.lengths[at]
@@ -68,10 +71,10 @@ def _check_disjoint(manifest: Manifest, rows: Int64, ndim: int) -> None:
         try:
             pair = find_overlap(offsets[members], lengths[members])
         except PlanError as error:
-            fail(f"tensor {tensor_of_shard(manifest, int(rows[members[0]]))}: {error}")
+            reject(f"tensor {tensor_of_shard(manifest, int(rows[members[0]]))}: {error}")
         if pair is not None:
             one, two = (shards.box_of(int(rows[members[i]])) for i in pair)
-            fail(f"shards {one} and {two} of tensor {tensor_of_shard(manifest, int(rows[members[0]]))} overlap")
+            reject(f"shards {one} and {two} of tensor {tensor_of_shard(manifest, int(rows[members[0]]))} overlap")
 
 
 def _check_order(manifest: Manifest, rows: Int64, offsets: Int64, tensor: Int64) -> None:
@@ -80,4 +83,4 @@ def _check_order(manifest: Manifest, rows: Int64, offsets: Int64, tensor: Int64)
     back = (np.take_along_axis(step, lead[:, None], axis=1)[:, 0] <= 0) & (tensor[1:] == tensor[:-1])
     if back.any():
         row = int(rows[int(np.argmax(back))])
-        fail(f"shards of tensor {tensor_of_shard(manifest, row)} overlap or are not in the order of their offsets")
+        reject(f"shards of tensor {tensor_of_shard(manifest, row)} overlap or are not in the order of their offsets")

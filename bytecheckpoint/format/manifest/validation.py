@@ -1,7 +1,7 @@
-"""What makes a manifest true: every rule of ``docs/format.md`` that can be proved without the data files.
+"""Validate a manifest: every rule of ``docs/format.md`` that can be checked without the data files.
 
-All of it is arithmetic on columns: a million shards are proved in a fraction of a second. Numbers come from strangers,
-so each comparison is arranged such that it cannot overflow.
+The checks are arithmetic on columns, which takes a fraction of a second for a million shards. The numbers are
+untrusted, so no comparison can overflow.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from itertools import islice
 
 import numpy as np
 
-from ..dtypes import DTYPES
-from ..errors import UnsupportedVersionError
-from ..tables import Int64, ragged_positions
+from ...errors import UnsupportedVersionError
+from ...tensors.dtypes import DTYPES
+from ...tensors.tables import Int64, ragged_positions
 from .document import FILE_KINDS, Manifest
-from .tilings import check_tilings, fail, tensor_of_shard
+from .tiling import check_tilings, reject, tensor_of_shard
 
 __all__ = ["MAX_NDIM", "validate"]
 
 MAX_NDIM = 64
-MAX_HEADER_LENGTH = 100_000_008  # a safetensors header of the most that readers accept, and the 8 bytes before it
-_MAX_BYTES = 1 << 62  # of one tensor or file; leaves room for sums and float rounding below 2^63
+MAX_HEADER_LENGTH = 100_000_008  # bytes: the longest safetensors header that readers accept, and the 8 bytes before it
+_MAX_BYTES = 1 << 62  # per tensor or file; leaves room for sums and float rounding below 2^63
 _MAX_WORLD = 1 << 31
 _MAX_NAME = 1 << 16
 _SECTION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
@@ -32,7 +32,7 @@ _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
 def validate(manifest: Manifest) -> None:
-    """Raise ``FormatError`` (``UnsupportedVersionError`` for an unknown codec) naming the first broken rule."""
+    """Raise ``FormatError``, or ``UnsupportedVersionError`` for an unknown kind or codec, if a rule is broken."""
     _check_job(manifest)
     _check_sections(manifest)
     _check_files(manifest)
@@ -46,24 +46,24 @@ def validate(manifest: Manifest) -> None:
 
 def _check_job(manifest: Manifest) -> None:
     if not 1 <= manifest.world_size <= _MAX_WORLD:
-        fail(f"world size {manifest.world_size}")
+        reject(f"world size {manifest.world_size}")
     if manifest.step is not None and not 0 <= manifest.step < 1 << 63:
-        fail(f"step {manifest.step}")
+        reject(f"step {manifest.step}")
     if not _CREATED.fullmatch(manifest.created):
-        fail(f"creation time {manifest.created!r:.80} is not like 2025-01-31T23:59:59.000000Z")
+        reject(f"creation time {manifest.created!r:.80} is not like 2025-01-31T23:59:59.000000Z")
     if not _ATTEMPT.fullmatch(manifest.attempt):
-        fail(f"attempt {manifest.attempt!r:.80} is not a plain directory name")
+        reject(f"attempt {manifest.attempt!r:.80} is not a plain directory name")
     if len(manifest.library_version) > 200:
-        fail("library version is too long")
+        reject("library version is too long")
 
 
 def _check_sections(manifest: Manifest) -> None:
     names = [section.name for section in manifest.sections]
     bad = next((name for name in names if not _SECTION.fullmatch(name)), None)
     if bad is not None or len(set(names)) != len(names):
-        fail(f"section name {bad!r:.80} is not allowed" if bad is not None else "a section name stands twice")
+        reject(f"section name {bad!r:.80} is not allowed" if bad is not None else "a section name occurs twice")
     if manifest.tensors.sections != names:
-        fail(f"tensors know sections {manifest.tensors.sections}, not {names}")
+        reject(f"the tensors refer to sections {manifest.tensors.sections}, not {names}")
 
 
 def _check_files(manifest: Manifest) -> None:
@@ -71,14 +71,14 @@ def _check_files(manifest: Manifest) -> None:
     count = len(files)
     columns = (files.size, files.section, files.rank, files.head_length, files.head_checksum, files.chunk_size)
     if any(len(column) != count for column in (*columns, files.kind, files.codec)):
-        fail("columns of files differ in length")
+        reject("columns of files differ in length")
     if len(set(files.name)) != count:
-        fail("a file name stands twice")
+        reject("a file name occurs twice")
     inside = len(manifest.attempt) + 1
     for name in files.name:
-        # One plain component below the attempt: no absolute names, no "..", no other attempt, nothing to normalise.
+        # One plain component below the attempt: no absolute name, no "..", no other attempt, nothing to normalise.
         if not name.startswith(manifest.attempt + "/") or not _FILE.fullmatch(name, inside):
-            fail(f"file name {name!r:.200} is not a plain name inside {manifest.attempt}/")
+            reject(f"file name {name!r:.200} is not a plain name inside {manifest.attempt}/")
     for what, allowed in (("kind", FILE_KINDS), ("codec", ("raw",))):
         for value in set(files.kind if what == "kind" else files.codec) - set(allowed):
             raise UnsupportedVersionError(f"a file has {what} {value!r:.40}; this library reads {', '.join(allowed)}")
@@ -88,53 +88,53 @@ def _check_files(manifest: Manifest) -> None:
     _check_column("size of file", files.size, 0, _MAX_BYTES, files.name)
     _check_column("chunk size of file", files.chunk_size, 1, _MAX_BYTES, files.name)
     _check_column("head of file", files.head_length, 0, _MAX_BYTES, files.name)
-    # Readers make room for a header on the manifest's word, so its word must be modest.
+    # Readers allocate a header of this length, so it must be bounded.
     bad = (files.head_length > files.size) | (~values & (files.head_length > MAX_HEADER_LENGTH))
     bad |= values & (files.head_length != files.size)
     if bad.any():
         row = int(np.argmax(bad))
-        fail(f"head of {files.head_length[row]} bytes in file {files.name[row]} of {files.size[row]}")
+        reject(f"head of {files.head_length[row]} bytes in file {files.name[row]} of {files.size[row]}")
 
 
 def _check_column(what: str, column: Int64, low: int, high: int, names: list[str]) -> None:
     bad = (column < low) | (column >= high)
     if bad.any():
         row = int(np.argmax(bad))
-        fail(f"{what} {names[row]!r:.200} is {column[row]}, not from {low} to {high - 1}")
+        reject(f"{what} {names[row]!r:.200} is {column[row]}, not from {low} to {high - 1}")
 
 
 def _check_tensors(manifest: Manifest) -> None:
     tensors, names = manifest.tensors, manifest.tensors.names
     columns = (tensors.section, tensors.dtype, tensors.ndim, manifest.scope)
     if any(len(column) != len(names) for column in columns) or int(tensors.starts[-1]) != len(tensors.shape):
-        fail("columns of tensors differ in length")
+        reject("columns of tensors differ in length")
     if not names:
         return
     if not all(map(operator.lt, names, islice(names, 1, None))):
         row = next(i for i in range(len(names)) if names[i] >= names[i + 1])
-        fail(f"tensor names {names[row]!r:.200} and {names[row + 1]!r:.200} are equal or not in order")
+        reject(f"tensor names {names[row]!r:.200} and {names[row + 1]!r:.200} are equal or not in order")
     if max(map(len, names)) > _MAX_NAME:
-        fail(f"a tensor name is over {_MAX_NAME} characters")
+        reject(f"a tensor name is over {_MAX_NAME} characters")
     _check_column("section of tensor", tensors.section, 0, len(manifest.sections), names)
     _check_column("dtype of tensor", tensors.dtype, 0, len(DTYPES), names)
     _check_column("dimensions of tensor", tensors.ndim, 0, MAX_NDIM + 1, names)
     _check_column("scope of tensor", manifest.scope, -1, manifest.world_size, names)
-    # In a sorted list, what stands between two names with a prefix has it too: the ends of each run decide.
+    # In a sorted list, every name between two names with a prefix has that prefix, so check the ends of each run.
     turns = np.flatnonzero(np.diff(tensors.section))
     for row in sorted({0, len(names) - 1, *turns.tolist(), *(turns + 1).tolist()}):
         if not names[row].startswith(f"{tensors.section_of(row)}."):
-            fail(f"tensor {names[row]!r:.200} does not bear the name of its section {tensors.section_of(row)}")
+            reject(f"tensor {names[row]!r:.200} does not begin with the name of its section {tensors.section_of(row)}")
     for row in np.flatnonzero(manifest.scope >= 0).tolist():
         if not names[row].endswith(f"@{manifest.scope[row]}"):
-            fail(f"tensor {names[row]!r:.200} belongs to rank {manifest.scope[row]} but does not end in its number")
+            reject(f"tensor {names[row]!r:.200} belongs to rank {manifest.scope[row]}, but does not end in its number")
     _check_sizes(manifest)
 
 
 def _check_sizes(manifest: Manifest) -> None:
     tensors = manifest.tensors
     if (tensors.shape < 0).any():
-        fail("a tensor has a negative dimension")
-    # As floats, and with zeros taken as ones: strides are products too, and none may overflow.
+        reject("a tensor has a negative dimension")
+    # Compute in floats and count zeros as ones, because strides are products too and must not overflow.
     sizes = np.append(np.maximum(tensors.shape, 1).astype(np.float64), 1.0)
     with np.errstate(over="ignore"):
         nbytes = np.multiply.reduceat(sizes, tensors.starts[:-1])
@@ -142,51 +142,51 @@ def _check_sizes(manifest: Manifest) -> None:
         nbytes *= tensors.itemsize()
     if (nbytes >= _MAX_BYTES).any():
         row = int(np.argmax(nbytes))
-        fail(f"tensor {tensors.names[row]!r:.200} of shape {tensors.shape_of(row)} is too large to address")
+        reject(f"tensor {tensors.names[row]!r:.200} of shape {tensors.shape_of(row)} is too large to address")
 
 
 def _check_boxes(manifest: Manifest) -> None:
     tensors, shards = manifest.tensors, manifest.shards
     count = len(shards)
     if any(len(column) != count for column in (manifest.shard_file, manifest.shard_offset)):
-        fail("columns of shards differ in length")
+        reject("columns of shards differ in length")
     if count and (int(shards.tensor.min()) < 0 or int(shards.tensor.max()) >= len(tensors)):
-        fail("a shard is of no tensor")
+        reject("a shard refers to a tensor that does not exist")
     if (np.diff(shards.tensor) < 0).any():
-        fail("shards are not in the order of their tensors")
+        reject("shards are not in the order of their tensors")
     per_tensor = np.bincount(shards.tensor, minlength=len(tensors))
     if (per_tensor == 0).any():
-        fail(f"tensor {tensors.names[int(np.argmin(per_tensor))]!r:.200} has no shard")
+        reject(f"tensor {tensors.names[int(np.argmin(per_tensor))]!r:.200} has no shard")
     ndim = tensors.ndim[shards.tensor]
     if not np.array_equal(np.diff(shards.starts), ndim) or len(shards.offsets) != len(shards.lengths):
-        fail("a shard has not as many dimensions as its tensor")
+        reject("a shard and its tensor have different numbers of dimensions")
     if len(shards.offsets) != int(shards.starts[-1]):
-        fail("columns of shards differ in length")
+        reject("columns of shards differ in length")
     shape = tensors.shape[ragged_positions(tensors.starts[:-1][shards.tensor], ndim)]
     outside = (shards.lengths < 0) | (shards.lengths > shape) | (shards.offsets < 0)
     outside |= shards.offsets > shape - shards.lengths
     if outside.any():
         row = int(np.searchsorted(shards.starts, int(np.argmax(outside)), side="right")) - 1
         part = slice(int(shards.starts[row]), int(shards.starts[row + 1]))
-        fail(
+        reject(
             f"shard at {shards.offsets[part].tolist()} of lengths {shards.lengths[part].tolist()} is not inside tensor "
             f"{tensor_of_shard(manifest, row)}"
         )
 
 
 def _check_ranges(manifest: Manifest) -> None:
-    """The shards of each file lie back to back and fill its data area."""
+    """Check that the shards of each file lie back to back and fill its data area."""
     files, file, offset = manifest.files, manifest.shard_file, manifest.shard_offset
     nbytes = manifest.shard_nbytes
     if len(file) and (int(file.min()) < 0 or int(file.max()) >= len(files)):
-        fail("a shard is in no file")
+        reject("a shard refers to a file that does not exist")
     room = files.size - files.head_length
     bad = (offset < 0) | (nbytes > room[file]) | (offset > room[file] - nbytes)
     bad |= files.section[file] != manifest.tensors.section[manifest.shards.tensor]
     bad |= np.array([kind != "tensors" for kind in files.kind], bool)[file]
     if bad.any():
         row = int(np.argmax(bad))
-        fail(
+        reject(
             f"a shard of tensor {tensor_of_shard(manifest, row)} has {nbytes[row]} bytes at {offset[row]} of "
             f"{files.name[file[row]]}: outside its {room[file[row]]} bytes of data, or not a tensor file of its section"
         )
@@ -201,28 +201,28 @@ def _check_ranges(manifest: Manifest) -> None:
     expected = np.append(0, np.where(same, (begin + length)[:-1], 0)) if len(rows) else begin
     if (begin != expected).any():
         row = int(np.argmax(begin != expected))
-        fail(f"{files.name[at[row]]}: a shard begins at data byte {begin[row]}, not {expected[row]}: overlap or hole")
+        reject(f"{files.name[at[row]]}: a shard begins at data byte {begin[row]}, not {expected[row]}: overlap or hole")
     end = np.zeros(len(files), np.int64)
     end[at] = begin + length  # ascending within each file, so the last one stays
     if (end != room).any():
         row = int(np.argmax(end != room))
-        fail(f"{files.name[row]}: shards end at data byte {end[row]}, the file at {room[row]}")
+        reject(f"{files.name[row]}: shards end at data byte {end[row]}, the file at {room[row]}")
 
 
 def _check_checksums(manifest: Manifest) -> None:
     counts = -(-manifest.shard_nbytes // manifest.files.chunk_size[manifest.shard_file])
     have = len(manifest.checksums)
     if int(counts.max(initial=0)) > have or int(counts.sum()) != have:
-        fail(f"{have} chunk checksums, but the shards have {int(counts.sum())} chunks")
+        reject(f"{have} chunk checksums, but the shards have {int(counts.sum())} chunks")
 
 
 def _check_aliases(manifest: Manifest) -> None:
     aliases = manifest.aliases
     if any(aliases[i][0] >= aliases[i + 1][0] for i in range(len(aliases) - 1)):
-        fail("aliases are not in order, or one stands twice")
+        reject("aliases are not in order, or one occurs twice")
     for name, target in aliases:
         row = manifest.tensor_row(target)
         if row is None or manifest.tensor_row(name) is not None:
-            fail(f"alias {name!r:.200} stands for {target!r:.200}: the one must be no tensor, the other must be one")
+            reject(f"alias {name!r:.200} of {target!r:.200}: an alias must not be a tensor, and its target must be one")
         if not name.startswith(f"{manifest.tensors.section_of(row)}.") or len(name) > _MAX_NAME:
-            fail(f"alias {name!r:.200} stands for a tensor of another section: {target!r:.200}")
+            reject(f"alias {name!r:.200} refers to a tensor of another section: {target!r:.200}")

@@ -1,4 +1,4 @@
-"""Payload of format version 1: a map of columns."""
+"""The payload of format version 1: a map of columns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from ..dtypes import DTYPES, dtype_named
-from ..errors import FormatError, UnserializableError
+from ...errors import FormatError, UnserializableError
+from ...tensors.dtypes import DTYPES, find_dtype
+from ...tensors.tables import BoxTable, Int64, TensorTable
 from ..msgpack_scan import scan_msgpack, unpack_plain
-from ..tables import BoxTable, Int64, TensorTable
 from .columns import count_of, pack_names, pack_numbers, unpack_names, unpack_numbers, unpack_uint64
 from .document import FileTable, Manifest, SectionInfo
-from .rules import MAX_NDIM
+from .validation import MAX_NDIM
 
 __all__ = ["ManifestV1", "pack_metadata"]
 
@@ -22,11 +22,11 @@ _MAX_METADATA = 64 << 20
 
 
 class ManifestV1:
-    """Version 1 as a type: ``unpack`` inverts ``pack``. Neither validates beyond what it needs to build columns."""
+    """Version 1 as a type: ``unpack`` inverts ``pack``. Both validate only what they need to build columns."""
 
     @staticmethod
     def pack(manifest: Manifest) -> bytes:
-        """The payload of a valid manifest."""
+        """Return the payload of a valid manifest."""
         files, tensors, shards = manifest.files, manifest.tensors, manifest.shards
         counts = np.bincount(shards.tensor, minlength=len(tensors)).astype(np.int64)
         dtypes = sorted(name for name in DTYPES if (tensors.dtype == DTYPES[name].code).any())
@@ -79,7 +79,7 @@ class ManifestV1:
 
     @staticmethod
     def unpack(payload: bytes) -> Manifest:
-        """Raises ``FormatError`` for what is not such a map of columns whose lengths agree."""
+        """Return the manifest. Raises ``FormatError`` for anything but a map of columns whose lengths agree."""
         document = unpack_plain("manifest payload", payload, max_depth=4)
         top = _fields("manifest", document, _TOP)
         sections = [
@@ -92,7 +92,7 @@ class ManifestV1:
         column = _fields("shards", top["shards"], _SHARDS)
         total = count_of("shards.file", column["file"])
         if int(counts.max(initial=0)) > total or int(counts.sum()) != total:
-            raise FormatError(f"manifest: tensors announce {counts.sum()} shards, {total} are there")
+            raise FormatError(f"manifest: the tensors have {counts.sum()} shards, but {total} are listed")
         tensor = np.repeat(np.arange(len(tensors), dtype=np.int64), counts)
         coordinates = int(tensors.ndim[tensor].sum())
         return Manifest(
@@ -152,7 +152,7 @@ def _unpack_tensors(column: Mapping[str, Any], sections: list[str]) -> tuple[Ten
     names = unpack_names("tensors.name", column["name"])
     count = len(names)
     dtypes = _fields("tensors.dtype", column["dtype"], ("of", "index"))
-    codes = np.array([dtype_named(name).code for name in unpack_names("tensors.dtype.of", dtypes["of"])], np.int64)
+    codes = np.array([find_dtype(name).code for name in unpack_names("tensors.dtype.of", dtypes["of"])], np.int64)
     index = unpack_numbers("tensors.dtype.index", dtypes["index"], count)
     ndim = unpack_numbers("tensors.ndim", column["ndim"], count)
     if int(index.max(initial=-1)) >= len(codes) or int(ndim.max(initial=0)) > MAX_NDIM:
@@ -166,7 +166,7 @@ def _unpack_tensors(column: Mapping[str, Any], sections: list[str]) -> tuple[Ten
 
 
 def _pack_choices(values: list[str]) -> dict[str, Any]:
-    """A column of few different strings: those, and which one each row has."""
+    """Pack a column with few distinct strings: the strings, and the index of each row's string."""
     of = sorted(set(values))
     position = {value: i for i, value in enumerate(of)}
     return {"of": pack_names(of), "index": pack_numbers(np.array([position[v] for v in values], np.int64))}
@@ -182,10 +182,11 @@ def _unpack_choices(what: str, column: object, count: int) -> list[str]:
 
 
 def pack_metadata(metadata: dict[str, Any]) -> bytes:
-    """The user's metadata as a msgpack document of its own.
+    """Pack the user's metadata as a separate msgpack document.
 
-    Raises ``UnserializableError`` unless it is a dict of None, bool, int (of 64 bits), float, str, bytes, list and
-    dict with str or bytes keys, at most 64 deep and 64 MiB large. Call it before the first byte of a save is written.
+    Call it before the first byte of a save is written. Raises ``UnserializableError`` unless it is a dict of None,
+    bool, int (of 64 bits), float, str, bytes, list and dict with str or bytes keys, at most 64 levels deep and 64 MiB
+    large.
     """
     try:
         data: bytes = msgpack.packb(metadata, use_bin_type=True, strict_types=True)
@@ -218,9 +219,9 @@ def _packed(value: object) -> bytes:
     return packed
 
 
-def _fields(what: str, found: object, wanted: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(found, dict) or set(found) != set(wanted):
-        raise FormatError(f"manifest: {what} does not have exactly the fields {', '.join(wanted)}")
+def _fields(what: str, found: object, names: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(found, dict) or set(found) != set(names):
+        raise FormatError(f"manifest: {what} does not have exactly the fields {', '.join(names)}")
     return found
 
 

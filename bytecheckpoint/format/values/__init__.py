@@ -1,8 +1,8 @@
-"""Plain values as bytes: a strict, deterministic msgpack encoding that no reader can be made to run code by.
+"""Encode plain values as bytes: strict, deterministic msgpack that cannot make a reader run code.
 
-A value comes back with the type it had: a tuple as a tuple, a numpy scalar as that scalar, NaN with its bits. What
-msgpack has no type for travels as an extension (``types.Ext``; the tags are part of the format). Whatever is not listed
-there is refused by name, or stored as a pickle where the caller asks for it on both sides.
+A value is decoded with its original type: a tuple as a tuple, a numpy scalar as that scalar, NaN with its bits. Types
+that msgpack lacks are extensions (``types.Ext``), whose tags are part of the format. Anything else is rejected by name,
+or stored as a pickle if the caller of both save and load requests it.
 """
 
 from __future__ import annotations

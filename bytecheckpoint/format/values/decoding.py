@@ -1,4 +1,4 @@
-"""From bytes to plain values, trusting nothing."""
+"""Decode untrusted bytes to plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from ..errors import FormatError, StateError
+from ...errors import FormatError, StateError
+from .pickled import unpickle
 from .types import CONTAINER_KINDS, MAX_DEPTH, NUMPY_DTYPES, Container, Ext
 from .unpacking import unique_pairs, unpack
 
@@ -19,10 +20,10 @@ __all__ = ["decode_value"]
 
 
 def decode_value(data: bytes, *, allow_pickle: bool = False, where: str = "value") -> Any:
-    """The inverse of ``encode_value``.
+    """Decode what ``encode_value`` has encoded.
 
-    Raises ``FormatError`` for bytes that are not one encoded value, before allocating more than a small multiple of
-    their length, and ``StateError`` for a pickle unless ``allow_pickle``: only pass it for a checkpoint whose author
+    Raises ``FormatError`` for anything but one encoded value, before it allocates more than a small multiple of its
+    length, and ``StateError`` for a pickle unless ``allow_pickle`` is true. Set it only for a checkpoint whose author
     you would let run code on this machine.
     """
     return _Decoder(allow_pickle, where).decode(data, 0)
@@ -68,14 +69,14 @@ class _Decoder:
             result = frozenset(flat)
         except TypeError as error:
             raise FormatError(f"{self.where}: a set has an element that cannot be one ({error})") from error
-        self.require(len(result) == len(flat), "a set has one element twice")
+        self.require(len(result) == len(flat), "a set has an element twice")
         return result
 
     def ndarray(self, payload: bytes, depth: int) -> np.ndarray[Any, Any]:
         name, shape, raw = self.array(payload, depth, 3)
         self.require(type(name) is str and name in NUMPY_DTYPES, "an array of an unknown dtype")
         self.require(type(raw) is bytes and type(shape) is list, "an array without bytes or shape")
-        self.require(all(type(n) is int and 0 <= n < 2**63 for n in shape), "an array of a shape that is none")
+        self.require(all(type(n) is int and 0 <= n < 2**63 for n in shape), "an array with an invalid shape")
         dtype = np.dtype(name)
         self.require(math.prod(shape) * dtype.itemsize == len(raw), "an array whose bytes do not fit its shape")
         try:
@@ -93,19 +94,19 @@ class _Decoder:
 
     def deque(self, payload: bytes, depth: int) -> deque[Any]:
         maxlen, items = self.array(payload, depth, 2)
-        self.require(maxlen is None or (type(maxlen) is int and 0 <= maxlen < 2**63), "a deque's bound is none")
+        self.require(maxlen is None or (type(maxlen) is int and 0 <= maxlen < 2**63), "a deque with an invalid bound")
         self.require(type(items) is list and (maxlen is None or len(items) <= maxlen), "a deque beyond its bound")
         return deque(items, maxlen)
 
     def range(self, payload: bytes, depth: int) -> range:
         bounds = self.array(payload, depth, 3)
-        self.require(all(type(n) is int for n in bounds) and bounds[2] != 0, "a range of bounds that are none")
+        self.require(all(type(n) is int for n in bounds) and bounds[2] != 0, "a range with invalid bounds")
         return range(*bounds)
 
     def torch_dtype(self, payload: bytes) -> Any:
         import torch
 
-        # Looked up in the namespace as it stands: getattr would import lazy submodules by a stored name.
+        # getattr would import lazy submodules by a stored name, so look the dtype up in the namespace.
         known = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
         name = self.text(payload)
         self.require(name in known, f"this torch has no dtype {name!r:.80}")
@@ -115,7 +116,7 @@ class _Decoder:
         import torch
 
         kind, index = self.array(payload, depth, 2)
-        self.require(type(kind) is str and (index is None or type(index) is int), "a device that is none")
+        self.require(type(kind) is str and (index is None or type(index) is int), "an invalid device")
         try:
             return torch.device(kind) if index is None else torch.device(kind, index)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -125,13 +126,13 @@ class _Decoder:
         import torch
 
         sizes = self.array(payload, depth)
-        self.require(all(type(n) is int and -(2**63) <= n < 2**63 for n in sizes), "a torch.Size of what is no int")
+        self.require(all(type(n) is int and -(2**63) <= n < 2**63 for n in sizes), "a torch.Size with an invalid entry")
         return torch.Size(sizes)
 
     def container(self, payload: bytes, depth: int) -> Container:
         kind, length = self.array(payload, depth, 2)
         self.require(type(kind) is str and kind in CONTAINER_KINDS, "a container of an unknown kind")
-        self.require(type(length) is int and 0 <= length < 2**63, "a container of a length that is none")
+        self.require(type(length) is int and 0 <= length < 2**63, "a container with an invalid length")
         return Container(kind, length)
 
     def complex(self, payload: bytes) -> complex:
@@ -147,15 +148,10 @@ class _Decoder:
     def pickle(self, payload: bytes) -> Any:
         if not self.allow_pickle:
             raise StateError(
-                f"{self.where} was stored as a pickle, and unpickling runs whatever code its author put there; it was "
-                f"not touched. If you trust the author of this checkpoint, pass allow_pickle=True to load"
+                f"{self.where} was stored as a pickle, and unpickling runs code that its author chose, so it was not "
+                f"loaded. If you trust the author of this checkpoint, pass allow_pickle=True to load"
             )
-        import pickle
-
-        try:
-            return pickle.loads(payload)  # noqa: S301 - the caller asked for it
-        except Exception as error:
-            raise FormatError(f"{self.where}: its pickle cannot be loaded: {error}") from error
+        return unpickle(payload, self.where)
 
 
 _DECODERS: dict[int, Callable[[_Decoder, bytes, int], Any]] = {

@@ -1,4 +1,4 @@
-"""From plain values to bytes."""
+"""Encode plain values as bytes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 
-from ..errors import UnserializableError
+from ...errors import UnserializableError
+from .pickled import pickle_bytes
 from .types import MAX_DEPTH, NUMPY_DTYPES, Container, Ext, check_key
 
 __all__ = ["encode_value"]
 
 
 def encode_value(value: object, where: str, *, allow_pickle: bool = False) -> bytes:
-    """One plain value as one msgpack document; equal values of equal types give equal bytes.
+    """Encode a plain value as one msgpack document; equal values of equal types give equal bytes.
 
-    ``where`` is the dotted path that errors name. Raises ``UnserializableError`` for anything that is not plain;
-    with ``allow_pickle`` such a leaf (never a tensor) is stored as a pickle instead.
+    ``where`` is the dotted path that errors name. Raises ``UnserializableError`` for a value that is not plain; with
+    ``allow_pickle`` it is stored as a pickle instead, unless it is a tensor.
     """
     return _Encoder(allow_pickle).pack(value, where, 0)
 
@@ -34,7 +35,7 @@ class _Encoder:
         return _packb(self.lower(value, where, depth), where)
 
     def lower(self, value: Any, where: str, depth: int) -> object:
-        """What msgpack has a type for stays; the rest becomes an extension."""
+        """Replace a value that msgpack has no type for by an extension."""
         kind = type(value)
         if value is None or kind is bool or kind is float or kind is bytes:
             return value
@@ -82,7 +83,7 @@ class _Encoder:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__):
             raise UnserializableError(
-                f"{where} is a tensor inside a plain value; tensors must stand in mappings with str or int keys, "
+                f"{where} is a tensor inside a plain value; put tensors in mappings with str or int keys, "
                 f"in lists or in tuples"
             )
         if not self.allow_pickle:
@@ -90,18 +91,11 @@ class _Encoder:
                 f"{where} is a {kind}, which is not a plain value and is not stored; store its state_dict() or its "
                 f"plain fields instead, or pass allow_pickle=True to both save and load"
             )
-        import pickle
-
-        try:
-            return msgpack.ExtType(int(Ext.PICKLE), pickle.dumps(value, protocol=4))
-        except Exception as error:
-            raise UnserializableError(
-                f"{where} is a {kind}, which is not a plain value, and pickle cannot store it either: {error}"
-            ) from error
+        return msgpack.ExtType(int(Ext.PICKLE), pickle_bytes(value, where))
 
 
 class _Raw:
-    """A part that is packed already."""
+    """A part that is already packed."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -188,7 +182,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], object]] = {
     Container: _encode_container,
 }
 
-# By name, so that this module does not import torch for them.
+# By name, so that this module does not import torch.
 _TORCH_ENCODERS: dict[str, Callable[[_Encoder, Any, str], object]] = {
     "dtype": lambda encoder, value, where: msgpack.ExtType(
         int(Ext.TORCH_DTYPE), str(value).removeprefix("torch.").encode()

@@ -1,4 +1,4 @@
-"""Paths, digests and the file that a section's values are stored in."""
+"""Paths, digests and files of a section's values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgpack
 import xxhash
 
-from ..errors import FormatError, UnserializableError
+from ...errors import FormatError, UnserializableError
 from .types import MAX_DEPTH, Path, path_name
 from .unpacking import unpack
 
@@ -18,7 +18,7 @@ VALUES_FILE_VERSION = 1
 
 
 def encode_path(path: Path) -> bytes:
-    """A msgpack array of str and int components. Raises ``UnserializableError`` for components of another type."""
+    """Encode a path as a msgpack array. Raises ``UnserializableError`` for a component that is neither str nor int."""
     if len(path) > MAX_DEPTH:
         raise UnserializableError(
             f"path {path_name(path[:4])}... is more than {MAX_DEPTH} levels deep; flatten the tree"
@@ -35,7 +35,7 @@ def encode_path(path: Path) -> bytes:
 
 
 def decode_path(data: bytes) -> Path:
-    """The inverse of ``encode_path``. Raises ``FormatError``."""
+    """Decode what ``encode_path`` has encoded. Raises ``FormatError``."""
     return _path(unpack(data, "path", ext_hook=_no_extensions))
 
 
@@ -48,7 +48,7 @@ def _path(parts: object) -> Path:
 
 
 def value_digest(encoded: bytes) -> bytes:
-    """16 bytes by which ranks compare one encoded value (xxh3-128, big-endian)."""
+    """Return 16 bytes with which ranks compare an encoded value (xxh3-128, big-endian)."""
     return xxhash.xxh3_128_digest(encoded)
 
 
@@ -57,9 +57,9 @@ def _no_extensions(code: int, payload: bytes) -> Any:
 
 
 def encode_values_file(entries: Sequence[tuple[Path, bool, bytes]]) -> bytes:
-    """The contents of a values file: one msgpack document of ``(path, shared, encoded value)`` entries, in order.
+    """Return the contents of a values file: one msgpack document with the ``(path, shared, encoded value)`` entries.
 
-    ``shared`` is true for a value that every rank gets, false for one that belongs to the rank that wrote the file.
+    ``shared`` is true for a value of every rank, false for a value of the rank that writes the file.
     """
     packer = msgpack.Packer(strict_types=True)
     parts = [packer.pack_map_header(2), packer.pack("values_version"), packer.pack(VALUES_FILE_VERSION)]
@@ -70,13 +70,16 @@ def encode_values_file(entries: Sequence[tuple[Path, bool, bytes]]) -> bytes:
 
 
 def decode_values_file(data: bytes) -> list[tuple[Path, bool, bytes]]:
-    """The entries of a values file; each value is still encoded (see ``decode_value``). Raises ``FormatError``."""
+    """Return the entries of a values file, whose values are still encoded (see ``decode_value``).
+
+    Raises ``FormatError``.
+    """
     document = unpack(data, "values file", ext_hook=_no_extensions)
     if type(document) is not dict or document.get("values_version") != VALUES_FILE_VERSION:
         raise FormatError(f"not a values file of version {VALUES_FILE_VERSION}")
     rows = document.get("entries")
     if type(rows) is not list or len(document) != 2:
-        raise FormatError("values file: it must hold values_version and an array of entries, and nothing else")
+        raise FormatError("values file: it must consist of values_version and an array of entries")
     entries = list(_entries(rows))
     if len({(path, shared) for path, shared, _ in entries}) != len(entries):
         raise FormatError("values file: one path is stored twice")

@@ -1,4 +1,4 @@
-"""What the encoder and the decoder of values agree on: paths, tags, limits, keys."""
+"""What the encoder and the decoder of values share: paths, tags, limits, keys."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from ..errors import UnserializableError
-from ..metadata import Path
+from ...errors import UnserializableError
+from ...tensors.metadata import Path
 
 __all__ = ["CONTAINER_KINDS", "MAX_DEPTH", "NUMPY_DTYPES", "Container", "Ext", "Path", "check_key", "path_name"]
 
 MAX_DEPTH = 64
-"""How deep plain values may nest."""
+"""The number of levels that plain values may nest."""
 
 CONTAINER_KINDS = ("dict", "OrderedDict", "list", "tuple", "tensor")
 
-# Fixed widths only: a long double has another layout on every platform.
+# Fixed widths only: the layout of a long double depends on the platform.
 NUMPY_DTYPES = frozenset(
     ["|b1", "|i1", "|u1"]
     + [
@@ -54,10 +54,10 @@ class Ext(IntEnum):
 
 @dataclass(frozen=True)
 class Container:
-    """Stands in a section's values where a branch of the tree stood whose type its flattened leaves do not tell.
+    """A branch of a section's tree whose type its flattened leaves do not determine.
 
-    ``kind`` is ``dict``, ``OrderedDict``, ``list``, ``tuple``, or ``tensor`` for a tensor whose path cannot be read
-    off its dotted name. ``length`` counts the items of a list or tuple, and is 0 otherwise.
+    ``kind`` is ``dict``, ``OrderedDict``, ``list``, ``tuple``, or ``tensor`` for a tensor whose path does not follow
+    from its dotted name. ``length`` is the number of items of a list or tuple, else 0.
     """
 
     kind: str
@@ -65,20 +65,21 @@ class Container:
 
 
 def path_name(path: Path) -> str:
-    """The path with dots, as messages and tensor names show it."""
+    """Return the path with dots, as in messages and tensor names."""
     if len(path) == 1:
         return str(path[0])
     return ".".join(map(str, path))
 
 
 def check_key(key: Any, where: str) -> None:
+    """Raise ``UnserializableError`` unless ``key`` can be a key of a stored mapping."""
     kind = type(key)
     if kind is tuple:
         for part in key:
             check_key(part, where)
     elif kind is float:
         if math.isnan(key):
-            raise UnserializableError(f"{where} has a NaN key; no look-up could ever find it again. Use another key")
+            raise UnserializableError(f"{where} has a NaN key, which no look-up can find. Use another key")
     elif key is not None and kind not in (str, int, bool, bytes):
         raise UnserializableError(
             f"{where} has a key of type {kind.__module__}.{kind.__qualname__}; "

@@ -1,8 +1,8 @@
-"""Columns of a packed layout: long runs of numbers and names that differ little from one to the next, made small.
+"""Encode columns of numbers and names so that they compress well.
 
-Names differ in a few numbers (``model.layers.17.mlp.experts.203.up_proj.weight``): what stands around the numbers is
-kept once, the numbers are columns. A column of numbers is kept as the steps between neighbours, lowest bytes first and
-all bytes of one significance together, which a compressor then finds to be nearly the same everywhere.
+Names differ in a few numbers (``model.layers.17.mlp.experts.203.up_proj.weight``): the text around the numbers is
+stored once, and the numbers become columns. A column of numbers is stored as differences between neighbours, shuffled
+by byte (all lowest bytes first), so that most bytes are the same.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from ..errors import FormatError
-from ..geometry import Int64
-from ..msgpack_scan import unpack_plain
+from ...errors import FormatError
+from ...format.msgpack_scan import unpack_plain
+from ...tensors.geometry import Int64
 
 __all__ = ["compress", "expand", "name_columns", "number_column", "read_name_columns", "read_number_column"]
 
-_MAX_RAW = 256 << 20  # bytes of a packed layout once expanded, and of its names
+# A packed layout comes from a cache or a peer: these limits bound what a hostile one can allocate.
+_MAX_RAW_BYTES = 256 << 20  # of a decompressed layout, and of its names
 _MAX_NUMBERS = 16  # in one name
-_LEVEL = 19
+_ZSTD_LEVEL = 19
 
-# Only numbers that are written as they are printed, so that a name comes back as it was.
+# Without numbers that have leading zeros, which printing would not restore.
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,14})(?![0-9])")
 
 
 def compress(payload: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(payload)
+    """``payload`` in a zstd frame that declares its size."""
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_content_size=True).compress(payload)
 
 
 def expand(what: str, data: bytes) -> Any:
-    """The msgpack document in a zstd frame. Raises ``FormatError`` before anything large is made of it."""
+    """Decode the msgpack document in a zstd frame. Raises ``FormatError`` before any large allocation."""
     try:
-        # The library trusts the frame's own size over max_output_size, so that is looked at first.
+        # zstandard trusts the size in the frame over max_output_size, so check that size first.
         size = zstandard.frame_content_size(data)
-        if not 0 <= size <= _MAX_RAW:
-            raise FormatError(f"{what}: a zstd frame of {size} bytes; between 0 and {_MAX_RAW} are allowed")
+        if not 0 <= size <= _MAX_RAW_BYTES:
+            raise FormatError(f"{what}: a zstd frame of {size} bytes; between 0 and {_MAX_RAW_BYTES} are allowed")
         payload = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError(f"{what} is not a zstd frame: {error}") from None
@@ -46,19 +48,19 @@ def expand(what: str, data: bytes) -> Any:
 
 
 def number_column(values: Sequence[int] | Int64) -> bytes:
-    """Numbers from 0 to 2^62."""
+    """Encode numbers from 0 to 2^62."""
     column = np.asarray(values, np.int64)
     steps = np.diff(column, prepend=np.int64(0)).astype("<i8")
     return np.ascontiguousarray(steps.view(np.uint8).reshape(-1, 8).T).tobytes()
 
 
 def read_number_column(what: str, data: object, count: int | None = None, *, below: int = 1 << 62) -> list[int]:
-    """The column of ``count`` numbers (None: of any count), each at least 0 and less than ``below``."""
+    """Decode ``count`` numbers (None: any count). Raises ``FormatError`` unless all are in [0, ``below``)."""
     if not isinstance(data, bytes) or len(data) % 8 or (count is not None and len(data) != 8 * count):
-        raise FormatError(f"{what} is no column of {'' if count is None else count} numbers")
+        raise FormatError(f"{what} is not a column of {'' if count is None else f'{count} '}numbers")
     shuffled = np.frombuffer(data, np.uint8).reshape(8, -1)
     steps = np.ascontiguousarray(shuffled.T).view("<i8").reshape(-1)
-    values = np.cumsum(steps.astype(np.int64))  # a sum that is too large wraps around and is seen below
+    values = np.cumsum(steps.astype(np.int64))  # an overflow wraps around and fails the check below
     if len(values) and (int(values.min()) < 0 or int(values.max()) >= below):
         raise FormatError(f"{what}: numbers from {values.min()} to {values.max()}; 0 to {below - 1} are allowed")
     found: list[int] = values.tolist()
@@ -66,6 +68,7 @@ def read_number_column(what: str, data: object, count: int | None = None, *, bel
 
 
 def name_columns(names: Sequence[str]) -> dict[str, Any]:
+    """Encode names as patterns of text and columns of the numbers between."""
     patterns: dict[tuple[str, ...], int] = {}
     pattern: list[int] = []
     numbers: list[list[int]] = []
@@ -84,34 +87,34 @@ def name_columns(names: Sequence[str]) -> dict[str, Any]:
 
 
 def read_name_columns(what: str, columns: object) -> list[str]:
-    """Raises ``FormatError`` unless each name is there once."""
+    """Decode names. Raises ``FormatError`` for malformed columns and for duplicate names."""
     if not isinstance(columns, dict) or set(columns) != {"patterns", "pattern", "numbers"}:
-        raise FormatError(f"{what} are no columns of names")
+        raise FormatError(f"{what}: the fields are not those of columns of names")
     patterns, numbers = columns["patterns"], columns["numbers"]
     if not isinstance(patterns, list) or not all(map(_is_pattern, patterns)) or not isinstance(numbers, list):
-        raise FormatError(f"{what}: patterns of names are lists of text, with at most {_MAX_NUMBERS} numbers between")
+        raise FormatError(f"{what}: a pattern is not a list of text with at most {_MAX_NUMBERS} numbers between")
     pattern = read_number_column(f"{what}, pattern", columns["pattern"], below=max(len(patterns), 1))
     if pattern and not patterns:
-        raise FormatError(f"{what}: names of no pattern")
+        raise FormatError(f"{what}: there are names but no patterns")
     lengths = [sum(map(len, pieces)) + 16 * (len(pieces) - 1) for pieces in patterns]
-    if sum(lengths[index] for index in pattern) > _MAX_RAW:
-        raise FormatError(f"{what}: more than {_MAX_RAW} bytes of names")
+    if sum(lengths[index] for index in pattern) > _MAX_RAW_BYTES:
+        raise FormatError(f"{what}: more than {_MAX_RAW_BYTES} bytes of names")
     counts = [sum(len(patterns[index]) > position + 1 for index in pattern) for position in range(len(numbers))]
     if any(len(patterns[index]) - 1 > len(numbers) for index in pattern):
-        raise FormatError(f"{what}: names with more numbers than there are columns of them")
-    columns_of = [
+        raise FormatError(f"{what}: a pattern has more numbers than there are columns")
+    values = [
         iter(read_number_column(f"{what}, numbers {position}", column, counts[position], below=10**15))
         for position, column in enumerate(numbers)
     ]
     names = [
         "".join(
-            piece + (str(next(columns_of[position])) if position < len(patterns[index]) - 1 else "")
+            piece + (str(next(values[position])) if position < len(patterns[index]) - 1 else "")
             for position, piece in enumerate(patterns[index])
         )
         for index in pattern
     ]
     if len(set(names)) != len(names):
-        raise FormatError(f"{what}: a name is there twice")
+        raise FormatError(f"{what}: a name occurs twice")
     return names
 
 

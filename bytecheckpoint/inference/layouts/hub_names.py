@@ -1,8 +1,9 @@
-"""Names and shapes as engines know them, of models as transformers holds them in memory.
+"""Convert a transformers model's in-memory state to the hub's names and shapes.
 
-Engines' loaders know the tensors that lie on the hub. From its version 5 on transformers holds some of them otherwise
-in memory (the experts of a layer as one tensor), and what trains saves what it holds. Transformers' own way back is run
-on recorded tensors, for which it is a matter of views. Nothing here imports transformers before it is called.
+Engines' loaders expect tensors as published on the hub. From version 5 on, transformers fuses some of them in memory
+(the experts of a layer become one tensor), and a training job saves what is in memory. ``hub_tensors`` runs
+transformers' own reverse conversion on recorded tensors, for which it only creates views. Transformers is imported on
+the first call.
 """
 
 from __future__ import annotations
@@ -15,27 +16,30 @@ from typing import Any
 
 import torch
 
-from .push.quantizing import scale_name
-
-__all__ = ["hub_tensors"]
+__all__ = ["hub_tensors", "scale_name"]
 
 _log = logging.getLogger(__name__)
 
 
-def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """``tensors`` as the hub has those of the model that ``config``, of transformers, describes.
+def scale_name(name: str) -> str:
+    """Return the name of the tensor of block scales: ``X.weight_scale_inv`` for ``X.weight``."""
+    return f"{name}_scale_inv"
 
-    They are returned as they are where they are no state of that model in memory, and where this transformers does not
-    know the model, or holds it as the hub does. Scales of blocks (``X_scale_inv``) go with their weights, though they
-    are no part of such a state. No values are computed.
+
+def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """``tensors`` under the hub's names and shapes for the model that the transformers configuration describes.
+
+    Returns ``tensors`` itself if they are not this model's in-memory state, or if the installed transformers does not
+    support the model. Block scales (``X_scale_inv``) are converted like their weights, although the in-memory state
+    does not contain them. No values are computed.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
 
         kind: Any = type(config)
         model, names = _in_memory(kind, config.to_json_string())
-    except Exception as error:  # noqa: BLE001 - no such transformers, remote code, a model that it does not know
-        _log.debug("names are taken as they are, transformers cannot make the model: %s", error)
+    except Exception as error:  # noqa: BLE001 - old or missing transformers, remote code, unknown model
+        _log.debug("tensor names are used as they are, because transformers cannot build the model: %s", error)
         return tensors
     scales = {name: scale for name in tensors if (scale := scale_name(name)) in tensors}
     weights = {name: tensor for name, tensor in tensors.items() if name not in scales.values()}
@@ -43,15 +47,15 @@ def hub_tensors(config: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str
         return tensors
     reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
     if scales:
-        # Blocks are cut and turned as their weights are.
-        turned = revert_weight_conversion(model, {name: tensors[scale] for name, scale in scales.items()})
-        reverted |= {scale_name(name): tensor for name, tensor in turned.items()}
+        # Scales are sliced and transposed like their weights.
+        converted = revert_weight_conversion(model, {name: tensors[scale] for name, scale in scales.items()})
+        reverted |= {scale_name(name): tensor for name, tensor in converted.items()}
     return reverted
 
 
-@lru_cache(maxsize=2)  # for a large model it takes seconds
+@lru_cache(maxsize=2)  # building a large model takes seconds
 def _in_memory(kind: Any, config: str) -> tuple[Any, frozenset[str]]:
-    """The model without memory, and its state's names."""
+    """The model on the meta device, and the names of its state."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,7 +1,7 @@
-"""Names and shapes of the tensors that a model's files have on the hub, from its configuration alone.
+"""Derive the names and shapes of a model's tensors on the hub from its configuration.
 
-What an engine's loader expects are these names, one tensor an expert, whatever a library makes of them in memory. Each
-family of models has a rule here; for others the names are taken from files or a checkpoint.
+These are the tensors that an engine's loader expects: one tensor per expert and projection. Each supported family of
+models has a rule here. For other models, the caller passes the stored tensors.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError
+from ...errors import StateError
+from .hub_names import scale_name
 
 __all__ = ["StoredTensor", "hub_shapes"]
 
 StoredTensor = tuple[str, tuple[int, ...], torch.dtype]
-"""Name, shape and element type."""
+"""Name, shape and dtype."""
 
 _Config = Mapping[str, Any]
 _Linear = Callable[[str, int, int], Iterator[StoredTensor]]
 
 
 def hub_shapes(config: _Config) -> list[StoredTensor]:
-    """In the order of the layers. Raises ``StateError`` for an architecture that no rule is written for."""
+    """The stored tensors in layer order. Raises ``StateError`` for an architecture without a rule."""
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture not in _RULES:
         raise StateError(
-            f"no table of tensors is written for architecture {architecture!r}, there are {', '.join(_RULES)}; give "
-            "names, shapes and types of the stored tensors"
+            f"the stored tensors of architecture {architecture!r} cannot be derived from its configuration (supported: "
+            f"{', '.join(_RULES)}); pass their names, shapes and dtypes"
         )
     return list(_RULES[architecture](config))
 
@@ -77,16 +78,16 @@ def _attention(config: _Config, prefix: str, linear: _Linear) -> Iterator[Stored
 def _latent_attention(config: _Config, prefix: str, linear: _Linear) -> Iterator[StoredTensor]:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     query, latent = config.get("q_lora_rank"), int(config["kv_lora_rank"])
-    plain, turned, value = (int(config[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    nope, rope, value = (int(config[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     if query:
         yield from linear(f"{prefix}.q_a_proj", int(query), hidden)
         yield f"{prefix}.q_a_layernorm.weight", (int(query),), _dtype(config)
-        yield from linear(f"{prefix}.q_b_proj", heads * (plain + turned), int(query))
+        yield from linear(f"{prefix}.q_b_proj", heads * (nope + rope), int(query))
     else:
-        yield from linear(f"{prefix}.q_proj", heads * (plain + turned), hidden)
-    yield from linear(f"{prefix}.kv_a_proj_with_mqa", latent + turned, hidden)
+        yield from linear(f"{prefix}.q_proj", heads * (nope + rope), hidden)
+    yield from linear(f"{prefix}.kv_a_proj_with_mqa", latent + rope, hidden)
     yield f"{prefix}.kv_a_layernorm.weight", (latent,), _dtype(config)
-    yield from linear(f"{prefix}.kv_b_proj", heads * (plain + value), latent)
+    yield from linear(f"{prefix}.kv_b_proj", heads * (nope + value), latent)
     yield from linear(f"{prefix}.o_proj", hidden, heads * value)
 
 
@@ -95,7 +96,7 @@ def _experts(config: _Config, prefix: str, linear: _Linear) -> Iterator[StoredTe
     count = _expert_count(config)
     yield f"{prefix}.gate.weight", (count, hidden), _dtype(config)
     if config.get("n_routed_experts"):
-        # A bias that is learned by balancing, not by gradients, and kept exactly.
+        # Load balancing updates this bias, not gradients; it is stored in full precision.
         yield f"{prefix}.gate.e_score_correction_bias", (count,), torch.float32
     for expert in range(count):
         yield from _gated(f"{prefix}.experts.{expert}", hidden, width, linear)
@@ -111,7 +112,7 @@ def _gated(prefix: str, hidden: int, width: int, linear: _Linear) -> Iterator[St
 
 
 def _prediction_head(config: _Config, prefix: str) -> Iterator[StoredTensor]:
-    """What a layer behind the last one has, which predicts a further token."""
+    """The additional tensors of a multi-token prediction layer, which follows the last layer."""
     hidden, vocabulary, dtype = int(config["hidden_size"]), int(config["vocab_size"]), _dtype(config)
     for name in ("enorm", "hnorm", "shared_head.norm"):
         yield f"{prefix}.{name}.weight", (hidden,), dtype
@@ -133,17 +134,20 @@ def _has_experts(config: _Config, layer: int) -> bool:
 
 
 def _linear(config: _Config) -> _Linear:
-    """How a matrix is stored: as it is, or in 8 bits with a scale for each block."""
+    """The rule for a matrix: one tensor, or 8-bit values with a scale for each block."""
     quantization = config.get("quantization_config")
     if not quantization:
         return lambda name, rows, columns: iter([(f"{name}.weight", (rows, columns), _dtype(config))])
     block = quantization.get("weight_block_size")
     if quantization.get("quant_method") != "fp8" or not block:
-        raise StateError("no table of tensors is written for this quantization; give the stored tensors")
+        raise StateError(
+            f"the stored tensors of quantization {quantization.get('quant_method')!r} cannot be derived from the "
+            "configuration; pass their names, shapes and dtypes"
+        )
 
     def scaled(name: str, rows: int, columns: int) -> Iterator[StoredTensor]:
         yield f"{name}.weight", (rows, columns), torch.float8_e4m3fn
-        yield f"{name}.weight_scale_inv", (-(-rows // block[0]), -(-columns // block[1])), torch.float32
+        yield scale_name(f"{name}.weight"), (-(-rows // block[0]), -(-columns // block[1])), torch.float32
 
     return scaled
 

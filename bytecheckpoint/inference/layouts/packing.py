@@ -1,4 +1,4 @@
-"""The bytes of a target layout: tables as columns, and what makes a layout of bytes from anywhere, or refuses them."""
+"""Encode and decode target layouts. Decoding validates untrusted bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from ..dtypes import DType, dtype_named
-from ..errors import FormatError, UnsupportedVersionError
-from .layout_columns import expand, name_columns, number_column, read_name_columns, read_number_column
+from ...errors import FormatError, UnsupportedVersionError
+from ...tensors.dtypes import DType, find_dtype
+from .columns import expand, name_columns, number_column, read_name_columns, read_number_column
 from .strided import StridedView
 
 __all__ = ["LAYOUT_VERSION", "LayoutTensor", "Placement", "pack_layout", "unpack_layout"]
@@ -24,7 +24,7 @@ _Form = tuple[tuple[int, ...], tuple[int, ...]]  # a view's shape and strides
 
 
 class LayoutTensor(NamedTuple):
-    """A stored tensor, or a parameter of the rank."""
+    """Name, shape and dtype of a stored tensor or of one of the rank's parameters."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,8 +36,10 @@ class LayoutTensor(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """``view`` of the stored tensor with this number becomes ``target`` of the parameter with that number, cast to
-    its type. Both views have one shape; where placements overlap, the later one holds."""
+    """A copy from ``view`` of stored tensor number ``stored`` to ``target`` of parameter number ``parameter``.
+
+    Both views have the same shape. The copy casts to the parameter's dtype. If placements overlap, the later one wins.
+    """
 
     stored: int
     view: StridedView
@@ -51,7 +53,7 @@ def pack_layout(
     placements: Sequence[Placement],
     seen: Sequence[int],
 ) -> bytes:
-    """Equal layouts give equal bytes."""
+    """Encode a layout; equal layouts give equal bytes."""
     forms: dict[_Form, int] = {}
     form = [forms.setdefault((p.view.shape, p.view.strides), len(forms)) for p in placements]
     target_form = [forms.setdefault((p.target.shape, p.target.strides), len(forms)) for p in placements]
@@ -78,10 +80,13 @@ def pack_layout(
 def unpack_layout(
     data: bytes,
 ) -> tuple[tuple[LayoutTensor, ...], tuple[LayoutTensor, ...], tuple[Placement, ...], tuple[int, ...]]:
-    """Stored tensors, parameters, placements and the numbers of seen tensors, of what was packed and compressed."""
+    """Decode stored tensors, parameters, placements and the numbers of seen tensors.
+
+    Raises ``FormatError`` or ``UnsupportedVersionError``.
+    """
     document = expand("target layout", data)
     if not isinstance(document, dict) or document.get("what") != _MARK:
-        raise FormatError("this is no packed target layout")
+        raise FormatError("this is not a packed target layout")
     if document.get("version") != LAYOUT_VERSION:
         raise UnsupportedVersionError(
             f"target layout of version {document.get('version')!r:.40}; this library reads {LAYOUT_VERSION}"
@@ -93,7 +98,7 @@ def unpack_layout(
     placements = _read_placements(document["placements"], _read_forms(document["forms"]), stored, parameters)
     seen = read_number_column("seen", document["seen"], below=max(len(stored), 1))
     if sorted(set(seen)) != seen or (seen and not stored):
-        raise FormatError("target layout: seen tensors are not in order")
+        raise FormatError("target layout: the numbers of seen tensors are not in ascending order")
     return stored, parameters, placements, tuple(seen)
 
 
@@ -113,11 +118,11 @@ def _read_tensors(what: str, columns: object) -> tuple[LayoutTensor, ...]:
     fields = _fields(what, columns, {"names", "shape", "dtype", "shapes", "dtypes"})
     names = read_name_columns(what, fields["names"])
     shapes = [_shape(f"{what}, shape", shape) for shape in _list(what, fields["shapes"])]
-    dtypes = [dtype_named(name) for name in map(str, _list(what, fields["dtypes"]))]
+    dtypes = [find_dtype(name) for name in map(str, _list(what, fields["dtypes"]))]
     shape = read_number_column(f"{what}, shape", fields["shape"], len(names), below=max(len(shapes), 1))
     dtype = read_number_column(f"{what}, dtype", fields["dtype"], len(names), below=max(len(dtypes), 1))
     if names and not (shapes and dtypes):
-        raise FormatError(f"{what}: tensors of no shape or dtype")
+        raise FormatError(f"{what}: there are tensors but no shapes or dtypes")
     return tuple(LayoutTensor(name, shapes[s], dtypes[d]) for name, s, d in zip(names, shape, dtype))
 
 
@@ -129,7 +134,7 @@ def _read_forms(value: object) -> list[_Form]:
             raise FormatError("target layout: a form of a view is not [shape, strides]")
         shape, strides = _shape("form's shape", pair[0]), _numbers("form's strides", pair[1])
         if len(shape) != len(strides) or 0 in shape:
-            raise FormatError(f"target layout: {shape} with strides {strides} is no view")
+            raise FormatError(f"target layout: {shape} with strides {strides} is not a view")
         forms.append((shape, strides))
     return forms
 
@@ -151,19 +156,21 @@ def _read_placements(
         for name, top in sizes.items()
     }
     if count and not (stored and parameters and forms):
-        raise FormatError("target layout: placements of nothing")
+        raise FormatError("target layout: there are placements but no tensors, parameters or forms")
     _check_reach("stored tensor", stored, column["stored"], column["offset"], column["form"], forms)
-    targets = (column["parameter"], column["target offset"], column["target form"])
-    _check_reach("parameter", parameters, *targets, forms)
+    _check_reach("parameter", parameters, column["parameter"], column["target offset"], column["target form"], forms)
     for form, target_form in set(zip(column["form"], column["target form"])):
         if forms[form][0] != forms[target_form][0]:
             raise FormatError(f"target layout: {forms[form][0]} is placed into {forms[target_form][0]}")
-    made: dict[tuple[int, int], StridedView] = {}  # layers are alike, and so are most of their views
-    views, into = (
+    made: dict[tuple[int, int], StridedView] = {}  # layers are identical, so most views repeat
+    views, targets = (
         [made.get(key) or made.setdefault(key, StridedView(key[0], *forms[key[1]])) for key in zip(offset, form)]
-        for offset, form in ((column["offset"], column["form"]), targets[1:])
+        for offset, form in (
+            (column["offset"], column["form"]),
+            (column["target offset"], column["target form"]),
+        )
     )
-    return tuple(map(Placement, column["stored"], views, column["parameter"], into))
+    return tuple(map(Placement, column["stored"], views, column["parameter"], targets))
 
 
 def _check_reach(
@@ -174,37 +181,37 @@ def _check_reach(
     form: Sequence[int],
     forms: Sequence[_Form],
 ) -> None:
-    top = 1 << 62  # of all numbers, so that two of them fit
+    top = 1 << 62  # the sum of two such numbers fits into 64 bits
     reach = [min(sum((n - 1) * stride for n, stride in zip(*one)), top) for one in forms]
     numel = [math.prod(tensor.shape) for tensor in tensors]
     last = np.asarray(offsets, np.int64) + np.asarray(reach, np.int64)[np.asarray(form, np.int64)]
     outside = np.flatnonzero(last >= np.asarray(numel, np.int64)[np.asarray(rows, np.int64)])
     if len(outside):
         name = tensors[rows[int(outside[0])]].name
-        raise FormatError(f"target layout: a placement reaches outside of the {what} {name}")
+        raise FormatError(f"target layout: a placement reaches outside the {what} {name}")
 
 
 def _fields(what: str, value: object, names: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or set(value) != names:
-        raise FormatError(f"target layout: {what} have not the fields {', '.join(sorted(names))}")
+        raise FormatError(f"target layout: {what} do not have the fields {', '.join(sorted(names))}")
     return value
 
 
 def _list(what: str, value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise FormatError(f"target layout: {what} is no list")
+        raise FormatError(f"target layout: {what} is not a list")
     return value
 
 
 def _shape(what: str, value: object) -> tuple[int, ...]:
     found = _numbers(what, value)
     if math.prod(found) >= 1 << 62:
-        raise FormatError(f"target layout: {what} {found!r:.80} is not possible")
+        raise FormatError(f"target layout: {what} {found!r:.80} is out of range")
     return found
 
 
 def _numbers(what: str, value: object) -> tuple[int, ...]:
     found = tuple(_list(what, value))
     if len(found) > _MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < 1 << 62 for n in found):
-        raise FormatError(f"target layout: {what} {found!r:.80} is not possible")
+        raise FormatError(f"target layout: {what} {found!r:.80} is out of range")
     return found

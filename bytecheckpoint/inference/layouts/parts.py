@@ -1,19 +1,19 @@
-"""What one rank of an inference engine wants of stored tensors: boxes of them, in the type that it holds them in."""
+"""Parts of stored tensors that one rank of an inference engine requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..dtypes import DType
-from ..geometry import Box
+from ...tensors.dtypes import DType
+from ...tensors.geometry import Box
 
-__all__ = ["Part", "each_once"]
+__all__ = ["Part", "without_duplicates"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """``box`` of the tensor ``name``, whose whole shape is ``shape``, as ``dtype``."""
+    """``box`` of the tensor ``name`` of shape ``shape``, cast to ``dtype``."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,11 +25,11 @@ class Part:
         return self.box.numel * self.dtype.itemsize
 
 
-def each_once(parts: Iterable[Part]) -> list[Part]:
-    """In this order; what is a part of another part, in the same type, is there already."""
+def without_duplicates(parts: Iterable[Part]) -> list[Part]:
+    """``parts`` in order, without those that another part of the same dtype contains."""
     by_name: dict[tuple[str, DType], list[Part]] = {}
-    given = list(dict.fromkeys(parts))
-    for part in given:
+    distinct = list(dict.fromkeys(parts))
+    for part in distinct:
         by_name.setdefault((part.name, part.dtype), []).append(part)
     largest = {
         one
@@ -37,4 +37,4 @@ def each_once(parts: Iterable[Part]) -> list[Part]:
         for one in same
         if len(same) == 1 or not any(other != one and other.box.contains(one.box) for other in same)
     }
-    return [part for part in given if part in largest]
+    return [part for part in distinct if part in largest]

@@ -1,11 +1,11 @@
-"""Stored tensors without bytes, which note where a weight loader puts them.
+"""Record which views of stored tensors a weight loader copies into a model.
 
-An inference engine knows by its own code which part of which stored tensor each of its parameters is: fused
-projections, padded vocabularies, experts, replicated heads. That code is run once with tensors that have shape, strides
-and type but no memory. Cutting and turning them gives others of the kind; copying one into a parameter is noted.
+Only the engine's own loader defines which part of which stored tensor goes into each parameter: fused projections,
+padded vocabularies, experts, replicated heads. The loader runs once with recorded tensors, which have a shape, strides
+and a dtype but no memory. Slicing, transposing and reshaping a recorded tensor gives another one; copying one into a
+parameter records a ``Copy``.
 
-A loader that wants to see values gets them: where an operation is anything else, the part that it touches is read, and
-the operation goes on with real numbers.
+Any other operation reads the values that it needs and continues with real numbers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 
 from .strided import StridedView
 
-__all__ = ["Copy", "Recorder", "storage_identity", "taken_when"]
+__all__ = ["Copy", "Recorder", "storage_identity", "tensor_in_use"]
 
 _aten = torch.ops.aten
 
-# What gives a view of the same elements; ``reshape`` comes here as ``view`` where it is one.
+# Operations that return a view of the same elements. A ``reshape`` that needs no copy is dispatched as ``view``.
 _VIEWS = frozenset(
     {
         _aten.alias.default,
@@ -53,12 +53,12 @@ _CASTS = frozenset({_aten._to_copy.default})
 _SAME = frozenset({_aten.clone.default, _aten.contiguous.default})
 
 ReadView = Callable[[str, StridedView], torch.Tensor]
-"""Reads a view of a stored tensor, in its own type and the view's shape."""
+"""Reads a view of a stored tensor, in its stored dtype and the view's shape."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """``target``, a view of a parameter, becomes ``view`` of the stored tensor ``name``, cast to its type."""
+    """A copy from ``view`` of the stored tensor ``name`` to ``target``, a view of a parameter, cast to its dtype."""
 
     name: str
     view: StridedView
@@ -66,8 +66,10 @@ class Copy:
 
 
 class Recorder:
-    """Hands out recorded tensors and keeps what became of them: ``copies`` in the order in which they were made, and
-    ``seen``, the views whose values a loader wanted. For one thread."""
+    """Creates recorded tensors and collects what a loader does with them. Not thread-safe.
+
+    ``copies`` lists the copies in order; ``seen`` lists the views whose values the loader computed with.
+    """
 
     def __init__(self, read: ReadView) -> None:
         self.copies: list[Copy] = []
@@ -75,38 +77,45 @@ class Recorder:
         self._read = read
 
     def tensors(self, metas: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """``(name, tensor)`` of each stored tensor, as ``load_weights`` of an engine's models takes them."""
+        """``(name, tensor)`` for each stored tensor: the argument of ``load_weights``."""
         for name, shape, dtype in metas:
             yield name, _Recorded(self, name, torch.empty(shape, dtype=dtype, device="meta"), dtype)
 
-    def note(self, copy: Copy) -> None:
-        """Called for each copy as the loader makes it."""
+    def add_copy(self, copy: Copy) -> None:
+        """Record a copy at the moment when the loader makes it."""
         self.copies.append(copy)
 
     def values(self, recorded: _Recorded) -> torch.Tensor:
+        """Read the values of a recorded tensor."""
         view = recorded.strided
         self.seen.append((recorded.fqn, view))
-        # Contiguous, as a copy is that a loader believes to have made.
+        # The loader may believe that it made a copy, which would be contiguous.
         return self._read(recorded.fqn, view).to(recorded.dtype).contiguous()
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """The same for all views of one memory, while it lives. Tensors on the meta device have no address, but views
-    share the storage object."""
+    """A number that all views of one storage share while it is alive.
+
+    Meta tensors have no address, but their views share the storage object.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
-def taken_when(error: BaseException) -> str:
-    """The name of the stored tensor that a loader had in hand when it failed, as its assertions may say nothing; empty
-    where there was none."""
+def tensor_in_use(error: BaseException) -> str:
+    """The name of the stored tensor that a loader processed when it raised ``error``; empty if there was none.
+
+    Many loaders fail with an assertion that has no message.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    held = (value for frame in reversed(frames) for value in frame.f_locals.values())
-    return next((value.fqn for value in held if isinstance(value, _Recorded)), "")
+    local_values = (value for frame in reversed(frames) for value in frame.f_locals.values())
+    return next((value.fqn for value in local_values if isinstance(value, _Recorded)), "")
 
 
 class _Recorded(torch.Tensor):
-    """``twin`` is a view of a meta tensor: it has the offset and strides that this one would have. ``stored`` is the
-    type of the bytes; the tensor's own is what the loader has cast it to."""
+    """A tensor without memory. ``twin``, a view of a meta tensor, has its offset and strides.
+
+    ``stored`` is the dtype of the stored bytes; ``dtype`` is what the loader has cast the tensor to.
+    """
 
     fqn: str
     recorder: Recorder
@@ -128,7 +137,7 @@ class _Recorded(torch.Tensor):
     def strided(self) -> StridedView:
         return _strided(self.twin)
 
-    def of(self, twin: torch.Tensor, dtype: torch.dtype | None = None) -> _Recorded:
+    def _with_twin(self, twin: torch.Tensor, dtype: torch.dtype | None = None) -> _Recorded:
         return _Recorded(self.recorder, self.fqn, twin, self.stored, dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -145,25 +154,25 @@ class _Recorded(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, _Recorded):
             if func in _VIEWS:
-                # What a copy (``reshape``, ``contiguous``) was to make possible fails here: it was not made.
+                # Fails for a view that is only possible of a copy (``contiguous``), which was not made.
                 with suppress(RuntimeError):
-                    return first.of(func(first.twin, *args[1:], **kwargs))
+                    return first._with_twin(func(first.twin, *args[1:], **kwargs))
             if func in _SPLITS:
-                return [first.of(twin) for twin in func(first.twin, *args[1:], **kwargs)]
+                return [first._with_twin(twin) for twin in func(first.twin, *args[1:], **kwargs)]
             if func in _SAME:
-                # A copy has the same values; that it has other strides is nothing to a loader.
+                # A copy has the same values, and loaders do not depend on its strides.
                 return first
             if func in _CASTS and _is_cast_only(kwargs) and _keeps_values(first.dtype, kwargs.get("dtype")):
-                return first.of(first.twin, kwargs.get("dtype"))
+                return first._with_twin(first.twin, kwargs.get("dtype"))
         if func is _aten.copy_.default and isinstance(args[1], _Recorded) and not isinstance(first, _Recorded):
-            return _note(*args[:2])
+            return _record_copy(*args[:2])
         return func(*_with_values(args), **{key: _with_values(value) for key, value in kwargs.items()})
 
 
-def _note(target: torch.Tensor, source: _Recorded) -> torch.Tensor:
-    # copy_ broadcasts; a view with strides of 0 says so to whoever reads it.
+def _record_copy(target: torch.Tensor, source: _Recorded) -> torch.Tensor:
+    # copy_ broadcasts; the recorded view then has strides of 0.
     twin = source.twin.expand(target.shape)
-    source.recorder.note(Copy(source.fqn, _strided(twin), target.detach()))
+    source.recorder.add_copy(Copy(source.fqn, _strided(twin), target.detach()))
     return target
 
 
@@ -177,11 +186,12 @@ def _is_cast_only(kwargs: dict[str, Any]) -> bool:
 
 
 def _keeps_values(before: torch.dtype, after: torch.dtype | None) -> bool:
-    """Whether a cast on the way changes nothing that the last one, into the parameter, would not."""
+    """Whether an intermediate cast loses nothing that the final cast to the parameter's dtype would keep."""
     return after is None or torch.promote_types(before, after) == after
 
 
 def _with_values(value: Any) -> Any:
+    """``value`` with real tensors in place of recorded ones."""
     if isinstance(value, _Recorded):
         return value.recorder.values(value)
     if isinstance(value, (list, tuple)):

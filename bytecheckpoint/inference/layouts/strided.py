@@ -1,8 +1,8 @@
-"""Strided views of a tensor as boxes of it. Pure numbers.
+"""Map strided views of a tensor to boxes.
 
-A weight loader cuts, transposes and reshapes a stored tensor before it copies a part of it. Where the elements of the
-result are those of one box, that box is all that has to be read; ``box_of`` finds it, and how the view's dimensions are
-those of the box.
+A weight loader slices, transposes and reshapes a stored tensor before it copies a part of it. If the result has exactly
+the elements of one box, only that box has to be read. ``box_of`` finds the box and the order of the view's dimensions
+in it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..geometry import Box, row_major_strides
+from ...tensors.geometry import Box, row_major_strides
 
 __all__ = ["BoxView", "StridedView", "box_of"]
 
 
 @dataclass(frozen=True)
 class StridedView:
-    """Of a tensor whose elements lie in row-major order; ``offset`` and ``strides`` count elements."""
+    """A view of a tensor in row-major order; ``offset`` and ``strides`` count elements."""
 
     offset: int
     shape: tuple[int, ...]
@@ -31,21 +31,21 @@ class StridedView:
 
 @dataclass(frozen=True)
 class BoxView:
-    """A view is ``box`` if its dimensions are taken in this ``order`` and the result is given the box's lengths."""
+    """A view that shows ``box``: permute its dimensions to ``order``, then reshape it to the box's lengths."""
 
     box: Box
     order: tuple[int, ...]
 
 
 def box_of(shape: Sequence[int], view: StridedView) -> BoxView | None:
-    """The box of a tensor of ``shape`` that ``view`` shows, each element once; None where that is no box."""
+    """The box that ``view`` of a tensor of ``shape`` shows, each element once; None if there is no such box."""
     order = tuple(sorted(range(len(view.shape)), key=lambda d: (-view.strides[d], d)))
     if view.numel == 0:
         return BoxView(Box((0,) * len(shape), _empty(shape)), order)
     offsets = _index_of(view.offset, shape)
     lengths = [1] * len(shape)
     strides = row_major_strides(shape)
-    innermost = len(shape)  # dimensions from here on have their length
+    innermost = len(shape)  # dimensions from here on have their final length
     for size, stride in reversed(_runs(view, order)):
         at = _dimension(stride, strides, shape, innermost)
         if at is None:
@@ -66,8 +66,10 @@ def box_of(shape: Sequence[int], view: StridedView) -> BoxView | None:
 
 
 def _runs(view: StridedView, order: Sequence[int]) -> list[tuple[int, int]]:
-    """``(size, stride)`` of the view's dimensions from the widest stride to the narrowest, without those of one
-    element, and with dimensions joined that lie one behind the other."""
+    """``(size, stride)`` of the view's dimensions in ``order``, widest stride first.
+
+    Dimensions of one element are left out, and contiguous neighbours are merged.
+    """
     runs: list[tuple[int, int]] = []
     for d in order:
         size, stride = view.shape[d], view.strides[d]

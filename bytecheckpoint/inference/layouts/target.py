@@ -1,5 +1,6 @@
-"""What one rank of an inference engine is made of: which part of which stored tensor goes to which part of which
-parameter. Learned once from the engine's own loader, then plain data: compared, packed, sent, cached.
+"""The target layout of one engine rank: which part of which stored tensor goes to which part of which parameter.
+
+A layout is recorded once from the engine's own loader. It is then plain data that can be compared, packed and cached.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import torch
 import xxhash
 from torch import nn
 
-from ..errors import StateError
-from ..geometry import Box
-from ..shards import basic_meta
-from .layout_columns import compress
-from .layout_packing import LAYOUT_VERSION, LayoutTensor, Placement, pack_layout, unpack_layout
-from .parts import Part, each_once
+from ...errors import StateError
+from ...tensors.geometry import Box
+from ...tensors.shards import basic_meta
+from .columns import compress
+from .packing import LAYOUT_VERSION, LayoutTensor, Placement, pack_layout, unpack_layout
+from .parts import Part, without_duplicates
 from .recording import Copy, Recorder, storage_identity
 from .strided import StridedView, box_of
 
@@ -26,24 +27,30 @@ __all__ = ["LAYOUT_VERSION", "Figures", "LayoutTensor", "Placement", "TargetLayo
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes: of all stored tensors, of the rank's parameters, of what has to reach the rank, and of that which is
-    exactly what parameters hold (the *fast path*: no whole tensor is sent for a part of it, or to compute with)."""
+    """Sizes in bytes.
+
+    ``requested`` is what the rank must receive. ``fast`` is the part of it on the fast path: exactly the elements that
+    parameters hold, not a whole tensor of which the rank holds only some elements or computes others.
+    """
 
     stored: int
     parameters: int
-    wanted: int
+    requested: int
     fast: int
 
     @property
     def share(self) -> float:
-        """Of the wanted bytes, those on the fast path."""
-        return self.fast / self.wanted if self.wanted else 1.0
+        """The fraction of the requested bytes that is on the fast path."""
+        return self.fast / self.requested if self.requested else 1.0
 
 
 @dataclass(frozen=True)
 class TargetLayout:
-    """``seen``: numbers of stored tensors whose values the loader computes with. They are wanted whole, and what it
-    makes of them only it knows: no placement says so."""
+    """The stored tensors, parameters and placements of one rank.
+
+    ``seen`` lists the numbers of stored tensors whose values the loader computes with. The rank requests them as whole
+    tensors, and no placement describes the result.
+    """
 
     stored: tuple[LayoutTensor, ...]
     parameters: tuple[LayoutTensor, ...]
@@ -54,19 +61,21 @@ class TargetLayout:
     def from_recording(
         cls, recorder: Recorder, stored: Iterable[tuple[str, Sequence[int], torch.dtype]], model: nn.Module
     ) -> TargetLayout:
-        """What ``recorder`` noted while ``model``'s loader took the tensors ``stored`` from it. Raises ``StateError``
-        for a copy into anything but elements of the model's own contiguous parameters and buffers."""
+        """The layout that ``recorder`` observed while ``model``'s loader consumed the tensors ``stored``.
+
+        Raises ``StateError`` if the loader copied to anything but contiguous parameters and buffers of the model.
+        """
         sources = tuple(_described(name, dtype, shape) for name, shape, dtype in stored)
         row = {tensor.name: number for number, tensor in enumerate(sources)}
-        places = _Places(model, recorder.copies)
+        targets = _Targets(model, recorder.copies)
         placements = tuple(
-            Placement(row[copy.name], copy.view, *places.of(copy)) for copy in recorder.copies if copy.view.numel
+            Placement(row[copy.name], copy.view, *targets.locate(copy)) for copy in recorder.copies if copy.view.numel
         )
         seen = tuple(sorted({row[name] for name, _ in recorder.seen}))
-        return cls(sources, places.tensors, placements, seen)
+        return cls(sources, targets.tensors, placements, seen)
 
     def parts(self) -> list[Part]:
-        """What has to reach the rank, in the order of the stored tensors, nothing twice."""
+        """The parts that the rank requests, in the order of the stored tensors and without duplicates."""
         order = {tensor.name: number for number, tensor in enumerate(self.stored)}
         return sorted(self._parts, key=lambda part: (order[part.name], part.box, part.dtype))
 
@@ -74,35 +83,36 @@ class TargetLayout:
     def _parts(self) -> list[Part]:
         seen = (self.stored[number] for number in self.seen)
         whole = (Part(tensor.name, tensor.shape, Box.whole(tensor.shape), tensor.dtype) for tensor in seen)
-        return each_once([*whole, *(part for part, _ in self._copied)])
+        return without_duplicates([*whole, *(part for part, _ in self._copied)])
 
     @cached_property
     def _copied(self) -> list[tuple[Part, bool]]:
-        """What each placement needs, and whether it is exactly that."""
+        """The part that each placement requests, and whether it has exactly the placement's elements."""
         found, seen = [], frozenset(self.seen)
         for placement in self.placements:
             if placement.stored not in seen:
-                tensor, held = self.stored[placement.stored], self.parameters[placement.parameter].dtype
+                tensor, dtype = self.stored[placement.stored], self.parameters[placement.parameter].dtype
                 view = _box_of(tensor.shape, placement.view)
                 box = Box.whole(tensor.shape) if view is None else view.box
-                found.append((Part(tensor.name, tensor.shape, box, held), view is not None))
+                found.append((Part(tensor.name, tensor.shape, box, dtype), view is not None))
         return found
 
     def figures(self) -> Figures:
+        """Sizes in bytes of the model, the rank and its requests."""
         exact = {part for part, is_exact in self._copied if is_exact}
         return Figures(
             stored=sum(tensor.nbytes for tensor in self.stored),
             parameters=sum(tensor.nbytes for tensor in self.parameters),
-            wanted=sum(part.nbytes for part in self._parts),
+            requested=sum(part.nbytes for part in self._parts),
             fast=sum(part.nbytes for part in self._parts if part in exact),
         )
 
     def digest(self) -> str:
-        """Of everything above: equal digests, equal layouts. Not against forgery."""
+        """A digest of the complete layout, without protection against forgery."""
         return xxhash.xxh3_128_hexdigest(self._payload)
 
     def pack(self) -> bytes:
-        """Small: a few bytes a tensor."""
+        """Encode and compress the layout: a few bytes per tensor."""
         return compress(self._payload)
 
     @cached_property
@@ -111,42 +121,44 @@ class TargetLayout:
 
     @classmethod
     def unpack(cls, data: bytes) -> TargetLayout:
-        """Raises ``FormatError`` for what is no layout: wrong numbers, views outside their tensors, names twice."""
+        """Decode a packed layout. Raises ``FormatError`` or ``UnsupportedVersionError``."""
         return cls(*unpack_layout(data))
 
 
-class _Places:
-    """The model's parameters, and its buffers that were copied to, by the memory that they lie in."""
+class _Targets:
+    """The model's parameters, and the buffers that were copied to, indexed by storage."""
 
     def __init__(self, model: nn.Module, copies: Sequence[Copy]) -> None:
-        self._kept = [copy.target.untyped_storage() for copy in copies]  # their identities must not be given to others
+        # Keep the storages alive, so that their identities are not reused.
+        self._storages = [copy.target.untyped_storage() for copy in copies]
         touched = {storage_identity(copy.target) for copy in copies}
         named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
         named += [(name, buffer) for name, buffer in model.named_buffers() if storage_identity(buffer) in touched]
         self.tensors = tuple(_described(name, tensor.dtype, tensor.shape) for name, tensor in named)
         self._names = [name for name, _ in named]
-        self._by_memory: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self._by_storage: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for number, (_, tensor) in enumerate(named):
-            self._by_memory.setdefault(storage_identity(tensor), []).append((number, tensor))
+            self._by_storage.setdefault(storage_identity(tensor), []).append((number, tensor))
 
-    def of(self, copy: Copy) -> tuple[int, StridedView]:
+    def locate(self, copy: Copy) -> tuple[int, StridedView]:
+        """The number of the parameter that ``copy`` wrote to, and the view of it."""
         target = copy.target
         first = int(target.storage_offset())
         last = first + sum((n - 1) * stride for n, stride in zip(target.shape, target.stride()))
-        for number, tensor in self._by_memory.get(storage_identity(target), ()):
+        for number, tensor in self._by_storage.get(storage_identity(target), ()):
             begin = int(tensor.storage_offset())
             if not begin <= first <= last < begin + tensor.numel() or tensor.dtype != target.dtype:
                 continue
             if not tensor.is_contiguous():
-                raise StateError(f"parameter {self._names[number]} is not contiguous; its layout cannot be noted")
+                raise StateError(f"parameter {self._names[number]} is not contiguous; its layout cannot be recorded")
             return number, StridedView(first - begin, tuple(target.shape), tuple(target.stride()))
         raise StateError(
-            f"the loader copies {copy.name} into a tensor of shape {tuple(target.shape)} and {target.dtype} that is no "
-            "part of a parameter or buffer of the model"
+            f"the loader copies {copy.name} into a tensor of shape {tuple(target.shape)} and {target.dtype} that is "
+            "not part of a parameter or buffer of the model"
         )
 
 
-_box_of = lru_cache(maxsize=1 << 14)(box_of)  # layers are alike, and so are experts
+_box_of = lru_cache(maxsize=1 << 14)(box_of)  # layers and experts repeat the same views
 
 
 def _described(name: str, dtype: torch.dtype, shape: Sequence[int]) -> LayoutTensor:

@@ -1,15 +1,15 @@
-"""Weights from a training job, or from a checkpoint, into running inference engines: each worker gets its own part."""
+"""Push weights from a training job or a checkpoint into running inference engines."""
 
 from __future__ import annotations
 
-from .adapters import AdapterEngine, adapter_config, adapter_state
-from .engines import Engine, HttpEngine, LocalEngine
-from .ipc_engine import IpcEngine
-from .native import NativeEngine
+from .engines.base import Engine
+from .engines.ipc import IpcEngine
+from .engines.targets import DraftEngine
+from .engines.vllm import HttpEngine, LocalEngine, NativeEngine
+from .lora.adapters import AdapterEngine, adapter_config, adapter_state
 from .pusher import Pusher
 from .receiver import Receiver
 from .report import PushReport, WorkerReport
-from .targets import DraftEngine
 
 __all__ = [
     "AdapterEngine",

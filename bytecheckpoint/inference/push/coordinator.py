@@ -1,41 +1,45 @@
-"""Rank 0's part of a push: it talks to the engines, and plans for all senders."""
+"""Rank 0's part of a push: talk to the engines, plan for all senders, and run the two-phase commit."""
 
 from __future__ import annotations
 
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 import msgpack
 import xxhash
 
-from .block_plan import holdings_of_blocks, plan_exchange
-from .committing import apply_on, take_back
-from .engines import Budget, Engine, ask
-from .group import Gathering, GroupAddress, GroupBackend
+from ...errors import ControlError, DeadlineError, EngineError
+from .commit import apply_on, revert_on
+from .engines.base import Budget, Engine, ask
+from .layout import Holding
+from .memory import DOUBLE, MODES, STREAMED, Mode
 from .messages import Table, first_cause
-from .planned import Jobs, Outcome, Planned, Worker, merged
-from .planning import Holding, plan_push
-from .report import WorkerReport
-from .report_counting import count_bytes
-from .staging import DOUBLE, MODES, STREAMED, Mode
-from .wishes import Wish, blocks_by_name, wish_of
-from .writing import UNCHANGED
+from .plan import Assignments, BoundPlan, Rings, Worker, merge_descriptions, plan_push
+from .quantization.quantizer import holdings_of_blocks, plan_exchange
+from .report import PushReport
+from .requests import TensorRequest, blocks_by_name, request_tensors
+from .transports.group import GroupAddress, GroupBackend, GroupRendezvous
+from .writing import Outcome
 
-__all__ = ["Lead"]
+__all__ = ["PushCoordinator", "StreamApply"]
 
 T = TypeVar("T")
 
+_SLOWEST_BYTES_S = 50e6  # no working worker loads slower; other checks detect a stalled one
+_CLEANUP_S, _LATE_S = 5.0, 0.5
 
-class Lead:
-    """What rank 0 keeps between pushes: what engines want, and the plan, for as long as both sides stay the same."""
+
+class PushCoordinator:
+    """Keeps what engines request, and the plan, from push to push, for as long as both sides stay the same."""
 
     def __init__(
         self,
         engines: Sequence[Engine],
+        *,
         chunk_bytes: int,
         memory_bytes: int | None,
         deadline_s: float,
@@ -45,22 +49,22 @@ class Lead:
         self._engines, self._chunk_bytes = list(engines), chunk_bytes
         self._memory_bytes, self._deadline_s = memory_bytes, deadline_s
         self._sources: tuple[tuple[bytes, ...], Table, dict[str, list[Holding]]] | None = None
-        self._wanted: dict[bytes, tuple[list[Worker], list[Wish]]] = {}
-        self._planned: tuple[Any, Planned] | None = None
+        self._requests: dict[bytes, tuple[list[Worker], list[TensorRequest]]] = {}
+        self._bound: tuple[Any, BoundPlan] | None = None
         self._was_strict = False
         self._cuda_ipc = cuda_ipc
-        self._group, self._gathering = group, None if group is None else Gathering(group, deadline_s)
+        self._group, self._rendezvous = group, None if group is None else GroupRendezvous(group, deadline_s)
         self._transaction = ""
         self._answers: list[dict[str, Any]] = []
         self.mode: Mode = DOUBLE
 
-    def knows(self, fingerprints: Sequence[bytes]) -> bool:
-        """Whether the senders' descriptions are those of last time."""
+    def has_sources(self, fingerprints: Sequence[bytes]) -> bool:
+        """Return whether the senders' descriptions are those of the last push."""
         return self._sources is not None and self._sources[0] == tuple(fingerprints)
 
-    def learn_sources(self, fingerprints: Sequence[bytes], descriptions: Sequence[bytes]) -> None:
-        """Take in what the senders have. Raises as ``merged``."""
-        table, held = merged(descriptions)
+    def set_sources(self, fingerprints: Sequence[bytes], descriptions: Sequence[bytes]) -> None:
+        """Set what the senders hold. Raises ``DisagreementError``."""
+        table, held = merge_descriptions(descriptions)
         self._sources = tuple(fingerprints), table, held
 
     @property
@@ -69,79 +73,89 @@ class Lead:
         return self._sources[1]
 
     @property
-    def planned(self) -> Planned:
-        assert self._planned is not None
-        return self._planned[1]
+    def bound(self) -> BoundPlan:
+        assert self._bound is not None
+        return self._bound[1]
 
     def describe(self, strict: bool, budget: Budget) -> None:
-        """Ask the engines what they want of the senders' table, unless they said so before. Raises ``MismatchError``
-        for what they do not take; with ``strict``, also where an engine takes only a part of a tensor."""
+        """Ask the engines what they request of the senders' table, unless the answer is known.
+
+        Raises ``MismatchError`` for tensors that do not fit.
+        """
         table = self.table
-        if table.digest in self._wanted and (self._was_strict or not strict):
+        if table.digest in self._requests and (self._was_strict or not strict):
             return
         self._was_strict = strict
-        wishes = self._on_all(lambda engine: wish_of(engine, table, strict, budget))
-        blocks_by_name(wishes)
+        requests = self._on_all(lambda engine: request_tensors(engine, table, strict, budget))
+        blocks_by_name(requests)
         workers = [
             Worker(number, index, answer["receiver"], answer["host"])
-            for number, wish in enumerate(wishes)
-            for index, answer in enumerate(wish.answers)
+            for number, request in enumerate(requests)
+            for index, answer in enumerate(request.answers)
         ]
-        self._wanted = {table.digest: (workers, wishes)}
+        self._requests = {table.digest: (workers, requests)}
 
     def plan(self, senders: int) -> None:
-        """Raises ``PlanError`` for what is wanted and not there."""
+        """Plan the push, unless the last plan still fits. Raises ``PlanError`` for elements that no sender holds."""
         assert self._sources is not None
         fingerprints, table, held = self._sources
-        workers, wishes = self._wanted[table.digest]
+        workers, requests = self._requests[table.digest]
         key = (fingerprints, table.digest, [worker.receiver for worker in workers])
-        if self._planned is None or self._planned[0] != key:
-            parts = [of_worker for wish in wishes for of_worker in wish.parts]
-            blocks = blocks_by_name(wishes)
+        if self._bound is None or self._bound[0] != key:
+            parts = [of_worker for request in requests for of_worker in request.parts]
+            blocks = blocks_by_name(requests)
             exchange = plan_exchange(held, table, blocks, senders)
             held = holdings_of_blocks(held, blocks, senders)
             plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes, blocks=blocks)
-            tables = [wish.table.digest for wish in wishes]
-            self._planned = key, Planned(plan, workers, tables, blocks, exchange)
+            tables = [request.table.digest for request in requests]
+            self._bound = key, BoundPlan(plan, workers, tables, blocks, exchange)
 
-    def prepare(self, budget: Budget) -> bool:
-        """Begin the transaction on every worker; False where one has been restarted and must be asked what it wants."""
+    def prepare(self, strict: bool, budget: Budget, replan: Callable[[], None]) -> None:
+        """Begin the transaction on every worker. When a worker has restarted, ask the engines again and ``replan``."""
+        if self._prepare(budget):
+            return
+        self.describe(strict, budget)
+        replan()
+        if not self._prepare(budget):
+            raise ControlError("workers of an engine were restarted twice during one push; push again")
+
+    def _prepare(self, budget: Budget) -> bool:
+        """Return False when a worker does not know what it requested."""
         self._transaction = secrets.token_hex(16)
         self._answers, mode = [], STREAMED if self._group or self._cuda_ipc else ""
         with_layouts = False
         while True:
-            answers = self._on_all(partial(_prepare_on, message=self._message(with_layouts, mode), budget=budget))
-            flat = [answer for of_engine in answers for answer in of_engine]
-            if [answer["receiver"] for answer in flat] != [worker.receiver for worker in self.planned.workers]:
+            message = self._prepare_message(with_layouts, mode)
+            answers = self._ask_all("prepare", message, budget)
+            if [answer["receiver"] for answer in answers] != [worker.receiver for worker in self.bound.workers]:
                 break
-            if any(answer.get("unknown") for answer in flat):
+            if any(answer.get("unknown") for answer in answers):
                 if with_layouts:
                     break
-                with_layouts = True  # only to who does not know them
+                with_layouts = True  # sent only when a worker does not know its layout
                 continue
-            least = min((answer["mode"] for answer in flat), key=MODES.index)
-            if all(answer["mode"] == least for answer in flat):
-                self._answers, self.mode = flat, least
+            least = min((answer["mode"] for answer in answers), key=MODES.index)
+            if all(answer["mode"] == least for answer in answers):
+                self._answers, self.mode = answers, least
                 return True
-            mode = least  # one way for all: they change together
-        self._wanted.clear()
+            mode = least  # all workers use one mode, because they change together
+        self._requests.clear()
         return False
 
-    def _message(self, with_layouts: bool, mode: str) -> dict[str, Any]:
-        layouts = {
-            worker.receiver: [
-                layout.digest,
-                layout.packed if with_layouts else None,
-                self.planned.tables[worker.engine],
-            ]
-            for worker, layout in zip(self.planned.workers, self.planned.plan.layouts, strict=True)
-        }
-        hosts = Counter(worker.host for worker in self.planned.workers)
+    def _prepare_message(self, with_layouts: bool, mode: str) -> dict[str, Any]:
+        workers, layouts = self.bound.workers, self.bound.plan.layouts
+        hosts = Counter(worker.host for worker in workers)
         return {
-            "transaction": self._transaction,
-            "layouts": layouts,
+            "layouts": {
+                worker.receiver: [
+                    layout.digest,
+                    layout.packed if with_layouts else None,
+                    self.bound.tables[worker.engine],
+                ]
+                for worker, layout in zip(workers, layouts, strict=True)
+            },
             "memory": self._memory_bytes,
-            "sharers": {worker.receiver: hosts[worker.host] for worker in self.planned.workers},
+            "sharers": {worker.receiver: hosts[worker.host] for worker in workers},
             "mode": mode,
             "group": self._group or "",
             "cuda_ipc": self._cuda_ipc,
@@ -149,148 +163,195 @@ class Lead:
         }
 
     @property
-    def _rings(self) -> tuple[tuple[int, int], ...]:
+    def _rings(self) -> Rings:
         return tuple((answer["ring"][0], answer["ring"][1]) for answer in self._answers if "ring" in answer)
 
-    def _jobs(self) -> Jobs:
-        return self.planned.jobs(self._rings)
+    @property
+    def assignments(self) -> Assignments:
+        return self.bound.assignments(self._rings)
 
     def assignment(self, sender: int, plan: bytes) -> bytes:
-        """What a sender has to know, which has the plan of this digest."""
-        made = self._jobs()
+        """Return the packed assignment of a sender; its jobs are left out if it has the plan with this digest."""
+        assignments = self.assignments
         known = []
-        for job in made.jobs[sender]:
+        for job in assignments.jobs[sender]:
             for target, chunk in job.write.chunks:
                 answer = self._answers[target]
                 known.append([answer[held][chunk] if answer[held] else None for held in ("known", "served")])
+        is_known = plan == assignments.digest
         packed: bytes = msgpack.packb(
             {
-                "plan": made.digest,
-                "writes": None if plan == made.digest else made.packed[sender],
-                "task": None if plan == made.digest else made.tasks[sender],
+                "plan": assignments.digest,
+                "writes": None if is_known else assignments.packed[sender],
+                "task": None if is_known else assignments.tasks[sender],
                 "arenas": [answer["arena"] for answer in self._answers],
                 "tokens": [token for answer in self._answers for token in answer.get("tokens", ())],
                 "rings": [answer["ring"] for answer in self._answers if "ring" in answer],
-                "on_device": self._cuda_ipc,
+                "on_device": self._cuda_ipc or self._group == "nccl",
+                "is_group": self._group is not None,
                 "known": known,
-                "turns": self.planned.in_steps(self._rings).turns[sender] if self._group else None,
             }
         )
         return packed
 
-    @property
-    def nbytes(self) -> int:
-        """That all senders write, where nothing is there already."""
-        return sum(job.nbytes for jobs in self._jobs().jobs for job in jobs)
-
-    def merge_maxima(self, said: Sequence[bytes]) -> list[bytes]:
-        """For each sender, of the blocks that are cut, the maxima that it needs."""
-        return self.planned.exchange.merged(said)
-
     def listen(self, targets: Iterable[int], budget: Budget) -> dict[int, Any]:
-        """Addresses of the TCP road of the engines that these targets are of."""
-        engines = {self.planned.workers[target].engine for target in targets}
+        """Make the engines of these targets listen for TCP senders, and return the endpoints of their workers."""
+        engines = {self.bound.workers[target].engine for target in targets}
         message = {"transaction": self._transaction, "deadline_s": self._deadline_s}
         found: dict[int, Any] = {}
         for engine in sorted(engines):
             answers = ask(self._engines[engine], "listen", message, budget.left)
-            first = next(t for t, worker in enumerate(self.planned.workers) if worker.engine == engine)
+            first = next(t for t, worker in enumerate(self.bound.workers) if worker.engine == engine)
             found |= {first + number: answer["tcp"] for number, answer in enumerate(answers)}
         return found
 
     def group_address(self, senders: Sequence[str]) -> GroupAddress:
-        """Of the group for this push. ``senders`` say which group each is in, if any."""
-        assert self._gathering is not None
-        workers = [worker.receiver for worker in self.planned.workers]
-        return self._gathering.address(senders, workers, [answer["group"] for answer in self._answers])
+        """Return the address of the group for this push. ``senders`` are the names of the groups that they are in."""
+        assert self._rendezvous is not None
+        workers = [worker.receiver for worker in self.bound.workers]
+        return self._rendezvous.address(senders, workers, [answer["group"] for answer in self._answers])
 
-    def have_join(self, address: GroupAddress, budget: Budget) -> None:
-        """All workers join the group, which takes as long as the last party does, and begin to receive by it."""
-        takes = self.planned.in_steps(self._rings).takes
-        senders = address.size - len(takes)
-        parties = {
-            worker.receiver: [senders + target, None if xxhash.xxh3_128_digest(of) == answer["takes"] else of]
-            for target, (worker, answer, of) in enumerate(zip(self.planned.workers, self._answers, takes, strict=True))
+    def join_group(self, address: GroupAddress, budget: Budget) -> None:
+        """Make all workers join the group and begin to receive. Returns when the last member has joined."""
+        receptions = self.bound.receptions()
+        first = address.size - len(receptions)
+        members = {
+            worker.receiver: [
+                first + target,
+                None if xxhash.xxh3_128_digest(packed) == answer["receptions"] else packed,
+            ]
+            for target, (worker, answer, packed) in enumerate(
+                zip(self.bound.workers, self._answers, receptions, strict=True)
+            )
         }
-        message = {"transaction": self._transaction, "address": address.plain(), "parties": parties}
-        self._on_all(lambda engine: ask(engine, "join", message, budget.left))
+        self._ask_all("join_group", {"address": address.plain(), "members": members}, budget)
 
     def verify(self, outcomes: Sequence[Outcome], version: int | str, budget: Budget) -> None:
-        """The first phase: every worker proves what arrived."""
-        digests = [[0] * len(layout.chunks) for layout in self.planned.plan.layouts]
-        unchanged: list[list[int]] = [[] for _ in self.planned.plan.layouts]
-        for jobs, outcome in zip(self._jobs().jobs, outcomes, strict=True):
-            became = iter(outcome.became)
-            for job, digest in zip(jobs, outcome.digests, strict=True):
-                for target, chunk in job.write.chunks:
-                    digests[target][chunk] = digest
-                    if next(became) == UNCHANGED:
-                        unchanged[target].append(chunk)
+        """First phase of the commit: every worker verifies every chunk."""
+        digests, unchanged = self.bound.chunk_digests(self._rings, outcomes)
         by_worker = {
-            worker.receiver: [digests[target], unchanged[target]] for target, worker in enumerate(self.planned.workers)
+            worker.receiver: [digests[target], unchanged[target]] for target, worker in enumerate(self.bound.workers)
         }
-        message = {"transaction": self._transaction, "version": version, "chunks": by_worker}
-        self._on_all(lambda engine: ask(engine, "verify", message, budget.left))
+        self._ask_all("verify", {"version": version, "chunks": by_worker}, budget)
 
     def apply(
         self,
         version: int | str,
         budget: Budget,
         request: str = "apply",
-        given_up: Callable[[], bool] = lambda: False,
+        is_abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
-        """The second phase; or all of it, by the request "stream", meanwhile senders write. Where one engine fails,
-        those that did not are taken back, unless it is ``given_up``."""
+        """Second phase of the commit; with the request "stream", both phases, while senders write.
+
+        When one engine fails, the others are reverted, unless the push ``is_abandoned``.
+        """
         message = {"transaction": self._transaction, "version": version}
-        workers = zip(self.planned.workers, self._answers, strict=True)
-        torn = {self._engines[worker.engine] for worker, answer in workers if answer["torn"]}
+        workers = zip(self.bound.workers, self._answers, strict=True)
+        inconsistent = {self._engines[worker.engine] for worker, answer in workers if answer["inconsistent_reason"]}
         errors = self._on_all(
             lambda engine: apply_on(
-                engine, message, version, budget, request, was_torn=engine in torn, given_up=given_up
+                engine,
+                message,
+                version,
+                budget,
+                request,
+                was_inconsistent=engine in inconsistent,
+                is_abandoned=is_abandoned,
             )
         )
         failed = [error for error in errors if error is not None]
         if not failed:
             return
-        if given_up():
+        if is_abandoned():
             raise first_cause(failed)
         for engine, error in zip(self._engines, errors, strict=True):
             if error is None:
-                after = take_back(engine, message, budget)
+                after = revert_on(engine, message, budget)
                 if after is not None:
                     failed.append(after)
         first = first_cause(failed)
         first.args = ("\n".join(str(error) for error in (first, *(one for one in failed if one is not first))),)
         raise first
 
-    def reports(self, outcomes: Sequence[Outcome]) -> tuple[list[WorkerReport], list[int]]:
-        """Of each worker, and the bytes that left each sender."""
-        names = [self._engines[worker.engine].name for worker in self.planned.workers]
-        reports, written = count_bytes(self.planned, self._jobs(), outcomes, names)
-        return reports, self.planned.in_steps(self._rings).left if self._group else written
+    def report(self, outcomes: Sequence[Outcome], version: int | str, seconds: dict[str, float]) -> PushReport:
+        names = [self._engines[worker.engine].name for worker in self.bound.workers]
+        workers, written = self.bound.reports(self._rings, outcomes, names, is_broadcast=self._group is not None)
+        total = sum(meta.nbytes for _, meta in self.table.rows)
+        return PushReport(version, seconds, workers, written, total, self.mode)
 
     def finish(self, budget: Budget) -> None:
-        """A stream is over, and all senders have come to their end."""
-        message = {"transaction": self._transaction}
-        self._on_all(lambda engine: ask(engine, "finish", message, budget.left))
+        """End a stream after all senders have finished."""
+        self._ask_all("finish", {}, budget)
 
-    def tell(self, kind: str, budget: Budget) -> list[list[dict[str, Any]]]:
-        """Ask every engine something that needs no transaction."""
+    def ask_engines(self, kind: str, budget: Budget) -> list[list[dict[str, Any]]]:
+        """Send a request that belongs to no transaction, and return the answers by engine and worker."""
         return self._on_all(lambda engine: ask(engine, kind, {}, budget.left))
 
     def close(self) -> None:
-        if self._gathering is not None:
-            self._gathering.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         for engine in self._engines:
             engine.close()
 
-    def _on_all(self, ask_one: Callable[[Engine], T]) -> list[T]:
-        """At once on all engines; raises the first error when all have answered."""
+    def _ask_all(self, kind: str, message: dict[str, Any], budget: Budget) -> list[dict[str, Any]]:
+        """Send a request of this transaction to all engines, and return the answers of all workers."""
+        full = {"transaction": self._transaction, **message}
+        answers = self._on_all(lambda engine: ask(engine, kind, full, budget.left))
+        return [answer for of_engine in answers for answer in of_engine]
+
+    def _on_all(self, function: Callable[[Engine], T]) -> list[T]:
+        """Call ``function`` for all engines at once. Raises the first error after all have answered."""
         if len(self._engines) == 1:
-            return [ask_one(self._engines[0])]
+            return [function(self._engines[0])]
         with ThreadPoolExecutor(len(self._engines), thread_name_prefix="bcp-push-engine") as threads:
-            return [future.result() for future in [threads.submit(ask_one, engine) for engine in self._engines]]
+            return [future.result() for future in [threads.submit(function, engine) for engine in self._engines]]
 
 
-def _prepare_on(engine: Engine, message: dict[str, Any], budget: Budget) -> list[dict[str, Any]]:
-    return ask(engine, "prepare", message, budget.left)
+class StreamApply:
+    """Runs the request "stream" on all engines in a thread, while senders write.
+
+    When the coordinator stops waiting for the thread, the push is abandoned: the thread sends no further request,
+    because the next push may have begun.
+    """
+
+    def __init__(self, coordinator: PushCoordinator, version: int | str, deadline_s: float) -> None:
+        self._coordinator, self._deadline_s = coordinator, deadline_s
+        self._error: BaseException | None = None
+        self._is_abandoned = threading.Event()
+        self.has_reported = False
+        """Whether ``end`` has raised or returned everything there is to report."""
+        longest = max((layout.nbytes for layout in coordinator.bound.plan.layouts), default=0)
+        # Longer than the workers' own deadlines, so that they can report what went wrong.
+        budget = Budget(2 * deadline_s + longest / _SLOWEST_BYTES_S)
+        # A daemon thread: the interpreter must be able to end while a worker is stopped.
+        self._thread = threading.Thread(target=self._run, args=(version, budget), name="bcp-push-stream", daemon=True)
+        self._thread.start()
+
+    def _run(self, version: int | str, budget: Budget) -> None:
+        try:
+            self._coordinator.apply(version, budget, "stream", self._is_abandoned.is_set)
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+            self._error = error
+
+    def end(self, broken: tuple[bool, str] | None) -> None:
+        """Wait until all engines serve the version, after all senders have finished or a stream has ``broken``
+        (whether it was late, and why). Raises what went wrong, with what the engines serve now."""
+        is_late, text = broken or (False, "")
+        # A worker that made no room in time is unlikely to answer now.
+        self._thread.join(_LATE_S if is_late else _CLEANUP_S if broken else self._deadline_s)
+        self.has_reported = True
+        if self._error is not None:
+            raise self._error
+        is_silent = self._thread.is_alive()
+        if is_silent or broken:
+            text = text or f"the engines did not apply the stream within {self._deadline_s:g} s"
+            raise (DeadlineError if is_silent else EngineError)(f"{text}\n  {self.state_after_failure()}")
+        self._coordinator.finish(Budget(self._deadline_s))
+
+    def state_after_failure(self) -> str:
+        """Return what the engines serve after a sender's failure. Abandons engines that do not answer."""
+        self._thread.join(_LATE_S if self.has_reported else _CLEANUP_S)
+        if self._thread.is_alive():
+            self._is_abandoned.set()
+            return "the engines have not answered since, and are left paused; the next push resumes them"
+        return "the engines serve the new version" if self._error is None else str(self._error)

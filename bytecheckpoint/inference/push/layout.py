@@ -1,30 +1,39 @@
-"""What lies where in an arena: the parts that a worker wants, in chunks that are boxes. Pure numbers.
+"""The layout of a version in a worker's memory: chunks, waves, and the writes that fill them.
 
-A chunk is one box of a wanted part, in row-major order and in one piece, written by exactly one sender. It is the unit
-of everything: of planning, of checksums, of what is skipped because it has not changed, and of damage that is named.
+A chunk is one box of a requested part, stored contiguously in row-major order and written by exactly one sender.
+Planning, checksums, skipping of unchanged bytes, and error messages all work on chunks.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import msgpack
+import torch
 import xxhash
 
-from ...geometry import Box
-from ..parts import Part
+from ...tensors.dtypes import DType
+from ...tensors.geometry import Box
+from ..layouts.parts import Part
 from .messages import pack_parts, unpack_parts
 
-__all__ = ["ALIGNMENT", "Layout", "cut_box"]
+__all__ = ["ALIGNMENT_BYTES", "ChunkReader", "Holding", "Layout", "Waves", "Write", "align", "cut_box"]
 
-ALIGNMENT = 64  # bytes: every element type, and whole cache lines
+ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element size
+
+
+def align(nbytes: int) -> int:
+    """Round up to a multiple of the alignment."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def cut_box(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Boxes of at most ``limit`` bytes (or one element) that are contiguous runs of ``box``, in its order."""
+    """Cut ``box`` into contiguous runs of at most ``limit`` bytes (at least one element each), in its order."""
     row = itemsize
     for d in reversed(range(box.ndim)):
         length = box.lengths[d]
@@ -41,7 +50,7 @@ def cut_box(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
             at = (*index, begin)
             lengths = (*(1 for _ in index), min(step, box.lengths[d] - begin), *box.lengths[d + 1 :])
             offsets = tuple(o + a for o, a in zip(box.offsets, at)) + box.offsets[d + 1 :]
-            yield Box.proved(offsets, lengths)
+            yield Box.unchecked(offsets, lengths)
 
 
 def _indices(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -55,8 +64,7 @@ def _indices(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Layout:
-    """``chunks`` are ``(part, box)``, one behind the other in the arena, each beginning at a multiple of
-    ``ALIGNMENT``."""
+    """The chunks of one worker, ``(part, box)`` each, stored one after another at aligned offsets."""
 
     parts: tuple[Part, ...]
     chunks: tuple[tuple[int, Box], ...]
@@ -67,16 +75,23 @@ class Layout:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Of the chunks, and behind them the size of all."""
-        return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes)]
+        """The offset of each chunk, and at the end the total size."""
+        return [0, *accumulate(map(align, self.sizes))]
 
     @property
     def nbytes(self) -> int:
-        """Of the arena."""
         return self.offsets[-1]
 
+    @cached_property
+    def chunks_of_part(self) -> dict[int, list[tuple[int, Box]]]:
+        """The number and box of each chunk, by part."""
+        found: dict[int, list[tuple[int, Box]]] = {}
+        for number, (part, box) in enumerate(self.chunks):
+            found.setdefault(part, []).append((number, box))
+        return found
+
     def name_of(self, chunk: int) -> str:
-        """How errors call a chunk."""
+        """Return the name of a chunk in error messages."""
         part, box = self.chunks[chunk]
         return f"{self.parts[part].name} {box}"
 
@@ -95,3 +110,81 @@ class Layout:
         parts, chunks = msgpack.unpackb(data)
         boxes = tuple((part, Box(tuple(offsets), tuple(lengths))) for part, offsets, lengths in chunks)
         return cls(tuple(unpack_parts(parts)), boxes)
+
+
+class ChunkReader(ABC):
+    """Gives the engine's loader access to the bytes of chunks."""
+
+    @abstractmethod
+    def get(self, chunk: int) -> torch.Tensor:
+        """Return the bytes of a chunk, which stay valid until ``release``."""
+
+    @abstractmethod
+    def release(self, chunk: int) -> None:
+        """End one use of a chunk. ``get`` may return it again."""
+
+
+@dataclass(frozen=True)
+class Waves:
+    """The chunks of ``layout`` in waves, each of which fits into one slot of a ring buffer.
+
+    Wave ``w`` occupies slot ``w % slots`` and may be written when wave ``w - slots`` has been freed. Both ends of a
+    stream compute the same waves.
+    """
+
+    layout: Layout
+    slots: int
+    slot_bytes: int
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The first chunk of each wave, and at the end the number of chunks."""
+        offsets, begins = self.layout.offsets, [0]
+        for chunk in range(len(self.layout.chunks)):
+            if offsets[chunk + 1] - offsets[begins[-1]] > self.slot_bytes:
+                begins.append(chunk)
+        return [*begins, len(self.layout.chunks)]
+
+    @cached_property
+    def wave_of(self) -> list[int]:
+        """The wave of each chunk."""
+        return [wave for wave in range(self.count) for _ in self.chunks(wave)]
+
+    @property
+    def count(self) -> int:
+        return len(self.begins) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the ring buffer."""
+        return self.slots * self.slot_bytes
+
+    def chunks(self, wave: int) -> range:
+        return range(self.begins[wave], self.begins[wave + 1])
+
+    def offset(self, chunk: int) -> int:
+        """Return the offset of a chunk in the ring buffer."""
+        wave = self.wave_of[chunk]
+        return wave % self.slots * self.slot_bytes + self.layout.offsets[chunk] - self.layout.offsets[self.begins[wave]]
+
+
+class Holding(NamedTuple):
+    """A box of a tensor, and the senders that hold it, in ascending order."""
+
+    box: Box
+    senders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One sender casts ``box`` of the tensor ``name`` to ``dtype`` and writes it into chunk ``c`` of target ``t`` for
+    each ``(t, c)`` of ``chunks``."""
+
+    name: str
+    box: Box
+    dtype: DType
+    chunks: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize

@@ -1,7 +1,7 @@
-"""What senders and workers tell each other: msgpack documents of plain data, as text that any RPC carries.
+"""The messages between the coordinator and workers: msgpack documents, encoded as text that any RPC can carry.
 
-An engine's RPC may allow JSON only (vLLM over HTTP), so a message is base64 of zstd of msgpack. What goes wrong in a
-worker is an answer like any other: an exception would leave the answers of the engine's other workers unread.
+An engine's RPC may allow JSON only (vLLM over HTTP), so a message is base64 of zstd of msgpack. A worker reports an
+error as a normal response: an exception would leave the responses of the engine's other workers unread.
 """
 
 from __future__ import annotations
@@ -21,28 +21,33 @@ import xxhash
 import zstandard
 
 from ... import errors
-from ...dtypes import dtype_named
 from ...errors import BytecheckpointError, EngineError, FormatError, MismatchError
-from ...geometry import Box
-from ...metadata import BasicMeta
-from ...shards import torch_dtype
-from ..parts import Part
+from ...tensors.dtypes import find_dtype
+from ...tensors.geometry import Box
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import torch_dtype
+from ..layouts.parts import Part
 
 __all__ = [
+    "PROTOCOL",
     "Failure",
-    "SenderGone",
+    "SenderLost",
     "Table",
     "decode",
     "encode",
     "first_cause",
+    "list_faults",
     "pack_parts",
     "unpack_parts",
-    "without_frames",
+    "without_traceback",
 ]
+
+PROTOCOL = 5
+"""The version of the messages; both sides must have the same."""
 
 E = TypeVar("E", bound=BaseException)
 
-_MAX_MESSAGE = 1 << 30  # bytes, unpacked; tables of 100,000 tensors are some 10 MB
+_MAX_MESSAGE_BYTES = 1 << 30  # unpacked; a table of 100,000 tensors has about 10 MB
 
 
 def encode(message: Mapping[str, Any]) -> str:
@@ -51,15 +56,15 @@ def encode(message: Mapping[str, Any]) -> str:
 
 
 def decode(text: str) -> dict[str, Any]:
-    """Raises ``FormatError`` for what ``encode`` did not make."""
+    """Decode the result of ``encode``. Raises ``FormatError`` for anything else."""
     try:
         data = base64.b64decode(text, validate=True)
-        if not 0 <= zstandard.frame_content_size(data) <= _MAX_MESSAGE:
+        if not 0 <= zstandard.frame_content_size(data) <= _MAX_MESSAGE_BYTES:
             raise FormatError(f"a push message of {zstandard.frame_content_size(data)} bytes is refused")
         message = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(data), strict_map_key=False)
     except (binascii.Error, zstandard.ZstdError, ValueError, msgpack.UnpackException) as error:
         raise FormatError(
-            f"this is no push message: {error}; is the same version of bytecheckpoint on both sides?"
+            f"this is not a push message: {error}; is the same version of bytecheckpoint on both sides?"
         ) from error
     if not isinstance(message, dict):
         raise FormatError(f"a push message is a map, not {type(message).__name__}")
@@ -68,7 +73,7 @@ def decode(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Table:
-    """The tensors that senders have, in the order in which the engine's loader shall see them."""
+    """The tensors that senders hold, in the order in which the engine's loader gets them."""
 
     rows: tuple[tuple[str, BasicMeta], ...]
 
@@ -84,11 +89,18 @@ class Table:
     @classmethod
     def unpack(cls, data: bytes) -> Table:
         rows = msgpack.unpackb(data)
-        return cls(tuple((name, BasicMeta(dtype_named(dtype), tuple(shape))) for name, dtype, shape in rows))
+        return cls(tuple((name, BasicMeta(find_dtype(dtype), tuple(shape))) for name, dtype, shape in rows))
 
     def metas(self) -> Iterable[tuple[str, tuple[int, ...], torch.dtype]]:
-        """As a ``Recorder`` takes them."""
+        """Yield name, shape and dtype, as a ``Recorder`` expects them."""
         return ((name, meta.shape, torch_dtype(meta)) for name, meta in self.rows)
+
+
+def list_faults(lines: Iterable[str], limit: int = 20) -> str:
+    """Return the first lines of a list of faults, indented, each after a line break."""
+    listed = list(lines)
+    more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
+    return "".join(f"\n  {line}" for line in listed[:limit] + more)
 
 
 def pack_parts(parts: Sequence[Part]) -> bytes:
@@ -99,31 +111,31 @@ def pack_parts(parts: Sequence[Part]) -> bytes:
 
 def unpack_parts(data: bytes) -> list[Part]:
     return [
-        Part(name, tuple(shape), Box(tuple(offsets), tuple(lengths)), dtype_named(dtype))
+        Part(name, tuple(shape), Box(tuple(offsets), tuple(lengths)), find_dtype(dtype))
         for name, shape, offsets, lengths, dtype in msgpack.unpackb(data)
     ]
 
 
-class SenderGone(EngineError):
-    """A sender ended too early. Senders do that when something has failed elsewhere, so others may know more."""
+class SenderLost(EngineError):
+    """A sender ended too early. Its cause may be a failure elsewhere, which another error describes."""
 
 
-def without_frames(error: E) -> E | EngineError:
-    """The same error, to be kept: its own would keep all that the functions which it went through knew."""
+def without_traceback(error: E) -> E | EngineError:
+    """Return a copy of the error without its traceback, which would keep all local variables of its frames alive."""
     try:
         return copy.copy(error)
-    except Exception:  # noqa: BLE001 - some are made in ways of their own
+    except Exception:  # noqa: BLE001 - some exceptions cannot be copied
         return EngineError(f"{type(error).__name__}: {error}")
 
 
 def first_cause(errors: Sequence[BytecheckpointError]) -> BytecheckpointError:
-    """The first that is not only the consequence of another."""
-    return next((error for error in errors if not isinstance(error, SenderGone)), errors[0])
+    """Return the first error that is not a consequence of another one."""
+    return next((error for error in errors if not isinstance(error, SenderLost)), errors[0])
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception as it travels from a worker. ``serving`` says what the worker serves after it."""
+    """A worker's exception in a response. ``serving`` states what the worker serves after it."""
 
     kind: str
     message: str
@@ -138,8 +150,8 @@ class Failure:
         return cls(type(error).__name__, str(error), [[str(part) for part in fault] for fault in faults], text, serving)
 
     def error(self, where: str) -> BytecheckpointError:
-        """The same class of this library's errors, or an ``EngineError``; names ``where`` it happened."""
-        known = SenderGone if self.kind == SenderGone.__name__ else None
+        """Return an error of the same class, or an ``EngineError``; its message begins with ``where``."""
+        known = SenderLost if self.kind == SenderLost.__name__ else None
         known = getattr(errors, self.kind) if self.kind in errors.__all__ else known
         after = f"\n  {where} {self.serving}" if self.serving else ""
         if known is MismatchError:

@@ -1,59 +1,63 @@
-"""Who writes what: wanted boxes x held boxes. Pure, and the same wherever it is computed."""
+"""Plan which sender writes which box into which chunk of which worker.
+
+``plan_push`` is a pure function of the requested boxes and the held boxes. ``BoundPlan`` ties its result to the workers
+and computes what each sender and each worker must know.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from ...dtypes import DType
-from ...errors import MismatchError, PlanError
-from ...geometry import Box
-from ..parts import Part
-from .layout import Layout, cut_box
-from .messages import Table
-from .quantizing import Blocks, cut_blocks, without
+import msgpack
+import xxhash
 
-__all__ = ["CHUNK_BYTES", "Holding", "Plan", "Write", "check_taken_whole", "plan_push"]
+from ...errors import DisagreementError, MismatchError, PlanError
+from ...tensors.dtypes import DType
+from ...tensors.geometry import Box
+from ..layouts.hub_names import scale_name
+from ..layouts.parts import Part
+from .layout import Holding, Layout, Waves, Write, cut_box
+from .messages import Table, list_faults
+from .quantization.blocks import Blocks, cut_blocks, without
+from .quantization.quantizer import Exchange, pack_task
+from .report import WorkerReport
+from .transports.base import Place
+from .transports.group_transport import plan_receptions
+from .writing import KEPT, SENT, UNCHANGED, Job, Outcome, pack_writes
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Assignments",
+    "BoundPlan",
+    "Plan",
+    "Worker",
+    "check_taken_whole",
+    "merge_descriptions",
+    "plan_push",
+]
 
 CHUNK_BYTES = 4 << 20
-
-
-class Holding(NamedTuple):
-    """A box of a tensor, and the senders that have it, in ascending order."""
-
-    box: Box
-    senders: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Write:
-    """One sender casts ``box`` of the tensor ``name`` to ``dtype`` and puts it into chunk ``c`` of target ``t`` for
-    each ``(t, c)`` of ``chunks``."""
-
-    name: str
-    box: Box
-    dtype: DType
-    chunks: tuple[tuple[int, int], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+"""The default size limit of a chunk: small enough to overlap and to name a damaged range, large enough to hash and send
+at full speed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``layouts`` by target, ``writes`` by sender. Every chunk of every target is in exactly one write; the order of
-    chunks and of writes is one order everywhere, near that in which targets want them: in that of all, the writes are
-    of these ``senders``."""
+    """``layouts`` by target, ``writes`` by sender. Every chunk of every target is in exactly one write.
+
+    All chunks and writes follow one common order, close to the order in which targets load them; ``senders`` gives the
+    sender of each write in that order.
+    """
 
     layouts: tuple[Layout, ...]
     writes: tuple[tuple[Write, ...], ...]
     senders: tuple[int, ...]
 
     def in_order(self) -> list[tuple[int, Write]]:
-        """All writes, each with its sender."""
+        """Return all writes in the common order, each with its sender."""
         left = [iter(of_sender) for of_sender in self.writes]
         return [(sender, next(left[sender])) for sender in self.senders]
 
@@ -62,26 +66,33 @@ _Key = tuple[str, Box, DType]
 
 
 def plan_push(
-    wanted: Sequence[Sequence[Part]],
+    requested: Sequence[Sequence[Part]],
     held: Mapping[str, Sequence[Holding]],
     senders: int,
     *,
     chunk_bytes: int = CHUNK_BYTES,
     blocks: Mapping[str, Blocks] | None = None,
 ) -> Plan:
-    """``wanted`` by target (a worker of an engine), ``held`` by name.
+    """Assign every requested element to exactly one sender.
 
-    Holdings may overlap in any way: every wanted element is written by one sender. Where several have the same box, the
-    work is spread by bytes. Chunks of a tensor that is quantised in ``blocks`` end where its blocks do. Raises one
-    ``PlanError`` naming every tensor, and the first range of it, that a target wants and no sender has.
+    Args:
+        requested: The parts that each target (a worker of an engine) requests.
+        held: The boxes that senders hold, by tensor; they may overlap in any way.
+        senders: The number of senders. Where several hold the same box, the work is spread by bytes.
+        chunk_bytes: The size limit of a chunk.
+        blocks: The blocks of quantized tensors; chunks of these end where blocks end.
+
+    Raises:
+        PlanError: A target requests elements that no sender holds. The error names every such tensor and its first
+            missing range.
     """
     chunking = _Chunking(held, chunk_bytes, blocks or {})
-    made = [[(at, box) for at, part in enumerate(parts) for box in chunking.chunks(part)] for parts in wanted]
+    made = [[(at, box) for at, part in enumerate(parts) for box in chunking.chunks(part)] for parts in requested]
     chunking.raise_faults()
-    targets: dict[_Key, list[tuple[int, int]]] = {key: [] for key in _in_order(wanted, made)}
+    targets: dict[_Key, list[tuple[int, int]]] = {key: [] for key in _common_order(requested, made)}
     rank = {key: number for number, key in enumerate(targets)}
     layouts: list[Layout] = []
-    for number, (parts, chunks) in enumerate(zip(wanted, made, strict=True)):
+    for number, (parts, chunks) in enumerate(zip(requested, made, strict=True)):
         chunks.sort(key=lambda chunk: rank[_key(parts, chunk)])
         layouts.append(Layout(tuple(parts), tuple(chunks)))
         for at, chunk in enumerate(chunks):
@@ -98,39 +109,36 @@ def _key(parts: Sequence[Part], chunk: tuple[int, Box]) -> _Key:
     return part.name, chunk[1], part.dtype
 
 
-def _in_order(wanted: Sequence[Sequence[Part]], made: Sequence[Sequence[tuple[int, Box]]]) -> list[_Key]:
-    """Chunks by when, on the way through its own, a target first wants them. One order for all targets and senders:
-    what is streamed to several is then never waited for in a circle."""
-    soonest: dict[_Key, float] = {}
-    for parts, chunks in zip(wanted, made, strict=True):
+def _common_order(requested: Sequence[Sequence[Part]], made: Sequence[Sequence[tuple[int, Box]]]) -> list[_Key]:
+    """Order chunks by when a target first loads them, relative to all of its chunks. Since all targets and senders
+    share this order, a stream to several workers cannot deadlock."""
+    first: dict[_Key, float] = {}
+    for parts, chunks in zip(requested, made, strict=True):
         for at, chunk in enumerate(chunks):
             key = _key(parts, chunk)
-            soonest[key] = min(soonest.get(key, 1.0), at / len(chunks))
-    return sorted(soonest, key=soonest.__getitem__)
+            first[key] = min(first.get(key, 1.0), at / len(chunks))
+    return sorted(first, key=first.__getitem__)
 
 
-def check_taken_whole(engine: str, table: Table, wanted: Sequence[Sequence[Part]]) -> None:
-    """Raise ``MismatchError`` where the workers of an engine together want a part of a tensor and not the rest: it is
-    larger than the engine's model takes it to be. What they do not want at all is left out (a tied head)."""
+def check_taken_whole(engine: str, table: Table, requested: Sequence[Sequence[Part]]) -> None:
+    """Raise ``MismatchError`` when an engine requests only a part of a tensor: the tensor is larger than the engine's
+    model expects. A tensor that the engine does not request at all (a tied head) is allowed."""
     boxes: dict[str, set[Box]] = {}
-    for part in (part for parts in wanted for part in parts):
+    for part in (part for parts in requested for part in parts):
         boxes.setdefault(part.name, set()).add(part.box)
     faults = []
     for name, meta in table.rows:
         taken = sum(box.numel for box in boxes.get(name, ()))
         if 0 < taken < meta.numel:
-            faults.append(
-                ("shape", name, f"{meta} is sent, of which the engine takes {taken:,} of {meta.numel:,} elements")
-            )
+            text = f"{meta} is sent, of which the engine takes {taken:,} of {meta.numel:,} elements"
+            faults.append(("shape", name, text))
     if faults:
-        listed = "\n  ".join(f"{name}: {text}" for _, name, text in faults[:20])
-        raise MismatchError(
-            f"{engine} takes only a part of {len(faults)} tensor(s); nothing was sent:\n  {listed}", faults
-        )
+        listed = list_faults(f"{name}: {text}" for _, name, text in faults)
+        raise MismatchError(f"{engine} takes only a part of {len(faults)} tensor(s); nothing was sent:{listed}", faults)
 
 
 class _Chunking:
-    """Cuts parts where holdings end and where chunks would become too long. ``owners`` of each chunk made so far."""
+    """Cuts parts where holdings end and where chunks would become too long. Collects the ``owners`` of each chunk."""
 
     def __init__(self, held: Mapping[str, Sequence[Holding]], chunk_bytes: int, blocks: Mapping[str, Blocks]) -> None:
         self._held = {name: _Held(holdings) for name, holdings in held.items()}
@@ -175,13 +183,11 @@ class _Chunking:
 
     def raise_faults(self) -> None:
         if self._faults:
-            listed = [*self._faults.values()]
-            more = [f"and {len(listed) - 20} more"] if len(listed) > 20 else []
-            raise PlanError("what the engine wants is not there:\n  " + "\n  ".join(listed[:20] + more))
+            raise PlanError(f"no sender holds what the engines request:{list_faults(self._faults.values())}")
 
 
 class _Held:
-    """The holdings of one tensor, by where they begin in its first dimension."""
+    """The holdings of one tensor, sorted by their offset in the first dimension."""
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
         self._holdings = sorted(holdings)
@@ -189,7 +195,7 @@ class _Held:
         self._longest = max((box.lengths[0] if box.ndim else 1 for box, _ in self._holdings), default=0)
 
     def near(self, box: Box) -> Sequence[Holding]:
-        """Those that may have a part of ``box``."""
+        """Return the holdings that may intersect ``box``."""
         begin, length = (box.offsets[0], box.lengths[0]) if box.ndim else (0, 1)
         low = bisect_left(self._begins, begin - self._longest + 1)
         return self._holdings[low : bisect_left(self._begins, begin + length)]
@@ -198,7 +204,8 @@ class _Held:
 def _share_out(
     targets: Mapping[_Key, Sequence[tuple[int, int]]], owners: Mapping[_Key, tuple[int, ...]], senders: int
 ) -> list[tuple[int, _Key]]:
-    """``(sender, key)`` in the order of ``targets``: those with no choice first, then the largest to the idlest."""
+    """Choose a sender for each chunk, and return both in the order of ``targets``. Chunks with several owners go to the
+    least loaded one, the largest chunks first."""
     load = [0] * senders
     chosen: dict[_Key, int] = {}
     free: list[tuple[int, int, _Key]] = []
@@ -213,3 +220,145 @@ def _share_out(
         chosen[key] = min(owners[key], key=lambda sender: (load[sender], sender))
         load[chosen[key]] -= weight
     return [(chosen[key], key) for key in targets]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Worker ``number`` of an engine. A restarted worker has another ``receiver`` id."""
+
+    engine: int
+    number: int
+    receiver: str
+    host: str
+
+
+@dataclass(frozen=True)
+class Assignments:
+    """The jobs and quantization tasks of all senders; ``digest`` identifies all of them together."""
+
+    jobs: list[list[Job]]
+    packed: list[bytes]
+    tasks: list[bytes]
+    digest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that all senders write when no worker holds any of them yet."""
+        return sum(job.nbytes for jobs in self.jobs for job in jobs)
+
+
+Rings = tuple[tuple[int, int], ...]
+"""The slots and slot bytes of each target's ring buffer; empty when targets have arenas."""
+
+
+@dataclass(frozen=True)
+class BoundPlan:
+    """A plan, with the workers and tables for which it was made.
+
+    ``tables`` holds the digest of each engine's table, ``blocks`` the blocks of the quantized tensors, and ``exchange``
+    the exchange of maxima for blocks that are split between senders.
+    """
+
+    plan: Plan
+    workers: list[Worker]
+    tables: list[bytes]
+    blocks: dict[str, Blocks]
+    exchange: Exchange
+    _assigned: dict[Rings, Assignments] = field(default_factory=dict)
+
+    def assignments(self, rings: Rings) -> Assignments:
+        """Return the jobs, with places in arenas or in ring buffers."""
+        if rings not in self._assigned:
+            self._assigned.clear()
+            self._assigned[rings] = self._assign(rings)
+        return self._assigned[rings]
+
+    def receptions(self) -> list[bytes]:
+        """Return what each target receives over a group, packed."""
+        found = plan_receptions(self.plan.in_order(), len(self.plan.writes), len(self.plan.layouts))
+        return [msgpack.packb(receptions) for receptions in found]
+
+    def _assign(self, rings: Rings) -> Assignments:
+        senders, layouts = range(len(self.plan.writes)), self.plan.layouts
+        places = _places(layouts, rings)
+        jobs = [
+            [Job(write, tuple(places[target][chunk] for target, chunk in write.chunks)) for write in writes]
+            for writes in (self._in_order(writes, bool(rings)) for writes in self.plan.writes)
+        ]
+        packed = [pack_writes(of_sender) for of_sender in jobs]
+        tasks = [pack_task(self.blocks, self.exchange, sender) if self.blocks else b"" for sender in senders]
+        digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in layouts] + packed + tasks))
+        return Assignments(jobs, packed, tasks, digest)
+
+    def _in_order(self, writes: Sequence[Write], is_streamed: bool) -> Sequence[Write]:
+        """Put scales last where the order is free: the maxima of their blocks are known by then."""
+        if is_streamed or not self.blocks:
+            return writes
+        scales = {scale_name(name) for name in self.blocks}
+        return sorted(writes, key=lambda write: write.name in scales)
+
+    def chunk_digests(self, rings: Rings, outcomes: Sequence[Outcome]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the digest of every chunk of each target, and the chunks that a target copies from what it serves."""
+        digests = [[0] * len(layout.chunks) for layout in self.plan.layouts]
+        unchanged: list[list[int]] = [[] for _ in self.plan.layouts]
+        for jobs, outcome in zip(self.assignments(rings).jobs, outcomes, strict=True):
+            fates = iter(outcome.fates)
+            for job, digest in zip(jobs, outcome.digests, strict=True):
+                for target, chunk in job.write.chunks:
+                    digests[target][chunk] = digest
+                    if next(fates) == UNCHANGED:
+                        unchanged[target].append(chunk)
+        return digests, unchanged
+
+    def reports(
+        self, rings: Rings, outcomes: Sequence[Outcome], engines: Sequence[str], *, is_broadcast: bool
+    ) -> tuple[list[WorkerReport], list[int]]:
+        """Return a report for each worker, and the bytes that left each sender; a broadcast chunk leaves it once."""
+        counted = [[0, 0, 0] for _ in self.workers]
+        written = [0] * len(outcomes)
+        for sender, (jobs, outcome) in enumerate(zip(self.assignments(rings).jobs, outcomes, strict=True)):
+            fates = iter(outcome.fates)
+            for job in jobs:
+                of_job = [next(fates) for _ in job.places]
+                for (target, _), fate in zip(job.write.chunks, of_job, strict=True):
+                    counted[target][fate] += job.write.nbytes
+                written[sender] += job.write.nbytes * (1 if is_broadcast else of_job.count(SENT))
+        reports = [
+            WorkerReport(engine, worker.number, worker.host, sum(layout.sizes), of[SENT], of[UNCHANGED], of[KEPT])
+            for engine, worker, layout, of in zip(engines, self.workers, self.plan.layouts, counted, strict=True)
+        ]
+        return reports, written
+
+
+def _places(layouts: Sequence[Layout], rings: Rings) -> list[list[Place]]:
+    """Return the place of each chunk of each target, in its ring buffer or in its arena."""
+    if not rings:
+        return [
+            [Place(target, offset, chunk) for chunk, offset in enumerate(layout.offsets[:-1])]
+            for target, layout in enumerate(layouts)
+        ]
+    waves = [Waves(layout, *ring) for layout, ring in zip(layouts, rings, strict=True)]
+    return [
+        [Place(target, of.offset(chunk), chunk, of.wave_of[chunk]) for chunk in range(len(of.layout.chunks))]
+        for target, of in enumerate(waves)
+    ]
+
+
+def merge_descriptions(descriptions: Sequence[bytes]) -> tuple[Table, dict[str, list[Holding]]]:
+    """Merge what all senders hold. Raises ``DisagreementError`` when senders mean different tensors by one name."""
+    rows: dict[str, Any] = {}
+    held: dict[tuple[str, Box], list[int]] = {}
+    pinned: set[str] = set()
+    for sender, description in enumerate(descriptions):
+        packed, boxes, names, _ = msgpack.unpackb(description)
+        for name, meta in Table.unpack(packed).rows:
+            if rows.setdefault(name, meta) != meta:
+                raise DisagreementError(f"senders disagree on {name}: {rows[name]} before rank {sender}, {meta} on it")
+        pinned.update(names)
+        for name, offsets, lengths in boxes:
+            held.setdefault((name, Box(tuple(offsets), tuple(lengths))), []).append(sender)
+    found: dict[str, list[Holding]] = {}
+    for (name, box), senders in held.items():
+        owners = tuple(sorted(set(senders)))
+        found.setdefault(name, []).append(Holding(box, owners[:1] if name in pinned else owners))
+    return Table(tuple(rows.items())), found

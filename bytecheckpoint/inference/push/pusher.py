@@ -1,4 +1,4 @@
-"""What a training job keeps from push to push."""
+"""The public entry point of a training job: ``Pusher``."""
 
 from __future__ import annotations
 
@@ -6,48 +6,62 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from ...checkpoint import Checkpoint
-from ...checkpointer import DEADLINE_S
+from ...checkpoint.checkpoint import Checkpoint
 from ...control import current_communicator
 from ...control.base import Communicator
-from ...errors import StateError
-from .engines import Budget, Engine
-from .group import GroupBackend, check_backend
-from .joining import Join
-from .lead import Lead
-from .planning import CHUNK_BYTES
-from .progress import Progress
-from .pushing import SHARE, Push
-from .report import PushReport
-from .sender import Sender
+from ...errors import StateError, UsageError
+from ...runtime.limits import DEFAULT_DEADLINE_S
+from .coordinator import PushCoordinator
+from .engines.base import Budget, Engine
+from .joins import Join
+from .plan import CHUNK_BYTES
+from .protocol import ENGINE_SHARE, Push, Sender
+from .report import Progress, PushReport
 from .sources import Rename
+from .transports.group import GroupBackend, check_backend
 
 __all__ = ["Pusher"]
 
 
 class Pusher:
-    """Pushes weights into running inference engines. Made on every rank of the training job, used by all in step.
+    """Pushes weights into running inference engines.
 
-    ``engines`` matters on rank 0 only, which alone talks to them. ``deadline_s`` bounds each wait. ``memory_bytes`` is
-    what a worker may hold in host memory beside its model; by default what is free there. Twice its weights is best,
-    once its weights means that there is no way back from a version that cannot be put in, and with less weights are
-    streamed: put in as they come, while the engine is paused. ``tcp_only`` keeps senders from using shared memory with
-    workers of their host.
+    Every rank of the training job makes one and calls the same methods in the same order. What engines request, the
+    plan, and what workers hold are kept from push to push; a restarted worker is asked again.
 
-    Two ways go from device to device; both stream, and ``memory_bytes`` is of the device then. With ``cuda_ipc``,
-    senders write into the memory of workers' devices that are on their host, and that they see; to others they write by
-    TCP. With a ``group``, senders and workers form one of that backend (NCCL, or gloo between hosts' memories): what
-    several workers want leaves its sender once, and they pass it on.
+    Args:
+        engines: The engines to push to. Only rank 0 needs them, because only rank 0 talks to them.
+        deadline_s: The bound of each wait, in seconds.
+        memory_bytes: The host memory that a worker may use in addition to its model; by default what is free. Twice
+            the size of its weights is best. With the size of its weights there is no rollback from a version that
+            cannot be applied. With less, weights are streamed: the worker loads them while they arrive, and the engine
+            is paused meanwhile. With ``group="nccl"`` or ``cuda_ipc``, it is memory of the device.
+        chunk_bytes: The size limit of a chunk, the unit of planning and of checksums.
+        tcp_only: Do not use shared memory with workers on the same host.
+        group: Form a process group of senders and workers with this backend, "gloo" or "nccl". A chunk that several
+            workers request leaves its sender once, and its replica set broadcasts it. Weights are streamed. The nccl
+            backend has never run on a device.
+        cuda_ipc: Write into the GPU memory of workers on the sender's host; other workers are reached by TCP. Weights
+            are streamed. This has never run on a device.
+        communicator: The ranks of the job; by default those of the default process group.
 
-    What engines want, the plan, and what workers hold are remembered from push to push; where anything changes, or a
-    worker was restarted, it is found out anew.
+    Raises:
+        UsageError: ``group`` and ``cuda_ipc`` are both given, or the backend is unknown.
+        StateError: This process cannot use the backend.
+
+    Example:
+        >>> engines = [HttpEngine("http://127.0.0.1:8000")] if rank == 0 else None
+        >>> with Pusher(engines) as pusher:
+        ...     for step in range(steps):
+        ...         train(model)
+        ...         report = pusher.push(model, version=step)
     """
 
     def __init__(
         self,
         engines: Engine | Sequence[Engine] | None = None,
         *,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float = DEFAULT_DEADLINE_S,
         memory_bytes: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         tcp_only: bool = False,
@@ -58,13 +72,20 @@ class Pusher:
         if group is not None:
             check_backend(group)
             if cuda_ipc:
-                raise StateError("a group receives into memory of its own; take group or cuda_ipc, not both")
-        given = [engines] if isinstance(engines, Engine) else list(engines or ())
+                raise UsageError("a group receives into its own memory; use group or cuda_ipc, not both")
+        engines = [engines] if isinstance(engines, Engine) else list(engines or ())
         self._deadline_s, self._communicator = deadline_s, communicator
-        # An engine is given up before the other ranks give up rank 0, so that all raise what it is about.
-        self._lead = Lead(given, chunk_bytes, memory_bytes, SHARE * deadline_s, group, cuda_ipc)
-        self._has_engines, self._to_devices = bool(given), group is not None or cuda_ipc
-        self._sender = Sender(SHARE * deadline_s, tcp_only)
+        # Rank 0 gives up on an engine before the other ranks give up on rank 0, so that all raise the same cause.
+        self._coordinator = PushCoordinator(
+            engines,
+            chunk_bytes=chunk_bytes,
+            memory_bytes=memory_bytes,
+            deadline_s=ENGINE_SHARE * deadline_s,
+            group=group,
+            cuda_ipc=cuda_ipc,
+        )
+        self._has_engines, self._uses_devices = bool(engines), group is not None or cuda_ipc
+        self._sender = Sender(ENGINE_SHARE * deadline_s, tcp_only)
         self._version: int | str | None = None
 
     def push(
@@ -78,71 +99,101 @@ class Pusher:
         strict: bool = True,
         progress: Progress | None = None,
     ) -> PushReport:
-        """Make every engine serve ``what``: a module, a state as for ``bytecheckpoint.save``, an opened checkpoint, or
-        another ``Engine`` that was pushed to, whose workers then give what it serves. Rank 0 alone talks to that one.
+        """Make every engine serve new weights. Returns when all of them do.
 
-        ``version`` is what engines call it: by default a checkpoint's step, what the other engine calls it, else one
-        more than the last. ``rename`` turns the names of the state into those that the engine's model loads. With
-        ``strict``, every element of every parameter of an engine must get something, an engine must take all of a
-        tensor or nothing, and one that gives must have the exact values. ``progress`` is called
-        by this thread when a stage begins and as this rank writes (or on rank 0, as another engine gives); what it
-        raises is logged, and it is called no more. Returns when every engine serves it.
+        If this raises, on any rank, every engine serves the version before, and the next push works. Where an engine
+        cannot (as when weights are streamed), the error says so, and the engine is left paused.
 
-        Where it raises, on any rank, every engine serves the version before, and the next push works; where one cannot
-        (as when weights are streamed), the error says so, and the engine is left paused. Raises ``MismatchError`` or
-        ``PlanError`` where the engine's model and the state do not fit, ``CorruptionError`` for bytes that did not
-        arrive, ``EngineError`` for an engine that fails, ``DeadlineError`` for one that does not answer,
-        ``ControlError`` for ranks that fail.
+        Args:
+            what: A module, a state as for ``bytecheckpoint.save``, an open checkpoint, or another ``Engine`` that was
+                pushed to, whose workers then send what it serves.
+            version: The engines' name for these weights. By default a checkpoint's step, the version of the other
+                engine, or one more than the last version.
+            section: The section of the state or checkpoint to push.
+            framework: Forces the adapter for ``what``; by default inferred.
+            rename: Maps the names of the state to those that the engine's model loads.
+            strict: Require that every element of every engine parameter is filled, that an engine takes a tensor
+                completely or not at all, and that an engine that sends has the exact values.
+            progress: Called by this thread when a stage begins and while this rank writes (on rank 0 also while
+                another engine sends), with the stage, the bytes written, and their total.
+
+        Returns:
+            The report, the same on every rank.
+
+        Raises:
+            MismatchError: The engine's model and the state do not fit. Nothing was sent.
+            PlanError: An engine requests elements that no sender holds. Nothing was sent.
+            CorruptionError: Bytes did not arrive as they were sent.
+            EngineError: An engine failed.
+            DeadlineError: An engine did not answer in time.
+            ControlError: Another rank failed.
+            UsageError: An argument does not fit.
         """
         ranks = self._communicator or current_communicator(deadline_s=self._deadline_s)
         op = ranks.operation("push", deadline_s=self._deadline_s)
         try:
-            lead = self._lead if op.rank == 0 else None
+            coordinator = self._coordinator if op.rank == 0 else None
             with op.phase("push.begin"):
                 if op.rank == 0 and not self._has_engines:
-                    raise StateError("rank 0 has no engine to push to; give Pusher its engines there")
-                if self._to_devices and isinstance(what, Engine):
-                    raise StateError("engines give to others by no group, and not by CUDA IPC; make another Pusher")
+                    raise UsageError("rank 0 has no engine to push to; give Pusher its engines there")
+                if self._uses_devices and isinstance(what, Engine):
+                    raise StateError("engines cannot send to others over a group or by CUDA IPC; make another Pusher")
                 if version is not None or not isinstance(what, Engine):
                     version = self._named(version, what)
-                    op.is_about(f"push of version {version!r}")
+                    op.set_description(f"push of version {version!r}")
             if isinstance(what, Engine):
-                report = Join(op, lead, self._sender, strict, what, progress).join(version, rename)
+                report = Join(op, coordinator, self._sender, strict, what, progress).join(version, rename)
             else:
                 assert version is not None
-                report = Push(op, lead, self._sender, strict, progress).run(what, version, section, framework, rename)
+                push = Push(op, coordinator, self._sender, strict, progress)
+                report = push.run(what, version, section, framework, rename)
             self._version = report.version
             return report
         finally:
             op.close()
 
     def state(self) -> list[list[dict[str, Any]]]:
-        """By engine and worker: ``version`` served (None: what it started with), ``torn`` where that is none, whether
-        the way back is ``intact``, ``digest`` of the version, ``bytes`` of memory, and how many bytes more the last
-        stream has ``set_aside`` because the engine wanted them in another order than it was seen to. On rank 0 only."""
-        answers = self._lead.tell("state", Budget(self._deadline_s))
-        kept = ("version", "torn", "intact", "digest", "bytes", "set_aside")
+        """Return the state of every worker, by engine and worker. On rank 0 only.
+
+        Returns:
+            For each worker a map of ``version`` (None for what it started with), ``inconsistent_reason`` (empty when
+            it serves one consistent version), ``intact`` (whether it can roll back to what it serves), ``digest`` of
+            the version, ``bytes`` of host memory in use, and ``set_aside``, the bytes that the last stream copied out
+            of the way because the engine read them in another order than recorded.
+
+        Raises:
+            EngineError: An engine failed.
+            DeadlineError: An engine did not answer in time.
+        """
+        answers = self._coordinator.ask_engines("state", Budget(self._deadline_s))
+        kept = ("version", "inconsistent_reason", "intact", "digest", "bytes", "set_aside")
         return [[{key: answer[key] for key in kept} for answer in of_engine] for of_engine in answers]
 
     def release(self) -> None:
-        """Have the workers give back the memory of pushes. They go on serving; the next push sends everything. On rank
-        0 only."""
-        self._lead.tell("release", Budget(self._deadline_s))
+        """Make the workers free the memory of pushes. On rank 0 only.
+
+        The engines keep serving; the next push sends everything.
+
+        Raises:
+            EngineError: An engine failed.
+            DeadlineError: An engine did not answer in time.
+        """
+        self._coordinator.ask_engines("release", Budget(self._deadline_s))
 
     def close(self) -> None:
-        """Give this rank's memory back. Engines go on serving what they serve."""
+        """Free this rank's memory and connections. The engines keep serving."""
         self._sender.close()
-        self._lead.close()
+        self._coordinator.close()
 
     def _named(self, version: int | str | None, what: Any) -> int | str:
         if isinstance(version, (int, str)):
             return version
         if version is not None:
-            raise StateError(f"a version is a number or a text, not {version!r}")
+            raise UsageError(f"a version is a number or a text, not {version!r}")
         if isinstance(what, Checkpoint) and what.step is not None:
             return what.step
         if isinstance(self._version, str):
-            raise StateError(f"after version {self._version!r} the next one needs a name; give version=")
+            raise UsageError(f"after version {self._version!r} the next one needs a name; give version=")
         return 0 if self._version is None else self._version + 1
 
     def __enter__(self) -> Pusher:

@@ -1,10 +1,8 @@
-"""A worker's side of a push: it says what it wants, offers memory, proves what arrived, and puts it in.
+"""A worker's side of a push: request tensors, offer memory, verify what arrived, and load it.
 
-Where memory allows, every request is answered at once and nothing is waited for, so a sender that dies or stalls
-leaves a worker that serves what it served. Between requests there are two arenas: the bytes of the version that is
-served, which is the way back, and the bytes of the next. A version is put in only when every byte of it has been
-proved. With less memory there is one arena and no way back, or a ring out of which chunks are put in as they come
-(``staging.py``).
+Where memory allows, the receiver answers every request at once and waits for nothing, so the worker keeps serving when
+a sender dies or stalls. It then holds two arenas: the served version, for a rollback, and the next one. It loads a
+version only after every byte has been verified. ``memory.py`` describes the modes that need less memory.
 """
 
 from __future__ import annotations
@@ -15,247 +13,266 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
-from .giving import Gives
-from .group import GroupAddress
-from .group_receiving import Membership
-from .learning import EngineModel, Learned, learn_parts
-from .messages import Failure, Table, decode, encode, pack_parts
-from .ring import Ring
-from .ring_making import make_ring
-from .serving import Chunks, ServedWeights, Staged
-from .staging import STREAMED, choose_mode
-from .tcp_server import TcpServer
-from .versions import Versions, Weights
+from .engine_model import ArenaChunks, ChunkedTensors, EngineModel, LoadRecord, record_load
+from .layout import ChunkReader
+from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
+from .messages import PROTOCOL, Failure, Table, decode, encode, pack_parts
+from .peer_source import PeerSource
+from .transports.base import Digest, word_digest, xxh3_digest
+from .transports.cuda_ipc import DeviceArena
+from .transports.group import GroupAddress
+from .transports.group_transport import GroupMember, GroupMemory
+from .transports.ring import RingBuffer, RingMemory
+from .transports.tcp import ArenaSink, ChunkServer
 
-__all__ = ["PROTOCOL", "Receiver"]
+__all__ = ["Receiver", "refuse"]
 
-PROTOCOL = 4
-_TABLES = 4  # what was learned is kept for: senders of two kinds, each as they are and quantised
+_MAX_RECORDS = 4  # of loads: two kinds of senders, each with and without quantization
+_PATIENCE = 0.8  # of a sender's deadline: a missing chunk is the cause of missing room, so this worker reports first
 
 _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """One worker's. For the thread that runs the model; only the TCP road, and what gives to other engines, have
-    threads of their own. What fails is logged at ``log_level``, as who raises it is elsewhere."""
+    """Answers the requests of a push in one worker of an engine.
+
+    Only the thread that runs the model may call it. The TCP servers and the sending to other engines use threads of
+    their own.
+
+    Args:
+        model: The worker's model.
+        log_level: The level at which failures are logged; the coordinator raises them as well.
+    """
 
     def __init__(self, model: EngineModel, log_level: int = logging.WARNING) -> None:
         self.id = secrets.token_hex(8)
         self._log_level = log_level
         self._model = model
-        self._learned: dict[bytes, tuple[Table, Learned, bool]] = {}
-        self._versions = Versions()
+        self._records: dict[bytes, tuple[Table, LoadRecord, bool]] = {}
+        self._versions = VersionStore()
         self._set_aside = 0
-        self._ring: Ring | None = None
+        self._ring: RingBuffer | None = None
         self._transaction = ""
-        self._proved = False
-        self._torn = ""
-        self._server: TcpServer | None = None
-        self._gives = Gives()
-        self._membership = Membership()
+        self._is_verified = False
+        self._inconsistent_reason = ""
+        self._server: ChunkServer | None = None
+        self._source = PeerSource()
+        self._member = GroupMember()
 
     def answer(self, request: str) -> str:
-        """The answer to any request, as text. Never raises."""
+        """Answer a request.
+
+        Args:
+            request: The text that ``Engine.call`` carried to this worker.
+
+        Returns:
+            The response, which ``Engine.call`` returns. A failure is a response too; this method never raises.
+        """
         begin = time.monotonic()
-        answer: dict[str, Any] = {"receiver": self.id, "host": socket.gethostname(), "pid": os.getpid()}
+        answer = _header(self.id)
         try:
             message = decode(request)
             answer["nonce"] = message.get("nonce")
             if message.get("protocol") != PROTOCOL:
                 raise StateError(
-                    f"the sender speaks protocol {message.get('protocol')!r} of the push, this worker {PROTOCOL}; "
+                    f"the sender uses protocol {message.get('protocol')!r} of the push, this worker {PROTOCOL}; "
                     "install the same version of bytecheckpoint on both sides"
                 )
             answer |= self._handlers[message["kind"]](self, message)
-        except Exception as error:  # noqa: BLE001 - see messages.py; the sender raises it
+        except Exception as error:  # noqa: BLE001 - the coordinator raises it, see messages.py
             _log.log(self._log_level, "push: %s", error, exc_info=True)
             answer["failure"] = vars(Failure.of(error, self._serving()))
         served = self._versions.served
-        answer |= {"version": None if served is None else served.version, "torn": self._torn}
-        answer["put_in_by"] = "" if served is None else served.put_in_by
+        answer["version"] = None if served is None else served.version
+        answer["inconsistent_reason"] = self._inconsistent_reason
+        answer["applied_by"] = "" if served is None else served.applied_by
         answer["seconds"] = time.monotonic() - begin
         return encode(answer)
 
     def close(self) -> None:
-        """Give the memory back. What is served goes on being served, without a way back to it."""
+        """Free the memory of pushes. The engine keeps serving, but cannot revert any more."""
         self._stop_listening()
-        self._membership.leave()
-        self._gives.close("the worker gave its memory back")
-        self._versions.give_up()
+        self._member.leave()
+        self._source.close("the worker released its memory")
+        self._versions.release()
         self._transaction = ""
 
     def _serving(self) -> str:
-        if self._torn:
-            return f"serves no whole version ({self._torn}); push again or restart it before it is used"
+        if self._inconsistent_reason:
+            return f"serves no consistent version ({self._inconsistent_reason}); push again or restart it before use"
         served = self._versions.served
         return "serves what it started with" if served is None else f"serves version {served.version!r}"
 
     def _describe(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """What of the senders' table this worker wants."""
+        """Return the parts of the senders' table that this worker requests."""
         table = Table.unpack(message["table"])
         strict = message["strict"]
-        known = self._learned.get(table.digest)
+        known = self._records.get(table.digest)
         if known is None or known[2] < strict:
-            learned = learn_parts(self._model, table, strict=strict)
-            while len(self._learned) >= _TABLES:
-                del self._learned[next(iter(self._learned))]
-            known = self._learned[table.digest] = table, learned, strict
+            record = record_load(self._model, table, strict=strict)
+            while len(self._records) >= _MAX_RECORDS:
+                del self._records[next(iter(self._records))]
+            known = self._records[table.digest] = table, record, strict
         return {"parts": pack_parts(known[1].parts), "blocks": self._model.blocks}
 
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin a transaction: memory for this layout, and what is in it already."""
+        """Begin a transaction: provide memory for a layout, and return what it already contains."""
         self._stop_listening()
-        self._proved, self._transaction = False, message["transaction"]
-        found = message["layouts"].get(self.id)
-        learned = None if found is None else self._learned.get(found[2])
-        if learned is None:
+        self._is_verified, self._transaction = False, message["transaction"]
+        digest, packed, table_digest = message["layouts"].get(self.id, (b"", None, b""))
+        known_record = self._records.get(table_digest)
+        layout = None if known_record is None else self._versions.layout(digest, packed)
+        if known_record is None or layout is None:
             return {"unknown": True}
-        digest, packed, _ = found
-        layout = self._versions.layout(digest, packed)
-        if layout is None:
-            return {"unknown": True}
-        limit, sharers = message["memory"], message["sharers"][self.id]
-        mode = message["mode"] or choose_mode(layout.nbytes, self._versions.held, limit, sharers)
-        weights = self._versions.begin(learned[0], layout, mode, self._gives.reads)
+        table, record, _ = known_record
+        policy = MemoryPolicy(message["memory"], message["sharers"][self.id])
+        mode = message["mode"] or policy.choose_mode(layout.nbytes, self._versions.held)
+        version = self._versions.begin(table, layout, mode, self._source.reads)
         if mode == STREAMED:
-            self._ring, place = make_ring(message, layout, learned[1].takes)
-            place |= {"group": self._membership.name, "takes": self._membership.plan}
-            return {"mode": mode, "known": [], "served": [], **place}
-        known, weights.digests = weights.digests, []
+            self._ring = _open_ring(message, policy, version, record)
+            return {
+                "mode": mode,
+                "known": [],
+                "served": [],
+                "arena": self._ring.memory and self._ring.memory.plain(),
+                "ring": self._ring.plain(),
+                "group": self._member.name,
+                "receptions": self._member.plan_digest,
+            }
+        known, version.digests = version.digests, []
         served = self._versions.served
-        same = served is not None and served.layout.digest == digest and served.arena is not None
+        is_same = served is not None and served.layout.digest == digest and served.arena is not None
         return {
             "mode": mode,
-            "arena": weights.address,
+            "arena": version.address,
             "tokens": self._versions.tokens,
             "known": known,
-            "served": served.digests if served is not None and same else [],
+            "served": served.digests if served is not None and is_same else [],
         }
 
     def _listen(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Let senders that do not reach the arena write by TCP, until ``verify``."""
-        weights = self._opened(message)
+        """Accept TCP connections of senders that cannot map the arena, until ``verify``."""
+        version = self._current(message)
         self._stop_listening()
-        self._server = TcpServer(weights.memory, message["deadline_s"])
-        return {"tcp": self._server.address.plain()}
+        self._server = ChunkServer(ArenaSink(version.layout, version.memory), message["deadline_s"])
+        return {"tcp": self._server.endpoint.plain()}
 
-    def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Be a party of a group from now on, and receive by it into the ring."""
-        self._opened(message)
+    def _join_group(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Join a group and receive from it into the ring buffer."""
+        self._current(message)
         if self._ring is None:
-            raise StateError("a group without a ring: nothing was sent")
-        party, takes = message["parties"][self.id]
-        self._membership.begin(GroupAddress.from_plain(message["address"]), party, takes, self._ring)
+            raise StateError("a group without a ring buffer; nothing was sent")
+        number, receptions = message["members"][self.id]
+        self._member.begin(GroupAddress.from_plain(message["address"]), number, receptions, self._ring)
         return {}
 
     def _verify(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Prove that the arena holds the version: the first of two phases."""
-        weights = self._opened(message)
+        """First phase of the commit: check that the arena holds the version."""
+        version = self._current(message)
         self._stop_listening()
         digests, unchanged = message["chunks"][self.id]
         if unchanged and self._versions.served is not None:
-            weights.copy_from(self._versions.served, unchanged)
-        faults = weights.faults(digests)
+            version.copy_from(self._versions.served, unchanged)
+        faults = version.faults(digests)
         if faults:
-            named = ", ".join(weights.layout.name_of(chunk) for chunk in faults[:5])
+            names = ", ".join(version.layout.name_of(chunk) for chunk in faults[:5])
             raise CorruptionError(
                 f"{len(faults)} of {len(digests)} chunks of version {message['version']!r} did not arrive as they were "
-                f"sent: {named}; the version was not put in, push it again"
+                f"sent: {names}; the version was not applied, push it again"
             )
-        weights.version, weights.digests, self._proved = message["version"], digests, True
+        version.version, version.digests, self._is_verified = message["version"], digests, True
         return {}
 
     def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Put the version in that was proved: the second phase. If that fails, what was served is put in again."""
-        weights = self._opened(message)
-        if not self._proved:
-            raise StateError("apply before verify: nothing was put in")
-        self._proved = False
+        """Second phase of the commit: load the verified version. After a failure, load the served one again."""
+        version = self._current(message)
+        if not self._is_verified:
+            raise StateError("apply before verify; nothing was applied")
+        self._is_verified = False
         try:
-            self._put_in(weights, Staged(weights.layout, weights.memory))
+            self._load(version, ArenaChunks(version.layout, version.memory))
         except Exception as error:
-            self._go_back(f"putting in version {weights.version!r} failed: {type(error).__name__}: {error}")
+            self._roll_back(f"applying version {version.version!r} failed: {type(error).__name__}: {error}")
             raise
         self._versions.serve_next(self._transaction)
         return {}
 
     def _stream(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Put in what comes into the ring, chunk by chunk, each of them proved."""
-        weights, ring = self._opened(message), self._ring
+        """Load the chunks that arrive in the ring buffer, each of them verified."""
+        version, ring = self._current(message), self._ring
         if ring is None:
-            raise StateError("stream without a ring: nothing was put in")
-        weights.version = message["version"]
+            raise StateError("stream without a ring buffer; nothing was applied")
+        version.version = message["version"]
         try:
-            self._put_in(weights, ring)
+            self._load(version, ring)
             ring.drain()
         except Exception as error:
-            ring.fail(
-                error if isinstance(error, BytecheckpointError) else EngineError(f"{type(error).__name__}: {error}")
-            )
-            self._membership.leave()  # the others notice
-            self._go_back(f"version {weights.version!r} was not put in whole: {type(error).__name__}: {error}")
-            self._stop_listening()  # nobody says that it is over
+            known = isinstance(error, BytecheckpointError)
+            ring.fail(error if known else EngineError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
+            self._member.leave()  # the other members notice
+            self._roll_back(f"version {version.version!r} was only partly applied: {type(error).__name__}: {error}")
+            self._stop_listening()  # no `finish` will come
             raise
-        weights.digests, self._set_aside = ring.digests, ring.set_aside
+        version.digests, self._set_aside = ring.digests, ring.set_aside
         self._versions.serve_next(self._transaction)
         return {}
 
-    def _put_in(self, weights: Weights, source: Chunks) -> None:
-        self._torn = f"version {weights.version!r} was being put in"
-        self._model.load(ServedWeights(weights.table, weights.layout, source).tensors())
-        self._torn = ""
+    def _load(self, version: HeldVersion, reader: ChunkReader) -> None:
+        self._inconsistent_reason = f"version {version.version!r} was being applied"
+        self._model.load(ChunkedTensors(version.table, version.layout, reader).tensors())
+        self._inconsistent_reason = ""
 
-    def _go_back(self, why: str) -> None:
-        """Serve again what was served. Leaves ``_torn`` set where that is impossible."""
-        self._torn = why
+    def _roll_back(self, reason: str) -> None:
+        """Load again what was served. Leaves ``_inconsistent_reason`` set where that is impossible."""
+        self._inconsistent_reason = reason
         served = self._versions.served
         try:
             if served is None or served.arena is None:
                 if self._model.restore():
-                    self._torn = ""
+                    self._inconsistent_reason = ""
                 elif served is not None:
-                    self._torn += f"; the bytes of version {served.version!r} were not kept"
+                    self._inconsistent_reason += f"; the bytes of version {served.version!r} were not kept"
                 return
             faults = served.faults(served.digests)
             if faults:
-                self._torn += f"; of version {served.version!r}, {len(faults)} chunks are damaged"
+                self._inconsistent_reason += f"; {len(faults)} chunks of version {served.version!r} are damaged"
                 return
-            self._put_in(served, Staged(served.layout, served.memory))
-        except Exception as error:  # noqa: BLE001 - it is kept, and told with every answer
-            _log.exception("push: the way back to what was served failed")
-            self._torn = f"{why}; so did the way back: {type(error).__name__}: {error}"
+            self._load(served, ArenaChunks(served.layout, served.memory))
+        except Exception as error:  # noqa: BLE001 - every later response reports it
+            _log.exception("push: the rollback to the served version failed")
+            self._inconsistent_reason = f"{reason}; the rollback failed too: {type(error).__name__}: {error}"
 
     def _revert(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Take back the version that this transaction put in, where it did, and where there is a way."""
+        """Roll back the version that this transaction applied, if it did and a rollback is possible."""
         versions, transaction = self._versions, message["transaction"]
-        if not versions.was_put_in_by(transaction):
+        if not versions.was_applied_by(transaction):
             return {"reverted": False}
         assert versions.served is not None
-        why = f"version {versions.served.version!r} was taken back"
+        reason = f"version {versions.served.version!r} was reverted"
         if versions.holds_before:
-            versions.take_back()
-            self._go_back(why)
-            if self._torn:
-                raise EngineError(f"no way back: {self._torn}")
+            versions.revert()
+            self._roll_back(reason)
+            if self._inconsistent_reason:
+                raise EngineError(f"the rollback failed: {self._inconsistent_reason}")
             return {"reverted": True}
-        self._torn = why  # if that fails
-        reverted = self._model.restore()
-        self._torn = ""
-        if reverted:
-            versions.take_back()
-        return {"reverted": reverted}
+        self._inconsistent_reason = reason  # stays if `restore` raises
+        is_reverted = self._model.restore()
+        self._inconsistent_reason = ""
+        if is_reverted:
+            versions.revert()
+        return {"reverted": is_reverted}
 
     def _state(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """What is served, and what it costs."""
         served = self._versions.served
-        intact = served is None or (served.arena is not None and not served.faults(served.digests))
+        is_intact = served is None or (served.arena is not None and not served.faults(served.digests))
         return {
             "digest": b"" if served is None else served.digest,
             "bytes": self._versions.held,
-            "intact": intact,
+            "intact": is_intact,
             "set_aside": self._set_aside,
         }
 
@@ -263,14 +280,14 @@ class Receiver:
         self.close()
         return {}
 
-    def _opened(self, message: Mapping[str, Any]) -> Weights:
-        found = self._versions.next
-        if found is None or message["transaction"] != self._transaction:
+    def _current(self, message: Mapping[str, Any]) -> HeldVersion:
+        """Return the version of the request's transaction."""
+        version = self._versions.next
+        if version is None or message["transaction"] != self._transaction:
             raise EngineError(
-                "this push is over: another one began, or the worker was restarted; nothing of it was put in, push "
-                "again"
+                "this push is over: another one began, or the worker was restarted; nothing was applied, push again"
             )
-        return found
+        return version
 
     def _stop_listening(self) -> None:
         if self._server is not None:
@@ -278,11 +295,11 @@ class Receiver:
             self._server = None
         if self._ring is not None:
             self._ring.close()
-            self._membership.end()
+            self._member.end()
             self._ring = None
 
     def _finish(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """All senders have come to their end."""
+        """End a stream after all senders have finished."""
         self._stop_listening()
         return {}
 
@@ -290,7 +307,7 @@ class Receiver:
         "describe": _describe,
         "prepare": _prepare,
         "listen": _listen,
-        "join": _join,
+        "join_group": _join_group,
         "verify": _verify,
         "apply": _apply,
         "stream": _stream,
@@ -298,8 +315,36 @@ class Receiver:
         "revert": _revert,
         "state": _state,
         "release": _release,
-        "held": lambda self, message: self._gives.held(message, self._versions.served, self._torn),
-        "give": lambda self, message: self._gives.give(message, self.id),
-        "given": lambda self, message: self._gives.given(message),
-        "let_go": lambda self, message: self._gives.let_go(message),
+        "hold": lambda self, message: self._source.hold(message, self._versions.served, self._inconsistent_reason),
+        "send": lambda self, message: self._source.send(message, self.id),
+        "send_status": lambda self, message: self._source.send_status(message),
+        "release_hold": lambda self, message: self._source.release(message),
     }
+
+
+def refuse(error: BytecheckpointError, request: str) -> str:
+    """Return the response of a worker that has no receiver for the request's target."""
+    answer = _header("") | {"version": None, "inconsistent_reason": "", "applied_by": "", "seconds": 0.0}
+    with suppress(BytecheckpointError):
+        answer["nonce"] = decode(request).get("nonce")
+    answer["failure"] = vars(Failure.of(error, ""))
+    return encode(answer)
+
+
+def _header(receiver: str) -> dict[str, Any]:
+    return {"receiver": receiver, "host": socket.gethostname(), "pid": os.getpid()}
+
+
+def _open_ring(
+    message: Mapping[str, Any], policy: MemoryPolicy, version: HeldVersion, record: LoadRecord
+) -> RingBuffer:
+    """Make a ring buffer in shared memory, in memory of a group's backend, or in memory of the worker's device."""
+    waves = policy.ring(version.layout)
+    memory: RingMemory | None = None
+    digest: Digest = xxh3_digest
+    if message["group"]:
+        memory = GroupMemory(message["group"], waves.nbytes)
+        digest = word_digest if message["group"] == "nccl" else xxh3_digest
+    elif message["cuda_ipc"]:
+        memory, digest = DeviceArena(waves.nbytes), word_digest
+    return RingBuffer(waves, record.copies, _PATIENCE * message["deadline_s"], memory, digest)

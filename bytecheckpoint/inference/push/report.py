@@ -1,28 +1,77 @@
-"""What a push did: seconds by stage, bytes by worker and by sender."""
+"""Progress of a push while it runs, and the report of a finished one."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from .staging import DOUBLE, Mode
-
-__all__ = ["STAGES", "PushReport", "WorkerReport"]
+__all__ = ["STAGES", "Progress", "ProgressReporter", "PushReport", "WorkerReport"]
 
 STAGES = ("describe", "plan", "prepare", "write", "verify", "apply", "stream")
-"""Of a push, in their order. ``describe``: what is there and what is wanted; ``plan``: who writes what; ``prepare``:
-memory on the workers; ``apply``: pause, put in, resume; ``stream``: the last three at once."""
+"""The stages of a push, in order. ``stream`` replaces ``write``, ``verify`` and ``apply`` when weights are streamed."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage of ``STAGES``, the bytes written in it, and their expected total; both are 0 in a stage that
+writes nothing."""
+
+_log = logging.getLogger(__name__)
+
+
+class ProgressReporter:
+    """Calls one ``Progress`` function. When that raises, the error is logged and the function is not called again."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._stage, self._done, self._total = "", 0, 0
+
+    def begin(self, stage: str) -> None:
+        self._stage, self._done, self._total = stage, 0, 0
+        self._report()
+
+    def expect(self, total: int) -> None:
+        """Set the bytes that this stage will write."""
+        self._total = total
+        self._report()
+
+    def add(self, nbytes: int) -> None:
+        self.reach(self._done + nbytes)
+
+    def reach(self, done: int) -> None:
+        """Set the bytes that this stage has written so far."""
+        if done != self._done:
+            self._done = done
+            self._report()
+
+    def _report(self) -> None:
+        if self._progress is None:
+            return
+        try:
+            self._progress(self._stage, self._done, self._total)
+        except Exception:  # noqa: BLE001 - the caller's progress bar must not fail the push
+            _log.exception("push: the progress function raised and will not be called again")
+            self._progress = None
 
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """Bytes: ``wanted`` by this worker; of them ``sent`` now, ``unchanged`` since the version it served and copied
-    there by itself, and ``kept`` from what its memory held."""
+    """What one worker of an engine received.
+
+    Attributes:
+        engine: The name of the engine.
+        worker: The number of the worker in its engine.
+        host: The worker's host name.
+        requested: Bytes that the worker requested.
+        sent: Bytes of these that senders sent.
+        unchanged: Bytes of these that the worker copied from the version that it served.
+        kept: Bytes of these that the worker's memory already held.
+    """
 
     engine: str
     worker: int
     host: str
-    wanted: int
+    requested: int
     sent: int
     unchanged: int
     kept: int
@@ -30,34 +79,51 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class PushReport:
-    """The same on every rank. ``written`` are the bytes that each sender handed over, by rank; or by
-    worker, where an engine gave them."""
+    """What a push did. Every rank gets the same report.
+
+    Attributes:
+        version: The version that all engines serve now.
+        seconds: Seconds by stage (``describe``, ``plan``, ``prepare``, ``write``, ``verify``, ``apply``, ``stream``).
+        workers: A report for each worker of all engines.
+        written: Bytes that left each sender: by rank, or by worker where an engine was the source.
+        engine_bytes: Bytes of all tensors of the senders, which a broadcast of the model would send to each
+            worker.
+        mode: How much of the version workers held in memory; see ``memory_bytes`` of ``Pusher``.
+    """
 
     version: int | str
     seconds: dict[str, float]
     workers: list[WorkerReport]
     written: list[int]
     engine_bytes: int = field(default=0)
-    """Of all tensors of the senders: what a broadcast would bring to every worker."""
-    mode: Mode = DOUBLE
-    """How much workers held of it: see ``Pusher``'s ``memory_bytes``."""
+    mode: Literal["double", "single", "streamed"] = "double"
 
     @property
     def total_s(self) -> float:
+        """Seconds of all stages together."""
         return sum(self.seconds.values())
 
     def plain(self) -> dict[str, Any]:
+        """Return the report as plain data."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> PushReport:
+        """Make a report from plain data.
+
+        Args:
+            values: The result of ``plain``.
+
+        Returns:
+            The report.
+        """
         workers = [WorkerReport(**worker) for worker in values["workers"]]
         return cls(**{**values, "workers": workers})
 
     def __str__(self) -> str:
         lines = [f"version {self.version!r} in {self.total_s:.3f} s, {self.mode}"]
         lines += [f"  {stage:<9}{self.seconds[stage]:9.3f} s" for stage in STAGES if stage in self.seconds]
-        lines.append(f"  {'worker':<9}{'wanted':>16}{'sent':>16}{'unchanged':>16}{'kept':>16}")
+        lines.append(f"  {'worker':<9}{'requested':>16}{'sent':>16}{'unchanged':>16}{'kept':>16}")
         for one in self.workers:
-            lines.append(f"  {one.worker:<9}{one.wanted:>16,}{one.sent:>16,}{one.unchanged:>16,}{one.kept:>16,}")
+            lines.append(f"  {one.worker:<9}{one.requested:>16,}{one.sent:>16,}{one.unchanged:>16,}{one.kept:>16,}")
         return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Which tensors engines want quantised, and what their loaders see instead: weights of 8 bits, and scales.
+"""Ask engines which tensors they request, and find out which of them must be quantized.
 
-No engine says so. Its loader is run on the tensors as the senders have them, and where it would put elements of a wide
-one into a parameter of 8 bits, it means one that is quantised, as its own checkpoints are.
+No engine states that it is quantized. Its loader first runs on the senders' tensors. A wide tensor that would go into
+an 8-bit parameter is replaced by its quantized weight and the scales of its blocks, and the loader runs again.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import MismatchError
-from ...metadata import BasicMeta
-from ..parts import Part
-from .engines import Budget, Engine, ask
-from .messages import Table, unpack_parts
-from .narrowing import is_narrow, is_wide
-from .planning import check_taken_whole
-from .quantizing import QUANTIZED, SCALE, Blocks, grid_of, scale_name
+from ...tensors.metadata import BasicMeta
+from ..layouts.hub_names import scale_name
+from ..layouts.parts import Part
+from .engines.base import Budget, Engine, ask
+from .messages import Table, list_faults, unpack_parts
+from .plan import check_taken_whole
+from .quantization.blocks import QUANTIZED, SCALE, Blocks, grid_of, is_narrow, is_wide
 
-__all__ = ["Wish", "blocks_by_name", "wish_of"]
+__all__ = ["TensorRequest", "blocks_by_name", "request_tensors"]
 
 _Faults = list[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What an engine wants: ``parts`` by worker of the tensors of ``table``, which are the senders' but for those that
-    are quantised, in these ``blocks``. ``answers`` are its workers'."""
+class TensorRequest:
+    """What an engine requests: ``parts`` of the tensors of ``table``, by worker.
+
+    The table is the senders', with quantized tensors and their scales in place of those in ``blocks``. ``answers`` are
+    the workers' responses.
+    """
 
     answers: list[dict[str, Any]]
     parts: list[list[Part]]
@@ -35,8 +38,8 @@ class Wish:
     blocks: dict[str, Blocks]
 
 
-def wish_of(engine: Engine, table: Table, strict: bool, budget: Budget) -> Wish:
-    """Ask an engine. Raises ``MismatchError`` where its model and ``table`` do not fit."""
+def request_tensors(engine: Engine, table: Table, strict: bool, budget: Budget) -> TensorRequest:
+    """Ask an engine. Raises ``MismatchError`` when its model and ``table`` do not fit."""
     answers, parts = _describe(engine, table, strict, budget)
     names = _narrowed(table, parts)
     blocks: dict[str, Blocks] = {}
@@ -46,22 +49,22 @@ def wish_of(engine: Engine, table: Table, strict: bool, budget: Budget) -> Wish:
         blocks = dict.fromkeys(names, (rows, columns))
         table = _quantized(table, blocks)
         answers, parts = _describe(engine, table, strict, budget)
-        _check_scales_taken(engine, blocks, parts)
+        _check_scales_requested(engine, blocks, parts)
     if strict:
         check_taken_whole(engine.name, table, parts)
-    return Wish(answers, parts, table, blocks)
+    return TensorRequest(answers, parts, table, blocks)
 
 
-def blocks_by_name(wishes: Iterable[Wish]) -> dict[str, Blocks]:
-    """Of all tensors that any engine wants quantised. Raises ``MismatchError`` where two want the same in different
-    blocks."""
+def blocks_by_name(requests: Iterable[TensorRequest]) -> dict[str, Blocks]:
+    """Return the blocks of all tensors that any engine requests quantized. Raises ``MismatchError`` when two engines
+    request one tensor in different blocks."""
     found: dict[str, Blocks] = {}
-    for wish in wishes:
-        for name, blocks in wish.blocks.items():
+    for request in requests:
+        for name, blocks in request.blocks.items():
             if found.setdefault(name, blocks) != blocks:
                 text = f"{name} in blocks of {_text(found[name])}, and others in blocks of {_text(blocks)}"
                 raise MismatchError(
-                    f"some engines want {text}; nothing was sent, push to them one after the other",
+                    f"some engines request {text}; nothing was sent, push to them one after the other",
                     [("dtype", name, text)],
                 )
     return found
@@ -72,8 +75,8 @@ def _describe(
 ) -> tuple[list[dict[str, Any]], list[list[Part]]]:
     answers = ask(engine, "describe", {"table": table.packed, "strict": strict}, budget.left)
     parts = [unpack_parts(answer["parts"]) for answer in answers]
-    if not any(parts):  # a pipeline stage may
-        raise MismatchError(f"{engine.name} takes nothing of the tensors; nothing was sent")
+    if not any(parts):  # a single pipeline stage may request nothing
+        raise MismatchError(f"{engine.name} requests none of the tensors; nothing was sent")
     return answers, parts
 
 
@@ -83,7 +86,7 @@ def _narrowed(table: Table, parts: Sequence[Sequence[Part]]) -> list[str]:
 
 
 def _quantized(table: Table, blocks: Mapping[str, Blocks]) -> Table:
-    """As a checkpoint of the quantised model has it: each weight, and its scales behind it."""
+    """Return the table of a checkpoint of the quantized model, where scales follow their weight."""
     rows: list[tuple[str, BasicMeta]] = []
     for name, meta in table.rows:
         if name in blocks:
@@ -91,44 +94,44 @@ def _quantized(table: Table, blocks: Mapping[str, Blocks]) -> Table:
             rows.append((scale_name(name), BasicMeta(SCALE, grid_of(meta.shape, blocks[name]))))
         else:
             rows.append((name, meta))
-    there = {name for name, _ in table.rows}
+    names = {name for name, _ in table.rows}
     faults: _Faults = [
-        ("dtype", name, f"it would be quantised, but the senders have {scale_name(name)} as well")
+        ("dtype", name, f"it would be quantized, but the senders have {scale_name(name)} as well")
         for name in blocks
-        if scale_name(name) in there
+        if scale_name(name) in names
     ]
-    _raise("the senders have scales of tensors that are not quantised", faults)
+    _raise("the senders have scales of tensors that are not quantized", faults)
     return Table(tuple(rows))
 
 
 def _check_quantized_everywhere(engine: Engine, names: Iterable[str], parts: Sequence[Sequence[Part]]) -> None:
-    """A parameter that is not quantised would get values without their scale."""
-    wanted = set(names)
+    """Refuse a tensor that is requested both ways: an unquantized parameter would get values without their scale."""
+    quantized = set(names)
     wide = {
         part.name: part
         for of_worker in parts
         for part in of_worker
-        if part.name in wanted and not is_narrow(part.dtype)
+        if part.name in quantized and not is_narrow(part.dtype)
     }
     _raise(
-        f"{engine.name} wants tensors both quantised and not",
-        [("dtype", name, f"it is wanted as {QUANTIZED} and as {part.dtype}") for name, part in wide.items()],
+        f"{engine.name} requests tensors both quantized and not",
+        [("dtype", name, f"it is requested as {QUANTIZED} and as {part.dtype}") for name, part in wide.items()],
     )
 
 
-def _check_scales_taken(engine: Engine, blocks: Mapping[str, Blocks], parts: Sequence[Sequence[Part]]) -> None:
-    taken = {part.name for of_worker in parts for part in of_worker}
-    missing = [scale_name(name) for name in blocks if scale_name(name) not in taken]
+def _check_scales_requested(engine: Engine, blocks: Mapping[str, Blocks], parts: Sequence[Sequence[Part]]) -> None:
+    requested = {part.name for of_worker in parts for part in of_worker}
+    missing = [scale_name(name) for name in blocks if scale_name(name) not in requested]
     _raise(
-        f"{engine.name} wants tensors quantised and does not take their scales",
-        [("missing", name, "its loader does not want it") for name in missing],
+        f"{engine.name} requests quantized tensors without their scales",
+        [("missing", name, "its loader does not request it") for name in missing],
     )
 
 
 def _raise(what: str, faults: _Faults) -> None:
     if faults:
-        listed = "\n  ".join(f"{name}: {text}" for _, name, text in faults[:20])
-        raise MismatchError(f"{what}; nothing was sent:\n  {listed}", faults)
+        listed = list_faults(f"{name}: {text}" for _, name, text in faults)
+        raise MismatchError(f"{what}; nothing was sent:{listed}", faults)
 
 
 def _text(blocks: Blocks) -> str:

@@ -1,4 +1,4 @@
-"""What is pushed: the weights of a training job where they lie, or those of a checkpoint."""
+"""The tensors that a sender pushes: the live weights of a training job, or those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 import xxhash
 from torch import nn
 
-from ...checkpoint import Checkpoint
-from ...errors import PlanError, StateError
-from ...geometry import Box
-from ...metadata import BasicMeta
-from ...sections import resolve_sections
-from ...shards import SectionSource, Shard, torch_dtype
+from ...checkpoint.checkpoint import Checkpoint
+from ...errors import NameNotFoundError, PlanError, StateError, UsageError
+from ...frameworks.sections import resolve_sections
+from ...tensors.geometry import Box
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import SectionSource, Shard, torch_dtype
 from .messages import Table
 
 __all__ = ["CheckpointSource", "Source", "StateSource", "source_of"]
@@ -25,21 +25,24 @@ Rename = Callable[[str], str]
 
 
 class Source(ABC):
-    """One sender's tensors. ``table`` names all of which it knows; ``held`` are the boxes that it can ``fetch``, under
-    the names of the table; ``pinned`` are names whose replicas may differ, all of which must come from one sender."""
+    """One sender's tensors.
+
+    ``table`` lists all tensors, and ``held`` the boxes that this sender can ``fetch``. Replicas of ``pinned`` tensors
+    may differ, so all of their elements must come from one sender.
+    """
 
     table: Table
     held: list[tuple[str, Box]]
     pinned: frozenset[str] = frozenset()
     replicated = False
-    """Whether every sender has all of it."""
+    """Whether every sender holds all tensors."""
 
     @abstractmethod
-    def fetch(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        """The boxes, each inside one that is held, in their own types. May be views of live memory."""
+    def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Return boxes, each of which lies inside a held one, in their own dtypes. They may be views of live memory."""
 
     def describe(self) -> bytes:
-        """For the sender that plans. Equal descriptions, equal plans."""
+        """Return a description for the coordinator. Equal descriptions lead to equal plans."""
         held = [[name, list(box.offsets), list(box.lengths)] for name, box in self.held]
         packed: bytes = msgpack.packb([self.table.packed, held, sorted(self.pinned), self.replicated])
         return packed
@@ -49,7 +52,7 @@ class Source(ABC):
 
 
 class StateSource(Source):
-    """A section of a live state, on every rank its own shards; nothing is gathered."""
+    """A section of a live state. Every rank pushes its own shards; nothing is gathered."""
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class StateSource(Source):
         rename: Rename | None = None,
     ) -> None:
         if section not in state:
-            raise StateError(f"the state has no section {section!r}; it has {', '.join(map(str, state))}")
+            raise NameNotFoundError(f"the state has no section {section!r}; it has {', '.join(map(str, state))}")
         (found,) = resolve_sections(
             {section: state[section]}, framework=framework, rank=rank, world_size=world_size, allow_pickle=False
         )
@@ -87,24 +90,26 @@ class StateSource(Source):
                     found.setdefault(name(fqn), []).append(shard)
         return found
 
-    def fetch(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        return [self._view(name, box) for name, box in wanted]
+    def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        return [self._view(name, box) for name, box in boxes]
 
     def _view(self, name: str, box: Box) -> torch.Tensor:
         for shard in self._shards.get(name, ()):
             if shard.box.contains(box):
                 return shard.tensor.detach()[box.relative_to(shard.box).slices()]
-        raise PlanError(f"{name} {box} is not held here; the plan is of another state")
+        raise PlanError(f"{name} {box} is not held here; the plan belongs to another state")
 
 
 class CheckpointSource(Source):
-    """A section of an opened checkpoint; senders that have opened the same one read a share each."""
+    """A section of an open checkpoint. Senders that have opened the same checkpoint read a share each."""
 
     replicated = True
 
     def __init__(self, checkpoint: Checkpoint, section: str, *, rename: Rename | None = None) -> None:
         if section not in checkpoint.sections:
-            raise StateError(f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}")
+            raise NameNotFoundError(
+                f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}"
+            )
         self._checkpoint, self._full = checkpoint, dict[str, str]()
         rows: list[tuple[str, BasicMeta]] = []
         for full in checkpoint:
@@ -116,10 +121,10 @@ class CheckpointSource(Source):
         self.table = _table(rows)
         self.held = [(name, Box.whole(meta.shape)) for name, meta in self.table.rows]
 
-    def fetch(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+    def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         manifest, aliases = self._checkpoint.manifest, self._checkpoint.aliases
         parts = []
-        for name, box in wanted:
+        for name, box in boxes:
             full = self._full[name]
             row = manifest.tensor_row(aliases.get(full, full))
             assert row is not None
@@ -131,12 +136,12 @@ class CheckpointSource(Source):
 def source_of(
     what: Any, section: str, *, framework: str | None, rank: int, world_size: int, rename: Rename | None
 ) -> Source:
-    """``what`` is a module, a state (sections by name), or a checkpoint."""
+    """Return the source for a module, a state (sections by name), or a checkpoint."""
     if isinstance(what, Checkpoint):
         return CheckpointSource(what, section, rename=rename)
     state = {section: what} if isinstance(what, nn.Module) else what
     if not isinstance(state, Mapping):
-        raise StateError(f"a push takes a module, a state or a checkpoint, not {type(what).__name__}")
+        raise UsageError(f"a push needs a module, a state or a checkpoint, not {type(what).__name__}")
     return StateSource(state, section, framework=framework, rank=rank, world_size=world_size, rename=rename)
 
 
@@ -144,5 +149,5 @@ def _table(rows: list[tuple[str, BasicMeta]]) -> Table:
     names = [name for name, _ in rows]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise StateError(f"two tensors of one name after renaming: {', '.join(twice[:5])}")
+        raise StateError(f"two tensors have the same name after renaming: {', '.join(twice[:5])}")
     return Table(tuple(rows))

@@ -1,4 +1,4 @@
-"""A sender's part: its boxes, cast or quantised once, hashed, put into every arena that wants them and has them not."""
+"""A sender's work: cast or quantize each box once, hash it, and write it to every worker that does not have it."""
 
 from __future__ import annotations
 
@@ -12,70 +12,79 @@ from typing import Any
 import msgpack
 import torch
 
-from ...dtypes import dtype_named
-from ...geometry import Box
-from .device_memory import settle
-from .digesting import Digest, xxh3_of
-from .planning import Write
-from .quantizer import Quantizer, torch_dtype_of
-from .roads import Place, Road
+from ...tensors.dtypes import find_dtype
+from ...tensors.geometry import Box
+from .layout import Write
+from .quantization.quantizer import Quantizer, torch_dtype_of
 from .sources import Source
+from .transports.base import Digest, Place, Transport, xxh3_digest
+from .transports.cuda_ipc import synchronize
 
 __all__ = [
-    "IN_HOST_MEMORY",
+    "HOST_FORMAT",
     "KEPT",
     "SENT",
-    "THREADS",
     "UNCHANGED",
+    "ChunkFormat",
     "Job",
-    "Making",
+    "Outcome",
     "pack_writes",
     "unpack_writes",
     "write_all",
 ]
 
-THREADS = min(4, len(os.sched_getaffinity(0)))
-_BATCH = 64 << 20  # bytes fetched at a time; a checkpoint reads them in one go
+_THREADS = min(4, len(os.sched_getaffinity(0)))
+_BATCH_BYTES = 64 << 20  # fetched at once; a checkpoint reads a batch in one request
 
 SENT, UNCHANGED, KEPT = range(3)
-"""What became of a chunk: sent; the worker shall copy it from what it serves; the arena holds it already."""
+"""The fate of a chunk: sent; the worker copies it from the served version; the arena already holds it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A ``Write`` as its sender gets it, and where the chunk goes in each of its targets."""
+    """A ``Write``, and the place of the chunk in each of its targets."""
 
     write: Write
     places: tuple[Place, ...]
 
     @property
     def nbytes(self) -> int:
-        """In all places."""
+        """The total size in all places."""
         return self.write.nbytes * len(self.places)
 
 
 @dataclass(frozen=True)
-class Making:
-    """On which device chunks are made, and what their digests are."""
+class Outcome:
+    """What one sender did: the digests of its chunks, and the fate of each of their places."""
+
+    digests: list[int]
+    fates: bytes
+
+    def packed(self) -> bytes:
+        packed: bytes = msgpack.packb([self.digests, self.fates])
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Outcome:
+        return cls(*msgpack.unpackb(data))
+
+
+@dataclass(frozen=True)
+class ChunkFormat:
+    """The device on which chunks are made, and their digest function."""
 
     device: torch.device
     digest: Digest
 
 
-IN_HOST_MEMORY = Making(torch.device("cpu"), xxh3_of)
+HOST_FORMAT = ChunkFormat(torch.device("cpu"), xxh3_digest)
 
 
 def pack_writes(jobs: Sequence[Job]) -> bytes:
     rows = [
-        [
-            job.write.name,
-            job.write.box.offsets,
-            job.write.box.lengths,
-            job.write.dtype.name,
-            job.write.chunks,
-            job.places,
-        ]
+        [write.name, write.box.offsets, write.box.lengths, write.dtype.name, write.chunks, job.places]
         for job in jobs
+        for write in [job.write]
     ]
     packed: bytes = msgpack.packb(rows)
     return packed
@@ -84,7 +93,7 @@ def pack_writes(jobs: Sequence[Job]) -> bytes:
 def unpack_writes(data: bytes) -> list[Job]:
     return [
         Job(
-            Write(name, Box(tuple(offsets), tuple(lengths)), dtype_named(dtype), tuple(map(tuple, chunks))),
+            Write(name, Box(tuple(offsets), tuple(lengths)), find_dtype(dtype), tuple(map(tuple, chunks))),
             tuple(Place(*place) for place in places),
         )
         for name, offsets, lengths, dtype, chunks, places in msgpack.unpackb(data)
@@ -95,64 +104,74 @@ def write_all(
     source: Source,
     jobs: Sequence[Job],
     quantizer: Quantizer,
-    roads: Mapping[int, Road],
+    transports: Mapping[int, Transport],
     known: Sequence[Sequence[Any]],
     check: Callable[[], None],
-    making: Making = IN_HOST_MEMORY,
-    wrote: Callable[[int], None] = lambda nbytes: None,
-) -> tuple[list[int], bytes]:
-    """Digests of the jobs' chunks, and what became of each of their places, in order.
+    chunk_format: ChunkFormat = HOST_FORMAT,
+    on_written: Callable[[int], None] = lambda nbytes: None,
+) -> Outcome:
+    """Run a sender's jobs, and finish all transports.
 
-    ``known``: for each place ``(digest in the arena, digest in what is served)``, None where unknown. ``check`` is
-    called now and then, and raises where the push is over; ``wrote`` with the bytes of each job that is done.
+    Args:
+        source: The sender's tensors.
+        jobs: The writes, in order.
+        quantizer: Quantizes the tensors that engines request quantized.
+        transports: The transport to each target.
+        known: For each place, the digests that the arena and the served version have there (None where unknown).
+        check: Called now and then; raises when the push is over.
+        chunk_format: Where and how chunks are made.
+        on_written: Called with the bytes of each finished job.
     """
     digests: list[int] = []
-    became = bytearray()
-    writer = _Writer(roads, max((job.write.nbytes for job in jobs), default=0), quantizer, making)
+    fates = bytearray()
+    writer = _Writer(transports, max((job.write.nbytes for job in jobs), default=0), quantizer, chunk_format)
     at = 0
     try:
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="bcp-push-write") as threads:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-push-write") as threads:
             for batch in _batches(jobs):
                 check()
                 writes = [job.write for job in batch]
                 fetches = quantizer.fetches(writes)
                 fetched = source.fetch([(fetch.name, fetch.box) for fetch in fetches])
-                settle(fetched)  # other threads copy from streams of their own
-                tensors = quantizer.ready(writes, fetches, fetched, threads)
+                synchronize(fetched)  # the threads below copy on streams of their own
+                tensors = quantizer.elements(writes, fetches, fetched, threads)
                 held = []
                 for job in batch:
                     held.append(known[at : at + len(job.places)])
                     at += len(job.places)
-                for job, (digest, kinds) in zip(batch, threads.map(writer.write, batch, tensors, held), strict=True):
+                results = threads.map(writer.write, batch, tensors, held)
+                for job, (digest, kinds) in zip(batch, results, strict=True):
                     digests.append(digest)
-                    became += kinds
-                    wrote(job.nbytes)
+                    fates += kinds
+                    on_written(job.nbytes)
     except BaseException:
-        writer.raise_failure()  # other threads were only interrupted; all have ended
+        writer.raise_failure()  # the other threads were only interrupted; all have ended
         raise
-    for road in roads.values():
-        road.finish()
-    return digests, bytes(became)
+    for transport in dict.fromkeys(transports.values()):
+        transport.finish()
+    return Outcome(digests, bytes(fates))
 
 
 class _Writer:
-    """Does one job at a time in each thread. The first that fails interrupts the others, which may be waiting for what
-    will not come any more."""
+    """Runs one job at a time in each thread. The first failure interrupts the other threads, which may be waiting."""
 
-    def __init__(self, roads: Mapping[int, Road], longest: int, quantizer: Quantizer, making: Making) -> None:
-        self._roads, self._longest, self._quantizer, self._making = roads, longest, quantizer, making
-        self._own = threading.local()
+    def __init__(
+        self, transports: Mapping[int, Transport], longest: int, quantizer: Quantizer, chunk_format: ChunkFormat
+    ) -> None:
+        self._transports, self._longest, self._quantizer = transports, longest, quantizer
+        self._format = chunk_format
+        self._local = threading.local()
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
 
     def raise_failure(self) -> None:
-        """The first one, once."""
+        """Raise the first failure, once."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
                 raise failure from failure.__cause__
         finally:
-            del failure  # it has this frame, which must not have it: nobody would give up what the writer holds
+            del failure  # breaks the reference cycle with this frame, which would keep the writer's memory
 
     def write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
         try:
@@ -160,31 +179,34 @@ class _Writer:
         except BaseException as error:
             with self._failing:
                 self._failure = self._failure or error
-            for road in self._roads.values():
-                road.interrupt()
+            for transport in self._transports.values():
+                transport.interrupt()
             raise
 
     def _write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
-        data = self._cast(tensor, job.write)
-        digest = self._making.digest(data)
-        became = bytearray()
+        data = self._make(tensor, job.write)
+        digest = self._format.digest(data)
+        fates = bytearray()
+        places: dict[Transport, list[Place]] = {}
         for place, (in_arena, in_served) in zip(job.places, known, strict=True):
             if in_arena == digest:
-                became.append(KEPT)
+                fates.append(KEPT)
             elif in_served == digest:
-                became.append(UNCHANGED)
+                fates.append(UNCHANGED)
             else:
-                self._roads[place.target].write(place, data, digest)
-                became.append(SENT)
-        return digest, bytes(became)
+                fates.append(SENT)
+                places.setdefault(self._transports[place.target], []).append(place)
+        for transport, of_transport in places.items():
+            transport.write(of_transport, data, digest)
+        return digest, bytes(fates)
 
-    def _cast(self, tensor: torch.Tensor, write: Write) -> torch.Tensor:
-        as_it_is = self._quantizer.as_they_are(tensor, write, self._making.device)
-        if as_it_is is not None:
-            return as_it_is
-        if not hasattr(self._own, "scratch"):
-            self._own.scratch = torch.empty(self._longest, dtype=torch.uint8, device=self._making.device)
-        out: torch.Tensor = self._own.scratch[: write.nbytes]
+    def _make(self, tensor: torch.Tensor, write: Write) -> torch.Tensor:
+        unchanged = self._quantizer.unchanged_bytes(tensor, write, self._format.device)
+        if unchanged is not None:
+            return unchanged
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = torch.empty(self._longest, dtype=torch.uint8, device=self._format.device)
+        out: torch.Tensor = self._local.scratch[: write.nbytes]
         self._quantizer.fill(out.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
         return out
 
@@ -193,7 +215,7 @@ def _batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:
     batch: list[Job] = []
     nbytes = 0
     for job in jobs:
-        if batch and nbytes + job.write.nbytes > _BATCH:
+        if batch and nbytes + job.write.nbytes > _BATCH_BYTES:
             yield batch
             batch, nbytes = [], 0
         batch.append(job)

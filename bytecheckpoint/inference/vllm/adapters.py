@@ -1,8 +1,8 @@
-"""LoRA adapters of vLLM's workers that are pushed, not read from files. Needs vLLM.
+"""Serve pushed LoRA adapters in vLLM's workers. Needs vLLM.
 
-vLLM knows an adapter by a number that whoever asks gives it, and reads it from a path when it has it not: at the first
-request, after its cache of adapters dropped it, and after a change of the base model. Of a name that was pushed, what
-was pushed is put in each time instead.
+Each request for an adapter assigns it a number. vLLM reads the adapter from a path at the first request, after it was
+evicted from the adapter cache, and after a change of the base model. For the name of a pushed adapter, this module
+provides the pushed tensors instead.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from ..errors import StateError
-from .push.adapter_model import Adapter, AdapterReceivers, Piece, Site
+from ...errors import StateError
+from ..push.lora.model import Adapter, AdapterReceivers, LoraFactor, LoraLayer
 
 __all__ = ["VllmAdapters", "adapters_of", "receivers_of"]
 
-_UNKNOWN = Site(None, None)
+_UNKNOWN = LoraLayer(None, None)
 
 
 class VllmAdapters:
-    """An ``AdapterHost``: the adapters of one worker. ``manager`` is vLLM's, which puts them into slots."""
+    """An ``AdapterHost`` for one worker. ``manager`` is vLLM's, which assigns adapters to slots."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -45,46 +45,46 @@ class VllmAdapters:
         self._mapper = None if mapper is None else mapper.get_rename_mapper()
         self._skipped = getattr(manager.model, "lora_skip_prefixes", None)
         self._pushed: dict[str, Adapter] = {}
-        self._names: dict[int, str] = {}  # of numbers, as they were last asked for
-        self._own: dict[int, Any] = {}  # what vLLM had before anything was pushed
+        self._names: dict[int, str] = {}  # by number, from the latest request
+        self._own: dict[int, Any] = {}  # by number: vLLM's adapter before the first push
         self.receivers = AdapterReceivers(self)
 
     def check(self, config: Mapping[str, Any]) -> None:
         PEFTHelper.from_dict(dict(config)).validate_legal(self._manager.lora_config)
 
-    def sites(self) -> Mapping[str, Site]:
-        return self._sites
+    def layers(self) -> Mapping[str, LoraLayer]:
+        return self._layers
 
     @functools.cached_property
-    def _sites(self) -> dict[str, Site]:
-        found: dict[str, Site] = {}
+    def _layers(self) -> dict[str, LoraLayer]:
+        found: dict[str, LoraLayer] = {}
         for name, module in self._manager.modules.items():
             parts = self._manager.packed_modules.get(name)
             if isinstance(module, ClassificationHeadWithLoRA):
                 continue
             if isinstance(module, FusedMoEWithLoRA):
-                # As one tensor of all experts, or as many of one each.
+                # Either one tensor for all experts or one tensor for each.
                 found |= dict.fromkeys([name, f"{name}.base_layer", *(parts or ())], _UNKNOWN)
                 found |= zip(parts or (), _expert_sizes(module, len(parts or ())))
             elif parts is None:
-                found[name] = Site(*_sizes(module))
+                found[name] = LoraLayer(*_sizes(module))
             else:
                 found |= zip(parts, _packed_sizes(module, len(parts)))
         return found
 
-    def piece_of(self, name: str) -> Piece | None:
+    def factor_of(self, name: str) -> LoraFactor | None:
         if is_base_embedding_weights(name):
             return None
         if self._skipped and LoRAModel._should_skip_module(name, self._skipped):
             return None
-        return Piece(*parse_fine_tuned_lora_name(name, self._mapper))
+        return LoraFactor(*parse_fine_tuned_lora_name(name, self._mapper))
 
     def is_elsewhere(self, module: str) -> bool:
         return f"{module}.".startswith(self._of_other_stages)
 
     @functools.cached_property
     def _of_other_stages(self) -> tuple[str, ...]:
-        """What begins so is of another pipeline stage."""
+        """Prefixes of the modules of other pipeline stages."""
         named = self._manager.model.named_modules(remove_duplicate=False)
         return tuple(f"{name}." for name, module in named if isinstance(module, PPMissingLayer))
 
@@ -97,7 +97,7 @@ class VllmAdapters:
             for number in self._numbers(name):
                 self._put_back(number)
             return
-        self._made(1, adapter)  # what vLLM does not take is found now, and not when somebody asks for it
+        self._made(1, adapter)  # fails now, not at the first request, if vLLM rejects the adapter
         self._pushed[name] = adapter
         for number in self._numbers(name):
             model = self._manager.get_adapter(number)
@@ -107,7 +107,7 @@ class VllmAdapters:
                 self._put_in(self._made(number, adapter))
 
     def add(self, request: Any, vllm_add: Callable[[Any], bool]) -> bool:
-        """What vLLM does when an adapter is asked for."""
+        """Serve a request for an adapter: a pushed one, or what ``vllm_add`` loads."""
         self._names[request.lora_int_id] = request.lora_name
         adapter = self._pushed.get(request.lora_name)
         if adapter is None:
@@ -123,7 +123,7 @@ class VllmAdapters:
         return [number for number, known in self._names.items() if known == name]
 
     def _made(self, number: int, adapter: Adapter) -> Any:
-        # vLLM scales tensors where they lie.
+        # vLLM scales tensors in place.
         tensors = {name: tensor.clone() for name, tensor in adapter.tensors.items()}
         model = LoRAModel.from_lora_tensors(
             number,
@@ -141,7 +141,7 @@ class VllmAdapters:
         return model
 
     def _put_in(self, model: Any) -> None:
-        """As vLLM loads an adapter in place: it is in a slot, and nowhere as it was."""
+        """Replace the adapter in its slot and in vLLM's cache."""
         manager = self._manager
         pinned = model.id in manager._registered_adapters.pinned_items
         manager.remove_adapter(model.id)
@@ -149,7 +149,7 @@ class VllmAdapters:
             manager.remove_oldest_adapter()
         if model.loras:
             manager.add_adapter(model)
-        else:  # all of it is on other pipeline stages; vLLM looks at the first of its layers
+        else:  # all layers are on other pipeline stages; vLLM would access the first one
             manager._registered_adapters[model.id] = model
         manager.activate_adapter(model.id)
         if pinned:
@@ -164,7 +164,7 @@ class VllmAdapters:
 
 
 def adapters_of(manager: Any) -> VllmAdapters:
-    """The one of vLLM's manager of adapters, for as long as that lives."""
+    """The adapters of vLLM's adapter manager, created on first use."""
     if not hasattr(manager, "bcp_adapters"):
         manager.bcp_adapters = VllmAdapters(manager)
     found: VllmAdapters = manager.bcp_adapters
@@ -172,7 +172,7 @@ def adapters_of(manager: Any) -> VllmAdapters:
 
 
 def receivers_of(model: Any) -> AdapterReceivers:
-    """Of a worker. Raises ``StateError`` for an engine without LoRA."""
+    """The adapter receivers of a worker's model. Raises ``StateError`` for an engine without LoRA."""
     manager = getattr(model, "lora_manager", None)
     if manager is None:
         raise StateError("this engine was not started with LoRA; start it with --enable-lora and a --max-lora-rank")
@@ -180,7 +180,7 @@ def receivers_of(model: Any) -> AdapterReceivers:
 
 
 def _source(model: Any) -> Adapter | None:
-    """What a model of vLLM was made from; None where vLLM read it."""
+    """The pushed adapter that a vLLM LoRA model was made from; None if vLLM read it from files."""
     return getattr(model, "bcp_source", None)
 
 
@@ -195,32 +195,32 @@ def _sizes(module: BaseLayerWithLoRA) -> tuple[int | None, int | None]:
     return getattr(layer, "input_size", None), getattr(layer, "output_size", None)
 
 
-def _packed_sizes(module: BaseLayerWithLoRA, count: int) -> Iterator[Site]:
+def _packed_sizes(module: BaseLayerWithLoRA, count: int) -> Iterator[LoraLayer]:
     layer = module.base_layer
     sizes = _qkv_sizes(layer) if isinstance(layer, QKVParallelLinear) else getattr(layer, "output_sizes", [])
     for number in range(count):
-        # Otherwise one of the parts is of several slices, and vLLM finds out by its rows.
-        yield Site(layer.input_size, sizes[number]) if len(sizes) == count else _UNKNOWN
+        # Otherwise a part has several slices, whose sizes vLLM derives from its rows.
+        yield LoraLayer(layer.input_size, sizes[number]) if len(sizes) == count else _UNKNOWN
 
 
-def _expert_sizes(module: FusedMoEWithLoRA, count: int) -> Iterator[Site]:
-    """As vLLM names them: of each expert the gate, what leads back, and, where there is a gate, what it is for."""
+def _expert_sizes(module: FusedMoEWithLoRA, count: int) -> Iterator[LoraLayer]:
+    """Sizes in vLLM's order: for each expert the gate, down and, if the experts are gated, up projection."""
     inner = module.intermediate_size_per_partition * module.tp_size
-    kinds = [Site(module.hidden_size, inner, False), Site(inner, module.hidden_size, False)]
+    kinds = [LoraLayer(module.hidden_size, inner, False), LoraLayer(inner, module.hidden_size, False)]
     kinds += kinds[:1] * (module._w13_slices - 1)
     for number in range(count):
-        # Otherwise they are those of all experts in one.
+        # Otherwise one tensor contains all experts.
         yield kinds[number % len(kinds)] if count == len(kinds) * module.global_num_experts else _UNKNOWN
 
 
 def _qkv_sizes(layer: QKVParallelLinear) -> list[int]:
-    """Of the whole layer: its own sizes count heads that are there on several workers as often."""
+    """Sizes of the unsharded layer; the layer's own sizes count replicated heads several times."""
     heads = layer.total_num_kv_heads
     return [layer.total_num_heads * layer.head_size, heads * layer.head_size, heads * layer.v_head_size]
 
 
 def _watch() -> None:
-    """Have vLLM ask for each adapter here first."""
+    """Let pushed adapters take precedence over files in vLLM's manager."""
     vllm_add = LRUCacheWorkerLoRAManager.add_adapter
 
     @functools.wraps(vllm_add)
@@ -230,5 +230,5 @@ def _watch() -> None:
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter
 
 
-# When this is imported, as the numbers that vLLM has for names are heard of only when adapters are asked for.
+# On import: only requests contain the numbers that vLLM assigns to adapter names.
 _watch()

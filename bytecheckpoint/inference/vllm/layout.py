@@ -1,7 +1,7 @@
-"""The target layout of any rank of a vLLM engine, worked out in one process: no weights, no peers, no accelerator.
+"""Compute the target layout of any rank of a vLLM engine in one process, without weights, peers or an accelerator.
 
-vLLM builds the model as that rank would, with stand-ins for its process groups and parameters that have no memory, and
-its own loader takes recorded tensors. Not for a process in which an engine runs.
+vLLM builds the model for that rank, with stand-ins for process groups and kernels and with parameters on the meta
+device. Its own loader then loads recorded tensors. This must not run in a process in which an engine runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,17 +25,21 @@ from torch.utils._device import _device_constructors
 from vllm import envs
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+from vllm.model_executor.layers.fused_moe.oracle import fp8 as fp8_experts
+from vllm.model_executor.layers.fused_moe.oracle import int8 as int8_experts
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import utils as models_utils
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..errors import FormatError, StateError, UnsupportedVersionError
-from .hub_names import hub_tensors
-from .hub_shapes import StoredTensor, hub_shapes
-from .recording import Recorder
-from .strided import StridedView
-from .target_layout import LAYOUT_VERSION, TargetLayout
+from ...errors import FormatError, StateError, UnsupportedVersionError, UsageError
+from ..layouts.hub_names import hub_tensors
+from ..layouts.hub_shapes import StoredTensor, hub_shapes
+from ..layouts.recording import Recorder
+from ..layouts.strided import StridedView
+from ..layouts.target import LAYOUT_VERSION, TargetLayout
 
 __all__ = ["EngineRank", "engine_model", "layout_of"]
 
@@ -43,8 +48,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineRank:
-    """One rank of an engine: of ``tp * pp`` ranks, those of one pipeline stage are neighbours. With ``ep`` each rank of
-    a stage has whole experts. ``dtype`` is vLLM's ``--dtype``."""
+    """One rank of an engine with ``tp * pp`` ranks, in which the ranks of a pipeline stage are consecutive.
+
+    With ``ep``, each expert is complete on one rank of a stage. ``dtype`` is vLLM's ``--dtype``.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -54,7 +61,7 @@ class EngineRank:
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.pp < 1 or not 0 <= self.rank < self.tp * self.pp:
-            raise StateError(f"there is no rank {self.rank} in an engine of tp={self.tp} and pp={self.pp}")
+            raise UsageError(f"there is no rank {self.rank} in an engine of tp={self.tp} and pp={self.pp}")
 
 
 def layout_of(
@@ -64,18 +71,20 @@ def layout_of(
     stored: Sequence[StoredTensor] | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> TargetLayout:
-    """The layout of rank ``at`` for the model whose configuration lies in the directory ``model``.
+    """The layout of rank ``at`` for the model whose configuration is in the directory ``model``.
 
-    ``stored``: name, shape and type of each stored tensor, where they are not those that the model's files have on the
-    hub; those that transformers has in memory are as good. ``cache``: a directory; what was worked out is kept there
-    under a digest of all that it depends on. Raises ``StateError`` where the configuration cannot be read or no table
-    of tensors is known; what vLLM raises of a model or engine that it does not support, it raises here.
+    ``stored`` lists name, shape and dtype of each stored tensor if they differ from the model's files on the hub, such
+    as a state in transformers' in-memory form. ``cache`` is a directory in which layouts are stored under a digest of
+    everything that they depend on. The result does not depend on the kernels that this machine supports.
+
+    Raises ``StateError`` if the configuration cannot be read or the stored tensors cannot be derived from it. Errors
+    of vLLM for a model or engine that it does not support pass through.
     """
     tensors = hub_shapes(_configuration(model)) if stored is None else list(stored)
-    config = _engine_config(model, at)  # first: vLLM settles some of its environment variables here
-    path = None if cache is None else Path(cache) / f"{_key(model, at, tensors)}.layout"
+    config = _engine_config(model, at)  # before the cache key: this sets some of vLLM's environment variables
+    path = None if cache is None else Path(cache) / f"{_cache_key(model, at, tensors)}.layout"
     if path is not None:
-        found = _cached(path)
+        found = _read_cache(path)
         if found is not None:
             return found
     with _built(config, at, real=False) as built:
@@ -86,14 +95,16 @@ def layout_of(
         built.load_weights(recorded.items())  # type: ignore[operator]
         layout = TargetLayout.from_recording(recorder, tensors, built)
     if path is not None:
-        _keep(path, layout)
+        _write_cache(path, layout)
     return layout
 
 
 @contextmanager
 def engine_model(model: str | os.PathLike[str], at: EngineRank, *, real: bool = False) -> Iterator[nn.Module]:
-    """The model as rank ``at`` of an engine builds it; what it asks about its peers is answered inside. Its parameters
-    have no memory unless they are to be ``real``."""
+    """Build the model of rank ``at``. Inside the context, stand-ins answer the model's queries about its peers.
+
+    Parameters are on the meta device unless ``real``.
+    """
     with _built(_engine_config(model, at), at, real=real) as built:
         yield built
 
@@ -102,11 +113,12 @@ def engine_model(model: str | os.PathLike[str], at: EngineRank, *, real: bool = 
 def _built(config: Any, at: EngineRank, *, real: bool) -> Iterator[nn.Module]:
     with ExitStack() as stack:
         stack.enter_context(_stand_ins(at, config.model_config.is_moe))
-        stack.enter_context(_no_memory_of_others())
+        stack.enter_context(_own_missing_layer_names())
+        stack.enter_context(_kernel_stand_ins())
         stack.enter_context(set_current_vllm_config(config))
         with set_default_torch_dtype(config.model_config.dtype), ExitStack() as building:
             if not real:
-                building.enter_context(_NoMemory())
+                building.enter_context(_MetaParameters())
             built = initialize_model(vllm_config=config)
         yield built
 
@@ -118,15 +130,15 @@ def _engine_config(model: str | os.PathLike[str], at: EngineRank) -> Any:
             tensor_parallel_size=at.tp,
             pipeline_parallel_size=at.pp,
             enable_expert_parallel=at.ep,
-            distributed_executor_backend="mp",  # else vLLM looks for as many accelerators
+            distributed_executor_backend="mp",  # otherwise vLLM requires that many accelerators
         ),
         load_config=LoadConfig(load_format="dummy"),
         device_config=DeviceConfig("cpu"),
     )
 
 
-class _NoMemory(TorchFunctionMode):
-    """New tensors of fractions have no memory unless they are computed; whole numbers (maps of experts) are real."""
+class _MetaParameters(TorchFunctionMode):
+    """Put new floating-point tensors on the meta device. Integer tensors (expert maps) are real."""
 
     _filled = frozenset(
         {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.empty_strided}
@@ -139,8 +151,8 @@ class _NoMemory(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in self._filled:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            whole = func is torch.full and kwargs.get("dtype") is None and not isinstance(args[-1], float)
-            if dtype.is_floating_point and not whole:
+            is_integer = func is torch.full and kwargs.get("dtype") is None and not isinstance(args[-1], float)
+            if dtype.is_floating_point and not is_integer:
                 kwargs["device"] = "meta"
         elif func in self._all:
             kwargs.setdefault("device", "cpu")
@@ -148,8 +160,8 @@ class _NoMemory(TorchFunctionMode):
 
 
 @contextmanager
-def _no_memory_of_others() -> Iterator[None]:
-    """vLLM keeps which layers a model leaves to other stages under the model's id, and an id is soon given again."""
+def _own_missing_layer_names() -> Iterator[None]:
+    """Isolate vLLM's table of layers on other pipeline stages: its keys are ids of models, which Python reuses."""
     known: dict[int, Any] = getattr(models_utils, "_model_to_pp_missing_layer_names", {})
     before = dict(known)
     known.clear()
@@ -160,8 +172,8 @@ def _no_memory_of_others() -> Iterator[None]:
         known.update(before)
 
 
-class _Members:
-    """Of a process group, what models ask without communicating."""
+class _StandInGroup:
+    """The queries of a process group that need no communication."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self._ranks, self._rank = list(ranks), rank
@@ -174,9 +186,9 @@ class _Members:
 
 
 def _stand_in(name: str, ranks: Sequence[int], rank: int) -> Any:
-    """A group of which this process is one member and that has no others."""
+    """A vLLM group coordinator for ``rank`` that has no peers."""
     group = parallel_state.GroupCoordinator.__new__(parallel_state.GroupCoordinator)
-    members = _Members(ranks, rank)
+    members = _StandInGroup(ranks, rank)
     group.unique_name = f"{name}:stand-in"
     group.rank, group.ranks, group.group_ranks = rank, list(ranks), [list(ranks)]
     group.world_size, group.rank_in_group = members.size(), members.rank()
@@ -190,26 +202,66 @@ def _stand_in(name: str, ranks: Sequence[int], rank: int) -> Any:
 
 @contextmanager
 def _stand_ins(at: EngineRank, has_experts: bool) -> Iterator[None]:
-    """vLLM's groups, as its own start would make them for this rank."""
+    """Replace vLLM's groups with stand-ins for those that an engine would create for this rank."""
     if parallel_state.model_parallel_is_initialized():
-        raise StateError("an engine runs in this process; layouts are worked out in another one")
+        raise StateError("an engine runs in this process; compute layouts in another process")
     everyone, stage = range(at.tp * at.pp), at.rank // at.tp
     tensor, alone = range(stage * at.tp, (stage + 1) * at.tp), range(at.rank, at.rank + 1)
     members = {"_WORLD": everyone, "_TP": tensor, "_ETP": tensor, "_PP": everyone[at.rank % at.tp :: at.tp]}
     members |= {"_DP": alone, "_DCP": alone, "_PCP": alone} | ({"_EP": tensor} if has_experts else {})
-    before = {name: getattr(parallel_state, name) for name in (*members, "_NODE_COUNT")}
+    groups = {name: _stand_in(name, ranks, at.rank) for name, ranks in members.items()}
+    with _replaced(parallel_state, _NODE_COUNT=1, **groups):
+        yield
+
+
+class _LinearStandIn:
+    """The kernel of an 8-bit linear layer in a model that only loads weights; nothing calls it."""
+
+    def __init__(self, config: Any, layer_param_names: Sequence[str] = ()) -> None:
+        self.config, self.layer_param_names = config, layer_param_names
+
+
+class _ExpertsStandIn(FusedMoEExperts):  # type: ignore[misc]
+    """The kernel of 8-bit experts in a model that only loads weights; never instantiated."""
+
+    @staticmethod
+    def is_supported_config(*_: Any) -> tuple[bool, str | None]:
+        return True, None
+
+    @staticmethod
+    def is_monolithic() -> bool:
+        return False
+
+
+@contextmanager
+def _kernel_stand_ins() -> Iterator[None]:
+    """Build 8-bit layers without the kernels of this machine.
+
+    vLLM chooses a kernel when it builds a layer and fails if this machine's processor supports none, although the
+    layer's parameters do not depend on the kernel before ``process_weights_after_loading``.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(linear_kernels, choose_scaled_mm_linear_kernel=lambda *_, **__: _LinearStandIn))
+        for module in (fp8_experts, int8_experts):
+            stack.enter_context(_replaced(module, backend_to_kernel_cls=lambda _: [_ExpertsStandIn]))
+        yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, **attributes: Any) -> Iterator[None]:
+    """Replace attributes of a module of vLLM, and restore them on exit."""
+    before = {name: getattr(module, name) for name in attributes}
     try:
-        for name, ranks in members.items():
-            setattr(parallel_state, name, _stand_in(name, ranks, at.rank))
-        parallel_state._NODE_COUNT = 1
+        for name, value in attributes.items():
+            setattr(module, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(parallel_state, name, value)
+            setattr(module, name, value)
 
 
 def _no_values(name: str, view: StridedView) -> torch.Tensor:
-    # The loader goes on with these; what it computes from them is lost with the model, that it did so is noted.
+    # The loader continues with zeros. The recorder notes which values it read; the result is discarded.
     return torch.zeros(view.shape)
 
 
@@ -218,37 +270,37 @@ def _configuration(model: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise StateError(f"{path} cannot be read as a model's configuration: {error}") from None
+        raise StateError(f"{path} cannot be read as a model configuration: {error}") from None
     if not isinstance(found, dict):
-        raise StateError(f"{path} is no model's configuration")
+        raise StateError(f"{path} is not a model configuration: it contains no mapping")
     return found
 
 
-def _key(model: str | os.PathLike[str], at: EngineRank, tensors: Sequence[StoredTensor]) -> str:
-    said = hashlib.sha256()
+def _cache_key(model: str | os.PathLike[str], at: EngineRank, tensors: Sequence[StoredTensor]) -> str:
+    digest = hashlib.sha256()
     for path in sorted({*Path(model).glob("*config*.json"), *Path(model).glob("*.py")}):
-        said.update(repr((path.name, path.read_bytes())).encode())
-    said.update(repr([(name, tuple(shape), str(dtype)) for name, shape, dtype in tensors]).encode())
+        digest.update(repr((path.name, path.read_bytes())).encode())
+    digest.update(repr([(name, tuple(shape), str(dtype)) for name, shape, dtype in tensors]).encode())
     facts = [LAYOUT_VERSION, vllm.__version__, torch.__version__, str(current_platform.device_type), asdict(at)]
-    said.update(json.dumps([*facts, envs.compile_factors()], sort_keys=True, default=str).encode())
-    return said.hexdigest()
+    digest.update(json.dumps([*facts, envs.compile_factors()], sort_keys=True, default=str).encode())
+    return digest.hexdigest()
 
 
-def _keep(path: Path, layout: TargetLayout) -> None:
-    attempt = path.with_suffix(f".{os.getpid()}")
+def _write_cache(path: Path, layout: TargetLayout) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        attempt.write_bytes(layout.pack())
-        attempt.replace(path)
+        temporary.write_bytes(layout.pack())
+        temporary.replace(path)
     except OSError as error:
-        _log.warning("a layout could not be kept for the next time: %s", error)
+        _log.warning("a layout could not be written to the cache: %s", error)
 
 
-def _cached(path: Path) -> TargetLayout | None:
+def _read_cache(path: Path) -> TargetLayout | None:
     try:
         return TargetLayout.unpack(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, FormatError, UnsupportedVersionError) as error:
-        _log.warning("a cached layout is not used and made anew: %s: %s", path, error)
+        _log.warning("a cached layout is unreadable and will be computed again: %s: %s", path, error)
         return None

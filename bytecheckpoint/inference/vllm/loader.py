@@ -1,4 +1,4 @@
-"""``--load-format bcp``: vLLM starts from a checkpoint of any training layout, each rank reading only what it holds.
+"""Load a checkpoint of any training layout when vLLM starts (``--load-format bcp``).
 
 ``register`` is an entry point of ``vllm.general_plugins``, which vLLM calls in each of its processes. Nothing here is
 imported without vLLM.
@@ -16,67 +16,71 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from ..checkpoint import Checkpoint
-from ..checkpointer import DEADLINE_S, default_checkpointer
-from ..engine.writing.commit import ATTEMPT_MARK
-from ..errors import MismatchError, StateError
-from . import vllm_transfer
-from .coverage import OwnWrites, uncovered
-from .delivery import Delivered, StoredWeights
-from .hub_names import hub_tensors
-from .recording import Copy
+from ...checkpoint.attempts import ATTEMPT_PREFIX
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpointer import default_checkpointer
+from ...errors import MismatchError, UsageError
+from ...runtime.limits import DEFAULT_DEADLINE_S
+from ..delivery import DeliveryReport, StoredWeights
+from ..layouts.coverage import UnrecordedWrites, uncovered
+from ..layouts.hub_names import hub_tensors
+from ..layouts.recording import Copy
+from . import transfer
 
 __all__ = ["BcpModelLoader", "register"]
 
 _LOAD_FORMAT = "bcp"
 _OPTIONS = frozenset({"path", "section", "verify", "share_reads", "deadline_s", "storage_options"})
 
-# vLLM shows what its own loggers say.
+# vLLM shows only the messages of its own loggers.
 _log = init_logger(f"vllm.{__name__}")
 
 
 def register() -> None:
-    """Make the load format, and the backend of weight transfers, known to vLLM. May be called again."""
+    """Register the load format and the weight transfer backend with vLLM. Repeated calls have no effect."""
     register_model_loader(_LOAD_FORMAT)(BcpModelLoader)
-    vllm_transfer.register()
+    transfer.register()
 
 
 class BcpModelLoader(BaseModelLoader):
-    """Of ``--model-loader-extra-config``: ``path``, of the checkpoint or a folder of safetensors files, where
-    ``--model`` names only a configuration; ``section`` (default "model"), and as of ``bytecheckpoint.load`` ``verify``,
-    ``share_reads``, ``deadline_s``, ``storage_options``."""
+    """The loader of the format ``bcp``.
+
+    ``--model-loader-extra-config`` may contain ``path``, a checkpoint or a directory of safetensors files, if
+    ``--model`` contains only a configuration; ``section`` (default "model"); and ``verify``, ``share_reads``,
+    ``deadline_s`` and ``storage_options`` as for ``bytecheckpoint.load``.
+    """
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         options = dict(load_config.model_loader_extra_config or {})
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
-            raise StateError(
+            raise UsageError(
                 f"load format {_LOAD_FORMAT} takes {', '.join(sorted(_OPTIONS))} as extra configuration, not "
                 f"{', '.join(map(str, unknown))}"
             )
         self._options = options
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """There is nothing to fetch beforehand."""
+        """Does nothing; weights are read when they are loaded."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Fill ``model``. Raises ``MismatchError`` naming parameters of which elements would get nothing."""
-        op = default_checkpointer().operation("load", float(self._options.get("deadline_s", DEADLINE_S)))
+        """Fill ``model``. Raises ``MismatchError`` that names the parameters with missing elements."""
+        op = default_checkpointer().operation("load", float(self._options.get("deadline_s", DEFAULT_DEADLINE_S)))
         try:
             with op.phase("open"):
                 checkpoint = self._open(model_config)
-                op.is_about(f"load of {checkpoint.url}")
+                op.set_description(f"load of {checkpoint.url}")
                 weights = StoredWeights(checkpoint, self._options.get("section", "model"))
             op.agree("agree", _facts(checkpoint))
             with op.phase("describe"):
                 tensors = hub_tensors(model_config.hf_config, dict(weights.tensors()))
-                with OwnWrites() as own:
+                with UnrecordedWrites() as own:
                     model.load_weights(tensors.items())  # type: ignore[operator]
-                if model_config.quantization is None:  # else, some are only computed later
+                if model_config.quantization is None:  # vLLM computes some parameters of quantized models later
                     _check_complete(model, weights.recorder.copies, own.targets)
             delivered = weights.deliver(op, self._options.get("share_reads", "auto"))
-            # No rank serves while another could not load.
+            # A rank must not serve if another one could not load.
             op.barrier("loaded")
         finally:
             op.close()
@@ -85,15 +89,15 @@ class BcpModelLoader(BaseModelLoader):
     def _open(self, model_config: ModelConfig) -> Checkpoint:
         path = str(self._options.get("path") or model_config.model)
         head, _, name = path.rstrip("/").rpartition("/")
-        if name.startswith(ATTEMPT_MARK):
-            path = head  # Checkpoint.model_directory, which holds the configuration of a model that was stored whole
+        if name.startswith(ATTEMPT_PREFIX):
+            path = head  # Checkpoint.model_directory, which also contains the model's configuration
         return default_checkpointer().open(
             path, verify=self._options.get("verify", True), storage_options=self._options.get("storage_options")
         )
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, str]:
-    """What tells whether all ranks see the same. Folders of others have no name for one state of theirs."""
+    """Facts that all ranks must agree on. Other systems' folders have no attempt name, so compare their tensors too."""
     table = xxhash.xxh3_128()
     for name, stored in checkpoint.items():
         table.update(f"{name} {stored.meta}\n".encode())
@@ -111,8 +115,8 @@ def _check_complete(model: nn.Module, copies: Sequence[Copy], own: Sequence[torc
         )
 
 
-def _summary(delivered: Delivered) -> str:
-    share = 100 * delivered.straight / max(delivered.wanted, 1)
-    text = f"{delivered.wanted:,} bytes into place, {share:.1f} % of them straight; {delivered.read:,} bytes read"
+def _summary(delivered: DeliveryReport) -> str:
+    share = 100 * delivered.direct / max(delivered.requested, 1)
+    text = f"{delivered.requested:,} bytes into place, {share:.1f} % of them straight; {delivered.read:,} bytes read"
     text += f", {delivered.received:,} from other ranks" if delivered.received else ""
     return text + (f"; values of {', '.join(delivered.seen)} were computed with" if delivered.seen else "")

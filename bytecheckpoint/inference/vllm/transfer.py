@@ -1,8 +1,7 @@
-"""The weight push as a backend of vLLM's own weight transfer: ``--weight-transfer-config '{"backend": "bcp"}'``. Needs
-vLLM.
+"""Receive weight pushes through vLLM's own weight transfer. Needs vLLM.
 
-A request comes with ``update_weights``; what it makes the worker do, and when, is the receiver's matter, the same as by
-the worker extension. So weights are put in when the sender says so and every byte has been proved, and not in between.
+Start vLLM with ``--weight-transfer-config '{"backend": "bcp"}'``. Each ``update_weights`` has one request, which the
+receiver handles as in the worker extension: weights change only when the sender requests it and every byte is verified.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from ..errors import EngineError
-from .push.native import post_answer
-from .vllm_worker import answer, receiver_of
+from ...errors import EngineError
+from ..push.engines.vllm import post_answer
+from .worker import answer, receiver_of
 
 __all__ = ["BcpInitInfo", "BcpTransferEngine", "BcpUpdateInfo", "register"]
 
@@ -30,19 +29,19 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make the backend known to vLLM. May be called again."""
+    """Register the backend with vLLM. Repeated calls have no effect."""
     if _BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(_BACKEND, __name__, BcpTransferEngine.__name__)
 
 
 @dataclass
 class BcpInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: each request says who asks, as several may."""
+    """Empty: each request identifies its sender, as there may be several."""
 
 
 @dataclass
 class BcpUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A request, where the sender takes answers, and the key that seals them."""
+    """A request, the addresses to which to send the response, and the key that authenticates it."""
 
     request: str
     hosts: list[str]
@@ -51,32 +50,35 @@ class BcpUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class BcpTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """One worker's."""
+    """The transfer engine of one worker."""
 
     init_info_cls = BcpInitInfo
     update_info_cls = BcpUpdateInfo
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: BcpInitInfo) -> None:
-        """Senders need not ask for it."""
+        """Does nothing; senders need not call it."""
 
     def start_weight_update(self) -> None:
-        """Nothing changes before a version has been proved."""
+        """Does nothing; weights change only after a version is verified."""
 
     def finish_weight_update(self) -> None:
-        """Everything has been done when ``update_weights`` returned."""
+        """Does nothing; ``update_weights`` returns when everything is done."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own ends by waiting for an accelerator, which there need not be.
+        # vLLM's own method synchronizes an accelerator, which may not exist.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: BcpUpdateInfo) -> None:
-        """Answer the sender. Where it has gone, there is nobody to tell: an exception here would leave the answers of
-        other workers unread, and vLLM would take them for those of its next request."""
-        said = answer(self.vllm_config, self.model, update_info.request)
+        """Answer the sender. An unreachable sender is only logged.
+
+        After an exception, vLLM would leave the responses of other workers unread and confuse them with those of its
+        next request.
+        """
+        response = answer(self.vllm_config, self.model, update_info.request)
         asker, parallel = update_info, self.parallel_config
         try:
-            post_answer(asker.hosts, asker.port, asker.key, parallel.rank, parallel.world_size, said)
+            post_answer(asker.hosts, asker.port, asker.key, parallel.rank, parallel.world_size, response)
         except EngineError as error:
             _log.warning("push: %s", error)
 

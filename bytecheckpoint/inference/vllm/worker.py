@@ -1,8 +1,8 @@
-"""The door of the weight push into vLLM's workers: ``--worker-extension-cls
-bytecheckpoint.inference.vllm_worker.WorkerExtension``. Needs vLLM.
+"""Receive weight pushes in vLLM's workers. Needs vLLM.
 
-Weights are put in by vLLM's own layerwise reload, so that whatever a layer makes of its weights (packing,
-quantisation) is made again, into the memory that captured graphs know.
+Start vLLM with ``--worker-extension-cls bytecheckpoint.inference.vllm.worker.WorkerExtension``. Weights are applied by
+vLLM's own layerwise reload, which repeats what a layer does with its weights (packing, quantization) and writes the
+result into the memory that captured graphs use.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from vllm.model_executor.models import utils as models_utils
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from ..errors import MismatchError, StateError
-from .hub_names import hub_tensors
-from .push.quantizing import grid_of, scale_name
-from .push.receiver import Receiver
-from .push.targets import aim_of, refusal
-from .vllm_adapters import receivers_of
+from ...errors import MismatchError, StateError
+from ..layouts.hub_names import hub_tensors, scale_name
+from ..push.engines.targets import split_target
+from ..push.quantization.blocks import grid_of
+from ..push.receiver import Receiver, refuse
+from .adapters import receivers_of
 
 __all__ = ["VllmModel", "WorkerExtension", "answer", "receiver_of"]
 
@@ -48,13 +48,15 @@ _log = logging.getLogger(__name__)
 
 
 class VllmModel:
-    """An ``EngineModel``: the model of one worker, and vLLM's ways of making and loading it."""
+    """An ``EngineModel`` for the model of one worker; builds and loads it with vLLM's own functions."""
 
     def __init__(self, vllm_config: Any, model: nn.Module, runner: Any = None) -> None:
         self._config, self._model, self._runner = vllm_config, model, runner
         self.quantized = vllm_config.model_config.quantization is not None
         self.blocks = _blocks(vllm_config.quant_config)
-        self._serves_own = self._served_own = True  # what the engine started with: now, before the last load
+        self._serves_own = self._served_own = (
+            True  # whether the engine serves the weights that it started with: now, and before the last load
+        )
         self._ties = _ties(model)
         self._on_hub: set[frozenset[str]] = set()
 
@@ -65,7 +67,7 @@ class VllmModel:
                 "this engine moves experts between its workers while it serves (--enable-eplb), and vLLM's loader puts "
                 "weights where they were when it started; start it without"
             )
-        # Layers enter themselves into lists of the configuration, and those of the model that serves must stay.
+        # Layers register themselves in the configuration; the registrations of the serving model must stay.
         config = copy.copy(self._config)
         config.compilation_config = copy.copy(self._config.compilation_config)
         config.compilation_config.static_forward_context = {}
@@ -79,20 +81,20 @@ class VllmModel:
             except (NotImplementedError, RuntimeError):
                 if device == "cpu":
                     raise
-                # Some models compute with what they make (expert maps): that takes memory, of the size of the weights.
+                # Some models compute with new tensors (expert maps), which needs as much memory as the weights.
                 _log.info("push: the model cannot be made without memory; made with", exc_info=True)
                 config.compilation_config.static_forward_context = {}
                 config.compilation_config.static_all_moe_layers = []
         raise AssertionError
 
     def _untie(self, made: nn.Module) -> None:
-        """Make of it what a reload's loader finds: tied parameters are apart, and none has memory."""
-        # vLLM keeps layers of which one will do for all models (rotary embeddings): those are in use.
+        """Bring the model into the state in which a reload loads it: untied parameters on the meta device."""
+        # vLLM shares some layers among models (rotary embeddings); those of the serving model are in use.
         serving = set(self._model.modules())
         for layer in made.modules():
             if layer not in serving:
                 restore_layer_on_meta(layer, get_layerwise_info(layer))
-                # What another model of this id, which is gone, left to other stages.
+                # Entries of a deleted model whose id Python has reused.
                 models_utils._model_to_pp_missing_layer_names.pop(id(layer), None)
 
     def run_loader(self, model: nn.Module, weights: Weights) -> None:
@@ -100,21 +102,23 @@ class VllmModel:
             model.load_weights(self._as_loaded(weights))  # type: ignore[operator]
 
     def _as_loaded(self, weights: Weights) -> Weights:
-        """As the loader knows them: under the hub's names, and tied ones too."""
+        """``weights`` as the loader expects them: under the hub's names, including tied ones."""
         tensors: Mapping[str, torch.Tensor] = dict(weights)
         names = frozenset(tensors)
         if names not in self._on_hub:
             converted = hub_tensors(self._config.model_config.hf_config, tensors)
             if converted is tensors:
-                self._on_hub.add(names)  # asking takes a model of transformers' own
+                self._on_hub.add(names)  # the check builds a transformers model
             tensors = converted
         if self.blocks is not None:
             tensors = _with_scales_shaped(tensors, self.blocks)
         return self._with_tied(iter(tensors.items()))
 
     def _with_tied(self, weights: Weights) -> Weights:
-        """A reload makes each tied layer anew from tensors of its own; where one is not among the weights, it is that
-        which it is tied to."""
+        """``weights`` and, for each tied name that is missing, the tensor that it is tied to.
+
+        A reload loads each tied layer separately.
+        """
         seen: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
             if name in self._ties or name in self._ties.values():
@@ -130,7 +134,7 @@ class VllmModel:
         self._reload(self._as_loaded(weights))
 
     def _reload(self, weights: Weights) -> None:
-        with set_current_vllm_config(self._config), torch.no_grad(), _kernels_made_anew(self._model):
+        with set_current_vllm_config(self._config), torch.no_grad(), _rebuilt_kernels(self._model):
             initialize_layerwise_reload(self._model)
             try:
                 self._model.load_weights(weights)  # type: ignore[operator]
@@ -143,7 +147,7 @@ class VllmModel:
                 getattr(self._runner, reset)()
 
     def _give_up(self) -> None:
-        """End a reload in the middle: layers that are not complete get back the tensors that they had."""
+        """Abort a reload: incomplete layers get their previous tensors back."""
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
@@ -162,9 +166,12 @@ class VllmModel:
 
 
 @contextmanager
-def _kernels_made_anew(model: nn.Module) -> Iterator[None]:
-    """On CPUs, experts are packed where their kernel is made, which a reload leaves out: it would leave them unpacked,
-    and the kernel would compute nonsense. Graphs are not captured there, so another kernel does no harm."""
+def _rebuilt_kernels(model: nn.Module) -> Iterator[None]:
+    """Make a reload on CPUs rebuild the kernels of experts.
+
+    There, vLLM packs experts when it builds their kernel. A reload keeps the kernel and would leave the experts
+    unpacked, so that the results would be wrong. A new kernel is safe, as CPUs capture no graphs.
+    """
     methods = {id(method): method for layer in model.modules() if (method := getattr(layer, "quant_method", None))}
     kept = [(method, method.moe_kernel) for method in methods.values() if getattr(method, "moe_kernel", None)]
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
@@ -189,7 +196,7 @@ def _check_replicas(vllm_config: Any) -> None:
 
 
 def _blocks(quantization: Any) -> tuple[int, int] | None:
-    """Of checkpoints that have ``weight_scale_inv`` for blocks of weights."""
+    """Rows and columns of a block if the model's checkpoints have ``weight_scale_inv``, else None."""
     if not isinstance(quantization, Fp8Config) or not quantization.weight_block_size:
         return None
     rows, columns = quantization.weight_block_size
@@ -197,14 +204,16 @@ def _blocks(quantization: Any) -> tuple[int, int] | None:
 
 
 def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Scales in the shape that they have on the hub. Raises ``MismatchError`` for those that are not of their weight's
-    blocks: vLLM's loader would repeat one row of them for all."""
+    """``tensors`` with scales in the shape that they have on the hub.
+
+    Raises ``MismatchError`` for scales that do not match their weight's blocks: vLLM's loader would broadcast them.
+    """
     found = dict(tensors)
     for name, tensor in tensors.items():
         scales = tensors.get(scale_name(name))
         if scales is None or tuple(scales.shape) == (grid := grid_of(tensor.shape, blocks)):
             continue
-        # Transformers leaves out dimensions of one block where it takes experts apart.
+        # Transformers drops dimensions of one block when it splits experts.
         if [size for size in scales.shape if size > 1] != [size for size in grid if size > 1]:
             raise MismatchError(
                 f"{name} of shape {list(tensor.shape)} has scales of shape {list(scales.shape)}, and its blocks of "
@@ -216,8 +225,11 @@ def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, 
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Further names of embeddings' and heads' parameters, and their first, as tensors are called: layers that can have
-    LoRA are in others. What else layers share, loaders know by its first name only."""
+    """Further names of the parameters of embeddings and heads, mapped to their first names.
+
+    Names are those of stored tensors, without the wrappers of LoRA layers. Loaders use other shared parameters by their
+    first name only.
+    """
     first: dict[int, str] = {}
     named = (
         (f"{prefix}.{name}".replace(".base_layer.", "."), one)
@@ -232,15 +244,15 @@ _receivers: WeakKeyDictionary[nn.Module, Receiver] = WeakKeyDictionary()
 
 
 def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Receiver:
-    """The one receiver of a worker's model, by whichever door it is reached."""
+    """The receiver of a worker's model, one for all ways to reach it."""
     if model not in _receivers:
         _receivers[model] = Receiver(VllmModel(vllm_config, model, runner))
     return _receivers[model]
 
 
 def answer(vllm_config: Any, model: nn.Module, text: str, runner: Any = None) -> str:
-    """The answer to a sender, of the worker's model or of what is served beside it. Never raises."""
-    target, request = aim_of(text)
+    """The response of the worker's model, draft model or adapter to a sender. Never raises."""
+    target, request = split_target(text)
     if target is None:
         return receiver_of(vllm_config, model, runner).answer(request)
     try:
@@ -250,7 +262,7 @@ def answer(vllm_config: Any, model: nn.Module, text: str, runner: Any = None) ->
         else:
             receiver = receivers_of(model).receiver(target)
     except StateError as error:
-        return refusal(error, request)
+        return refuse(error, request)
     return receiver.answer(request)
 
 
@@ -258,7 +270,7 @@ def _receiver_of_draft(vllm_config: Any, runner: Any) -> Receiver:
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise StateError("this engine has pipeline stages, of which the last alone has the draft model; not supported")
     drafter = getattr(runner, "drafter", None)
-    # Others share layers with the model that serves, which a reload would touch.
+    # Other draft models share layers with the serving model, which a reload would change.
     if not isinstance(drafter, DraftModelProposer):
         raise StateError(
             "this engine has no draft model that is one by itself and can be reached: start it with "
@@ -268,9 +280,9 @@ def _receiver_of_draft(vllm_config: Any, runner: Any) -> Receiver:
 
 
 class WorkerExtension:
-    """Becomes a base of vLLM's worker class, so its names must be none that vLLM uses."""
+    """A base class that vLLM adds to its worker class; its names must not clash with vLLM's."""
 
     def bcp_push(self, request: str) -> str:
-        """Answer a sender. Never raises: vLLM would take the other workers' answers for those of its next request."""
+        """Answer a sender. Never raises: vLLM would confuse the other workers' responses with later ones."""
         worker: Any = self
         return answer(worker.vllm_config, worker.model_runner.get_model(), request, worker.model_runner)

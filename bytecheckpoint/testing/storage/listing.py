@@ -1,4 +1,4 @@
-"""What is listed and deleted."""
+"""Tests of ``list``, ``list_children`` and ``delete``."""
 
 from __future__ import annotations
 

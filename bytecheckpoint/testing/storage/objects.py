@@ -1,4 +1,4 @@
-"""Objects that are put and got whole, and what they may be called."""
+"""Tests of ``put``, ``get``, ``stat`` and of keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOSTILE_KEYS = (
     "x" * 256,
     "/".join(["d"] * 600),
 )
-"""Names that a manifest may contain and that no operation may accept."""
+"""Keys that a hostile manifest may contain and that every operation must refuse."""
 
 _UNICODE_KEYS = (
     "größe/Ω",
@@ -78,8 +78,8 @@ class ObjectTests(StoreTests):
         assert [found.key for found in backend.list()] == ["object"]
 
     def test_version_changes(self, backend: StorageBackend) -> None:
-        if not self.tells_versions:
-            pytest.skip("this store tells no versions")
+        if not self.reports_versions:
+            pytest.skip("this store does not report versions")
         backend.put("object", b"one")
         first = backend.stat("object").version
         assert first == backend.stat("object").version
@@ -121,7 +121,7 @@ class ObjectTests(StoreTests):
         for operation in operations:
             with pytest.raises(StorageError) as caught:
                 operation()
-            # "Not found" would mean that it was looked for.
+            # "Not found" would mean that the store looked for it.
             assert not isinstance(caught.value, KeyNotFoundError)
         assert [*backend.list()] == []
 
@@ -154,13 +154,13 @@ class ObjectTests(StoreTests):
         gate = threading.Barrier(self.writers)
 
         def write(me: int) -> bytes | None:
-            mine = f"writer {me}".encode()
+            content = f"writer {me}".encode()
             gate.wait(60)
             try:
-                backend.put("race/object", mine, if_absent=True)
+                backend.put("race/object", content, if_absent=True)
             except KeyExistsError:
                 return None
-            return mine
+            return content
 
         with ThreadPoolExecutor(self.writers) as pool:
             won = [result for result in pool.map(write, range(self.writers)) if result is not None]

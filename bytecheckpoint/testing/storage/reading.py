@@ -16,7 +16,7 @@ __all__ = ["ReadingTests"]
 
 
 class ReadingTests(StoreTests):
-    def test_rangedreads_of(self, backend: StorageBackend) -> None:
+    def test_ranged_reads(self, backend: StorageBackend) -> None:
         data = content_of(10_000)
         backend.put("object", data)
         for start, end in [(0, 10_000), (0, 1), (9_999, 10_000), (1, 9_999), (4_095, 4_097), (0, 0), (10_000, 10_000)]:
@@ -37,7 +37,7 @@ class ReadingTests(StoreTests):
             backend.read_into("object", offset, bytearray(length))
         assert not isinstance(caught.value, KeyNotFoundError)
 
-    def test_scatteredreads_of(self, backend: StorageBackend) -> None:
+    def test_scattered_reads(self, backend: StorageBackend) -> None:
         data = content_of(self.large_bytes)
         backend.put("object", data)
         many = [1] * 2000
@@ -67,7 +67,7 @@ class ReadingTests(StoreTests):
             opened.read(3, [buffers[1]])
             assert buffers[1] == data[3:73]
             opened.read(5, [])
-            assert isinstance(opened.is_at_hand(0, 1), bool)
+            assert isinstance(opened.is_cached(0, 1), bool)
             with pytest.raises(StorageError, match="object"):
                 opened.read(len(data) - 5, [bytearray(3), bytearray(3)])
             with pytest.raises(StorageError, match="object"):
@@ -93,7 +93,7 @@ class ReadingTests(StoreTests):
             writer.write(0, data)
             writer.complete()
         with backend.open_object("object") as opened:
-            page = opened.direct_pages()
+            page = opened.direct_alignment()
             if not page:
                 pytest.skip("this store has no direct reads")
             memory = memoryview(mmap.mmap(-1, -(-len(data) // page) * page + page))
@@ -109,7 +109,7 @@ class ReadingTests(StoreTests):
         with pytest.raises(StorageError):
             backend.read_into("object", 0, b"12345")
 
-    def test_concurrent_rangedreads_of(self, backend: StorageBackend) -> None:
+    def test_concurrent_ranged_reads(self, backend: StorageBackend) -> None:
         data = content_of(200_000)
         backend.put("object", data)
 

@@ -1,4 +1,4 @@
-"""What a store holds of the process, and gives back."""
+"""Tests that a store releases the resources of the process."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class ResourceTests(StoreTests):
         before = len(os.listdir("/proc/self/fd"))
         for turn in range(3, 15):
             work(turn)
-        # A pool of connections may have grown by some; a leak would show in every turn.
+        # A connection pool may have grown a little; a leak would add descriptors in every turn.
         assert len(os.listdir("/proc/self/fd")) < before + 4

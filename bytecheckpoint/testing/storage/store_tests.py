@@ -1,4 +1,4 @@
-"""What the parts of the conformance suite stand on."""
+"""The base class of the parts of the conformance suite, and their content."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["StoreTests", "content_of", "reads_of"]
 
 
 class StoreTests:
-    """What a store can do. Every test takes a fresh, empty one from the fixture ``backend``."""
+    """What the store under test supports. Each test gets a new and empty store from the fixture ``backend``."""
 
     supports_if_absent: ClassVar[bool] = True
-    """``put(if_absent=True)`` is decided by the store; otherwise it must raise ``StorageError`` that is no
+    """The store itself decides ``put(if_absent=True)``; if not, that raises a ``StorageError`` other than
     ``KeyExistsError``."""
 
     atomic_replace: ClassVar[bool] = True
-    """Readers of a key that is being replaced see the old object or the new one."""
+    """A reader of a key that is being replaced gets the old or the new object."""
 
-    tells_versions: ClassVar[bool] = True
+    reports_versions: ClassVar[bool] = True
     """``stat().version`` changes when an object is replaced by one of another size."""
 
     large_bytes: ClassVar[int] = 3 * 2**20 + 17
-    """Size of the objects that are written in pieces; above the store's limit for single requests, if you can."""
+    """Size of the objects that are written in pieces; choose one above the store's limit for one request."""
 
     piece_bytes: ClassVar[int] = 256 * 2**10
 
@@ -39,12 +39,11 @@ class StoreTests:
         raise NotImplementedError("a subclass of StorageConformance defines the fixture `backend`")
 
     def check_no_leftovers(self, backend: StorageBackend) -> None:
-        """Called where the store must be empty. A subclass that can see behind the backend (files, multipart uploads)
-        looks there."""
+        """Called when the store must be empty. Override it to look for remains behind the backend: files, uploads."""
 
 
 def reads_of(backend: StorageBackend, key: str) -> list[Callable[[], object]]:
-    """All ways to read an object."""
+    """Every way to read an object."""
     return [
         lambda: backend.get(key),
         lambda: backend.stat(key),
@@ -54,5 +53,5 @@ def reads_of(backend: StorageBackend, key: str) -> list[Callable[[], object]]:
 
 
 def content_of(size: int) -> bytes:
-    """The same for the same size."""
+    """Random content that depends only on ``size``."""
     return random.Random(size).randbytes(size)

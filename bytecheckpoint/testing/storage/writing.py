@@ -1,4 +1,4 @@
-"""Objects that are written in pieces."""
+"""Tests of objects that are written in pieces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WritingTests(StoreTests):
         buffer = bytearray(self.piece_bytes)
         with backend.create("large", len(data)) as writer:
             for start, end in pieces:
-                # One buffer for all: a piece may be reused as soon as write returns.
+                # The caller may reuse a buffer as soon as write returns.
                 buffer[: end - start] = data[start:end]
                 writer.write(start, memoryview(buffer)[: end - start])
             writer.complete()

@@ -1,8 +1,8 @@
-"""Engines that are set up for checkpoint-engine, with nothing of this library in them.
+"""Engines that are set up for checkpoint-engine, without bytecheckpoint in their workers.
 
-Their workers do not say what they want of a tensor, offer no memory, and prove nothing: each takes whole tensors, out
-of memory that it is handed. So who leads a push has, in its own process, the receiver that such an engine has not. To
-the senders that is an engine with one worker, which wants everything; what arrives there is passed on.
+Such workers do not request parts of tensors, offer no memory and verify nothing: each reads entire tensors from memory
+that it is given. Rank 0 therefore runs the receiver of the engine in its own process. To the senders, the engine has
+one worker, which requests every tensor completely and sends it on to the real workers.
 """
 
 from __future__ import annotations
@@ -15,41 +15,47 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ...errors import DeadlineError, EngineError, StateError
-from .device_memory import gpus_here
-from .engines import HttpEngine, PauseMode
-from .ipc_buckets import Buckets, aligned, gpus_of, make_buckets
-from .ipc_guard import Guard
+from ....errors import DeadlineError, EngineError, StateError
+from ..messages import decode
+from ..quantization.blocks import Blocks
+from ..receiver import Receiver
+from ..transports.cuda_ipc import visible_gpus
+from .ipc_buckets import Buckets, align_tensor, gpus_of, make_buckets
+from .ipc_guard import ExitGuard
 from .ipc_update import Update, zeromq
-from .messages import decode
-from .quantizing import Blocks
-from .receiver import Receiver
-from .targets import aim_of
+from .targets import split_target
+from .vllm import HttpEngine, PauseMode
 
 __all__ = ["IpcEngine"]
 
 _BUCKET_BYTES = 512 << 20
 _Named = tuple[str, torch.Tensor, torch.dtype]
 
-_EVER_S = 7 * 86400.0
-_PATIENCE = 0.8  # of a sender's: who knows which worker is silent speaks first
+_UNBOUNDED_S = 7 * 86400.0
+_PATIENCE = 0.8  # of a sender's deadline: the error of this end names the silent worker, so it must come first
 _LATE_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 class IpcEngine(HttpEngine):
-    """An engine on this host whose workers have checkpoint-engine's ``update_weights_from_ipc``: vLLM with
-    ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension``,
-    SGLang, lmdeploy. Needs pyzmq.
+    """An engine on this host whose workers have checkpoint-engine's ``update_weights_from_ipc``.
 
-    ``devices`` are the names by which the workers know where they are, "GPU-<uuid>" each; by default those of all GPUs
-    that this process sees. Every worker gets every tensor whole, out of two buckets of ``bucket_bytes`` (more, where a
-    tensor is larger): on each GPU, and once in pinned memory of the host. Floating tensors that are wider than
-    ``dtype`` are sent in it; by default all as they are.
+    This is vLLM with ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
+    checkpoint_engine.worker.VllmColocateWorkerExtension``, SGLang, or lmdeploy. It needs pyzmq, and must be made on
+    rank 0. Every worker gets every tensor completely. Weights change in place, tensor by tensor. The workers do not
+    know their version; this object reports what it has pushed itself. Workers on GPUs have never been tested.
 
-    Made where the push is led: on rank 0. Weights are changed in place, tensor by tensor, and no worker says which
-    version it has: what this object says of it is what it has pushed.
+    Args:
+        url: The address of the server.
+        devices: The names of the workers' devices, "GPU-<uuid>" each; by default all GPUs that this process sees.
+        bucket_bytes: The size of each of two buckets, on every GPU and in pinned host memory. A larger tensor needs
+            larger buckets.
+        dtype: Cast wider floating tensors to this dtype; by default none is cast.
+        pause: What happens to running requests; see ``HttpEngine``.
+
+    Raises:
+        StateError: pyzmq is missing, or this process does not see the devices.
     """
 
     def __init__(
@@ -63,7 +69,7 @@ class IpcEngine(HttpEngine):
     ) -> None:
         super().__init__(url, pause=pause)
         zeromq()
-        named = list(gpus_here() if devices is None else devices)
+        named = list(visible_gpus() if devices is None else devices)
         if not named or len(set(named)) < len(named):
             raise StateError(
                 f"{self.name} needs the names of its workers' devices, each once, as this process "
@@ -71,18 +77,20 @@ class IpcEngine(HttpEngine):
             )
         gpus_of(named)
         self._model = _WholeModel(self, named, bucket_bytes, dtype)
-        self._receiver = Receiver(self._model, logging.DEBUG)  # it is raised in this process too
-        self._asked = threading.Lock()
+        self._receiver = Receiver(self._model, logging.DEBUG)  # this process raises failures as well
+        self._busy = threading.Lock()
         self._can_pause = True
         self._collective = True
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         end = time.monotonic() + timeout_s
-        target, _ = aim_of(request)
+        target, _ = split_target(request)
         if target is not None:
-            raise StateError(f"{self.name} takes its model only, as it is reached by checkpoint-engine's protocol")
-        if not self._asked.acquire(timeout=timeout_s):
-            raise DeadlineError(f"{self.name} is still at an earlier request")
+            raise StateError(
+                f"{self.name} accepts only its model, because checkpoint-engine's protocol has no other targets"
+            )
+        if not self._busy.acquire(timeout=timeout_s):
+            raise DeadlineError(f"{self.name} still handles an earlier request")
         try:
             deadline_s = decode(request).get("deadline_s")
             if deadline_s is not None:
@@ -90,14 +98,13 @@ class IpcEngine(HttpEngine):
             self._model.end = end
             return [self._receiver.answer(request)]
         finally:
-            self._asked.release()
+            self._busy.release()
 
     def pause(self, timeout_s: float) -> None:
-        """Where the engine knows of no pause, it is not paused."""
         self._can_pause = True
         try:
             super().pause(timeout_s)
-        except _NotThere:
+        except _MissingEndpoint:
             self._can_pause = False
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
@@ -105,7 +112,7 @@ class IpcEngine(HttpEngine):
             return
         try:
             super().resume(version, timeout_s, changed=changed)
-        except _NotThere:  # an older one has no version
+        except _MissingEndpoint:  # an older engine has no version endpoint
             super().resume(None, timeout_s, changed=changed)
 
     def close(self) -> None:
@@ -114,22 +121,33 @@ class IpcEngine(HttpEngine):
 
     @property
     def may_raise(self) -> bool:
-        """vLLM reads the answer of the first worker that raised, and takes those of the others for answers to its next
-        requests. Others want to be told that an update failed."""
+        """Whether workers may end an update by an exception.
+
+        vLLM reads only the answer of the first worker that raises, and takes the others for answers to its next
+        requests. Other engines expect an exception when an update fails.
+        """
         return not self._collective
 
-    def have_update(self, names: Mapping[str, str]) -> None:
-        """Have workers answer at the sockets of these ``names``, by device, and return when they do not any more. The
-        engine is given no timeout: it would not end what workers are at."""
+    def run_update(self, names: Mapping[str, str]) -> None:
+        """Make the workers connect to sockets. Returns when they have ended the update.
+
+        The engine gets no timeout, because a timeout would not end the workers' part.
+
+        Args:
+            names: The name of each worker's socket, by device.
+
+        Raises:
+            EngineError: The engine failed, or has no endpoint for updates.
+        """
         if self._collective:
             try:
-                self._post("/collective_rpc", {"method": "update_weights_from_ipc", "args": [names]}, _EVER_S)
+                self._post("/collective_rpc", {"method": "update_weights_from_ipc", "args": [names]}, _UNBOUNDED_S)
                 return
-            except _NotThere:
+            except _MissingEndpoint:
                 self._collective = False
         try:
-            self._post("/update_weights_from_ipc", {"zmq_handles": names}, _EVER_S)
-        except _NotThere:
+            self._post("/update_weights_from_ipc", {"zmq_handles": names}, _UNBOUNDED_S)
+        except _MissingEndpoint:
             self._collective = True
             raise EngineError(
                 f"{self.name} has neither /collective_rpc nor /update_weights_from_ipc; start vLLM with "
@@ -138,22 +156,22 @@ class IpcEngine(HttpEngine):
 
     def _refused(self, path: str, code: int, text: str) -> EngineError:
         if code in (404, 405):
-            return _NotThere(f"{self.name} has no {path}: {text}")
+            return _MissingEndpoint(f"{self.name} has no {path}: {text}")
         hint = ""
         if path == "/collective_rpc":
             hint = (
-                "; its log says why. Was it started with --worker-extension-cls "
+                "; see its log for the reason. Was it started with --worker-extension-cls "
                 "checkpoint_engine.worker.VllmColocateWorkerExtension, and are all workers alive?"
             )
         return EngineError(f"{self.name}{path} answered {code}: {text}{hint}")
 
 
-class _NotThere(EngineError):
-    pass
+class _MissingEndpoint(EngineError):
+    """The engine has no such endpoint."""
 
 
 class _WholeModel:
-    """An ``EngineModel`` that wants every tensor whole, and passes on what it is to load."""
+    """An ``EngineModel`` that requests every tensor completely, and sends what it loads to the workers."""
 
     quantized = False
     blocks: Blocks | None = None
@@ -161,7 +179,7 @@ class _WholeModel:
     def __init__(self, engine: IpcEngine, devices: list[str], bucket_bytes: int, dtype: torch.dtype | None) -> None:
         self._engine, self.devices = engine, devices
         self._bucket_bytes, self._dtype = bucket_bytes, dtype
-        self._guard: Guard | None = None
+        self._guard: ExitGuard | None = None
         self._last: Update | None = None
         self.patience_s = self.end = 0.0
 
@@ -173,42 +191,42 @@ class _WholeModel:
             torch.empty(tensor.shape, dtype=self._sent_as(tensor.dtype), device="meta").copy_(tensor)
 
     def _sent_as(self, dtype: torch.dtype) -> torch.dtype:
-        wanted = self._dtype
-        if wanted is None or not dtype.is_floating_point or dtype.itemsize <= wanted.itemsize:
+        target = self._dtype
+        if target is None or not dtype.is_floating_point or dtype.itemsize <= target.itemsize:
             return dtype
-        return wanted
+        return target
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._last is not None and not self._last.join(min(_LATE_S, self.end - time.monotonic())):
             raise EngineError(
-                f"{self._engine.name} has not ended an earlier update, which failed; is one of its workers stopped?"
+                f"{self._engine.name} has not ended an earlier update that failed; is one of its workers stopped?"
             )
         named = [(name, tensor, self._sent_as(tensor.dtype)) for name, tensor in weights]
-        sizes = [aligned(tensor.numel() * dtype.itemsize) for _, tensor, dtype in named]
+        sizes = [align_tensor(tensor.numel() * dtype.itemsize) for _, tensor, dtype in named]
         longest = max(sizes)
-        buckets = make_buckets(self.devices, max(min(aligned(self._bucket_bytes), sum(sizes)), longest), longest)
+        buckets = make_buckets(self.devices, max(min(align_tensor(self._bucket_bytes), sum(sizes)), longest), longest)
         try:
             update = self._begin()
             try:
                 update.begin(buckets.handles)
-                self._pass_on(named, sizes, buckets, update)
-                update.tell(None)  # they let go of the memory
-                update.hear()
+                self._send(named, sizes, buckets, update)
+                update.send(None)  # the workers release the memory
+                update.wait()
                 buckets.close()
-                update.tell(None)  # and make of the weights what they compute with
-                update.hear()
-                said = update.finish()
-                if said:
-                    # Where a worker raised before, vLLM takes late answers of others for those of this request.
-                    _log.warning("push: all workers have put the weights in, and yet %s", said)
+                update.send(None)  # the workers post-process their weights
+                update.wait()
+                error_text = update.finish()
+                if error_text:
+                    # After an earlier exception of a worker, vLLM takes late answers for those of this request.
+                    _log.warning("push: all workers have loaded the weights, but %s", error_text)
             except BaseException as error:
                 update.give_up(error)
                 raise
         finally:
             buckets.close()
 
-    def _pass_on(self, named: Sequence[_Named], sizes: Sequence[int], buckets: Buckets, update: Update) -> None:
-        """Tensors, in runs that fit into a bucket: while one is filled, workers are at the other."""
+    def _send(self, named: Sequence[_Named], sizes: Sequence[int], buckets: Buckets, update: Update) -> None:
+        """Send tensors in runs that fit into a bucket; one bucket is filled while the workers read the other."""
         for number, (begin, stop) in enumerate(_runs(sizes, buckets.nbytes)):
             half, rows, offset = number % 2, [], 0
             bucket = buckets.bucket(half)
@@ -218,14 +236,14 @@ class _WholeModel:
                 place = half * buckets.nbytes + offset
                 rows.append({"name": name, "dtype": dtype, "shape": tensor.shape, "offset": place})
                 offset += size
-            buckets.show(half, offset)
-            update.hear()
-            update.tell(rows)
-        update.hear()
+            buckets.publish(half, offset)
+            update.wait()
+            update.send(rows)
+        update.wait()
 
     def _begin(self) -> Update:
         if self._guard is None:
-            self._guard = Guard()
+            self._guard = ExitGuard()
         self._last = Update(self._engine, self.devices, self._guard, self.patience_s, self.end)
         return self._last
 
@@ -233,14 +251,14 @@ class _WholeModel:
         return False
 
     def close(self) -> None:
-        """Where an update is not over, the guard stays, as workers may still come to it."""
+        """Close the guard, unless an update is unfinished: workers may still connect to it."""
         if self._guard is not None and (self._last is None or self._last.join(0)):
             self._guard.close()
             self._guard = None
 
 
 def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
-    """What follows each other and fits into ``limit`` bytes together."""
+    """Yield the ranges of consecutive tensors that fit into ``limit`` bytes together."""
     begin = used = 0
     for number, size in enumerate(sizes):
         if used + size > limit:
@@ -248,3 +266,6 @@ def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
             begin, used = number, 0
         used += size
     yield begin, len(sizes)
+
+
+ALIGNMENT = 256  # bytes

@@ -1,50 +1,54 @@
-"""Memory that the workers of an engine read whole tensors from: two buckets, one filled while the other is put in."""
+"""Memory from which checkpoint-engine's workers read tensors. The CUDA buckets have never run on a GPU.
+
+There are two buckets: the sender fills one while the workers load the other.
+"""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from ...errors import EngineError, StateError
-from .arena import Arena
-from .device_memory import GPU_PREFIX, gpus_here
+from ....errors import EngineError, StateError
+from ..transports.cuda_ipc import GPU_PREFIX, visible_gpus
+from ..transports.shared_memory import Arena
+from .ipc_update import Handle
 
-__all__ = ["ALIGNMENT", "Buckets", "Handle", "aligned", "gpus_of", "make_buckets"]
+__all__ = ["Buckets", "align_tensor", "gpus_of", "make_buckets"]
 
-ALIGNMENT = 256  # bytes
+_ALIGNMENT_BYTES = 256  # what checkpoint-engine uses
 
-Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
-"""By calling the one with the other, a worker gets the memory of both buckets, as one tensor of bytes."""
+
+def align_tensor(nbytes: int) -> int:
+    """Round up to the alignment of tensors in a bucket."""
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class Buckets(ABC):
-    """``handles``, one for each worker, hold for as long as this is not closed."""
+    """Two buckets of ``nbytes`` each. The ``handles``, one for each worker, are valid until ``close``."""
 
     handles: list[Handle]
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        """Of one bucket."""
 
     @abstractmethod
     def bucket(self, number: int) -> torch.Tensor:
-        """Host memory of bucket 0 or 1, to fill when no worker needs what was in it."""
+        """Return the host memory of bucket 0 or 1, to fill when no worker reads it."""
 
     @abstractmethod
-    def show(self, number: int, nbytes: int) -> None:
-        """Make so many bytes of a bucket what workers see. Returns when they do."""
+    def publish(self, number: int, nbytes: int) -> None:
+        """Make the first ``nbytes`` of a bucket visible to the workers. Returns when they are."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back. May be called again."""
+        """Free the memory. May be called again."""
 
 
 class HostBuckets(Buckets):
-    """For workers on CPUs: one memory for all of them, which is filled in place."""
+    """For workers on CPUs: one shared memory for all of them."""
 
     def __init__(self, workers: int, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -57,15 +61,15 @@ class HostBuckets(Buckets):
     def bucket(self, number: int) -> torch.Tensor:
         return self._arena.memory[number * self.nbytes : (number + 1) * self.nbytes]
 
-    def show(self, number: int, nbytes: int) -> None:
-        """They do."""
+    def publish(self, number: int, nbytes: int) -> None:
+        """Do nothing: the workers map the same memory."""
 
     def close(self) -> None:
         self._arena.close()
 
 
 class CudaBuckets(Buckets):
-    """For workers on GPUs: each has the buckets in its own memory, filled from pinned memory of the host."""
+    """For workers on GPUs: buckets on each GPU, filled from pinned host memory. Never run on a GPU."""
 
     def __init__(self, gpus: Sequence[int], nbytes: int) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -78,7 +82,7 @@ class CudaBuckets(Buckets):
     def bucket(self, number: int) -> torch.Tensor:
         return self._host[number * self.nbytes : (number + 1) * self.nbytes]
 
-    def show(self, number: int, nbytes: int) -> None:
+    def publish(self, number: int, nbytes: int) -> None:
         span = slice(number * self.nbytes, number * self.nbytes + nbytes)
         for buffer in self._buffers:
             buffer[span].copy_(self._host[span], non_blocking=True)
@@ -95,37 +99,35 @@ class CudaBuckets(Buckets):
 
 
 def gpus_of(devices: Sequence[str]) -> list[int]:
-    """The GPUs of these names; none where the names are of CPUs. Raises ``StateError`` for what is not here."""
+    """Return the numbers of the GPUs with these names; none if the names are of CPUs. Raises ``StateError`` for a GPU
+    that this process does not see."""
     if not any(device.startswith(GPU_PREFIX) for device in devices):
         return []
-    here = gpus_here()
-    missing = [device for device in devices if device not in here]
+    visible = visible_gpus()
+    missing = [device for device in devices if device not in visible]
     if missing:
         raise StateError(
-            f"this process does not see {', '.join(missing)}, only {', '.join(here) or 'no GPU'}; it must run on the "
-            "engine's host, with a CUDA build of torch, and CUDA_VISIBLE_DEVICES must have the engine's GPUs"
+            f"this process does not see {', '.join(missing)}, only {', '.join(visible) or 'no GPU'}; it must run on "
+            "the engine's host, with a CUDA build of torch, and CUDA_VISIBLE_DEVICES must have the engine's GPUs"
         )
-    return [here[device] for device in devices]
+    return [visible[device] for device in devices]
 
 
 def make_buckets(devices: Sequence[str], most: int, least: int) -> Buckets:
-    """For a worker on each of the ``devices``: of ``most`` bytes, or as many less as it takes for memory to suffice.
-    Raises ``EngineError`` where it does not for ``least``, and as ``gpus_of``."""
+    """Make buckets for a worker on each device, of ``most`` bytes, or of less where memory is short.
+
+    Raises ``EngineError`` when memory does not suffice for ``least``, and ``StateError`` like ``gpus_of``.
+    """
     gpus, nbytes = gpus_of(devices), most
     while True:
         try:
             return CudaBuckets(gpus, nbytes) if gpus else HostBuckets(len(devices), nbytes)
-        except (EngineError, RuntimeError) as error:  # torch's lack of memory is one of the latter
+        except (EngineError, RuntimeError) as error:  # torch raises the latter when memory is short
             if nbytes <= least:
                 raise EngineError(
-                    f"no memory for two buckets of {nbytes:,} bytes, which the longest tensor takes, on "
-                    f"{', '.join(devices)} and on the host; the engine must leave so much ({error})"
+                    f"no memory for two buckets of {nbytes:,} bytes, the size of the largest tensor, on "
+                    f"{', '.join(devices)} and on the host; the engine must leave that much ({error})"
                 ) from error
-            nbytes = max(aligned(nbytes // 2), least)
+            nbytes = max(align_tensor(nbytes // 2), least)
         if gpus:
             torch.cuda.empty_cache()
-
-
-def aligned(nbytes: int) -> int:
-    """So many, or a few more."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,8 +1,8 @@
-"""Who stays when a sender is killed in the middle of an update, and sends the engine's workers away.
+"""A guard process that releases an engine's workers when the sender of an update is killed.
 
-They wait for a next word without a bound, and connect again to the name that they were given. A process that outlives
-the sender takes over these names and says the last word. It is this file, run as a script that imports nothing of the
-library.
+Workers wait for the sender's next message without a bound, and connect again to the socket name that they were given.
+The guard outlives the sender, takes over these names, and sends the last messages. It is this file, run as a script
+that imports nothing of the library.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Guard"]
+__all__ = ["ExitGuard"]
 
 _PATIENCE_S = 600.0  # for workers that are stopped
-_LOOK_MS = 100
+_POLL_MS = 100
 _LINGER_MS = 1000
 _CLOSING_S = 5.0
 
 
-class Guard:
-    """Of one sender, for one update after the other."""
+class ExitGuard:
+    """The guard process of one sender, for one update after another."""
 
     def __init__(self) -> None:
-        # In a session of its own, so that what ends the sender's terminal or group does not end it too.
+        # In its own session, so that a signal to the sender's terminal or process group does not end it too.
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -37,17 +37,16 @@ class Guard:
             start_new_session=True,
         )
 
-    def watch(self, last_words: Mapping[str, Sequence[bytes]]) -> None:
-        """From now on, if this process ends, whoever is connected to one of these names is told so; nobody, where there
-        are none."""
-        what = {name: [word.hex() for word in words] for name, words in last_words.items()}
+    def watch(self, last_messages: Mapping[str, Sequence[bytes]]) -> None:
+        """Set the messages that workers get if this process ends, by socket name. Replaces earlier ones."""
+        plain = {name: [message.hex() for message in messages] for name, messages in last_messages.items()}
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it was killed: then nobody stays
-            self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        with contextlib.suppress(OSError):  # the guard was killed
+            self._process.stdin.write(json.dumps(plain).encode() + b"\n")
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Nothing of an update is left."""
+        """End the guard, when no update is left."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -59,11 +58,11 @@ class Guard:
 
 
 def _last_line(parent: int) -> bytes:
-    """What the parent had said last when it ended."""
-    said = b""
+    """Wait for the parent's end, and return the last line that it wrote."""
+    received = b""
     poller = select.poll()
     poller.register(0, select.POLLIN)
-    # Children of the parent's may hold its end of the pipe.
+    # Children of the parent may keep its end of the pipe open.
     with contextlib.suppress(ProcessLookupError):
         poller.register(os.pidfd_open(parent), select.POLLIN)
     while True:
@@ -73,38 +72,38 @@ def _last_line(parent: int) -> bytes:
         more = os.read(0, 1 << 16)
         if not more:
             break
-        said = b"\n".join((said + more).split(b"\n")[-2:])
-    return said.rpartition(b"\n")[0]
+        received = b"\n".join((received + more).split(b"\n")[-2:])
+    return received.rpartition(b"\n")[0]
 
 
-def _send_away(last_words: Mapping[str, Sequence[bytes]]) -> None:
+def _send_last(last_messages: Mapping[str, Sequence[bytes]]) -> None:
     import zmq
 
     end = time.monotonic() + _PATIENCE_S
     context = zmq.Context()
-    left = {name: context.socket(zmq.DEALER) for name in last_words}
+    left = {name: context.socket(zmq.DEALER) for name in last_messages}
     unbound = set(left)
     while left and time.monotonic() < end:
         for name in list(unbound):
-            with contextlib.suppress(zmq.ZMQError):  # the parent's is not yet gone
+            with contextlib.suppress(zmq.ZMQError):  # the parent's socket still exists
                 left[name].bind(name)
                 unbound.remove(name)
         for name in [name for name, socket in left.items() if socket.poll(0, zmq.POLLOUT)]:
-            for word in last_words[name]:
-                left[name].send_multipart([b"", word])
+            for message in last_messages[name]:
+                left[name].send_multipart([b"", message])
             left.pop(name).close(_LINGER_MS)
-        select.select([], [], [], _LOOK_MS / 1000)
+        select.select([], [], [], _POLL_MS / 1000)
     for socket in left.values():
         socket.close(0)
     context.term()
 
 
 def _main() -> None:
-    del sys.path[0]  # where modules of this library have names that others may have too
+    del sys.path[0]  # modules in this directory must not shadow others
     line = _last_line(int(sys.argv[1]))
-    last_words = json.loads(line or b"{}")
-    if last_words:
-        _send_away({name: [bytes.fromhex(word) for word in words] for name, words in last_words.items()})
+    last_messages = json.loads(line or b"{}")
+    if last_messages:
+        _send_last({name: [bytes.fromhex(one) for one in messages] for name, messages in last_messages.items()})
 
 
 if __name__ == "__main__":

@@ -1,57 +1,57 @@
-"""Engines as a sender sees them: something that carries a request to each of its workers, and can be paused."""
+"""vLLM engines: a server over HTTP, an ``LLM`` of this process, and both over vLLM's own weight transfer.
+
+vLLM's weight transfer (``--weight-transfer-config '{"backend": "bcp"}'``) carries requests to its workers by
+``update_weights``, but returns no answers. Each worker sends its answer over a TCP connection to an endpoint that came
+with the request.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import secrets
+import socket
+import struct
 import threading
-import time
 import urllib.error
 import urllib.request
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 from urllib.parse import quote
 
-from ...errors import BytecheckpointError, DeadlineError, EngineError
-from .messages import Failure, decode, encode
-from .receiver import PROTOCOL
+from ....errors import DeadlineError, EngineError
+from ..transports.connection import (
+    NONCE_BYTES,
+    Endpoint,
+    authenticate_client,
+    connect,
+    local_addresses,
+    receive,
+)
+from .base import Budget, Engine
 
-__all__ = ["Budget", "Engine", "HttpEngine", "LocalEngine", "PauseMode", "ask", "ask_all", "failure_of"]
+__all__ = ["HttpEngine", "LocalEngine", "NativeEngine", "PauseMode", "post_answer"]
 
 PauseMode = Literal["wait", "abort", "keep"]
 
 _METHOD = "bcp_push"
-
-
-class Engine(ABC):
-    """One inference engine. Answers come one from each worker, always in the same order."""
-
-    name: str
-
-    @abstractmethod
-    def call(self, request: str, timeout_s: float) -> list[str]:
-        """Have every worker answer ``request``. Raises ``DeadlineError``, ``EngineError`` where no engine is."""
-
-    @abstractmethod
-    def pause(self, timeout_s: float) -> None:
-        """Stop generating, before weights change."""
-
-    @abstractmethod
-    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        """Go on with ``version``. Where weights have ``changed``, what was cached of others is dropped first."""
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Never raises."""
+_HEAD = struct.Struct("!IIQ")  # worker, number of workers, bytes of the answer
+_MAX_ANSWER_BYTES = 1 << 30
+_POLL_S = 0.1
 
 
 class HttpEngine(Engine):
-    """vLLM's server, with ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
-    bytecheckpoint.inference.vllm_worker.WorkerExtension``. Proxies of the environment are not used.
+    """A vLLM server.
 
-    ``pause`` is what becomes of requests under way when weights change: "wait" until they are answered by the old ones,
-    "abort" them, or "keep" them and go on with the new ones, on top of what the old ones have cached for them.
+    Start it with ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
+    bytecheckpoint.inference.vllm.worker.WorkerExtension``. Proxies of the environment are not used.
+
+    Args:
+        url: The address of the server.
+        pause: What happens to running requests when weights change: "wait" until they are answered with the old
+            weights, "abort" them, or "keep" them and continue with the new weights on top of what the old ones cached.
     """
 
     def __init__(self, url: str, *, pause: PauseMode = "wait") -> None:
@@ -60,11 +60,11 @@ class HttpEngine(Engine):
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def call(self, request: str, timeout_s: float) -> list[str]:
-        # No timeout for vLLM itself: after one, it takes late answers for those of its next request.
+        # vLLM gets no timeout: after one, it would take late answers for those of its next request.
         answer = self._post("/collective_rpc", {"method": _METHOD, "args": [request]}, timeout_s)
         results = answer.get("results") if isinstance(answer, dict) else None
         if not isinstance(results, list):
-            raise EngineError(f"{self.name} gave no results for {_METHOD}: {answer!s:.200}")
+            raise EngineError(f"{self.name} returned no results for {_METHOD}: {answer!s:.200}")
         return [str(result) for result in results]
 
     def pause(self, timeout_s: float) -> None:
@@ -77,8 +77,18 @@ class HttpEngine(Engine):
             self._post("/update_weight_version", {"new_version": str(version)}, timeout_s)
         self._post("/resume", None, timeout_s)
 
-    def native(self, step: str, document: Mapping[str, Any], timeout_s: float) -> None:
-        """A step of vLLM's own weight transfer."""
+    def transfer_step(self, step: str, document: Mapping[str, Any], timeout_s: float) -> None:
+        """Run a step of vLLM's own weight transfer.
+
+        Args:
+            step: The name of the step.
+            document: Its arguments.
+            timeout_s: The bound of the wait, in seconds.
+
+        Raises:
+            DeadlineError: vLLM did not answer in time.
+            EngineError: The step failed.
+        """
         self._post(f"/{step}", document, timeout_s)
 
     def _post(self, path: str, document: Mapping[str, Any] | None, timeout_s: float) -> Any:
@@ -90,16 +100,14 @@ class HttpEngine(Engine):
         except urllib.error.HTTPError as error:
             with error:
                 raise self._refused(path, error.code, error.read()[:2000].decode(errors="replace")) from None
-        except TimeoutError:
-            raise self._too_late(path, timeout_s) from None
         except (urllib.error.URLError, OSError) as error:
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                raise self._too_late(path, timeout_s) from None
+            if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+                raise _late(f"{self.name}{path}", timeout_s) from None
             raise EngineError(f"{self.name}{path} cannot be reached: {error}; is the engine up?") from error
         try:
             return json.loads(body) if body else None
         except ValueError as error:
-            raise EngineError(f"{self.name}{path} answered with no JSON: {body[:200]!r}") from error
+            raise EngineError(f"{self.name}{path} did not answer with JSON: {body[:200]!r}") from error
 
     def _refused(self, path: str, code: int, text: str) -> EngineError:
         hint = ""
@@ -107,109 +115,162 @@ class HttpEngine(Engine):
             hint = "; start vLLM with VLLM_SERVER_DEV_MODE=1"
         elif path == "/collective_rpc":
             hint = (
-                "; its log says why. Was it started with --worker-extension-cls "
-                "bytecheckpoint.inference.vllm_worker.WorkerExtension, and are all workers alive?"
+                "; see its log for the reason. Was it started with --worker-extension-cls "
+                "bytecheckpoint.inference.vllm.worker.WorkerExtension, and are all workers alive?"
             )
         return EngineError(f"{self.name}{path} answered {code}: {text}{hint}")
 
-    def _too_late(self, path: str, timeout_s: float) -> DeadlineError:
-        return DeadlineError(_late(f"{self.name}{path}", timeout_s))
-
 
 class LocalEngine(Engine):
-    """A ``vllm.LLM`` of this process, made with ``worker_extension_cls="bytecheckpoint.inference.vllm_worker.
-    WorkerExtension"``. Its user generates before or after a push, not meanwhile."""
+    """A ``vllm.LLM`` of this process. The caller generates before or after a push, not during one.
+
+    Args:
+        llm: The ``LLM``, made with ``worker_extension_cls="bytecheckpoint.inference.vllm.worker.WorkerExtension"``.
+    """
 
     def __init__(self, llm: Any) -> None:
         self.name = "the engine of this process"
         self._llm = llm
-        self._waiting_for: threading.Thread | None = None
+        self._pending: threading.Thread | None = None
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         answers = self._bounded(lambda: self._llm.collective_rpc(_METHOD, args=(request,)), timeout_s)
         return [str(answer) for answer in answers]
 
     def pause(self, timeout_s: float) -> None:
-        """Nothing is under way while its user pushes."""
+        return  # no request runs during a push
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         if changed:
             self._bounded(self._llm.reset_prefix_cache, timeout_s)
 
-    def native(self, step: str, document: Mapping[str, Any], timeout_s: float) -> None:
-        """A step of vLLM's own weight transfer."""
+    def transfer_step(self, step: str, document: Mapping[str, Any], timeout_s: float) -> None:
+        """Run a step of vLLM's own weight transfer.
+
+        Args:
+            step: The name of the step.
+            document: Its arguments.
+            timeout_s: The bound of the wait, in seconds.
+
+        Raises:
+            DeadlineError: vLLM did not answer in time.
+            EngineError: The step failed.
+        """
         method = getattr(self._llm, step)
         arguments = (document,) if step == "update_weights" else document.values()
         self._bounded(lambda: method(*arguments), timeout_s)
 
-    def _bounded(self, ask: Any, timeout_s: float) -> Any:
-        """``ask()``, which may never return: vLLM waits for a stopped worker for ever."""
-        if self._waiting_for is not None and self._waiting_for.is_alive():
-            raise EngineError(f"{self.name} has not yet answered an earlier request; is one of its workers stopped?")
+    def _bounded(self, function: Callable[[], Any], timeout_s: float) -> Any:
+        """Call a function that may never return: vLLM waits for a stopped worker without a bound."""
+        if self._pending is not None and self._pending.is_alive():
+            raise EngineError(f"{self.name} has not answered an earlier request yet; is one of its workers stopped?")
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run() -> None:
             try:
-                answers.put((ask(), None))
-            except BaseException as error:  # noqa: BLE001 - raised by who waits
+                answers.put((function(), None))
+            except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
                 answers.put((None, error))
 
-        # A daemon, as the interpreter must be able to end while a worker is stopped.
+        # A daemon thread: the interpreter must be able to end while a worker is stopped.
         thread = threading.Thread(target=run, name="bcp-push-call", daemon=True)
         thread.start()
         try:
             answer, error = answers.get(timeout=timeout_s)
         except queue.Empty:
-            self._waiting_for = thread
-            raise DeadlineError(_late(self.name, timeout_s)) from None
+            self._pending = thread
+            raise _late(self.name, timeout_s) from None
         thread.join()
         if error is not None:
             raise EngineError(f"{self.name}: {type(error).__name__}: {error}") from error
         return answer
 
 
-def _late(who: str, timeout_s: float) -> str:
-    return f"{who} did not answer within {timeout_s:.3g} s; is one of its workers stopped?"
+def _late(name: str, timeout_s: float) -> DeadlineError:
+    return DeadlineError(f"{name} did not answer within {timeout_s:.3g} s; is one of its workers stopped?")
 
 
-def ask_all(engine: Engine, kind: str, message: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """Every worker's answer, failures too. Raises where there is no answer, or one to another request."""
-    nonce = secrets.token_hex(8)
-    texts = engine.call(encode({**message, "kind": kind, "nonce": nonce, "protocol": PROTOCOL}), timeout_s)
-    answers = [decode(text) for text in texts]
-    if not answers or any(answer.get("nonce", nonce) != nonce for answer in answers):
-        raise EngineError(f"{engine.name}: answers to another request came for {kind!r}; restart the engine")
-    return answers
+class NativeEngine(Engine):
+    """A vLLM engine with the weight transfer backend "bcp" and no worker extension. Each push sets vLLM's own version
+    of the weights.
+
+    Args:
+        engine: The engine, over HTTP or of this process.
+    """
+
+    def __init__(self, engine: HttpEngine | LocalEngine) -> None:
+        self.name = engine.name
+        self._engine = engine
+        self._key = secrets.token_bytes(NONCE_BYTES)
+        self._listener = socket.create_server(("", 0))
+
+    def call(self, request: str, timeout_s: float) -> list[str]:
+        budget = Budget(timeout_s)
+        # The endpoint comes with each request, since several senders may use one engine in turn.
+        info = {
+            "request": request,
+            "hosts": list(local_addresses()),
+            "port": self._listener.getsockname()[1],
+            "key": self._key.hex(),
+        }
+        # Answers arrive while vLLM still handles the request.
+        has_failed = threading.Event()
+        with ThreadPoolExecutor(1, thread_name_prefix="bcp-push-answers") as thread:
+            answers = thread.submit(self._collect, budget, has_failed)
+            try:
+                # One session per request: a session that a dead sender leaves open would block the next one.
+                self._engine.transfer_step("start_weight_update", {}, budget.left)
+                self._engine.transfer_step("update_weights", {"update_info": info}, budget.left)
+                self._engine.transfer_step("finish_weight_update", {"weight_version": None}, budget.left)
+            except BaseException:
+                has_failed.set()
+                raise
+            return answers.result()
+
+    def pause(self, timeout_s: float) -> None:
+        self._engine.pause(timeout_s)
+
+    def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
+        budget = Budget(timeout_s)
+        if changed and version is not None:
+            self._engine.transfer_step("start_weight_update", {}, budget.left)
+            self._engine.transfer_step("finish_weight_update", {"weight_version": str(version)}, budget.left)
+        self._engine.resume(None, budget.left, changed=changed)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _collect(self, budget: Budget, has_failed: threading.Event) -> list[str]:
+        """Return the answers of all workers, by number, or an incomplete list after a failure."""
+        found: dict[int, str] = {}
+        workers = 1
+        self._listener.settimeout(_POLL_S)
+        while len(found) < workers and not has_failed.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                if not budget.is_over:
+                    continue
+                raise DeadlineError(
+                    f"{len(found)} of {workers} workers of {self.name} have sent their answer to this host in time; "
+                    f"can they reach its port {self._listener.getsockname()[1]}?"
+                ) from None
+            with connection, contextlib.suppress(OSError, EngineError):
+                connection.settimeout(budget.left)
+                authenticate_client(connection, self._key)
+                number, workers, length = _HEAD.unpack(receive(connection, _HEAD.size))
+                if length > _MAX_ANSWER_BYTES:
+                    raise EngineError(f"an answer of {length} bytes is refused")
+                found[number] = receive(connection, length).decode()
+        return [found[number] for number in sorted(found)]
 
 
-def ask(engine: Engine, kind: str, message: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """Every worker's answer. Raises the first one's failure, naming the worker."""
-    answers = ask_all(engine, kind, message, timeout_s)
-    for number, answer in enumerate(answers):
-        error = failure_of(engine, number, answer)
-        if error is not None:
-            raise error
-    return answers
-
-
-def failure_of(engine: Engine, number: int, answer: Mapping[str, Any]) -> BytecheckpointError | None:
-    """The error that a worker answered with."""
-    if "failure" not in answer:
-        return None
-    where = f"worker {number} of {engine.name} (process {answer['pid']} on {answer['host']})"
-    return Failure(**answer["failure"]).error(where)
-
-
-class Budget:
-    """Seconds for a stage of several requests, each getting what is left."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() >= self._end
-
-    @property
-    def left(self) -> float:
-        return max(self._end - time.monotonic(), 0.05)
+def post_answer(hosts: Sequence[str], port: int, key: str, number: int, workers: int, answer: str) -> None:
+    """Send a worker's answer to the sender of a request. Raises ``EngineError`` when the sender cannot be reached."""
+    connection, where = connect(Endpoint(tuple(hosts), port, bytes.fromhex(key)))
+    data = answer.encode()
+    with connection:
+        try:
+            connection.sendall(_HEAD.pack(number, workers, len(data)) + data)
+        except OSError as error:
+            raise EngineError(f"the connection to the sender at {where} broke: {error}") from error

@@ -1,4 +1,4 @@
-"""LoRA adapters as what is pushed: only their tensors go to the engines, whose base models are not touched."""
+"""The sender's side of pushed LoRA adapters. The engine's base model is not touched."""
 
 from __future__ import annotations
 
@@ -11,27 +11,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import FormatError, KeyNotFoundError, StateError
-from ...frameworks.module_tree import has_fsdp1
-from ...storage_backends import open_backend
-from .engines import Engine
-from .targets import TargetEngine
+from ....errors import FormatError, KeyNotFoundError, StateError, UsageError
+from ....frameworks.module_tree import has_fsdp1
+from ....storage_backends import open_backend
+from ..engines.base import Engine
+from ..engines.targets import TargetEngine
 
 __all__ = ["CONFIG_NAME", "AdapterEngine", "adapter_config", "adapter_state"]
 
 CONFIG_NAME = "adapter_config.json"
 
-_MAX_CONFIG = 1 << 20  # bytes
+_MAX_CONFIG_BYTES = 1 << 20
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 _TENSOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_\w+)(?:\.(?P<rest>.+))?")
 
 
 class AdapterEngine(TargetEngine):
-    """The LoRA adapter ``name`` of ``engine``: what is pushed to it are PEFT's tensors of that adapter.
+    """One LoRA adapter of an engine. Push PEFT's tensors of that adapter to it.
 
-    ``config`` is PEFT's, a ``LoraConfig`` or what its ``adapter_config.json`` says. After a push, requests that name
-    the adapter are answered with it, whatever number or path vLLM has for it; no file is read for that name any more.
-    ``engine`` must have been started with LoRA enabled.
+    After a push, the engine answers requests for this adapter's name with the pushed tensors, whatever number or path
+    vLLM has for it, and reads no file for that name any more.
+
+    Args:
+        engine: A vLLM engine that was started with LoRA enabled.
+        name: The name of the adapter in requests.
+        config: PEFT's ``LoraConfig``, or the content of its ``adapter_config.json``.
+
+    Raises:
+        UsageError: ``config`` is neither.
+        StateError: ``config`` has values that JSON cannot express.
     """
 
     def __init__(self, engine: Engine, name: str, config: Any) -> None:
@@ -39,25 +47,36 @@ class AdapterEngine(TargetEngine):
 
 
 def adapter_state(model: nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """The tensors of a PEFT model's LoRA adapter, under the names that PEFT stores them by; nothing is gathered.
+    """Return the tensors of a PEFT model's LoRA adapter, under PEFT's names for stored adapters. Nothing is gathered.
 
-    For ``Pusher.push({"model": adapter_state(model)})`` and ``bytecheckpoint.save``. Raises ``StateError`` for FSDP-1,
-    whose parameters have not their own shapes, and for an adapter with whole modules (``modules_to_save``), which is
-    more than LoRA.
+    Use the result in ``Pusher.push({"model": adapter_state(model)})`` and in ``bytecheckpoint.save``.
+
+    Args:
+        model: The PEFT model, also under FSDP-2.
+        adapter: The name of the adapter in the model.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        StateError: The model is under FSDP-1, whose flat parameters do not have the tensors' shapes; it has no such
+            adapter; or the adapter contains complete modules (``modules_to_save``).
     """
     if has_fsdp1(model):
-        raise StateError("the tensors of an adapter under FSDP-1 are not found by name; shard it with FSDP-2")
+        raise StateError("FSDP-1 does not keep the tensors of an adapter under their names; use FSDP-2")
     found: dict[str, torch.Tensor] = {}
     others: set[str] = set()
     for wrapped, parameter in model.named_parameters():
         name = _WRAPPERS.sub("", wrapped)
         if f".modules_to_save.{adapter}." in name:
-            raise StateError(f"{name}: adapter {adapter!r} has whole modules, which are not pushed with it")
+            raise StateError(
+                f"{name}: adapter {adapter!r} has complete modules (modules_to_save), which cannot be pushed"
+            )
         match = _TENSOR.fullmatch(name)
         if match is None:
             continue
         owner, _, rest = (match["rest"] or "").partition(".")
-        if owner in ("", "weight", "bias"):  # of a model that can have one adapter only
+        if owner in ("", "weight", "bias"):  # a model that can have only one adapter
             found[name] = parameter.detach()
         elif owner == adapter:
             found[".".join(part for part in (match["module"], match["kind"], rest) if part)] = parameter.detach()
@@ -70,29 +89,41 @@ def adapter_state(model: nn.Module, adapter: str = "default") -> dict[str, torch
 
 
 def adapter_config(url: str, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the ``adapter_config.json`` of a folder that PEFT stored says."""
+    """Read the ``adapter_config.json`` of a folder that PEFT stored.
+
+    Args:
+        url: The folder.
+        storage_options: Options of the storage backend.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        StateError: The folder has no such file.
+        FormatError: The file is not a JSON object.
+    """
     backend = open_backend(url, **dict(storage_options or {}))
     where = f"{url.rstrip('/')}/{CONFIG_NAME}"
     try:
-        document = json.loads(backend.get(CONFIG_NAME, max_size=_MAX_CONFIG))
+        document = json.loads(backend.get(CONFIG_NAME, max_size=_MAX_CONFIG_BYTES))
     except KeyNotFoundError as error:
-        raise StateError(f"{where} is not there; is this the folder of an adapter that PEFT stored?") from error
+        raise StateError(f"{where} does not exist; is this the folder of an adapter that PEFT stored?") from error
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} is not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise FormatError(f"{where} is no map")
+        raise FormatError(f"{where} is not a JSON object")
     return document
 
 
 def _config_text(config: Any) -> str:
     document = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(document, Mapping):
-        raise StateError(f"an adapter's config is PEFT's LoraConfig or a map, not {type(config).__name__}")
+        raise UsageError(f"an adapter's config is PEFT's LoraConfig or a mapping, not {type(config).__name__}")
     try:
-        # Sorted, as equal configurations must be equal texts: a worker takes another text for another adapter.
+        # Sorted, because a worker treats a different text as a different configuration.
         return json.dumps(document, default=_plain, sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise StateError(f"the adapter's config cannot be told to an engine: {error}") from error
+        raise StateError(f"the adapter's config cannot be expressed in JSON: {error}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -100,4 +131,4 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if isinstance(value, Enum):
         return value.value
-    raise TypeError(f"{type(value).__name__} in it is no plain value")
+    raise TypeError(f"{type(value).__name__} is not a plain value")

@@ -1,6 +1,6 @@
-"""A worker's side of pushed LoRA adapters: their tensors are held against the layers that they are for, and kept.
+"""A worker's side of pushed LoRA adapters: check their tensors against the model's layers, and keep them.
 
-Every worker takes the tensors of an adapter whole, as an engine cuts them itself when it puts them beside its weights.
+Every worker requests the complete tensors of an adapter, because an engine divides them itself when it loads them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,38 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ...errors import MismatchError, StateError
-from .quantizing import Blocks
-from .receiver import Receiver
+from ....errors import MismatchError, StateError
+from ..quantization.blocks import Blocks
+from ..receiver import Receiver
 
-__all__ = ["Adapter", "AdapterHost", "AdapterModel", "AdapterReceivers", "Piece", "Site", "piece_of"]
+__all__ = [
+    "Adapter",
+    "AdapterHost",
+    "AdapterModel",
+    "AdapterReceivers",
+    "LoraFactor",
+    "LoraLayer",
+    "factor_of",
+]
 
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))"
 )
-# With one of these, which modules have an adapter is no longer plain from their names.
+# With one of these options, the names of modules do not determine which ones have an adapter.
 _NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules", "layer_replication", "target_parameters")
 
 
-class Site(NamedTuple):
-    """Sizes of a layer as the whole model has it, not this worker's part; None where they are not known. Whether it is
-    ``named`` plainly: a trainer may know by another name what an engine calls so (experts, as one tensor)."""
+class LoraLayer(NamedTuple):
+    """The sizes of a layer in the full model, not of this worker's part; None where unknown. ``named`` is False where
+    trainers may have another name for the layer (experts stored as one tensor)."""
 
     inputs: int | None
     outputs: int | None
     named: bool = True
 
 
-class Piece(NamedTuple):
-    """Of which module a tensor is the factor A, of shape (rank, inputs), or else B, (outputs, rank)."""
+class LoraFactor(NamedTuple):
+    """Factor A of a module, of shape (rank, inputs), or factor B, of shape (outputs, rank)."""
 
     module: str
     is_a: bool
@@ -46,50 +54,50 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """``config`` is PEFT's; ``tensors`` are in the type in which the engine keeps adapters, under PEFT's names."""
+    """A pushed adapter: PEFT's ``config``, and its ``tensors`` in the engine's adapter dtype, under PEFT's names."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
 
 
 class AdapterHost(Protocol):
-    """What is needed of an engine's worker. Called from the thread that runs the model, and none else."""
+    """What the push needs of an engine's worker. Called only from the thread that runs the model."""
 
     dtype: torch.dtype
     max_rank: int
 
     def check(self, config: Mapping[str, Any]) -> None:
-        """Raise for an adapter of a kind that the engine cannot serve."""
+        """Raise for a kind of adapter that the engine cannot serve."""
 
-    def sites(self) -> Mapping[str, Site]:
-        """The modules of the worker's model that can have an adapter, by the names that trainers have for them."""
+    def layers(self) -> Mapping[str, LoraLayer]:
+        """Return the modules of the worker's model that can have an adapter, by the trainers' names for them."""
 
-    def piece_of(self, name: str) -> Piece | None:
-        """What the tensor ``name`` is, None for what the engine leaves out. Raises ``ValueError`` for what is no
-        tensor of an adapter."""
+    def factor_of(self, name: str) -> LoraFactor | None:
+        """Return the factor that the tensor ``name`` is, or None if the engine ignores it. Raises ``ValueError`` for a
+        tensor that does not belong to an adapter."""
 
     def is_elsewhere(self, module: str) -> bool:
-        """Whether another worker may have that module, which is no site of this one."""
+        """Return whether another worker may have a module that is not in ``layers``."""
 
     def pushed(self, name: str) -> Adapter | None:
-        """What ``put`` made it serve."""
+        """Return the adapter that ``put`` set."""
 
     def put(self, name: str, adapter: Adapter | None) -> None:
-        """Serve the adapter under this name from now on; None: what the engine itself has under it. Where it raises,
-        it can be called again."""
+        """Serve the adapter under this name; None restores what the engine itself has. May be called again after an
+        exception."""
 
 
-def piece_of(name: str) -> Piece:
-    """As PEFT names tensors. Raises ``ValueError`` for what is none of an adapter."""
+def factor_of(name: str) -> LoraFactor:
+    """Parse PEFT's name of a tensor. Raises ``ValueError`` if it does not belong to a LoRA adapter."""
     found = _NAME.fullmatch(name)
     if found is None:
-        raise ValueError(f"{name} is no tensor of a LoRA adapter")
-    return Piece(found["module"], (found["linear"] or found["embedding"]) == "A")
+        raise ValueError(f"{name} is not a tensor of a LoRA adapter")
+    return LoraFactor(found["module"], (found["linear"] or found["embedding"]) == "A")
 
 
 class AdapterModel:
-    """An ``EngineModel`` that is one adapter: its loader holds tensors against the host's layers, and takes them
-    whole."""
+    """An ``EngineModel`` for one adapter. Its loader checks tensors against the host's layers and requests them
+    completely."""
 
     quantized = False
     blocks: Blocks | None = None
@@ -99,27 +107,27 @@ class AdapterModel:
         self._before: Adapter | None = None
 
     def make(self) -> nn.Module:
-        """What the configuration says that there is, where it says that plainly. So what nobody sends is noticed."""
+        """Make the tensors that an unambiguous configuration implies, so that missing ones are detected."""
         config = self._config()
         self._host.check(config)
         made = nn.Module()
         targets = config.get("target_modules")
         if isinstance(targets, str) or targets is None or any(config.get(key) for key in _NARROWING):
             return made
-        for module, site in self._host.sites().items():
-            if site.named and site.inputs is not None and site.outputs is not None and _is_target(module, targets):
+        for module, layer in self._host.layers().items():
+            if layer.named and layer.inputs is not None and layer.outputs is not None and _is_target(module, targets):
                 rank = _rank_of(config, module)
-                for leaf, shape in (("lora_A", (rank, site.inputs)), ("lora_B", (site.outputs, rank))):
+                for leaf, shape in (("lora_A", (rank, layer.inputs)), ("lora_B", (layer.outputs, rank))):
                     _place(made, f"{module}.{leaf}", torch.empty(shape, dtype=self._host.dtype, device="meta"))
         return made
 
     def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         places = dict(model.named_parameters())
         tensors = dict(weights)
-        pieces = self._pieces({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        for name, piece in pieces.items():
+        factors = self._factors({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        for name, factor in factors.items():
             tensor = tensors[name]
-            place = places.get(f"{piece.module}.{'lora_A' if piece.is_a else 'lora_B'}")
+            place = places.get(f"{factor.module}.{'lora_A' if factor.is_a else 'lora_B'}")
             if place is None:
                 place = nn.Parameter(torch.empty(tensor.shape, dtype=self._host.dtype, device="meta"))
             place.data.copy_(tensor)
@@ -128,7 +136,7 @@ class AdapterModel:
         self._before = self._host.pushed(self._name)
         tensors = dict(weights)
         taken: dict[str, torch.Tensor] = {}
-        for name in self._pieces({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
+        for name in self._factors({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
             taken[name] = torch.empty(tensors[name].shape, dtype=self._host.dtype)
             taken[name].copy_(tensors[name])
         self._host.put(self._name, Adapter(self._config(), taken))
@@ -141,29 +149,29 @@ class AdapterModel:
     def _config(self) -> dict[str, Any]:
         config = json.loads(self._config_text)
         if not isinstance(config, dict) or not isinstance(config.get("r"), int):
-            raise StateError(f"the config of adapter {self._name!r} names no rank r: {self._config_text:.200}")
+            raise StateError(f"the config of adapter {self._name!r} has no rank r: {self._config_text:.200}")
         return config
 
-    def _pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
-        """Those of the tensors that this worker takes. Raises one ``MismatchError`` for all that do not fit."""
-        config, sites = self._config(), self._host.sites()
-        found: dict[str, Piece] = {}
+    def _factors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LoraFactor]:
+        """Return the tensors that this worker requests. Raises one ``MismatchError`` for all mismatches."""
+        config, layers = self._config(), self._host.layers()
+        found: dict[str, LoraFactor] = {}
         faults: list[tuple[str, str, str]] = []
         for name, shape in shapes.items():
             try:
-                piece = self._host.piece_of(name)
+                factor = self._host.factor_of(name)
             except ValueError as error:
                 faults.append(("unknown", name, str(error)))
                 continue
-            if piece is None or (piece.module not in sites and self._host.is_elsewhere(piece.module)):
+            if factor is None or (factor.module not in layers and self._host.is_elsewhere(factor.module)):
                 continue
-            if piece.module not in sites:
-                faults.append(("unknown", name, f"the engine's model has no module {piece.module} that can have LoRA"))
+            if factor.module not in layers:
+                faults.append(("unknown", name, f"the engine's model has no module {factor.module} that can have LoRA"))
                 continue
-            if piece in found.values():
-                faults.append(("unknown", name, "another of the tensors is the same of its module"))
-            found[name] = piece
-            fault = self._fault(piece, shape, sites[piece.module], _rank_of(config, piece.module))
+            if factor in found.values():
+                faults.append(("unknown", name, "another tensor is the same factor of its module"))
+            found[name] = factor
+            fault = self._fault(factor, shape, layers[factor.module], _rank_of(config, factor.module))
             if fault:
                 faults.append(("shape", name, fault))
         faults += _unpaired(found)
@@ -173,34 +181,34 @@ class AdapterModel:
             raise MismatchError(f"{len(faults)} tensor(s) of adapter {self._name!r}:\n  {listed}{more}", faults)
         return found
 
-    def _fault(self, piece: Piece, shape: tuple[int, ...], site: Site, rank: int) -> str:
-        """What is wrong with a shape, if anything."""
+    def _fault(self, factor: LoraFactor, shape: tuple[int, ...], layer: LoraLayer, rank: int) -> str:
+        """Return what is wrong with a shape; empty if nothing is."""
         if rank > self._host.max_rank:
             return f"its rank is {rank}, and the engine was started for {self._host.max_rank} at most"
-        if site.inputs is None or site.outputs is None:
+        if layer.inputs is None or layer.outputs is None:
             return ""
-        wanted = (rank, site.inputs) if piece.is_a else (site.outputs, rank)
-        if shape == wanted:
+        expected = (rank, layer.inputs) if factor.is_a else (layer.outputs, rank)
+        if shape == expected:
             return ""
-        return f"shape {list(shape)}, where rank {rank} and the layer of the engine make {list(wanted)}"
+        return f"shape {list(shape)}, but rank {rank} and the engine's layer require {list(expected)}"
 
 
 class AdapterReceivers:
-    """The receivers of a worker's adapters: one for each name, and one more while another configuration takes over."""
+    """The receivers of a worker's adapters: one per name, and a second one during a change of configuration."""
 
     def __init__(self, host: AdapterHost) -> None:
         self._host = host
         self._receivers: dict[tuple[str, str], Receiver] = {}
 
     def receiver(self, target: Mapping[str, Any]) -> Receiver:
-        """Of the adapter that a sender means. Never raises."""
+        """Return the receiver of a target. Never raises."""
         key = (str(target.get("adapter")), str(target.get("config")))
         if key not in self._receivers:
             self._receivers[key] = Receiver(AdapterModel(self._host, *key, partial(self._close_others, key)))
         return self._receivers[key]
 
     def _close_others(self, key: tuple[str, str]) -> None:
-        # What they know of what is served is no longer so.
+        # They describe a version that is no longer served.
         for other in [other for other in self._receivers if other[0] == key[0] and other != key]:
             self._receivers.pop(other).close()
 
@@ -210,19 +218,19 @@ def _is_target(module: str, targets: Any) -> bool:
 
 
 def _rank_of(config: Mapping[str, Any], module: str) -> int:
-    """As PEFT has it: the first pattern that the end of the name matches."""
+    """Return the rank by PEFT's rule: the first pattern that matches the end of the name wins."""
     for pattern, rank in (config.get("rank_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return int(rank)
     return int(config["r"])
 
 
-def _unpaired(pieces: Mapping[str, Piece]) -> list[tuple[str, str, str]]:
-    names = {piece: name for name, piece in pieces.items()}
+def _unpaired(factors: Mapping[str, LoraFactor]) -> list[tuple[str, str, str]]:
+    names = {factor: name for name, factor in factors.items()}
     return [
-        ("missing", name, f"there is no lora_{'B' if is_a else 'A'} of {module} to go with it")
+        ("missing", name, f"lora_{'B' if is_a else 'A'} of {module} is missing")
         for (module, is_a), name in names.items()
-        if Piece(module, not is_a) not in names
+        if LoraFactor(module, not is_a) not in names
     ]
 
 

@@ -1,23 +1,27 @@
-"""Quantising to 8 bits with a scale for each block, as the checkpoints of DeepSeek V3 and Qwen 3 have it.
+"""Block quantization to 8 bits, in the format of the checkpoints of DeepSeek V3 and Qwen 3.
 
-The last two dimensions of a tensor are cut into blocks from its beginning on; those at its ends may be smaller. A value
-is its float8_e4m3fn times the scale of its block, which is the block's maximum by 448. What comes out is, bit for bit,
-what vLLM's ``per_block_cast_to_fp8`` makes of the whole tensor on one process.
+The last two dimensions of a tensor are divided into blocks, from the first element on; the last ones may be smaller. A
+value is its float8_e4m3fn number times the scale of its block, which is the block's maximum divided by 448. The result
+is bit for bit what vLLM's ``per_block_cast_to_fp8`` computes from the entire tensor in one process.
 
-Blocks are counted in a *grid*: one place for each block, behind the tensor's other dimensions. Boxes of the grid are
-boxes like others.
+Blocks are addressed by a grid: one element for each block, after the tensor's leading dimensions.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ...dtypes import DTYPES
-from ...engine.tensor_bytes import copy_elements
-from ...geometry import Box
+from ....engine.tensor_bytes import copy_elements
+from ....errors import MismatchError
+from ....tensors.dtypes import DTYPES, DType
+from ....tensors.geometry import Box
+from ....tensors.metadata import BasicMeta
+from ....tensors.shards import basic_meta
+from ...layouts.recording import Copy
+from ..messages import list_faults
 
 __all__ = [
     "QUANTIZED",
@@ -25,13 +29,15 @@ __all__ = [
     "Blocks",
     "Scratch",
     "blocks_of",
+    "check_quantizable",
     "cut_blocks",
     "elements_of",
     "grid_of",
+    "is_narrow",
+    "is_wide",
     "maxima_of",
     "partial_blocks",
     "quantize",
-    "scale_name",
     "scales_of",
     "whole_blocks",
     "without",
@@ -41,25 +47,20 @@ QUANTIZED = DTYPES["float8_e4m3fn"]
 SCALE = DTYPES["float32"]
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_LEAST = 1e-4  # a block's maximum counts as this at least, so that zeros have a scale to divide by
+_LEAST = 1e-4  # the lower bound of a block's maximum, so that a block of zeros has a nonzero scale
 
 Blocks = tuple[int, int]
-"""Rows and columns of a block."""
-
-
-def scale_name(name: str) -> str:
-    """Of the tensor of a tensor's scales: ``X.weight_scale_inv`` for ``X.weight``."""
-    return f"{name}_scale_inv"
+"""The rows and columns of a block."""
 
 
 def grid_of(shape: Sequence[int], blocks: Blocks) -> tuple[int, ...]:
-    """The shape of the tensor of scales."""
+    """Return the shape of the tensor of scales."""
     rows, columns = shape[-2:]
     return (*shape[:-2], -(-rows // blocks[0]), -(-columns // blocks[1]))
 
 
 def blocks_of(box: Box, blocks: Blocks) -> Box:
-    """Where in the grid the blocks are that ``box`` has an element of."""
+    """Return the grid box of the blocks that intersect ``box``."""
     offsets, stops = list(box.offsets), list(box.stops)
     for d, size in zip((-2, -1), blocks, strict=True):
         offsets[d], stops[d] = offsets[d] // size, -(-stops[d] // size)
@@ -67,7 +68,7 @@ def blocks_of(box: Box, blocks: Blocks) -> Box:
 
 
 def whole_blocks(box: Box, shape: Sequence[int], blocks: Blocks) -> Box | None:
-    """Where the blocks are of which ``box`` has all elements; None where there are none."""
+    """Return the grid box of the blocks that ``box`` contains completely; None if there are none."""
     offsets, stops = list(box.offsets), list(box.stops)
     for d, size in zip((-2, -1), blocks, strict=True):
         offsets[d] = -(-offsets[d] // size)
@@ -78,7 +79,7 @@ def whole_blocks(box: Box, shape: Sequence[int], blocks: Blocks) -> Box | None:
 
 
 def partial_blocks(box: Box, shape: Sequence[int], blocks: Blocks) -> list[Box]:
-    """Where the blocks are of which ``box`` has some elements and not all."""
+    """Return the grid boxes of the blocks that ``box`` contains in part."""
     touched, whole = blocks_of(box, blocks), whole_blocks(box, shape, blocks)
     if not box.numel:
         return []
@@ -86,7 +87,7 @@ def partial_blocks(box: Box, shape: Sequence[int], blocks: Blocks) -> list[Box]:
 
 
 def elements_of(grid: Box, shape: Sequence[int], blocks: Blocks) -> Box:
-    """All elements of the blocks that lie there in the grid."""
+    """Return the box of all elements of the blocks at ``grid``."""
     offsets, stops = list(grid.offsets), list(grid.stops)
     for d, size in zip((-2, -1), blocks, strict=True):
         offsets[d], stops[d] = offsets[d] * size, min(stops[d] * size, shape[d])
@@ -94,7 +95,7 @@ def elements_of(grid: Box, shape: Sequence[int], blocks: Blocks) -> Box:
 
 
 def without(box: Box, hole: Box) -> list[Box]:
-    """``box`` without ``hole``, which lies inside it, as disjoint boxes."""
+    """Return ``box`` without ``hole``, which lies inside it, as disjoint boxes."""
     rest: list[Box] = []
     offsets, stops = list(box.offsets), list(box.stops)
     for d in range(box.ndim):
@@ -106,24 +107,24 @@ def without(box: Box, hole: Box) -> list[Box]:
 
 
 def cut_blocks(box: Box, blocks: Blocks, limit: int) -> Iterator[Box]:
-    """``box`` in rows of whole blocks, so many at a time as have ``limit`` elements, at least one. Who quantises one
-    needs elements of few blocks that are not in it."""
+    """Cut ``box`` into runs of complete block rows of up to ``limit`` elements, at least one row each. To quantize a
+    run, a sender needs few elements outside of it."""
     begin, stop = box.offsets[-2], box.stops[-2]
     at_once = max(limit // max(box.lengths[-1], 1) // blocks[0], 1) * blocks[0]
     while begin < stop:
         end = min(begin // blocks[0] * blocks[0] + at_once, stop)
         offsets = (*box.offsets[:-2], begin, box.offsets[-1])
-        yield Box.proved(offsets, (*box.lengths[:-2], end - begin, box.lengths[-1]))
+        yield Box.unchecked(offsets, (*box.lengths[:-2], end - begin, box.lengths[-1]))
         begin = end
 
 
 class Scratch(threading.local):
-    """Memory that each thread uses again and again: a page that is new costs more than what is computed in it."""
+    """Memory that each thread reuses: the first touch of a page costs more than the computation in it."""
 
     _memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of any values, until the next call."""
+        """Return an uninitialized tensor, which is valid until the next call in this thread."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
@@ -133,8 +134,10 @@ class Scratch(threading.local):
 
 
 def maxima_of(tensor: torch.Tensor, box: Box, blocks: Blocks, scratch: Scratch) -> torch.Tensor:
-    """The largest absolute value of each block's elements in ``box``, whose elements ``tensor`` has, as float32 on the
-    CPU, laid out as ``blocks_of(box)``. NaN where there is one."""
+    """Return the largest absolute value in each block of ``tensor``, the elements of ``box``.
+
+    The result is float32 on the CPU, in the shape of ``blocks_of(box)``. A block with a NaN has the maximum NaN.
+    """
     grid = blocks_of(box, blocks)
     found = torch.zeros(grid.lengths, dtype=torch.float32)
     skipped = box.offsets[-1] % blocks[1]
@@ -148,29 +151,29 @@ def maxima_of(tensor: torch.Tensor, box: Box, blocks: Blocks, scratch: Scratch) 
 
 
 def scales_of(maxima: torch.Tensor) -> torch.Tensor:
-    """The scales of blocks with these maxima."""
+    """Return the scales of blocks with these maxima."""
     return maxima.clamp(_LEAST) / _LARGEST
 
 
 def quantize(
     out: torch.Tensor, tensor: torch.Tensor, box: Box, maxima: torch.Tensor, blocks: Blocks, scratch: Scratch
 ) -> None:
-    """``out``, float8_e4m3fn, becomes ``box``, whose elements ``tensor`` has. ``maxima`` are those of all
-    elements of the blocks ``blocks_of(box)``."""
+    """Quantize ``tensor``, the elements of ``box``, into ``out`` (float8_e4m3fn). ``maxima`` are those of the complete
+    blocks ``blocks_of(box)``."""
     factors = (1.0 / scales_of(maxima)).repeat_interleave(blocks[1], -1)
     factors = factors.narrow(-1, box.offsets[-1] % blocks[1], box.lengths[-1]).to(tensor.device)
     made = out if tensor.device == out.device else torch.empty(out.shape, dtype=out.dtype, device=tensor.device)
     for number, rows in enumerate(_rows(box, blocks)):
         part = tensor[..., rows, :]
         scaled = scratch.take(part.shape, torch.float32, part.device).copy_(part)
-        # A value that is its block's maximum may come out a rounding above 448, and is 448 after the cast.
+        # Rounding may put a block's maximum slightly above 448; the cast makes it 448.
         made[..., rows, :].copy_(scaled.mul_(factors[..., number : number + 1, :]))
     if made is not out:
         copy_elements(out, made)
 
 
 def _rows(box: Box, blocks: Blocks) -> Iterator[slice]:
-    """The rows of ``box`` that are of one row of blocks, counted from its beginning."""
+    """Yield the rows of ``box`` in each row of blocks, relative to the box."""
     first, stop = box.offsets[-2], box.stops[-2]
     begin = first
     while begin < stop:
@@ -180,4 +183,44 @@ def _rows(box: Box, blocks: Blocks) -> Iterator[slice]:
 
 
 def _box(offsets: Sequence[int], stops: Sequence[int]) -> Box:
-    return Box.proved(tuple(offsets), tuple(stop - begin for begin, stop in zip(offsets, stops, strict=True)))
+    return Box.unchecked(tuple(offsets), tuple(stop - begin for begin, stop in zip(offsets, stops, strict=True)))
+
+
+def is_narrow(dtype: DType) -> bool:
+    return dtype.kind == "float" and dtype.itemsize == 1
+
+
+def is_wide(dtype: DType) -> bool:
+    return dtype.kind == "float" and dtype.itemsize > 1
+
+
+def check_quantizable(
+    blocks: Blocks | None, metas: Mapping[str, BasicMeta], copies: Sequence[Copy], seen: frozenset[str]
+) -> bool:
+    """Return whether a loader that makes these ``copies`` requests tensors that must be quantized.
+
+    Raises ``MismatchError`` for tensors that would be cast to 8 bits and cannot be quantized; ``seen`` are those with
+    whose values the loader computes.
+    """
+    faults: dict[str, str] = {}
+    narrowed: set[str] = set()
+    for copy in copies:
+        meta, held = metas[copy.name], basic_meta(copy.target.dtype, ()).dtype
+        if copy.view.numel and is_wide(meta.dtype) and is_narrow(held):
+            narrowed.add(copy.name)
+            if blocks is None:
+                faults[copy.name] = f"{meta} is sent for {held}, and the engine's model has no scales for its blocks"
+            elif held != QUANTIZED:
+                faults[copy.name] = f"{meta} is sent for {held}, to which bytecheckpoint cannot quantize"
+            elif len(meta.shape) < 2:
+                faults[copy.name] = f"{meta} is sent for {held}, and has no blocks"
+            elif copy.name in seen:
+                faults[copy.name] = f"{meta} is sent for {held}, and the engine's loader computes with its values"
+    if faults:
+        listed = list_faults(f"{name}: {text}" for name, text in faults.items())
+        raise MismatchError(
+            f"{len(faults)} tensor(s) would be cast to 8 bits without a scale; nothing was sent. Push them in the "
+            f"format of the engine's own checkpoints, with their scales:{listed}",
+            [("dtype", name, text) for name, text in faults.items()],
+        )
+    return bool(narrowed)

@@ -1,7 +1,7 @@
-"""Groups: processes of a job and of engines that send each other tensors, by gloo, or by NCCL from device to device.
+"""Process groups of senders and workers, with gloo or NCCL. The NCCL backend has never run on a device.
 
-A group lives from push to push, as forming one takes long. It is made of torch's process groups, which are entered in
-no list of torch's, so that neither the job's nor the engine's own are touched.
+A group lasts over many pushes, because forming one is slow. It consists of torch process groups that are not registered
+with ``torch.distributed``, so the groups of the job and of the engine stay untouched.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ...errors import EngineError, StateError
-from .tcp_wire import own_hosts
+from ....errors import EngineError, StateError, UsageError
+from .connection import local_addresses
 
-__all__ = ["Gathering", "Group", "GroupAddress", "GroupBackend", "GroupBroken", "check_backend", "join_group"]
+__all__ = ["Group", "GroupAddress", "GroupBackend", "GroupBroken", "GroupRendezvous", "check_backend", "join_group"]
 
 GroupBackend = Literal["gloo", "nccl"]
 
-_FOR_EVER = timedelta(days=365)  # NCCL's own watchdog would end the process, which may be an engine's
+_UNBOUNDED = timedelta(days=365)  # when NCCL's own timeout expires, its watchdog ends the process
 _POLL_S = 0.0005
+_CONNECT_S = 5.0
 
-Transfer = tuple[int, torch.Tensor]
-"""A party, and contiguous bytes."""
+Tensors = Sequence[torch.Tensor]
+Check = Callable[[], None]
 
 
 class GroupBroken(EngineError):
-    """A party has left, or was not there in time: then it is ``late``. The group is of no use any more."""
+    """A member left, or did not answer in time (``is_late``). The group cannot be used any more."""
 
-    late = False
+    is_late = False
 
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where parties of a group of ``size`` meet. ``name`` is that of no other group. Each wait takes ``wait_s``."""
+    """Where the members of a group of ``size`` meet. ``name`` is unique. Each wait is bounded by ``wait_s``."""
 
     name: str
     hosts: tuple[str, ...]
@@ -64,214 +65,232 @@ class GroupAddress:
         return [self.name, list(self.hosts), self.port, self.backend, self.size, self.wait_s]
 
 
-class _Store:
-    """Where a group meets, on rank 0. It lives for as long as the group does."""
-
-    def __init__(self, backend: GroupBackend, size: int, wait_s: float) -> None:
-        self._store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=wait_s), wait_for_workers=False)
-        self.address = GroupAddress(secrets.token_hex(8), own_hosts(), self._store.port, backend, size, wait_s)
-
-
 def check_backend(backend: str) -> None:
-    """Raise ``StateError`` where this process can be in no group of it."""
+    """Raise ``UsageError`` for an unknown backend, and ``StateError`` when this process cannot use it."""
     if backend not in get_args(GroupBackend):
-        raise StateError(f"a group is by {' or '.join(get_args(GroupBackend))}, not {backend!r}")
+        raise UsageError(f"the backend of a group is {' or '.join(get_args(GroupBackend))}, not {backend!r}")
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
         raise StateError(
-            "a group by nccl needs a CUDA device in each process, and this one has none; use gloo, or no group"
+            "an nccl group needs a CUDA device in each process, and this process has none; use gloo, or no group"
         )
 
 
-class Gathering:
-    """A job's group as rank 0 knows it, from push to push: where it meets, and with which workers."""
+class GroupRendezvous:
+    """Rank 0's side of forming groups: the store at which the current group met, and its workers."""
 
     def __init__(self, backend: GroupBackend, wait_s: float) -> None:
         self._backend, self._wait_s = backend, wait_s
-        self._store: _Store | None = None
+        self._store: TCPStore | None = None
+        self._address: GroupAddress | None = None
         self._workers: list[str] = []
 
     def address(self, senders: Sequence[str], workers: Sequence[str], groups: Sequence[str]) -> GroupAddress:
-        """Of a group of all ``senders`` and ``workers``. It is the one of last time where the workers are the same, and
-        all parties say that they are in it still: the senders, and workers in ``groups``."""
+        """Return the address of a group of all ``senders`` and ``workers``.
+
+        The current group is reused when the workers are the same and all members are still in it: ``senders`` and
+        ``groups`` are the names of the groups in which the senders and the workers are.
+        """
         names = {*senders, *groups}
-        if self._store is None or names != {self._store.address.name} or self._workers != list(workers):
-            self._store = _Store(self._backend, len(senders) + len(workers), self._wait_s)
+        if self._address is None or names != {self._address.name} or self._workers != list(workers):
+            wait = timedelta(seconds=self._wait_s)
+            self._store = TCPStore("127.0.0.1", 0, None, True, wait, wait_for_workers=False)
+            size = len(senders) + len(workers)
+            self._address = GroupAddress(
+                secrets.token_hex(8), local_addresses(), self._store.port, self._backend, size, self._wait_s
+            )
             self._workers = list(workers)
-        return self._store.address
+        return self._address
 
     def close(self) -> None:
-        """The next group is another."""
-        self._store = None
+        """Forget the group; the next push forms a new one."""
+        self._store = self._address = None
 
 
 class Group(ABC):
-    """One party's end. For one thread at a time."""
+    """One member's end of a group. For one thread at a time; ``leave`` may be called from another.
 
-    def __init__(self, address: GroupAddress) -> None:
+    All operations return when the tensors, which are contiguous bytes on ``device``, may be used again. They call
+    ``check`` now and then, which raises to give up, and raise ``GroupBroken``.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, address: GroupAddress, store: Store, rank: int) -> None:
         self.name, self._wait_s = address.name, address.wait_s
-        self.device = torch.device("cpu")
+        self._store, self._rank, self._size = store, rank, address.size
+        self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._all: Any = self._form("all", rank, address.size)
+
+    def form_subgroups(self, sets: Sequence[tuple[int, ...]]) -> None:
+        """Form a subgroup for each set of members. All members of a set must call this with their sets in one common
+        order. Raises ``EngineError``."""
+        for members in sets:
+            if members not in self._subgroups:
+                name = "-".join(map(str, members))
+                with _as_engine_error(f"the subgroup of members {name}"):
+                    _meet(self._store, name, members.index(self._rank), len(members), self._wait_s)
+                    self._subgroups[members] = self._form(name, members.index(self._rank), len(members))
+
+    def send(self, member: int, tensors: Tensors, check: Check) -> None:
+        """Send to one member, which calls ``receive``."""
+        group = self._all
+        self._run(group, lambda: [group.send([tensor], member, 0) for tensor in tensors], check)
+
+    def receive(self, member: int, tensors: Tensors, check: Check) -> None:
+        """Receive from one member, which calls ``send``."""
+        group = self._all
+        self._run(group, lambda: [group.recv([tensor], member, 0) for tensor in tensors], check)
+
+    def broadcast(self, members: tuple[int, ...], root: int, tensors: Tensors, check: Check) -> None:
+        """Copy the tensors of ``root`` to all ``members`` of a subgroup."""
+        group = self._subgroups.get(members)
+        position = members.index(root)
+        self._run(group, lambda: [group.broadcast(tensor, position) for tensor in tensors], check)  # type: ignore[union-attr]
 
     @abstractmethod
-    def exchange(
-        self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int, check: Callable[[], None]
-    ) -> None:
-        """All of it at once; between two parties in the order given, and with the same ``tag`` on both sides. Returns
-        when memory may be used again. ``check`` is called now and then where that is possible, and raises to give up.
-        Raises ``GroupBroken``."""
+    def _form(self, name: str, rank: int, size: int) -> Any:
+        """Form a torch process group. Raises ``RuntimeError``."""
 
     @abstractmethod
+    def _run(self, group: Any, start: Callable[[], list[Any]], check: Check) -> None:
+        """Start operations of ``group``, which is None after ``leave``, and wait for them."""
+
     def leave(self) -> None:
-        """The others notice when they next wait for this party. Never raises."""
-
-
-def _broken(text: str, *, late: bool = False) -> GroupBroken:
-    broken = GroupBroken(text)
-    broken.late = late
-    return broken
+        """Leave the group. Its members notice when they next wait for this one. Never raises."""
+        self._all = None  # connections close with the last work that refers to them
+        self._subgroups = {}
 
 
 def join_group(address: GroupAddress, rank: int) -> Group:
-    """Returns when all parties are there. Raises ``EngineError`` where that is not so in time."""
+    """Join a group, and return when all members have. Raises ``EngineError`` when that takes too long."""
+    where = f"the group of {address.size} members that meets at {address.hosts[0]}:{address.port} by {address.backend}"
+    with _as_engine_error(where):
+        store = _connect(address)
+        _meet(store, "", rank, address.size, address.wait_s)
+        return (_Gloo if address.backend == "gloo" else _Nccl)(address, store, rank)
+
+
+@contextlib.contextmanager
+def _as_engine_error(what: str) -> Iterator[None]:
     try:
-        store = _connected(address)
-        _meet(store, rank, address)
-        return _Gloo(address, store, rank) if address.backend == "gloo" else _Nccl(address, store, rank)
+        yield
     except (RuntimeError, ValueError) as error:  # torch's errors are among them
-        raise EngineError(
-            f"{socket.gethostname()} cannot join the group of {address.size} parties that meets at "
-            f"{address.hosts[0]}:{address.port} by {address.backend}: {error}"
-        ) from error
+        raise EngineError(f"{socket.gethostname()} cannot join {what}: {error}") from error
 
 
-def _connected(address: GroupAddress) -> Store:
-    failed = RuntimeError("it has no host")
+def _connect(address: GroupAddress) -> Store:
+    failure = RuntimeError("it has no host")
     for host in address.hosts:
         try:
-            # First as a plain connection: torch tries a port that nobody listens at for a long time.
-            socket.create_connection((host, address.port), timeout=5.0).close()
+            # Try a plain connection first: torch retries a closed port for a long time.
+            socket.create_connection((host, address.port), timeout=_CONNECT_S).close()
             store = TCPStore(host, address.port, None, False, timedelta(seconds=address.wait_s))
         except (OSError, RuntimeError) as error:
-            failed = RuntimeError(f"{host}: {error}")
+            failure = RuntimeError(f"{host}: {error}")
         else:
             return PrefixStore(address.name, store)
-    raise failed
+    raise failure
 
 
-def _meet(store: Store, rank: int, address: GroupAddress) -> None:
-    """All are there: NCCL itself waits for ever for who does not come."""
-    store.set(f"here/{rank}", "")
-    store.wait([f"here/{party}" for party in range(address.size)], timedelta(seconds=address.wait_s))
+def _meet(store: Store, name: str, rank: int, size: int, wait_s: float) -> None:
+    """Wait until all members are there. NCCL itself would wait for a missing one without a bound."""
+    store.set(f"here/{name}/{rank}", "")
+    store.wait([f"here/{name}/{member}" for member in range(size)], timedelta(seconds=wait_s))
+
+
+def _broken(text: str, *, is_late: bool = False) -> GroupBroken:
+    broken = GroupBroken(text)
+    broken.is_late = is_late
+    return broken
 
 
 class _Gloo(Group):
-    def __init__(self, address: GroupAddress, store: Store, rank: int) -> None:
-        super().__init__(address)
-        wait = timedelta(seconds=address.wait_s)
-        self._group: Any = dist.ProcessGroupGloo(store, rank, address.size, wait)
+    def _form(self, name: str, rank: int, size: int) -> Any:
+        wait = timedelta(seconds=self._wait_s)
+        return dist.ProcessGroupGloo(PrefixStore(name, self._store), rank, size, wait)
 
-    def exchange(
-        self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int, check: Callable[[], None]
-    ) -> None:
-        group = self._group  # another thread may leave
+    def _run(self, group: Any, start: Callable[[], list[Any]], check: Check) -> None:
         if group is None:
-            raise _broken("this party has left the group")
+            raise _broken("this member has left the group")
         begin = time.monotonic()
         works: list[Any] = []
         try:
-            for party, tensor in receives:
-                works.append(group.recv([tensor], party, tag))
-            for party, tensor in sends:
-                works.append(group.send([tensor], party, tag))
+            works += start()
             for work in works:
                 check()
                 work.wait()
         except RuntimeError as error:
-            works.clear()  # they keep connections open, and the error keeps them
-            late = time.monotonic() - begin >= self._wait_s
-            raise _broken(f"the group broke: {_in_short(error)}", late=late) from None
-
-    def leave(self) -> None:
-        self._group = None  # connections end with the last work that knows them
-
-
-def _in_short(error: RuntimeError) -> str:
-    """Without gloo's own source lines and advice."""
-    return re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". ")[0]
+            works.clear()  # they keep connections open, and the traceback keeps them
+            is_late = time.monotonic() - begin >= self._wait_s
+            # Without the position in gloo's source and without its advice.
+            text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". ")[0]
+            raise _broken(f"the group broke: {text}", is_late=is_late) from None
 
 
 class _Nccl(Group):
-    """On the device that is torch's current one where this is made."""
+    """Works on torch's current device at construction."""
 
     def __init__(self, address: GroupAddress, store: Store, rank: int) -> None:
-        super().__init__(address)
         self.device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(address, store, rank)
+
+    def _form(self, name: str, rank: int, size: int) -> Any:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _FOR_EVER
+        options._timeout = _UNBOUNDED
         with _without_watchdog():
-            group: Any = dist.ProcessGroupNCCL(store, rank, address.size, options)
+            group: Any = dist.ProcessGroupNCCL(PrefixStore(name, self._store), rank, size, options)
 
         def connect() -> None:
             with torch.cuda.device(self.device):
                 group.eager_connect_single_device(self.device)
 
-        # NCCL itself waits for ever for a party that ends meanwhile.
-        error = _in_a_thread_of_its_own(connect, address.wait_s)
+        # NCCL waits without a bound for a member that ends in the meantime.
+        error = _run_in_thread(connect, self._wait_s)
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # it has this frame
-        self._group = group
+            del error  # breaks the reference cycle with this frame
+        return group
 
-    def exchange(
-        self, sends: Sequence[Transfer], receives: Sequence[Transfer], tag: int, check: Callable[[], None]
-    ) -> None:
-        group = self._group
+    def _run(self, group: Any, start: Callable[[], list[Any]], check: Check) -> None:
         if group is None:
-            raise _broken("this party has left the group")
-        if not sends and not receives:
-            return
-        # Of what fails between the first of it and the last, NCCL keeps in the thread that there was no last.
-        error = _in_a_thread_of_its_own(lambda: self._do(group, sends, receives, check))
+            raise _broken("this member has left the group")
+        # After a failure inside a coalesced block, NCCL keeps its state in the thread that opened the block.
+        error = _run_in_thread(lambda: self._run_coalesced(group, start, check))
         try:
             if isinstance(error, RuntimeError):
                 raise _broken(f"the group broke: {error}") from error
             if error is not None:
                 raise error
         finally:
-            del error  # it has this frame
+            del error  # breaks the reference cycle with this frame
 
-    def _do(
-        self, group: Any, sends: Sequence[Transfer], receives: Sequence[Transfer], check: Callable[[], None]
-    ) -> None:
+    def _run_coalesced(self, group: Any, start: Callable[[], list[Any]], check: Check) -> None:
         with torch.cuda.device(self.device):
             group._start_coalescing()
-            for party, tensor in receives:
-                group.recv([tensor], party, 0)
-            for party, tensor in sends:
-                group.send([tensor], party, 0)
+            start()
             work = group._end_coalescing()
-            self._wait_for(work, check)
-
-    def _wait_for(self, work: Any, check: Callable[[], None]) -> None:
-        end = time.monotonic() + self._wait_s
-        while not work.is_completed():
-            check()
-            if time.monotonic() > end:
-                raise _broken(f"the group broke: a party was not there within {self._wait_s:g} s", late=True)
-            time.sleep(_POLL_S)
-        work.wait()  # has this thread's stream see what has come
+            end = time.monotonic() + self._wait_s
+            while not work.is_completed():
+                check()
+                if time.monotonic() > end:
+                    raise _broken(f"the group broke: a member was not there within {self._wait_s:g} s", is_late=True)
+                time.sleep(_POLL_S)
+            work.wait()  # makes this thread's stream wait for the received bytes
 
     def leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()  # what others of this process's kernels wait for would never end
+        groups = [self._all, *self._subgroups.values()]
+        super().leave()
+        for group in groups:
+            if group is not None:
+                with contextlib.suppress(RuntimeError):
+                    group.abort()  # otherwise this process's kernels would wait without a bound
 
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """A group that is made meanwhile has none: at the first error of the network, torch's ends the process."""
+    """Form a group without torch's watchdog, which ends the process at the first network error."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -284,15 +303,17 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _in_a_thread_of_its_own(function: Callable[[], None], wait_s: float | None = None) -> BaseException | None:
-    """What it raised, or that it takes longer; then it goes on, and nobody hears of it. A daemon, as the interpreter
-    must be able to end while NCCL waits."""
+def _run_in_thread(function: Callable[[], None], wait_s: float | None = None) -> BaseException | None:
+    """Return what ``function`` raised, or a ``RuntimeError`` after ``wait_s``; the thread then goes on unobserved.
+
+    A daemon thread: the interpreter must be able to end while NCCL waits.
+    """
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
             function()
-        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
             raised.append(error)
 
     thread = threading.Thread(target=run, name="bcp-push-nccl", daemon=True)
@@ -300,7 +321,7 @@ def _in_a_thread_of_its_own(function: Callable[[], None], wait_s: float | None =
     thread.join(wait_s)
     if thread.is_alive():
         return RuntimeError(
-            f"NCCL took longer than {wait_s:g} s; has a party ended, or does NCCL_SOCKET_IFNAME name no interface by "
-            "which they reach each other?"
+            f"NCCL took longer than {wait_s:g} s; has a member ended, or does NCCL_SOCKET_IFNAME name no interface by "
+            "which the members reach each other?"
         )
     return raised.pop() if raised else None

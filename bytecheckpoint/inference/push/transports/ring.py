@@ -1,128 +1,131 @@
-"""The worker's end of a stream: chunks come into a ring of slots, are proved, put in by the engine's loader, and make
-room for others. The model's thread takes out what connections bring; both wait for each other only here.
+"""The ring buffer of a worker that loads weights while they arrive.
 
-Chunks come in the order in which the loader was seen to want them. Where it wants them in another, what is in its way
-is set aside in memory of its own, so neither end ever waits for the other in a circle: all senders write in one order,
-and a slot that is complete can always be emptied.
+Senders fill the slots of the ring buffer, wave by wave; the engine's loader reads the chunks and frees the slots. The
+chunks come in the recorded order of the loader. When the loader reads in another order, the ring buffer copies complete
+waves out of the way (``set_aside``), so a complete slot can always be freed. Since all senders write in one order,
+neither end can wait for the other in a cycle.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ...errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
-from ...geometry import Box
-from .arena import Address, Arena
-from .device_memory import settle
-from .digesting import Digest, xxh3_of
-from .messages import without_frames
-from .ring_server import RingServer
-from .serving import Chunks
-from .tcp_wire import TcpAddress
-from .waves import Waves
+from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
+from ....tensors.geometry import Box
+from ..layout import ChunkReader, Waves
+from ..messages import without_traceback
+from .base import Digest, xxh3_digest
+from .connection import Endpoint
+from .cuda_ipc import synchronize
+from .shared_memory import Arena, ArenaAddress
+from .tcp import ChunkServer
 
-__all__ = ["Ring", "RingMemory"]
+__all__ = ["RingBuffer", "RingMemory"]
 
-_NOTHING, _COMING, _HERE = range(3)  # what is known of a chunk
-_ANY = 1 << 62  # uses of a chunk that the loader computes with: nobody knows how many
+_ABSENT, _ARRIVING, _ARRIVED = range(3)  # states of a chunk
+_UNKNOWN_USES = 1 << 62  # for chunks that the loader computes with
 
 
 class RingMemory(Protocol):
-    """Bytes, and where senders reach them, if they do. Nothing uses them any more when they are closed."""
+    """The memory of a ring buffer. No view of it may be used after ``close``."""
 
     memory: torch.Tensor
 
     @property
-    def address(self) -> Address | None: ...
+    def address(self) -> ArenaAddress | None:
+        """Where senders on this host can map it; None where they cannot."""
 
     def close(self) -> None: ...
 
 
-class Ring(Chunks):
-    """Offers ``waves.nbytes`` of memory, and a port, to senders. ``takes`` are the copies that the loader will make
-    (``Learned.takes``). ``get``, ``used`` and ``drain`` are for one thread; each waits ``deadline_s`` at most for the
-    next chunk, whichever it is, and raises ``DeadlineError``, ``CorruptionError`` for a chunk that is not as it was
-    sent, ``EngineError`` where a sender ends too early.
+class RingBuffer(ChunkReader):
+    """A ring buffer of ``waves.nbytes``, and the server that fills it.
 
-    ``memory``, by default an arena in host memory, is the ring's from now on. ``digest`` is what senders take."""
+    ``copies`` are the copies that the loader is expected to make (``LoadRecord.copies``). The ring buffer owns
+    ``memory``, by default a new arena, and verifies chunks with ``digest``. ``get``, ``release`` and ``drain`` are for
+    the thread of the model: they wait at most ``deadline_s`` for the next chunk and raise ``DeadlineError``,
+    ``CorruptionError`` for a damaged chunk, or ``EngineError`` when a sender ends too early.
+    """
 
     def __init__(
         self,
         waves: Waves,
-        takes: Sequence[tuple[int, Box]],
+        copies: Sequence[tuple[int, Box]],
         deadline_s: float,
         memory: RingMemory | None = None,
-        digest: Digest = xxh3_of,
+        digest: Digest = xxh3_digest,
     ) -> None:
         self._waves, self._deadline_s, self._digest = waves, deadline_s, digest
-        self._left = _expected_uses(waves, takes)
-        # Of vectors nobody knows how often: where vLLM counts elements before it loads, it copies biases already.
-        self._vectors = [len(waves.layout.parts[part].shape) <= 1 for part, _ in waves.layout.chunks]
+        self._uses_left = _expected_uses(waves, copies)
+        # The number of reads of a vector is unknown: vLLM copies biases once more while it counts elements.
+        self._is_vector = [len(waves.layout.parts[part].shape) <= 1 for part, _ in waves.layout.chunks]
         count = len(waves.layout.chunks)
         self._state = bytearray(count)
         self._missing = [len(waves.chunks(wave)) for wave in range(waves.count)]
-        self._taken = self._asked = 0
+        self._taken = self._requested_wave = 0
         self._aside: dict[int, torch.Tensor] = {}
         self._failure: BytecheckpointError | None = None
         self._changed = threading.Condition()
         self.digests = [0] * count
         self.set_aside = 0
-        """Bytes so far that the loader wanted in another order than it was seen to."""
+        """Bytes that were copied out of the way because the loader read in another order than recorded."""
         self._memory = memory or Arena(waves.nbytes)
         try:
-            self._server = RingServer(self, deadline_s)
+            self._server = ChunkServer(self, deadline_s)
         except BaseException:
             self._memory.close()
             raise
 
     @property
-    def memory(self) -> Address | None:
-        """Where senders reach it."""
+    def memory(self) -> ArenaAddress | None:
         return self._memory.address
 
+    def plain(self) -> list[Any]:
+        """Return what senders must know: the slots, their size, and the endpoint."""
+        return [self._waves.slots, self._waves.slot_bytes, self.endpoint.plain()]
+
     @property
-    def port(self) -> TcpAddress:
-        return self._server.address
+    def endpoint(self) -> Endpoint:
+        return self._server.endpoint
 
     def get(self, chunk: int) -> torch.Tensor:
         with self._changed:
             while True:
                 if chunk in self._aside:
                     return self._aside[chunk]
-                if self._state[chunk] == _HERE:
+                if self._state[chunk] == _ARRIVED:
                     if self._waves.wave_of[chunk] < self._taken:
                         raise EngineError(
-                            f"the engine's loader wants {self._waves.layout.name_of(chunk)} more often than it was "
-                            "seen to; give Pusher more memory_bytes, so that weights need not be streamed"
+                            f"the engine's loader reads {self._name_of(chunk)} more often than when it was recorded; "
+                            "give Pusher more memory_bytes, so that weights need not be streamed"
                         )
                     return self._slot(chunk)
-                self._empty_until(max(self._waves.wave_of[chunk], self._asked))
-                self._wait(f"for {self._waves.layout.name_of(chunk)}")
+                self._set_aside_until(max(self._waves.wave_of[chunk], self._requested_wave))
+                self._wait(f"for {self._name_of(chunk)}")
 
-    def used(self, chunk: int) -> None:
+    def release(self, chunk: int) -> None:
         with self._changed:
-            self._left[chunk] -= 1
-            if not self._left[chunk] and not self._vectors[chunk]:
+            self._uses_left[chunk] -= 1
+            if not self._uses_left[chunk] and not self._is_vector[chunk]:
                 self._aside.pop(chunk, None)
-                self._take_out()
+                self._free_complete_waves()
 
     def drain(self) -> None:
-        """Take out what the loader did not want, so that senders come to their end."""
+        """Receive and discard the chunks that the loader did not read, so that senders can finish."""
         with self._changed:
-            self._left = [0] * len(self._left)
+            self._uses_left = [0] * len(self._uses_left)
             self._aside.clear()
-            self._take_out()
+            self._free_complete_waves()
             while self._taken < self._waves.count:
                 self._wait("for the rest")
-                self._take_out()
+                self._free_complete_waves()
 
     def close(self) -> None:
-        """Ends connections, and gives the memory back."""
+        """End all connections and free the memory."""
         try:
             self._server.close()
             self.fail(EngineError("this push is over"))
@@ -131,29 +134,30 @@ class Ring(Chunks):
             self._aside.clear()
 
     def fail(self, error: BytecheckpointError) -> None:
-        """Have all, on both ends, raise ``error``. The first one stays."""
+        """Make the loader and all senders raise ``error``. The first failure stays."""
         with self._changed:
             if self._failure is None:
-                self._failure = without_frames(error)
-                self._server.tell_failed(error)
+                self._failure = without_traceback(error)
+                self._server.report_failure(error)
                 self._changed.notify_all()
 
-    def join(self, connection: socket.socket) -> None:
-        """A sender is there: it hears how things stand, and of every change from now on."""
+    def sender_failed(self, error: BytecheckpointError) -> None:
         with self._changed:
-            self._server.add(connection, self._taken, self._failure)
+            is_complete = not any(self._missing)
+        if not is_complete:
+            self.fail(error)
 
     def check(self) -> None:
-        """Raise what has failed; not itself, as it would keep what it is raised through, which has views of slots."""
+        """Raise the failure, if any."""
         if self._failure is not None:
-            raise without_frames(self._failure)
+            # A copy: the traceback of the raised error refers to views of slots.
+            raise without_traceback(self._failure)
 
-    def make_room(self, chunks: Sequence[int]) -> None:
-        """Return when there is room for all of them. The loader, where it waits itself, sets aside what is in the
-        way."""
+    def wait_for_room(self, chunks: Sequence[int]) -> None:
+        """Return when the waves of all ``chunks`` have room. A waiting loader sets aside what is in the way."""
         wave = max(self._waves.wave_of[chunk] for chunk in chunks)
         with self._changed:
-            self._asked = max(self._asked, wave)
+            self._requested_wave = max(self._requested_wave, wave)
             self._changed.notify_all()
             while wave >= self._taken + self._waves.slots:
                 self.check()
@@ -161,81 +165,71 @@ class Ring(Chunks):
             self.check()
 
     def claim(self, chunk: int, nbytes: int) -> torch.Tensor:
-        """Where a chunk comes that a sender announces. ``EngineError`` where it must not."""
         waves = self._waves
         with self._changed:
             if chunk >= len(self._state) or nbytes not in (0, waves.layout.sizes[chunk]):
                 raise EngineError(f"there is no chunk {chunk} of {nbytes} bytes in this stream")
             wave = waves.wave_of[chunk]
-            if self._state[chunk] != _NOTHING or not self._taken <= wave < self._taken + waves.slots:
-                raise EngineError(f"chunk {chunk} of wave {wave} comes when {self._taken} waves have been taken out")
-            self._state[chunk] = _COMING
+            if self._state[chunk] != _ABSENT or not self._taken <= wave < self._taken + waves.slots:
+                raise EngineError(f"chunk {chunk} of wave {wave} arrived when {self._taken} waves had been taken")
+            self._state[chunk] = _ARRIVING
             return self._slot(chunk)
 
-    def prove(self, chunk: int, place: torch.Tensor, digest: int) -> None:
-        """A chunk is there. Raises ``CorruptionError`` where it is not as it was sent."""
+    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
         if self._digest(place) != digest:
-            raise CorruptionError(self.damaged(chunk))
-        self.here(chunk, digest)
-
-    def damaged(self, chunk: int) -> str:
-        return f"{self._waves.layout.name_of(chunk)} did not arrive as it was sent; it was not put in, push again"
-
-    def here(self, chunk: int, digest: int) -> None:
-        """A chunk is there, and proved."""
+            raise CorruptionError(
+                f"{self._name_of(chunk)} did not arrive as it was sent; it was not loaded, push again"
+            )
         with self._changed:
-            self._state[chunk], self.digests[chunk] = _HERE, digest
+            self._state[chunk], self.digests[chunk] = _ARRIVED, digest
             self._missing[self._waves.wave_of[chunk]] -= 1
             self._changed.notify_all()
 
-    @property
-    def is_complete(self) -> bool:
-        with self._changed:
-            return not any(self._missing)
+    def _name_of(self, chunk: int) -> str:
+        return self._waves.layout.name_of(chunk)
 
     def _slot(self, chunk: int) -> torch.Tensor:
         begin = self._waves.offset(chunk)
         return self._memory.memory[begin : begin + self._waves.layout.sizes[chunk]]
 
-    def _wait(self, what: str) -> None:
+    def _wait(self, purpose: str) -> None:
         self.check()
         if not self._changed.wait(self._deadline_s):
-            raise DeadlineError(f"no sender wrote anything for {self._deadline_s:g} s; this worker waits {what}")
+            raise DeadlineError(f"no sender wrote anything for {self._deadline_s:g} s; this worker waits {purpose}")
 
-    def _empty_until(self, wave: int) -> None:
-        """Make room for ``wave``, as far as what is in its way is complete."""
+    def _set_aside_until(self, wave: int) -> None:
+        """Make room for ``wave`` by copying unread chunks of complete waves."""
         while wave >= self._taken + self._waves.slots and not self._missing[self._taken]:
             for chunk in self._waves.chunks(self._taken):
-                if self._left[chunk] > 0 and not self._vectors[chunk]:
+                if self._uses_left[chunk] > 0 and not self._is_vector[chunk]:
                     self._aside[chunk] = self._slot(chunk).clone()
                     self.set_aside += self._aside[chunk].numel()
-            self._count_one()
+            self._free_wave()
 
-    def _take_out(self) -> None:
-        """Give back slots of which everything has been used."""
+    def _free_complete_waves(self) -> None:
         while self._taken < self._waves.count and not self._missing[self._taken]:
             chunks = self._waves.chunks(self._taken)
-            if any(self._left[chunk] > 0 and not self._vectors[chunk] for chunk in chunks):
+            if any(self._uses_left[chunk] > 0 and not self._is_vector[chunk] for chunk in chunks):
                 return
-            self._count_one()
+            self._free_wave()
 
-    def _count_one(self) -> None:
+    def _free_wave(self) -> None:
         for chunk in self._waves.chunks(self._taken):
-            if self._vectors[chunk]:
+            if self._is_vector[chunk]:
                 self._aside[chunk] = self._slot(chunk).clone()
-        settle([self._memory.memory])  # copies out of it may not have begun
+        synchronize([self._memory.memory])  # copies out of the slot may still be queued on the device
         self._taken += 1
         self._changed.notify_all()
-        self._server.tell_taken(self._taken)
+        self._server.report_taken(self._taken)
 
 
-def _expected_uses(waves: Waves, takes: Sequence[tuple[int, Box]]) -> list[int]:
+def _expected_uses(waves: Waves, copies: Sequence[tuple[int, Box]]) -> list[int]:
     layout = waves.layout
     of_part: dict[int, list[int]] = {}
     for chunk, (part, _) in enumerate(layout.chunks):
         of_part.setdefault(part, []).append(chunk)
     uses = [0] * len(layout.chunks)
-    for part, box in takes:
+    for part, box in copies:
         for chunk in of_part.get(part, ()):
             uses[chunk] += layout.chunks[chunk][1].intersect(box) is not None
-    return [count or _ANY for count in uses]
+    return [count or _UNKNOWN_USES for count in uses]

@@ -1,8 +1,8 @@
-"""Arenas: anonymous shared memory of a worker, which senders on its host write to.
+"""Shared memory of a worker, which senders of the same user on the same host write into.
 
-A memfd has no name anywhere: it is gone when the last process that has it mapped has ended, however that ended. A
-sender reaches it through ``/proc/<pid>/fd``, which the kernel lets only processes of the same user open, and knows it
-again by a token that nobody can guess.
+An arena is a memfd: it has no name, and the kernel frees it when the last process that maps it ends. A sender opens it
+through ``/proc/<pid>/fd``, which the kernel permits only to processes of the same user, and identifies it by a random
+token.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import fcntl
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...errors import EngineError
+from ....errors import EngineError
+from .base import Place, Transport
 
-__all__ = ["Address", "Arena", "attach", "open_arena"]
+__all__ = ["Arena", "ArenaAddress", "SharedMemoryTransport", "attach", "open_arena"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True)
-class Address:
+class ArenaAddress:
     """Where a process of the same user on the same host finds an arena."""
 
     pid: int
@@ -33,7 +35,7 @@ class Address:
     nbytes: int
 
     @classmethod
-    def from_plain(cls, values: Any) -> Address:
+    def from_plain(cls, values: Any) -> ArenaAddress:
         pid, descriptor, token, nbytes = values
         return cls(pid, descriptor, token, nbytes)
 
@@ -42,8 +44,8 @@ class Address:
 
 
 class Arena:
-    """``nbytes`` of memory of this process. Never changes its size: a sender that is late writes into memory that
-    exists, if perhaps only for itself."""
+    """``nbytes`` of shared memory of fixed size. A late sender writes into memory that still exists, even when no other
+    process maps it any more."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -52,7 +54,7 @@ class Arena:
         self._descriptor = os.memfd_create(f"bcp-{self.token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             try:
-                # Taken now, as memory that is missing later is a SIGBUS and no error.
+                # Allocate now: a page that cannot be allocated later raises SIGBUS instead of an error.
                 os.posix_fallocate(self._descriptor, 0, size)
             except OSError as error:
                 raise EngineError(
@@ -60,22 +62,22 @@ class Arena:
                     "its weights"
                 ) from error
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.memory = _mapped(self._descriptor, size)
+            self.memory = _map(self._descriptor, size)
         except BaseException:
             os.close(self._descriptor)
             raise
 
     @property
-    def address(self) -> Address:
-        return Address(os.getpid(), self._descriptor, self.token, self.nbytes)
+    def address(self) -> ArenaAddress:
+        return ArenaAddress(os.getpid(), self._descriptor, self.token, self.nbytes)
 
     @property
     def descriptor(self) -> int:
-        """Until ``close``."""
+        """The open file descriptor; -1 after ``close``."""
         return self._descriptor
 
     def close(self) -> None:
-        """Give up this process's hold; the memory goes when nobody has a view of it."""
+        """Release this process's mapping. The memory is freed when no process maps it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -85,20 +87,22 @@ class Arena:
         self.close()
 
 
-def attach(address: Address) -> torch.Tensor | None:
-    """The memory of another process's arena; None where ``open_arena`` says so."""
+def attach(address: ArenaAddress) -> torch.Tensor | None:
+    """Map another process's arena; None where ``open_arena`` returns None."""
     descriptor = open_arena(address)
     if descriptor is None:
         return None
     try:
-        return _mapped(descriptor, max(address.nbytes, 1))
+        return _map(descriptor, max(address.nbytes, 1))
     finally:
         os.close(descriptor)
 
 
-def open_arena(address: Address) -> int | None:
-    """A descriptor of another process's arena, for the caller to close; None where this process cannot reach it
-    (another host, user or container), or where it is gone."""
+def open_arena(address: ArenaAddress) -> int | None:
+    """Open another process's arena; the caller closes the descriptor.
+
+    Returns None when this process cannot reach the arena (another host, user or container) or the arena is gone.
+    """
     try:
         descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -109,15 +113,35 @@ def open_arena(address: Address) -> int | None:
     return descriptor
 
 
-def _is_arena(descriptor: int, address: Address) -> bool:
-    # On another host the same number may be anything.
+def _is_arena(descriptor: int, address: ArenaAddress) -> bool:
+    # On another host, the same pid and number may be any file.
     if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:bcp-{address.token} (deleted)":
         return False
     sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     return sealed and os.fstat(descriptor).st_size == max(address.nbytes, 1)
 
 
-def _mapped(descriptor: int, size: int) -> torch.Tensor:
-    # Tensors keep the mapping alive, and the last of them ends it.
-    with torch.inference_mode(False):  # other threads write to it
+def _map(descriptor: int, size: int) -> torch.Tensor:
+    # Tensors keep the mapping alive; the last of them unmaps it.
+    with torch.inference_mode(False):  # other threads write into it
         return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+
+
+class SharedMemoryTransport(Transport):
+    """Copies chunks into a worker's mapped arena."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+
+    @classmethod
+    def open(cls, address: ArenaAddress) -> SharedMemoryTransport | None:
+        """Return None when this process cannot reach the arena."""
+        memory = attach(address)
+        return None if memory is None else cls(memory)
+
+    def write(self, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+        for place in places:
+            self._memory[place.offset : place.offset + data.numel()].copy_(data)
+
+    def close(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,235 @@
+"""Find the newest complete checkpoint below a root, and list everything below one.
+
+A folder's name is only a hint. A folder is a checkpoint if its manifest decodes, and a complete one if every file that
+the manifest names has its full size.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    NoValidCheckpointError,
+    UnsupportedVersionError,
+)
+from ..format.manifest import MANIFEST_KEY, Manifest
+from ..storage_backends import join, open_backend
+from ..storage_backends.base import StorageBackend
+from .attempts import ATTEMPT_PREFIX
+from .manifest_file import read_manifest
+
+__all__ = ["CompleteCheckpoint", "Listing", "find_newest", "list_checkpoints", "trailing_number"]
+
+_TRAILING_NUMBER = re.compile(r"(\d+)$")
+_MOST_PROBLEMS_SHOWN = 10
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CompleteCheckpoint:
+    """A committed checkpoint in the folder ``name`` of a root; none of its files is missing or truncated."""
+
+    name: str
+    backend: StorageBackend
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """The step in the manifest, else the number at the end of the name, else -1."""
+        return trailing_number(self.name) if self.manifest.step is None else self.manifest.step
+
+
+def find_newest(
+    root: str | os.PathLike[str],
+    *,
+    excluding: Container[str] = (),
+    allow_fresh: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CompleteCheckpoint | None:
+    """Return the complete checkpoint with the highest step among the direct children of ``root``.
+
+    Children whose names end in a number are tried from the highest number down until one is complete; all other
+    children are tried too. Each child that is not complete is skipped with a warning. Reads manifests, names and sizes
+    only.
+
+    Args:
+        root: Folder whose children are checkpoints.
+        excluding: Names of children that the caller found to be damaged.
+        allow_fresh: Return None, instead of raising, if saves left traces but no complete checkpoint.
+        storage_options: Options for the storage backend.
+
+    Returns:
+        The checkpoint, or None if nothing was ever saved below ``root``.
+
+    Raises:
+        NoValidCheckpointError: Saves left traces but no complete checkpoint, and ``allow_fresh`` is False.
+        UnsupportedVersionError: A newer library wrote the newest checkpoint.
+        StorageError: The store failed.
+    """
+    options = dict(storage_options or {})
+    top = open_backend(root, **options)
+    complete: list[CompleteCheckpoint] = []
+    problems: list[str] = []
+    for name in sorted(_children(top), key=trailing_number, reverse=True):
+        if trailing_number(name) >= 0 and any(trailing_number(found.name) >= 0 for found in complete):
+            continue
+        if name in excluding:
+            problems.append(f"{name}: an earlier try to load it failed")
+            continue
+        try:
+            backend = open_backend(join(top.url, name), **options)
+            manifest = read_manifest(backend)
+            _check_files_complete(backend, manifest)
+            complete.append(CompleteCheckpoint(name, backend, manifest))
+        except CheckpointNotFoundError:
+            continue  # removed after it was listed
+        except UnsupportedVersionError:
+            raise  # it is probably complete, and resuming from an older one would silently lose work
+        except CheckpointError as error:
+            if _has_traces_of_saves(top, name):
+                problems.append(f"{name}: {error}")
+                _log.warning("skipped an incomplete checkpoint: %s", error)
+    if complete:
+        return max(complete, key=lambda found: (found.step, found.name))
+    if problems and not allow_fresh:
+        shown = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS_SHOWN])
+        more = len(problems) - _MOST_PROBLEMS_SHOWN
+        raise NoValidCheckpointError(
+            f"no checkpoint below {top.url} can be loaded, although saves left traces there:{shown}"
+            + (f"\n  and {more} more" if more > 0 else "")
+            + "\nRepair one of them, or pass allow_fresh=True to start from scratch."
+        )
+    return None
+
+
+def trailing_number(name: str) -> int:
+    """Return the number at the end of ``name``, or -1 if it ends in none."""
+    number = _TRAILING_NUMBER.search(name)
+    return int(number[1]) if number else -1
+
+
+def _check_files_complete(backend: StorageBackend, manifest: Manifest) -> None:
+    """Raise ``CorruptionError`` unless every file has its full size. Reads names and sizes only."""
+    expected: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for key, size in zip(manifest.files.name, manifest.files.size.tolist(), strict=True):
+        expected[key.partition("/")[0]][key] = size
+    faults = []
+    for folder, sizes in expected.items():
+        stored = {stat.key: stat.size for stat in backend.list(f"{folder}/")}
+        faults += [
+            f"{key} is missing" if key not in stored else f"{key} has {stored[key]} bytes instead of {size}"
+            for key, size in sizes.items()
+            if stored.get(key) != size
+        ]
+    if faults:
+        more = f" and {len(faults) - _MOST_PROBLEMS_SHOWN} more" if len(faults) > _MOST_PROBLEMS_SHOWN else ""
+        raise CorruptionError(f"{backend.url}: {'; '.join(faults[:_MOST_PROBLEMS_SHOWN])}{more}")
+
+
+def _children(root: StorageBackend) -> Iterator[str]:
+    for child in root.list_children(""):
+        if child.endswith("/") and not child.startswith(ATTEMPT_PREFIX):
+            yield child[:-1]
+
+
+def _has_traces_of_saves(root: StorageBackend, name: str) -> bool:
+    children = root.list_children(f"{name}/")
+    return any(child == MANIFEST_KEY or child.startswith(ATTEMPT_PREFIX) for child in children)
+
+
+Status = Literal["checkpoint", "partial", "broken", "other"]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One folder at or below a root.
+
+    Attributes:
+        name: Path of the folder below the root; "." is the root.
+        url: URL of the folder.
+        status: "checkpoint"; "partial" if saves began there and none was committed; "broken" if its manifest cannot be
+            read; "other" for anything else.
+        problem: Why the folder is not a checkpoint.
+        attempts: Attempts that are not part of a committed checkpoint: a save that is under way writes them, or one
+            that died left them.
+        step: The step that was stored with the checkpoint.
+        created: Time of the save: UTC, RFC 3339.
+        world_size: Ranks that saved the checkpoint.
+        sections: Names of the checkpoint's sections.
+        tensors: Number of tensors.
+        files: Number of data files.
+        size: Bytes of all data files.
+    """
+
+    name: str
+    url: str
+    status: Status
+    problem: str = ""
+    attempts: tuple[str, ...] = ()
+    step: int | None = None
+    created: str = ""
+    world_size: int = 0
+    sections: tuple[str, ...] = ()
+    tensors: int = 0
+    files: int = 0
+    size: int = 0
+
+
+def list_checkpoints(root: str, *, depth: int = 1, storage_options: Mapping[str, Any] | None = None) -> list[Listing]:
+    """List ``root`` and the folders up to ``depth`` levels below it, ordered by step and name.
+
+    Does not descend into checkpoints, and reads manifests only. Raises ``CheckpointNotFoundError`` if nothing is
+    stored at ``root``, and ``StorageError``.
+    """
+    found = list(_list_folder(root, ".", depth, dict(storage_options or {})))
+    if not found:
+        raise CheckpointNotFoundError(f"nothing is stored at {root}; check the path")
+    return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.name))
+
+
+def _list_folder(url: str, name: str, depth: int, options: dict[str, Any]) -> Iterator[Listing]:
+    backend = open_backend(url, **options)
+    children = backend.list_children("")
+    attempts = [child.rstrip("/") for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
+    folders = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in attempts]
+    if MANIFEST_KEY in children:
+        try:
+            yield _committed(name, backend.url, read_manifest(backend), attempts)
+        except CheckpointError as error:
+            yield Listing(name, backend.url, "broken", str(error), tuple(attempts))
+    elif attempts:
+        problem = f"{len(attempts)} save(s) began and none was committed"
+        yield Listing(name, backend.url, "partial", problem, tuple(attempts))
+    elif children and (name != "." or not folders) and (depth == 0 or not folders):
+        yield Listing(name, backend.url, "other", f"it has no {MANIFEST_KEY}")
+    if MANIFEST_KEY in children or depth == 0:
+        return
+    for folder in folders:
+        child = folder if name == "." else f"{name}/{folder}"
+        yield from _list_folder(join(url, folder), child, depth - 1, options)
+
+
+def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str]) -> Listing:
+    return Listing(
+        name,
+        url,
+        "checkpoint",
+        attempts=tuple(attempt for attempt in attempts if attempt != manifest.attempt),
+        step=manifest.step,
+        created=manifest.created,
+        world_size=manifest.world_size,
+        sections=tuple(section.name for section in manifest.sections),
+        tensors=len(manifest.tensors),
+        files=len(manifest.files),
+        size=manifest.file_bytes,
+    )

@@ -1,0 +1,133 @@
+"""``bcp reshard``, ``bcp copy`` and ``bcp rm``, which change what is stored, and ``bcp trace``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from .. import api
+from ..convert.copy import copy, remove
+from ..convert.reshard import Layout, ReshardReport, reshard
+from ..errors import UsageError
+from ..telemetry.trace_files import merge_traces
+from .options import EXIT_NEGATIVE, command, options_for
+from .output import Output, size_text
+
+__all__ = ["copy_command", "reshard_command", "rm_command", "trace_command"]
+
+
+@command("reshard")
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "-n", "--files", type=click.IntRange(1), required=True, help="Maximum number of tensor files per section."
+)
+@click.option(
+    "--layout",
+    type=click.Choice(get_args(Layout)),
+    default="whole",
+    show_default=True,
+    help="Store each tensor whole, or split along its first dimension into one part per file.",
+)
+@click.option("--dry-run", is_flag=True, help="Only print the plan.")
+def reshard_command(
+    out: Output,
+    options: Mapping[str, Any],
+    source: str,
+    target: str,
+    files: int,
+    layout: Layout,
+    dry_run: bool,
+) -> None:
+    """Rewrite the checkpoint SOURCE as a new checkpoint at TARGET, in different files.
+
+    Streams in bounded memory. Loading never requires this, because any layout can be loaded into any other. Use it to
+    combine many small files, or to split large ones.
+    """
+    found = api.open(source, storage_options=options_for(source, options))
+    with out.progress("reshard", found.manifest.file_bytes) as progress:
+        report = reshard(
+            found,
+            target,
+            files=files,
+            layout=layout,
+            dry_run=dry_run,
+            progress=progress,
+            storage_options=options_for(target, options),
+        )
+    out.document(_reshard_document(found.url, report))
+    rows = [(file.name, file.section, file.shards, size_text(file.size)) for file in report.files]
+    out.table(("FILE", "SECTION", ">SHARDS", ">SIZE"), rows)
+    done = "would be" if dry_run else "were"
+    read = size_text(report.bytes_to_read if dry_run else report.bytes_read)
+    out.line(f"{report.url}: {len(report.files)} files of {size_text(report.size)} {done} written, {read} read")
+
+
+@command("copy")
+@click.argument("source")
+@click.argument("target")
+def copy_command(out: Output, options: Mapping[str, Any], source: str, target: str) -> None:
+    """Copy the checkpoint SOURCE to TARGET, on the same store or another. Every byte is verified on the way."""
+    found = api.open(source, storage_options=options_for(source, options))
+    with out.progress("copy", found.manifest.file_bytes) as progress:
+        report = copy(found, target, progress=progress, storage_options=options_for(target, options))
+    out.document({"source": found.url, "url": report.url, "files": report.files, "bytes": report.size})
+    out.line(f"{report.url}: {report.files} file(s), {size_text(report.size)}")
+
+
+@command("rm")
+@click.argument("checkpoint")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
+def rm_command(out: Output, options: Mapping[str, Any], checkpoint: str, yes: bool) -> None:
+    """Remove CHECKPOINT: first its manifest, then the files that the manifest lists, and nothing else.
+
+    Refuses to remove anything that is not a checkpoint.
+    """
+    found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
+    what = f"{found.url} (step {found.step}, {size_text(found.manifest.file_bytes)})"
+    if not yes and not click.confirm(f"Remove {what}?", err=True):
+        click.echo("bcp: nothing removed", err=True)
+        raise click.exceptions.Exit(EXIT_NEGATIVE)
+    report = remove(checkpoint, storage_options=options_for(checkpoint, options))
+    out.document({"url": report.url, "files": report.files, "bytes": report.size, "left": list(report.left)})
+    out.line(f"{report.url}: {report.files} file(s) removed, {size_text(report.size)}")
+    if report.left:
+        out.line(f"{len(report.left)} other object(s) are still there: {', '.join(report.left[:5])}")
+
+
+@command("trace")
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write; by default DIRECTORY/trace.json."
+)
+def trace_command(out: Output, options: Mapping[str, Any], directory: Path, output: Path | None) -> None:
+    """Merge the traces that ranks wrote to DIRECTORY into one file for ui.perfetto.dev or chrome://tracing.
+
+    Ranks write traces if BYTECHECKPOINT_TRACE=DIRECTORY is set in their environment.
+    """
+    paths = sorted(directory.glob("rank-*.json"))
+    if not paths:
+        raise UsageError(f"there are no traces in {directory}; set BYTECHECKPOINT_TRACE for the job")
+    target = output or directory / "trace.json"
+    events = merge_traces(paths, target)
+    out.document({"trace": str(target), "ranks": len(paths), "events": events})
+    out.line(f"{target}: {events} events of {len(paths)} process(es); open it in ui.perfetto.dev")
+
+
+def _reshard_document(source: str, report: ReshardReport) -> dict[str, Any]:
+    return {
+        "source": source,
+        "url": report.url,
+        "layout": report.layout,
+        "dry_run": report.dry_run,
+        "files": [
+            {"name": file.name, "section": file.section, "shards": file.shards, "bytes": file.size}
+            for file in report.files
+        ],
+        "bytes": report.size,
+        "bytes_to_read": report.bytes_to_read,
+        "bytes_read": report.bytes_read,
+    }

@@ -1,0 +1,400 @@
+"""Route messages along the tree, and keep what arrives for each operation until this rank reads it.
+
+Payloads go one step, from child to parent or back. Failures are reported towards rank 0, which decides: the first one
+becomes the failure of the operation, and every rank passes it on to its children. The network's thread does this, so
+a failure also travels through a rank whose own threads are busy. The state of an operation is kept until this rank and
+all ranks below it have left, so a rank that is late still learns of a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgpack
+
+from .failure import FailureRecord
+from .handshake import Introduction
+from .messages import Message, WaitStep
+from .peers import PeerIdentity, PeerWatch
+from .timings import UNREAD_MESSAGES_S, WAIT_CHECK_S
+from .tree import Tree
+
+__all__ = ["MessageSender", "OperationState", "Router"]
+
+_MOST_STATES = 256  # operations that some rank below has not left, or that this rank has not begun
+_MOST_CLOSED = 1024
+_MOST_VERDICTS = 16
+
+
+class MessageSender(Protocol):
+    """The part of ``Network`` that a router uses."""
+
+    def send(self, peer: int, message: bytes) -> None:
+        """Send a message without waiting, in order."""
+
+    def flush(self) -> None:
+        """Wait, for a moment at most, until the operating system has the messages sent so far."""
+
+
+@dataclass(eq=False)
+class OperationState:
+    """What this rank holds of one operation. Guarded by the router's lock, except for ``phase`` and ``description``."""
+
+    prefix: str
+    remaining: set[int]
+    """The children that have not left; of a child that is lost, the ranks below it."""
+    phase: str = "the beginning"
+    description: str = ""
+    failure: FailureRecord | None = None
+    payloads: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    notes: dict[int, tuple[float, list[WaitStep]]] = field(default_factory=dict)
+    streams: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
+    has_begun: bool = False
+    has_left: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The kind of the operation, such as ``save``."""
+        return self.prefix.rpartition(">")[2].partition("/")[0]
+
+    def close_streams(self) -> None:
+        """Close the incoming connections."""
+        for connection in self.streams.values():
+            connection.close()
+        self.streams.clear()
+
+
+class Router:
+    """The messages of one rank. Thread-safe; only ``wait_until`` blocks."""
+
+    def __init__(self, here: PeerIdentity, tree: Tree, network: MessageSender) -> None:
+        self.here, self.tree, self.rank = here, tree, here.rank
+        self.parent, self.children = tree.parent(here.rank), tree.children(here.rank)
+        self.watch = PeerWatch(here, [])
+        self.hosts: dict[int, str] = {}
+        self._network = network
+        # Not a Condition: an interrupt while one is entered can leave its lock held.
+        self._lock = threading.Lock()
+        self._waiters: set[queue.SimpleQueue[None]] = set()
+        self._states: dict[str, OperationState] = {}
+        self._closed: dict[str, None] = {}
+        self._verdicts: dict[str, FailureRecord] = {}
+        self._lost: dict[int, str] = {}
+        self._first_seen_ended: dict[int, float] = {}
+        self._closing: set[int] = set()
+        self._silent: set[int] = set()
+
+    # For the ranks' operations.
+
+    def begin(self, prefix: str) -> OperationState:
+        """Enter an operation."""
+        with self._lock:
+            self._closed.pop(prefix, None)
+            state = self._states.get(prefix) or self._add_state(prefix)
+            state.has_begun = True
+            return state
+
+    def leave(self, state: OperationState) -> None:
+        """Leave an operation; this rank sends nothing in it any more."""
+        with self._lock:
+            state.has_left = True
+            state.payloads.clear()
+            state.close_streams()
+            self._forget_if_over(state)
+            self._wake_waiters()
+
+    def open_operations(self) -> int:
+        """Count the operations that this rank is in."""
+        with self._lock:
+            return sum(state.has_begun and not state.has_left for state in self._states.values())
+
+    def unfinished_operations(self) -> int:
+        """Count the operations that this rank has left and some rank below has not."""
+        with self._lock:
+            return self._unfinished()
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until a condition holds, which is checked under the lock after each message; return whether it does."""
+        give_up = time.monotonic() + timeout_s
+        wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with self._lock:
+            self._waiters.add(wake)
+        try:
+            while True:
+                with self._lock:
+                    if condition():
+                        return True
+                left_s = give_up - time.monotonic()
+                if left_s <= 0:
+                    return False
+                with contextlib.suppress(queue.Empty):
+                    wake.get(timeout=left_s)
+        finally:
+            with self._lock:
+                self._waiters.discard(wake)
+
+    def wait_until_finished(self, timeout_s: float) -> None:
+        """Wait until all ranks below have left the operations that this rank has left."""
+        self._wait_checking(lambda: not self._unfinished(), timeout_s)
+
+    def wait_for_others(self, state: OperationState, timeout_s: float) -> None:
+        """Wait until all ranks below have left this operation."""
+        self._wait_checking(lambda: not state.remaining, timeout_s)
+
+    def send_payload(self, peer: int, state: OperationState, phase: str, payload: bytes) -> None:
+        """Send one payload of an exchange to the parent or a child."""
+        self._network.send(peer, Message("payload", state.prefix, phase, payload).pack())
+
+    def flush(self) -> None:
+        """Wait until the operating system has the payloads, so that the death of this process cannot lose them."""
+        self._network.flush()
+
+    def take_payload(self, state: OperationState, phase: str, sender: int) -> bytes:
+        """Remove a payload that has arrived."""
+        with self._lock:
+            received = state.payloads[phase]
+            payload = received.pop(sender)
+            if not received:
+                del state.payloads[phase]
+            return payload
+
+    def missing(self, state: OperationState, phase: str, senders: Iterable[int]) -> list[int]:
+        """Return the senders whose payload has not arrived. Call it from a ``wait_until`` condition or any thread."""
+        received = state.payloads.get(phase, {})
+        return [sender for sender in senders if sender not in received]
+
+    def send_note(self, state: OperationState, phase: str, steps: list[WaitStep], *, to_parent: bool) -> None:
+        """Inform the children, and perhaps the parent, which ranks this rank waits for."""
+        message = Message("waiting", state.prefix, phase, msgpack.packb(steps)).pack()
+        for peer in [*self.children, *([self.parent] if to_parent and self.rank else [])]:
+            self._network.send(peer, message)
+
+    def note(self, state: OperationState, sender: int, lifetime_s: float) -> list[WaitStep]:
+        """Return the latest note of a peer; empty if it is old or the peer has sent something else since."""
+        with self._lock:
+            arrived, steps = state.notes.get(sender, (0.0, []))
+        return steps if time.monotonic() - arrived < lifetime_s else []
+
+    def stream(self, state: OperationState, sender: int, channel: str) -> socket.socket | None:
+        """Return the incoming connection of a stream."""
+        with self._lock:
+            return state.streams.get((sender, channel))
+
+    # Failures.
+
+    def report(self, state: OperationState, record: FailureRecord, *, to_root: bool = False) -> None:
+        """Send a failure to rank 0, through the parent unless ``to_root``; on rank 0, decide."""
+        if self.rank == 0:
+            self.settle(state, record)
+            return
+        peer = 0 if to_root else self._peer_above()
+        self._network.send(peer, Message("report", state.prefix, body=record.pack()).pack())
+
+    def settle(self, state: OperationState, record: FailureRecord) -> FailureRecord:
+        """Make this the operation's failure here and below unless there is one already; return the one that holds."""
+        with self._lock:
+            return self._settle(state, record)
+
+    def is_lost(self, peer: int) -> bool:
+        """Whether a peer's process has ended or its connection is lost."""
+        return peer in self._lost
+
+    def note_silence(self, peer: int) -> None:
+        """Note that a peer did not answer a report in time."""
+        with self._lock:
+            self._silent.add(peer)
+
+    def is_silent(self, peer: int) -> bool:
+        """Whether no message of a peer has arrived since it failed to answer a report."""
+        return peer in self._silent
+
+    def check_processes(self, peers: Iterable[int]) -> None:
+        """Notice which of these peers have ended on this host, once their last messages have been read."""
+        ended = self.watch.ended().intersection(peers) - self._lost.keys()
+        now = time.monotonic()
+        for peer in ended:
+            if now - self._first_seen_ended.setdefault(peer, now) > UNREAD_MESSAGES_S:
+                self.lose_peer(peer, "its process has ended")
+
+    def loss_record(self, state: OperationState, peer: int, phase: str) -> FailureRecord:
+        """Describe the loss of a peer as the failure of an operation."""
+        identity = self.identity(peer)
+        if peer in self.watch.ended():
+            how = (
+                f"its process {identity.pid} ended in the middle of (or without) this {state.kind}: it was killed, ran "
+                "out of memory, or exited"
+            )
+        elif peer in self._closing:
+            how = f"it closed its communicator before this {state.kind} was over"
+        else:
+            reason = self._lost.get(peer, "")
+            how = f"its connection to rank {self.rank} was lost in the middle of this {state.kind} ({reason})"
+        return FailureRecord.from_death(identity, phase, how)
+
+    def identity(self, peer: int) -> PeerIdentity:
+        """Return what is known of a rank's process."""
+        known = self.watch.identity(peer)
+        return known or PeerIdentity(peer, self.hosts.get(peer, "an unknown host"), 0, 0, "", "", "")
+
+    def announce_closing(self) -> None:
+        """Inform the parent and the children that this rank closes its communicator."""
+        for peer in {self.parent, *self.children} - {self.rank}:
+            self._network.send(peer, Message("closing", "").pack())
+
+    # For the network.
+
+    def receive(self, sender: int, data: bytes) -> None:
+        """Handle a message."""
+        message = Message.unpack(data)
+        with self._lock:
+            self._silent.discard(sender)
+            if message.kind == "closing":
+                self._closing.add(sender)
+                return
+            state = self._state(message.operation)
+            if message.kind == "report":
+                self._receive_report(sender, state, message)
+            elif state is not None:
+                self._receive(sender, state, message)
+            self._wake_waiters()
+
+    def add_peer(self, peer: int) -> None:
+        """Wake the threads that wait for a connection."""
+        with self._lock:
+            self._wake_waiters()
+
+    def add_stream(self, introduction: Introduction, connection: socket.socket) -> None:
+        """Keep the connection of a stream for its operation; refuse one that is over, and a second of the same name."""
+        sender, channel = introduction.sender, introduction.channel
+        with self._lock:
+            state = self._state(introduction.operation)
+            if state is None or state.has_left or (sender, channel) in state.streams:
+                connection.close()
+                return
+            state.streams[sender, channel] = connection
+            self._wake_waiters()
+
+    def lose_peer(self, peer: int, reason: str) -> None:
+        """Note that a peer has ended or cannot be reached."""
+        with self._lock:
+            if peer in self._lost:
+                return
+            self._lost[peer] = reason
+            for state in list(self._states.values()):
+                self._lose_peer_of(state, peer)
+            self._wake_waiters()
+
+    def may_see_end_of(self, peer: int) -> bool:
+        """Whether the peer runs on this host and has not ended."""
+        if peer in self._closing or peer in self.watch.ended():
+            return False
+        return self.watch.identity(peer) is not None
+
+    # With the lock held.
+
+    def _receive_report(self, sender: int, state: OperationState | None, message: Message) -> None:
+        if self.rank and 0 not in self._lost:
+            self._network.send(self._peer_above(), message.pack())
+            return
+        record = FailureRecord.unpack(message.body)
+        # Without a state, the sender has lost its leader, and every other rank has left since.
+        record = self._settle(state, record) if state else self._verdicts.get(message.operation, record)
+        if sender not in self.children:
+            self._network.send(sender, Message("failure", message.operation, body=record.pack()).pack())
+
+    def _receive(self, sender: int, state: OperationState, message: Message) -> None:
+        if message.kind == "payload":
+            state.notes.pop(sender, None)
+            if not state.has_left:
+                state.payloads.setdefault(message.phase, {})[sender] = message.body
+        elif message.kind == "waiting":
+            steps = [WaitStep(*step) for step in msgpack.unpackb(message.body)]
+            state.notes[sender] = time.monotonic(), steps
+        elif message.kind == "failure":
+            self._settle(state, FailureRecord.unpack(message.body))
+        elif message.kind == "left":
+            state.remaining.discard(sender)
+            self._forget_if_over(state)
+
+    def _state(self, prefix: str) -> OperationState | None:
+        """The state of an operation, made by the first message of it; None if the operation is over."""
+        state = self._states.get(prefix)
+        return self._add_state(prefix) if state is None and prefix not in self._closed else state
+
+    def _add_state(self, prefix: str) -> OperationState:
+        state = self._states[prefix] = OperationState(prefix, set(self.children))
+        for peer in self._lost:
+            self._lose_peer_of(state, peer)
+        waiting = [other for other in self._states.values() if other.has_left or not other.has_begun]
+        for other in waiting[:-_MOST_STATES]:
+            self._forget(other)
+        return state
+
+    def _settle(self, state: OperationState, record: FailureRecord) -> FailureRecord:
+        if state.failure is None:
+            state.failure = record
+            message = Message("failure", state.prefix, body=record.pack()).pack()
+            for child in self.children:
+                if child in state.remaining:
+                    self._network.send(child, message)
+            self._wake_waiters()
+        return state.failure
+
+    def _lose_peer_of(self, state: OperationState, peer: int) -> None:
+        if peer in state.remaining:
+            state.remaining.remove(peer)
+            if peer in self.children:
+                state.remaining.update(set(self.tree.branch(peer)) - self._lost.keys())
+            self._forget_if_over(state)
+        if peer == 0 and not state.has_left:
+            # The ranks below see this loss only if this rank passes it on.
+            self._settle(state, self.loss_record(state, 0, state.phase))
+
+    def _forget_if_over(self, state: OperationState) -> None:
+        if not state.has_left or state.remaining or state.prefix not in self._states:
+            return
+        self._forget(state)
+        if self.rank:
+            self._network.send(self._peer_above(), Message("left", state.prefix).pack())
+        elif state.failure is not None:
+            self._verdicts[state.prefix] = state.failure
+            _keep_newest(self._verdicts, _MOST_VERDICTS)
+
+    def _forget(self, state: OperationState) -> None:
+        self._states.pop(state.prefix, None)
+        state.close_streams()
+        self._closed[state.prefix] = None
+        _keep_newest(self._closed, _MOST_CLOSED)
+
+    def _peer_above(self) -> int:
+        """The parent; rank 0 if the parent is lost."""
+        return 0 if self.parent in self._lost else self.parent
+
+    def _unfinished(self) -> int:
+        return sum(state.has_left for state in self._states.values())
+
+    def _wake_waiters(self) -> None:
+        for wake in self._waiters:
+            wake.put(None)
+
+    def _wait_checking(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """``wait_until``, and notice ranks below whose processes end."""
+        give_up = time.monotonic() + timeout_s
+        while not self.wait_until(condition, min(WAIT_CHECK_S, max(give_up - time.monotonic(), 0.0))):
+            if time.monotonic() > give_up:
+                return
+            with self._lock:
+                remaining = {rank for state in self._states.values() for rank in state.remaining}
+            self.check_processes(remaining)
+
+
+def _keep_newest(entries: dict[str, Any], count: int) -> None:
+    while len(entries) > count:
+        del entries[next(iter(entries))]

@@ -1,0 +1,239 @@
+"""Write files: threads of an executor write pieces, while the thread that submits them hashes them in file order.
+
+A thread that writes sleeps while the device works, so several cost little processor time. Hashing, and copying in a
+synchronous save, happen on the one thread that submits the pieces: it is much faster than storage, and it does not
+compete for the GIL with copies of itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import StorageFullError
+from ..storage_backends.base import StorageBackend
+from ..telemetry.trace import Timings
+from .checksums import ChunkHasher
+from .files import FileImage
+from .staging.staging import Staging
+
+__all__ = ["FileSequence", "FileWriter", "WrittenFile", "check_space", "write_images", "write_whole"]
+
+_MAX_OPEN_FILES = 2  # while one file is made durable, the next one keeps the device busy
+
+Release = Callable[[], object]
+"""Called exactly once, from any thread, when a file no longer needs a piece's memory."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What the manifest records about a durable file. ``checksums`` cover its tensors in file order."""
+
+    key: str
+    size: int
+    head_length: int
+    head_checksum: int
+    chunk_size: int
+    section: str
+    kind: str
+    checksums: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, image: FileImage, chunk_size: int, checksums: npt.NDArray[np.uint64]) -> WrittenFile:
+        """Describe a durable file with the content of ``image``."""
+        return cls(
+            image.key,
+            image.size,
+            len(image.head),
+            image.head_checksum(),
+            chunk_size,
+            image.section,
+            image.kind,
+            checksums,
+        )
+
+
+class FileWriter:
+    """Writes one file from pieces that tile it. Call ``write``, then ``finish`` or ``abandon``, from one thread."""
+
+    def __init__(
+        self, backend: StorageBackend, image: FileImage, chunk_size: int, executor: Executor, timings: Timings
+    ) -> None:
+        """Create the file. Each ``chunk_size`` bytes of a tensor get one checksum."""
+        self._image, self._chunk_size = image, chunk_size
+        self._executor, self._timings = executor, timings
+        self._hasher = ChunkHasher(np.array(image.offsets, np.int64) + len(image.head), image.nbytes, chunk_size)
+        self._writes: list[tuple[Future[None], Release]] = []
+        self._has_failed = False
+        self._writer = backend.create(image.key, image.size)
+
+    def write(self, start: int, data: memoryview, release: Release = lambda: None) -> None:
+        """Hash ``data``, the next bytes of the file, and queue the write of them at byte ``start``.
+
+        ``release`` is called when the piece is written or its write has failed or is abandoned, also if this method
+        raises. Raises the failure of an earlier write.
+        """
+        release = partial(_call_once, [release])
+        try:
+            self._raise_failure()
+            with self._timings.measure("hash", len(data)):
+                self._hasher.update(start, data)
+            self._writes.append((self._executor.submit(self._write_piece, start, data, release), release))
+        except BaseException:
+            release()
+            raise
+
+    def wait(self) -> None:
+        """Wait for all queued writes. Raises the first failure."""
+        wait([task for task, _ in self._writes], return_when=FIRST_EXCEPTION)
+        self._raise_failure()
+
+    def finish(self) -> WrittenFile:
+        """Make the file durable. All its pieces must be written (``wait``)."""
+        checksums = self._hasher.checksums()
+        with self._timings.measure("sync"):
+            self._writer.complete()
+        return WrittenFile.of(self._image, self._chunk_size, checksums)
+
+    def abandon(self) -> None:
+        """Remove the file. Returns when no thread uses the memory of a piece. Never raises."""
+        running = []
+        for task, release in self._writes:
+            if task.cancel():
+                release()
+            else:
+                running.append(task)
+        wait(running)
+        self._writer.abort()
+
+    def _write_piece(self, start: int, data: memoryview, release: Release) -> None:
+        try:
+            with self._timings.measure("write", len(data)):
+                self._writer.write(start, data)
+        except BaseException:
+            self._has_failed = True
+            raise
+        finally:
+            release()
+
+    def _raise_failure(self) -> None:
+        if self._has_failed:
+            for task, _ in self._writes:
+                if task.done():
+                    task.result()
+
+
+def _call_once(pending: list[Release]) -> None:
+    with suppress(IndexError):
+        pending.pop()()
+
+
+class FileSequence:
+    """Writes files one after the other; makes one durable while the next is being written.
+
+    Use it as a context manager. If the block raises, incomplete files are removed and no thread uses a piece's memory
+    any more. Removing complete files is up to the caller.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        chunk_size: int,
+        executor: Executor,
+        timings: Timings,
+        point: Callable[[str], None],
+    ) -> None:
+        """``point`` is called with "file" before a file is created and "complete" before it is made durable."""
+        self._backend, self._chunk_size, self._executor, self._timings = backend, chunk_size, executor, timings
+        self._point = point
+        self._open: deque[FileWriter] = deque()
+        self._written: list[WrittenFile] = []
+
+    def create(self, image: FileImage) -> FileWriter:
+        """Create the next file. The file before the last one is completed first."""
+        if len(self._open) == _MAX_OPEN_FILES:
+            self._finish_first()
+        self._point("file")
+        writer = FileWriter(self._backend, image, self._chunk_size, self._executor, self._timings)
+        self._open.append(writer)
+        return writer
+
+    def finish(self) -> list[WrittenFile]:
+        """Complete all files that are still open; return every file, in order."""
+        while self._open:
+            self._finish_first()
+        return self._written
+
+    def _finish_first(self) -> None:
+        self._open[0].wait()
+        self._point("complete")
+        self._written.append(self._open[0].finish())
+        self._open.popleft()
+
+    def __enter__(self) -> FileSequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for writer in self._open:
+                writer.abandon()
+
+
+def write_images(
+    backend: StorageBackend,
+    staging: Staging,
+    chunk_size: int,
+    executor: Executor,
+    timings: Timings,
+    point: Callable[[str], None] = lambda name: None,
+) -> list[WrittenFile]:
+    """Write every image of ``staging`` to a durable file, each piece as soon as it is copied.
+
+    A piece's memory is given back when the piece is written. On an error, incomplete files are removed and no thread
+    uses staging memory when the error is raised; removing complete files is up to the caller.
+    """
+    with FileSequence(backend, chunk_size, executor, timings, lambda name: point(f"write.{name}")) as files:
+        try:
+            for image in staging.images:
+                if not image.key:
+                    continue  # fragments, which go to other ranks
+                file = files.create(image)
+                for piece in staging.pieces_of(image):
+                    file.write(piece.start, staging.content(piece), partial(staging.release, piece))
+            return files.finish()
+        except BaseException as error:
+            staging.cancel(error)
+            raise
+
+
+def write_whole(backend: StorageBackend, image: FileImage, chunk_size: int, timings: Timings) -> WrittenFile:
+    """Write an image that consists of its head only, and make it durable. Removes the file if that fails."""
+    with backend.create(image.key, image.size) as writer:
+        with timings.measure("write", image.size):
+            writer.write(0, image.head)
+        with timings.measure("sync"):
+            writer.complete()
+    return WrittenFile.of(image, chunk_size, np.empty(0, np.uint64))
+
+
+def check_space(backend: StorageBackend, nbytes: int) -> None:
+    """Raise ``StorageFullError``, before anything is copied, if the store reports less free space than ``nbytes``.
+
+    The space of a checkpoint that will be overwritten does not count as free: it stays until the new one is committed.
+    """
+    free = backend.free_bytes()
+    if free is not None and free < nbytes:
+        raise StorageFullError(
+            f"{backend.url}: this checkpoint needs {nbytes:,} bytes, but only {free:,} are free. Nothing was written; "
+            f"free space, keep fewer checkpoints, or save elsewhere"
+        )

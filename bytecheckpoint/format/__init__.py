@@ -1,0 +1,5 @@
+"""The on-disk format: manifest, values, and the safetensors container. ``docs/format.md`` is normative."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

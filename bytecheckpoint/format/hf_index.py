@@ -1,0 +1,33 @@
+"""The index of a model in Hugging Face's layout: the safetensors file of each tensor.
+
+With ``layout="whole"`` a save writes it next to the data files. Export writes it and import reads it, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from .manifest import COMPANION, Manifest
+
+__all__ = ["CONFIG_KEY", "INDEX_KEY", "SINGLE_KEY", "index_document", "model_directory"]
+
+INDEX_KEY = "model.safetensors.index.json"
+SINGLE_KEY = "model.safetensors"
+CONFIG_KEY = "config.json"
+
+
+def index_document(file_of: Mapping[str, str], total_size: int) -> bytes:
+    """Return an index: the file of each tensor by name, and the size of all tensors in bytes."""
+    document = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(file_of.items()))}
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def model_directory(manifest: Manifest) -> str | None:
+    """Return the directory, relative to the checkpoint, that other libraries can load as a model.
+
+    None if there is none.
+    """
+    key = f"{manifest.attempt}/{INDEX_KEY}"
+    row = manifest.files.name.index(key) if key in manifest.files.name else None
+    return None if row is None or manifest.files.kind[row] != COMPANION else manifest.attempt

@@ -1,0 +1,5 @@
+"""Compute, pack and compare target layouts: which part of which stored tensor goes where in an inference engine."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

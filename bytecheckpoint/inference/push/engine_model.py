@@ -1,0 +1,247 @@
+"""The model of an engine's worker: find out what its loader requests, and load from chunks.
+
+``record_load`` runs the engine's own loader on tensors without bytes and records which boxes it copies.
+``ChunkedTensors`` runs the same loader again, and each copy then reads the bytes of the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ...engine.tensor_bytes import copy_elements
+from ...errors import MismatchError
+from ...tensors.dtypes import DType, is_lossless_cast
+from ...tensors.geometry import Box
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import basic_meta, torch_dtype
+from ..layouts.coverage import UnrecordedWrites, uncovered
+from ..layouts.parts import Part, without_duplicates
+from ..layouts.recording import Copy, Recorder, storage_identity, tensor_in_use
+from ..layouts.strided import StridedView, box_of
+from .layout import ChunkReader, Layout
+from .messages import Table, list_faults
+from .quantization.blocks import Blocks, check_quantizable
+
+__all__ = ["ArenaChunks", "ChunkedTensors", "EngineModel", "LoadRecord", "record_load"]
+
+
+class EngineModel(Protocol):
+    """What a ``Receiver`` needs of an engine's worker. Called only from the thread that runs the model."""
+
+    quantized: bool
+    """Whether the model has parameters that no pushed tensor fills."""
+
+    blocks: Blocks | None
+    """The block size (rows, columns), if the engine's checkpoints hold float8_e4m3fn weights with a scale per block."""
+
+    def make(self) -> nn.Module:
+        """Make another model like the serving one; its parameters need no memory."""
+
+    def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Run the engine's own loader on ``model``, a result of ``make``."""
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load weights into the serving model. After an exception the model must not be used until another ``load``
+        succeeds."""
+
+    def restore(self) -> bool:
+        """Load what was served before the last ``load``, without pushed bytes. Return False if that is impossible."""
+
+
+@dataclass(frozen=True)
+class LoadRecord:
+    """The ``parts`` that a load requests, in its order and without duplicates, and its ``copies``: ``(part, box)`` for
+    each copy from a part into a parameter."""
+
+    parts: list[Part]
+    copies: list[tuple[int, Box]]
+
+
+def record_load(model: EngineModel, table: Table, *, strict: bool = True) -> LoadRecord:
+    """Record what a load of ``table`` requests.
+
+    The order is layer by layer, each at the position of its last tensor, because engines that reload layer by layer
+    copy nothing before. Each part has the cheapest sufficient dtype: the stored one if the parameter can represent all
+    of its values, else the parameter's. Where the loader computes with values, or copies what is not a box, the part is
+    the entire tensor.
+
+    Raises ``MismatchError`` for tensors that do not fit the model; with ``strict``, also for parameters that are not
+    filled completely. That check is skipped for a tensor that must be quantized first, and repeated afterwards.
+    """
+    recorder = Recorder(_zeros)
+    metas = dict(table.rows)
+    made = model.make()
+    try:
+        with torch.no_grad(), UnrecordedWrites() as own:
+            model.run_loader(made, recorder.tensors(table.metas()))
+    except Exception as error:
+        name = tensor_in_use(error)
+        where = f"\n  at {name}, which is {metas[name]}" if name else ""
+        raise MismatchError(
+            f"the engine's model does not accept these tensors: {type(error).__name__}: {error}{where}\n  nothing was "
+            "sent; compare names and shapes with the engine's configuration"
+        ) from error
+    seen = frozenset(name for name, _ in recorder.seen)
+    must_quantize = check_quantizable(model.blocks, metas, recorder.copies, seen)
+    if strict and not model.quantized and not must_quantize:
+        _check_complete(made, recorder, own)
+    return _load_record(recorder, metas, _by_layer(made, recorder.copies))
+
+
+def _zeros(name: str, view: StridedView) -> torch.Tensor:
+    # The recorder notes that the loader computes with the values; the entire tensor is sent then.
+    return torch.zeros(view.shape)
+
+
+def _by_layer(made: nn.Module, copies: Sequence[Copy]) -> list[Copy]:
+    owner = {
+        storage_identity(tensor): number
+        for number, layer in enumerate(made.modules())
+        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    }
+    layers = [owner.get(storage_identity(copy.target), -1) for copy in copies]
+    last = dict(zip(layers, range(len(layers))))
+    order = sorted(range(len(layers)), key=lambda number: (last[layers[number]], number))
+    return [copies[number] for number in order]
+
+
+def _load_record(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequence[Copy]) -> LoadRecord:
+    seen = {name for name, _ in recorder.seen}
+    requested = []
+    for copy in copies:
+        meta = metas[copy.name]
+        found = box_of(meta.shape, copy.view)
+        if copy.name not in seen and copy.view.numel:
+            box = Box.whole(meta.shape) if found is None else found.box
+            requested.append(Part(copy.name, meta.shape, box, _wire_dtype(meta.dtype, copy.target)))
+    whole = [Part(name, meta.shape, Box.whole(meta.shape), meta.dtype) for name, meta in metas.items()]
+    parts = without_duplicates([*requested, *(part for part in whole if part.name in seen and part.nbytes)])
+    by_name = _by_name(parts)
+    found_parts = [(_part_with(parts, by_name[one.name], one.box, one.dtype), one.box) for one in requested]
+    return LoadRecord(parts, [(number, box) for number, box in found_parts if number is not None])
+
+
+def _by_name(parts: Sequence[Part]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        found.setdefault(part.name, []).append(number)
+    return found
+
+
+def _part_with(parts: Sequence[Part], numbers: Iterable[int], box: Box, dtype: DType) -> int | None:
+    """Return the first of ``numbers`` whose part has ``dtype`` and contains ``box``."""
+    return next((n for n in numbers if parts[n].dtype == dtype and parts[n].box.contains(box)), None)
+
+
+def _wire_dtype(stored: DType, target: torch.Tensor) -> DType:
+    """Return the dtype in which elements for ``target`` are sent. A cast by the sender gives the same values as the
+    loader's cast."""
+    held = basic_meta(target.dtype, target.shape).dtype
+    return stored if is_lossless_cast(stored, held) else held
+
+
+def _check_complete(made: nn.Module, recorder: Recorder, own: UnrecordedWrites) -> None:
+    holes = uncovered(made.named_parameters(), recorder.copies, own.targets)
+    if holes:
+        listed = list_faults((f"{name}: {range_text}" for name, range_text in holes), limit=10)
+        raise MismatchError(
+            f"the senders have nothing for all or a part of {len(holes)} parameter(s) of the engine's model:{listed}\n"
+            "  nothing was sent; with strict=False, these keep arbitrary values",
+            [("missing", name, range_text) for name, range_text in holes],
+        )
+
+
+class ArenaChunks(ChunkReader):
+    """Reads chunks from an arena that holds all of them."""
+
+    def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
+        self._layout, self._memory = layout, memory
+
+    def get(self, chunk: int) -> torch.Tensor:
+        begin = self._layout.offsets[chunk]
+        return self._memory[begin : begin + self._layout.sizes[chunk]]
+
+    def release(self, chunk: int) -> None:
+        """Do nothing: the chunk stays in the arena."""
+
+
+class ChunkedTensors:
+    """The tensors of ``table``, of which ``reader`` provides the parts of ``layout``."""
+
+    def __init__(self, table: Table, layout: Layout, reader: ChunkReader) -> None:
+        self._metas = dict(table.rows)
+        self._table, self._layout, self._reader = table, layout, reader
+        self._parts = _by_name(layout.parts)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor, the argument of an engine's ``load_weights``."""
+        return _CopyingRecorder(self).tensors(self._table.metas())
+
+    def copy(self, copy: Copy) -> None:
+        """Execute a copy of the loader."""
+        if copy.target.is_meta or not copy.view.numel:
+            return  # the engine only counts elements
+        meta = self._metas[copy.name]
+        found = box_of(meta.shape, copy.view)
+        if found is not None:
+            part = self._part_with(copy.name, found.box, _wire_dtype(meta.dtype, copy.target))
+            try:
+                target = copy.target.permute(found.order).view(found.box.lengths)
+            except RuntimeError:  # the target's strides do not allow a view
+                pass
+            else:
+                self._fill(target, found.box, part)
+                return
+        copy_elements(copy.target, self._view(copy.name, copy.view, _wire_dtype(meta.dtype, copy.target)))
+
+    def values(self, name: str, view: StridedView) -> torch.Tensor:
+        """Return a copy of a view of a tensor, in the tensor's own dtype."""
+        return self._view(name, view, self._metas[name].dtype)
+
+    def _view(self, name: str, view: StridedView, dtype: DType) -> torch.Tensor:
+        meta = self._metas[name]
+        found = box_of(meta.shape, view)
+        box = Box.whole(meta.shape) if found is None else found.box
+        part = self._part_with(name, box, dtype)
+        out = torch.empty(box.lengths, dtype=self._dtype(part))
+        self._fill(out, box, part)
+        if found is None:
+            return out.as_strided(view.shape, view.strides, view.offset)
+        permuted = out.reshape([view.shape[d] for d in found.order])
+        return permuted.permute(sorted(range(len(found.order)), key=found.order.__getitem__))
+
+    def _fill(self, out: torch.Tensor, box: Box, part: int) -> None:
+        for number, held in self._layout.chunks_of_part.get(part, ()):
+            common = box.intersect(held)
+            if common is not None:
+                chunk = self._reader.get(number).view(self._dtype(part)).view(held.lengths)
+                copy_elements(out[common.relative_to(box).slices()], chunk[common.relative_to(held).slices()])
+                self._reader.release(number)
+
+    def _dtype(self, part: int) -> torch.dtype:
+        requested = self._layout.parts[part]
+        return torch_dtype(BasicMeta(requested.dtype, requested.shape))
+
+    def _part_with(self, name: str, box: Box, dtype: DType) -> int:
+        for held in (dtype, self._metas[name].dtype):
+            number = _part_with(self._layout.parts, self._parts.get(name, ()), box, held)
+            if number is not None:
+                return number
+        raise MismatchError(
+            f"the engine's loader requests {name} {box} as {dtype}, which it did not request when it was recorded; "
+            "does its use of weights depend on their values?"
+        )
+
+
+class _CopyingRecorder(Recorder):
+    def __init__(self, tensors: ChunkedTensors) -> None:
+        super().__init__(tensors.values)
+        self._tensors = tensors
+
+    def add_copy(self, copy: Copy) -> None:
+        self._tensors.copy(copy)

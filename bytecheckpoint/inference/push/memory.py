@@ -1,0 +1,268 @@
+"""The memory policy of a worker, and the versions of its weights that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from ...engine.tensor_bytes import byte_view
+from ...errors import EngineError
+from .layout import ALIGNMENT_BYTES, Layout, Waves, align
+from .messages import Table
+from .transports.shared_memory import Arena
+
+__all__ = [
+    "DOUBLE",
+    "MODES",
+    "SINGLE",
+    "STREAMED",
+    "HeldVersion",
+    "MemoryPolicy",
+    "Mode",
+    "Version",
+    "VersionStore",
+    "free_memory",
+]
+
+Mode = Literal["double", "single", "streamed"]
+
+DOUBLE: Mode = "double"
+"""The worker holds the next version, which is verified before any weight changes, and the served one for a rollback."""
+SINGLE: Mode = "single"
+"""The worker holds the next version, which is verified before any weight changes. There is no rollback."""
+STREAMED: Mode = "streamed"
+"""Chunks pass through a ring buffer; each one is verified before it is loaded. There is no rollback."""
+
+MODES: tuple[Mode, ...] = (STREAMED, SINGLE, DOUBLE)
+"""From the least memory to the most."""
+
+_FREE_SHARE = 0.8  # of the free memory; other processes of the host need the rest
+_SLOTS = 4  # enough to overlap sending, receiving and loading
+_SLOT_BYTES = 64 << 20  # larger slots overlap no better
+
+Version = int | str | None
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """Decides how much memory a worker uses for pushes.
+
+    ``limit`` is what the user permits, in bytes; None stands for the free host memory, which ``sharers`` workers of
+    this host divide among themselves.
+    """
+
+    limit: int | None
+    sharers: int
+
+    def choose_mode(self, nbytes: int, held: int) -> Mode:
+        """Return the mode for a version of ``nbytes`` when pushes already hold ``held`` bytes."""
+        limit = self.limit if self.limit is not None else held + int(_FREE_SHARE * free_memory() / self.sharers)
+        if limit >= 2 * nbytes:
+            return DOUBLE
+        return SINGLE if limit >= nbytes else STREAMED
+
+    def ring(self, layout: Layout) -> Waves:
+        """Return the waves of the ring buffer that fits into the limit, by default 256 MiB.
+
+        It has four slots, or fewer where chunks are long, but at least one; with one, nothing overlaps. Raises
+        ``EngineError`` when the longest chunk does not fit.
+        """
+        limit = _SLOTS * _SLOT_BYTES if self.limit is None else self.limit
+        longest = max(map(align, layout.sizes), default=ALIGNMENT_BYTES)
+        if longest > limit:
+            raise EngineError(
+                f"a worker may use {limit:,} bytes for a push, and one chunk needs {longest:,}; give Pusher more "
+                "memory_bytes, or smaller chunk_bytes"
+            )
+        limit = min(limit, max(layout.nbytes, longest))
+        slot_bytes = max(longest, min(_SLOT_BYTES, limit // _SLOTS) // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        return Waves(layout, min(_SLOTS, limit // slot_bytes), slot_bytes)
+
+
+def free_memory() -> int:
+    """Return the bytes that this process can still allocate: the host's available memory, or what the limit of its
+    control group (a container) leaves."""
+    free = _available()
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        allowed, taken = _number(limit), _number(used)
+        if allowed is not None and taken is not None:
+            # The used memory includes the page cache, which the kernel reclaims.
+            free = min(free, max(allowed - taken, 0) + _reclaimable(Path(used).parent))
+    return free
+
+
+def _available() -> int:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _reclaimable(group: Path) -> int:
+    try:
+        lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split() for line in lines if len(line.split()) == 2)
+    return int(values.get("inactive_file", 0))
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+@dataclass
+class HeldVersion:
+    """A version, and the arena with its bytes if this worker holds them.
+
+    ``digests`` are the xxh3-64 digests of its chunks, and empty while a sender may be writing. ``applied_by`` is the
+    transaction that applied the version; it distinguishes versions of the same name.
+    """
+
+    table: Table
+    layout: Layout
+    arena: Arena | None
+    digests: list[int]
+    version: Version = None
+    applied_by: str = ""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self.arena is not None
+        return self.arena.memory
+
+    @property
+    def address(self) -> list[Any]:
+        assert self.arena is not None
+        return self.arena.address.plain()
+
+    @property
+    def held(self) -> int:
+        """Bytes of host memory."""
+        return self.layout.nbytes if self.arena is not None else 0
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of all bytes; equal bytes in equal layouts have equal digests."""
+        return xxhash.xxh3_128_digest(repr(self.digests).encode())
+
+    def faults(self, digests: list[int]) -> list[int]:
+        """Return the chunks whose bytes do not have these digests."""
+        data = byte_view(self.memory)
+        offsets, sizes = self.layout.offsets, self.layout.sizes
+        return [
+            chunk
+            for chunk, digest in enumerate(digests)
+            if xxhash.xxh3_64_intdigest(data[offsets[chunk] : offsets[chunk] + sizes[chunk]]) != digest
+        ]
+
+    def copy_from(self, other: HeldVersion, chunks: list[int]) -> None:
+        """Copy chunks from a version of the same layout."""
+        offsets, sizes = self.layout.offsets, self.layout.sizes
+        for chunk in chunks:
+            span = slice(offsets[chunk], offsets[chunk] + sizes[chunk])
+            self.memory[span].copy_(other.memory[span])
+
+    def release(self) -> None:
+        """Free the bytes."""
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
+class VersionStore:
+    """The versions of one worker.
+
+    ``served`` is None while the engine serves what it started with. ``next`` is being written, or will be; until then
+    it holds the version that was served before.
+    """
+
+    def __init__(self) -> None:
+        self.served: HeldVersion | None = None
+        self.next: HeldVersion | None = None
+        self._before: HeldVersion | None = None
+
+    @property
+    def _all(self) -> list[HeldVersion]:
+        return [version for version in (self.next, self.served) if version is not None]
+
+    @property
+    def held(self) -> int:
+        """Bytes of host memory."""
+        return sum(version.held for version in self._all)
+
+    @property
+    def tokens(self) -> list[str]:
+        """The tokens of the existing arenas; senders may keep their mappings of these."""
+        return [version.arena.token for version in self._all if version.arena is not None]
+
+    def layout(self, digest: bytes, packed: bytes | None) -> Layout | None:
+        """Return the layout with this digest; None when it is neither known nor given."""
+        for version in self._all:
+            if version.layout.digest == digest:
+                return version.layout
+        return None if packed is None else Layout.unpack(packed)
+
+    def begin(self, table: Table, layout: Layout, mode: Mode, is_read: Callable[[HeldVersion], bool]) -> HeldVersion:
+        """Prepare ``next`` for a version of ``layout``.
+
+        Except in mode ``double``, the served version loses its arena. Memory that another engine still reads
+        (``is_read``) is never reused.
+        """
+        found, served = self.next, self.served
+        if found is not None and (found.layout.digest != layout.digest or not found.digests or is_read(found)):
+            # A sender of a failed push may still be writing there.
+            found.release()
+            found = None
+        if mode != DOUBLE and served is not None and served.arena is not None:
+            if found is not None:
+                found.release()
+            fits = mode != STREAMED and served.layout.digest == layout.digest and not is_read(served)
+            found = replace(served) if fits else None
+            if found is None:
+                served.release()
+            served.arena = None
+        if mode == STREAMED:
+            if found is not None:
+                found.release()
+            found = HeldVersion(table, layout, None, [])
+        self.next = found or HeldVersion(table, layout, Arena(layout.nbytes), [])
+        return self.next
+
+    def serve_next(self, transaction: str) -> None:
+        """Make ``next`` the served version."""
+        assert self.next is not None
+        self._before, self.served = self.served, self.next
+        self.served.applied_by = transaction
+        self.next = self._before if self._before is not None and self._before.arena is not None else None
+
+    def was_applied_by(self, transaction: str) -> bool:
+        return self.served is not None and self.served.applied_by == transaction
+
+    @property
+    def holds_before(self) -> bool:
+        """Whether this worker holds the bytes of the version that it served before."""
+        return self._before is not None and self._before.arena is not None
+
+    def revert(self) -> None:
+        """Make the previous version the served one."""
+        reverted, self.served, self._before = self.served, self._before, None
+        self.next = reverted if reverted is not None and reverted.arena is not None else None
+
+    def release(self) -> None:
+        """Free all memory. The engine keeps serving."""
+        for version in self._all:
+            version.release()
+        self.next = None

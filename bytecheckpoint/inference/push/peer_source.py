@@ -1,0 +1,354 @@
+"""A worker that sends its served version to workers of engines that join.
+
+The coordinator of the join sends four requests: ``hold`` describes the served version and keeps its bytes, ``send``
+begins to send, ``send_status`` returns the outcome and renews a lease, and ``release`` ends the transfer. A transfer
+whose lease or deadline has expired ends on its own. Each transfer has one thread, so the worker keeps serving.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgpack
+import torch
+import xxhash
+
+from ...engine.tensor_bytes import byte_view, copy_elements
+from ...errors import CorruptionError, DeadlineError, EngineError, PlanError, StateError
+from ...tensors.dtypes import DType
+from ...tensors.geometry import Box
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import torch_dtype
+from .memory import HeldVersion
+from .messages import SenderLost, without_traceback
+from .quantization.quantizer import Quantizer
+from .sources import Source
+from .transports.base import Transport
+from .transports.connection import Endpoint
+from .transports.shared_memory import Arena, ArenaAddress, SharedMemoryTransport
+from .transports.tcp import StreamBroken, TcpTransport
+from .writing import Job, unpack_writes, write_all
+
+__all__ = ["ArenaSource", "HeldType", "PeerSource", "held_type"]
+
+_JOIN_S = 2.0  # for a thread that must end; one that is connecting ends later
+
+_Openers = dict[int, Callable[[float], Transport]]
+"""For each target, a function that opens a transport within a number of seconds."""
+
+HeldType = tuple[Box, DType]
+
+_log = logging.getLogger(__name__)
+
+
+def held_type(held: Sequence[HeldType], box: Box) -> DType:
+    """Return the dtype in which a worker that holds ``held`` of a tensor sends ``box``. Raises ``PlanError``."""
+    for outer, dtype in held:
+        if outer.contains(box):
+            return dtype
+    raise PlanError(f"{box} is not held; the plan belongs to another version")
+
+
+class ArenaSource(Source):
+    """One worker's share of its served version.
+
+    ``fetch`` may return other dtypes than ``table`` states: those in which the worker received its parts. Where it
+    received a box in several, the table's dtype comes first. Each fetched chunk is verified once.
+    """
+
+    def __init__(self, version: HeldVersion) -> None:
+        self.table, self.version = version.table, version.version
+        self._layout, self._memory, self._digests = version.layout, version.memory, version.digests
+        self._verified: set[int] = set()
+        stored = {name: meta.dtype for name, meta in self.table.rows}
+        parts = enumerate(self._layout.parts)
+        self._parts: dict[str, list[int]] = {}
+        for number, part in sorted(parts, key=lambda one: one[1].dtype != stored.get(one[1].name)):
+            self._parts.setdefault(part.name, []).append(number)
+        self.held = [(name, self._layout.parts[part].box) for name, parts in self._parts.items() for part in parts]
+
+    @property
+    def types(self) -> list[DType]:
+        """The dtypes of ``held``, in its order."""
+        return [self._layout.parts[part].dtype for parts in self._parts.values() for part in parts]
+
+    def fetch(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Raises ``CorruptionError`` when memory has changed since the push."""
+        return [self._view(name, box) for name, box in boxes]
+
+    def _view(self, name: str, box: Box) -> torch.Tensor:
+        for number in self._parts.get(name, ()):
+            part = self._layout.parts[number]
+            if part.box.contains(box):
+                return self._assemble(number, box, torch_dtype(BasicMeta(part.dtype, part.shape)))
+        raise PlanError(f"{name} {box} is not held here; the plan belongs to another version")
+
+    def _assemble(self, part: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Return a view of one chunk, or a copy from several."""
+        out: torch.Tensor | None = None
+        for number, held in self._layout.chunks_of_part.get(part, ()):
+            common = box.intersect(held)
+            if common is None:
+                continue
+            source = self._chunk(number, held, dtype)[common.relative_to(held).slices()]
+            if common == box:
+                return source
+            out = torch.empty(box.lengths, dtype=dtype) if out is None else out
+            copy_elements(out[common.relative_to(box).slices()], source)
+        return torch.empty(box.lengths, dtype=dtype) if out is None else out
+
+    def _chunk(self, number: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        begin = self._layout.offsets[number]
+        data = self._memory[begin : begin + self._layout.sizes[number]]
+        if number not in self._verified:
+            if xxhash.xxh3_64_intdigest(byte_view(data)) != self._digests[number]:
+                raise CorruptionError(
+                    f"version {self.version!r} is damaged in memory: {self._layout.name_of(number)}; it was not sent, "
+                    "push to this engine again"
+                )
+            self._verified.add(number)
+        return data.view(dtype).view(box.lengths)
+
+
+class PeerSource:
+    """The transfers of one worker. For the thread that runs the model; no method waits, except ``close``."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[str, _Transfer] = {}
+
+    def hold(self, message: Mapping[str, Any], served: HeldVersion | None, inconsistent_reason: str) -> dict[str, Any]:
+        """Describe the served version (``Source.describe``) and the dtypes of its boxes. Its bytes stay unchanged for
+        ``hold_s`` seconds and while they are sent."""
+        self._end_expired()
+        if inconsistent_reason:
+            raise StateError(f"it serves no consistent version ({inconsistent_reason}); push to it again first")
+        if served is None:
+            raise StateError(
+                "it serves what it started with, so it has no bytes to send; push into it first, or use another engine"
+            )
+        if served.arena is None:
+            raise StateError(
+                f"it no longer holds the bytes of version {served.version!r} that it serves, as its memory was "
+                "released or is short; push into it again, or use another engine"
+            )
+        source = ArenaSource(served)
+        self._transfers[message["transaction"]] = _Transfer(served.arena, source, message["hold_s"])
+        return {"description": source.describe(), "types": [dtype.name for dtype in source.types]}
+
+    def reads(self, version: HeldVersion) -> bool:
+        """Return whether a transfer still needs the bytes of ``version``."""
+        self._end_expired()
+        return any(one.arena is not None and one.arena is version.arena for one in self._transfers.values())
+
+    def send(self, message: Mapping[str, Any], receiver: str) -> dict[str, Any]:
+        """Begin to send, or return the targets that need an endpoint.
+
+        A joining worker has an arena for its latest transaction only, so older transfers to it end.
+        """
+        transfer = self._of(message["transaction"])
+        if transfer.has_begun:
+            return {"unreached": []}
+        assignment = msgpack.unpackb(message["assignments"][receiver])
+        jobs = unpack_writes(assignment["writes"])
+        targets = sorted({place.target for job in jobs for place in job.places})
+        openers = _openers(targets, assignment, message["endpoints"], message["tcp_only"])
+        if len(openers) < len(targets):
+            return {"unreached": [target for target in targets if target not in openers]}
+        joining = frozenset(message["receivers"])
+        for other in self._transfers.values():
+            if other is not transfer and other.joining & joining:
+                other.end("another join of the same engine began")
+        transfer.begin(
+            jobs,
+            assignment["task"],
+            assignment["known"],
+            openers,
+            joining=joining,
+            deadline_s=message["deadline_s"],
+            lease_s=message["lease_s"],
+        )
+        return {"unreached": []}
+
+    def send_status(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outcome (None while sending) and the bytes written. Raises the failure of the transfer."""
+        transfer = self._of(message["transaction"])
+        return {"outcome": transfer.outcome(), "written": transfer.written}
+
+    def release(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """End a transfer and its hold on the served version."""
+        transfer = self._transfers.pop(message["transaction"], None)
+        if transfer is not None:
+            transfer.end("the coordinator gave it up")
+        return {}
+
+    def close(self, reason: str) -> None:
+        for transfer in self._transfers.values():
+            transfer.end(reason)
+        for transfer in self._transfers.values():
+            transfer.join()
+        self._transfers.clear()
+
+    def _of(self, transaction: str) -> _Transfer:
+        self._end_expired()
+        if transaction not in self._transfers:
+            raise StateError(
+                "this join is over: it took too long, or the worker was restarted or released its memory; join again"
+            )
+        return self._transfers[transaction]
+
+    def _end_expired(self) -> None:
+        for transaction in [transaction for transaction, one in self._transfers.items() if one.has_expired]:
+            self._transfers.pop(transaction).end("its coordinator sent no further request")
+
+
+def _openers(
+    targets: list[int], assignment: Mapping[str, Any], endpoints: Mapping[int, Any], tcp_only: bool
+) -> _Openers:
+    """Return openers for the reachable targets."""
+    arenas, rings = assignment["arenas"], assignment["rings"]
+    found: _Openers = {}
+    for target in targets:
+        if rings:
+            slots, _, endpoint = rings[target]
+            memory = None if tcp_only else ArenaAddress.from_plain(arenas[target])
+            found[target] = partial(TcpTransport, Endpoint.from_plain(endpoint), slots=slots, memory=memory)
+        elif target in endpoints:
+            found[target] = partial(TcpTransport, Endpoint.from_plain(endpoints[target]))
+        elif not tcp_only:
+            transport = SharedMemoryTransport.open(ArenaAddress.from_plain(arenas[target]))
+            if transport is not None:
+                found[target] = partial(_opened, transport)
+    return found
+
+
+def _opened(transport: Transport, deadline_s: float) -> Transport:
+    return transport
+
+
+class _Transfer:
+    """One transaction. ``arena`` is None when its bytes are no longer read."""
+
+    def __init__(self, arena: Arena, source: ArenaSource, hold_s: float) -> None:
+        self.arena: Arena | None = arena
+        self.joining: frozenset[str] = frozenset()
+        self.written = 0
+        self._source: ArenaSource | None = source
+        self._deadline = self._expires = time.monotonic() + hold_s
+        self._lease_s = hold_s
+        self._end_reason = ""
+        self._transports: dict[int, Transport] = {}
+        self._thread: threading.Thread | None = None
+        self._outcome: bytes | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def has_expired(self) -> bool:
+        return time.monotonic() > self._expires
+
+    def begin(
+        self,
+        jobs: list[Job],
+        task: bytes,
+        known: list[Any],
+        openers: _Openers,
+        *,
+        joining: frozenset[str],
+        deadline_s: float,
+        lease_s: float,
+    ) -> None:
+        self.joining, self._lease_s = joining, lease_s
+        self._deadline = time.monotonic() + deadline_s
+        self._renew()
+        # A daemon thread: the interpreter must be able to end while a joining worker is stopped.
+        self._thread = threading.Thread(
+            target=self._run, args=(jobs, task, known, openers), name="bcp-push-send", daemon=True
+        )
+        self._thread.start()
+
+    def outcome(self) -> bytes | None:
+        self._renew()
+        if self._error is not None:
+            raise without_traceback(self._error)  # a copy: raising the original would add frames to it each time
+        return self._outcome
+
+    def end(self, reason: str) -> None:
+        """Make the thread end soon, if it still runs."""
+        self._end_reason = self._end_reason or reason
+        if self._thread is None:
+            self._release()
+        for transport in list(self._transports.values()):
+            transport.interrupt()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+
+    def _renew(self) -> None:
+        self._expires = min(self._deadline, time.monotonic() + self._lease_s)
+
+    def _check(self) -> None:
+        if self._end_reason:
+            raise self._ended()
+        if self.has_expired:
+            raise DeadlineError("sending to another engine took too long, or its coordinator sent no further request")
+
+    def _ended(self) -> EngineError:
+        return EngineError(f"sending to another engine was ended: {self._end_reason}")
+
+    def _run(self, jobs: list[Job], task: bytes, known: list[Any], openers: _Openers) -> None:
+        try:
+            self._outcome = self._write(jobs, task, known, openers)
+        except BaseException as error:  # noqa: BLE001 - the coordinator raises it
+            # Interrupted transports raise other errors. A stream breaks when another sender has failed, whose
+            # error is the cause.
+            cause = SenderLost(str(error)) if isinstance(error, StreamBroken) else without_traceback(error)
+            self._error = self._ended() if self._end_reason else cause
+            _break_cycles(error)
+            _log.warning("push: sending to another engine ended: %s", self._error)
+        finally:
+            openers.clear()
+            self._release()
+
+    def _write(self, jobs: list[Job], task: bytes, known: list[Any], openers: _Openers) -> bytes:
+        assert self._source is not None
+        for target, open_transport in openers.items():
+            self._check()
+            self._transports[target] = open_transport(max(self._deadline - time.monotonic(), 0.05))
+        quantizer = Quantizer(self._source, task)
+        outcome = write_all(
+            self._source, jobs, quantizer, self._transports, known, self._check, on_written=self._count_written
+        )
+        if self._end_reason:
+            raise self._ended()
+        return outcome.packed()
+
+    def _count_written(self, nbytes: int) -> None:
+        self.written += nbytes
+
+    def _release(self) -> None:
+        self.arena = self._source = None
+        transports, self._transports = self._transports, {}
+        for transport in transports.values():
+            transport.close()
+
+
+def _break_cycles(error: BaseException) -> None:
+    """Clear the frames of an error and of its causes: in a reference cycle, these would keep mapped memory until the
+    next garbage collection."""
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None:
+            traceback.clear_frames(one.__traceback__)
+            left += [one.__cause__, one.__context__]
+            one.__traceback__ = one.__cause__ = one.__context__ = None

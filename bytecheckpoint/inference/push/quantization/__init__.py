@@ -1,0 +1,5 @@
+"""Block quantization of pushed tensors."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,5 @@
+"""Ways in which chunks reach the memory of workers."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,197 @@
+"""Chunks over a process group: each chunk leaves its sender once, and its replica set broadcasts it.
+
+The replica set of a chunk is the set of workers that request it. The sender sends the chunk to one of them, the root,
+which broadcasts it to the others. Senders and workers handle the chunks in one common order, one at a time, so they
+cannot deadlock: the first unfinished chunk waits for no other one. Its room in a ring buffer depends only on chunks
+before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgpack
+import torch
+import xxhash
+
+from ....errors import BytecheckpointError, EngineError
+from ..layout import Write
+from ..messages import SenderLost
+from .base import Place, Transport
+from .cuda_ipc import compute_device, synchronize
+from .group import Check, Group, GroupAddress, GroupBackend, GroupBroken, check_backend, join_group
+from .ring import RingBuffer
+
+__all__ = ["GroupMember", "GroupMemory", "GroupTransport", "Reception", "plan_receptions"]
+
+_SOON_S = 0.5  # a thread that waits for no other member ends within this time
+
+_log = logging.getLogger(__name__)
+
+
+class Reception(NamedTuple):
+    """How one worker receives one chunk, which it stores in ``chunks`` (several where it requests the box twice).
+
+    ``members`` is the replica set. Senders come before workers in the numbering of members.
+    """
+
+    sender: int
+    root: int
+    members: tuple[int, ...]
+    chunks: tuple[int, ...]
+    nbytes: int
+
+
+def plan_receptions(order: Sequence[tuple[int, Write]], senders: int, targets: int) -> list[list[Reception]]:
+    """Return what each target receives, in the common ``order`` of writes; each write comes with its sender."""
+    found: list[list[Reception]] = [[] for _ in range(targets)]
+    for sender, write in order:
+        members = tuple(sorted({senders + target for target, _ in write.chunks}))
+        root = senders + _root(write.chunks)
+        for member in members:
+            chunks = tuple(chunk for target, chunk in write.chunks if senders + target == member)
+            found[member - senders].append(Reception(sender, root, members, chunks, write.nbytes))
+    return found
+
+
+def _root(chunks: Sequence[tuple[int, int]]) -> int:
+    """Return the target that gets a chunk from its sender: a different one from chunk to chunk, to spread the work."""
+    targets = sorted({target for target, _ in chunks})
+    return targets[chunks[0][1] % len(targets)]
+
+
+class GroupTransport(Transport):
+    """Sends chunks to the roots of their replica sets, in the order of ``chunks``: the target and number of the first
+    place of each write of this sender. Raises ``GroupBroken``, and what ``check`` raises."""
+
+    def __init__(self, group: Group, senders: int, chunks: Sequence[tuple[int, int]], check: Check) -> None:
+        self._group, self._senders, self._check = group, senders, check
+        self._number = {chunk: number for number, chunk in enumerate(chunks)}
+        self._next = 0
+        self._changed = threading.Condition()
+        self._is_interrupted = False
+
+    def write(self, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+        number = self._number[places[0].target, places[0].chunk]
+        with self._changed:
+            self._changed.wait_for(lambda: self._next == number or self._is_interrupted)
+            if self._is_interrupted:
+                raise GroupBroken("this sender gave up")
+        root = _root([(place.target, place.chunk) for place in places])
+        label = torch.frombuffer(bytearray(digest.to_bytes(8, "big")), dtype=torch.uint8).to(self._group.device)
+        synchronize([data, label])  # the group uses other streams
+        self._group.send(self._senders + root, [data, label], self._check)
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+
+    def interrupt(self) -> None:
+        with self._changed:
+            self._is_interrupted = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Do nothing: the group outlasts the push."""
+
+
+class GroupMemory:
+    """Memory for a ring buffer, on a device from which the backend can receive. Raises like ``check_backend``."""
+
+    address = None
+
+    def __init__(self, backend: GroupBackend, nbytes: int) -> None:
+        check_backend(backend)
+        device = torch.device("cpu") if backend == "gloo" else compute_device()
+        with torch.inference_mode(False):  # another thread writes into it
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def close(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+class GroupMember:
+    """A worker's membership in one group at a time, over many pushes. For the thread of the model."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._receptions: list[Reception] = []
+        self._thread: threading.Thread | None = None
+        self.plan_digest = b""
+        """Identifies the receptions that this worker has."""
+
+    @property
+    def name(self) -> str:
+        """The name of the group; empty when this worker is in no usable group."""
+        return "" if self._group is None else self._group.name
+
+    def begin(self, address: GroupAddress, rank: int, packed: bytes | None, ring: RingBuffer) -> None:
+        """Join the group if it is another one, and begin to receive into ``ring`` in a thread.
+
+        ``packed`` are the receptions; None stands for the last ones. Raises ``EngineError``.
+        """
+        if self.name != address.name:
+            self.leave()
+            self._group = join_group(address, rank)
+        if packed is not None:
+            self._receptions = [
+                Reception(sender, root, tuple(members), tuple(chunks), nbytes)
+                for sender, root, members, chunks, nbytes in msgpack.unpackb(packed)
+            ]
+            self.plan_digest = xxhash.xxh3_128_digest(packed)
+        assert self._group is not None
+        sets = {reception.members for reception in self._receptions if len(reception.members) > 1}
+        try:
+            self._group.form_subgroups(sorted(sets))
+        except EngineError:
+            self.leave()  # members may have formed different subgroups
+            raise
+        # A daemon thread: the interpreter must be able to end while a sender is stopped.
+        self._thread = threading.Thread(
+            target=self._run, args=(self._group, rank, ring), name="bcp-push-group", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """End this push. A thread that still waits has lost other members, so this worker leaves the group."""
+        if self._thread is not None:
+            self._thread.join(_SOON_S)
+            if self._thread.is_alive():
+                self.leave()
+            self._thread = None
+
+    def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
+
+    def _run(self, group: Group, rank: int, ring: RingBuffer) -> None:
+        try:
+            for reception in self._receptions:
+                _receive(group, rank, ring, reception)
+        except Exception as error:  # noqa: BLE001 - the model's thread raises it
+            known = SenderLost(str(error)) if isinstance(error, GroupBroken) else error
+            if not isinstance(known, BytecheckpointError):
+                _log.warning("push: receiving from a group failed", exc_info=True)
+                known = EngineError(f"receiving from a group failed: {type(error).__name__}: {error}")
+            ring.fail(known)  # before the other members notice: their failures must not hide this one
+            group.leave()
+            if self._group is group:
+                self._group = None
+
+
+def _receive(group: Group, rank: int, ring: RingBuffer, reception: Reception) -> None:
+    ring.wait_for_room(reception.chunks)
+    places = [ring.claim(chunk, reception.nbytes) for chunk in reception.chunks]
+    label = torch.empty(8, dtype=torch.uint8, device=group.device)
+    if reception.root == rank:
+        group.receive(reception.sender, [places[0], label], ring.check)
+    if len(reception.members) > 1:
+        group.broadcast(reception.members, reception.root, [places[0], label], ring.check)
+    for place in places[1:]:
+        place.copy_(places[0])
+    digest = int.from_bytes(bytes(label.tolist()), "big")
+    for chunk, place in zip(reception.chunks, places, strict=True):
+        ring.verify(chunk, place, digest)

@@ -1,0 +1,315 @@
+"""Chunks over authenticated TCP connections: a sender's transport, and the server of a worker.
+
+The server stores chunks in an arena or in a ring buffer. Where the sender can map the ring buffer's memory (shared
+memory or CUDA IPC), it writes there and only announces the chunks over the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import msgpack
+import torch
+
+from ....engine.tensor_bytes import byte_view
+from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
+from ..layout import Layout
+from ..messages import SenderLost
+from .base import Place, Transport, xxh3_digest
+from .connection import (
+    END,
+    FAILED,
+    FINISHED,
+    FRAME,
+    STATUS,
+    TAKEN,
+    Acceptor,
+    Endpoint,
+    connect,
+    receive,
+    receive_into,
+    set_unbounded_receive,
+)
+from .cuda_ipc import OpenArena, attach_device, synchronize
+from .shared_memory import ArenaAddress, attach
+
+__all__ = ["ArenaSink", "ChunkServer", "ChunkSink", "StreamBroken", "TcpTransport"]
+
+_MAX_TEXT_BYTES = 1 << 16
+_MAX_TEXT = 4000  # characters
+
+
+class StreamBroken(EngineError):
+    """A worker's end of a stream failed, or did not answer in time (``is_late``). The worker's own error is the
+    cause."""
+
+    is_late = False
+
+
+class ChunkSink(Protocol):
+    """Where a chunk server stores chunks. Called from the threads of its connections."""
+
+    def claim(self, chunk: int, nbytes: int) -> torch.Tensor:
+        """Return the memory of an announced chunk; ``nbytes`` is 0 when the sender wrote it there. Raises
+        ``EngineError`` for a chunk that is not allowed now."""
+
+    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
+        """Accept a chunk that has arrived. Raises ``CorruptionError``."""
+
+    def sender_failed(self, error: BytecheckpointError) -> None:
+        """A sender will deliver nothing more."""
+
+
+class ArenaSink:
+    """Stores the chunks of ``layout`` in an arena, which has room for all of them."""
+
+    def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
+        self._layout, self._memory = layout, memory
+
+    def claim(self, chunk: int, nbytes: int) -> torch.Tensor:
+        layout = self._layout
+        if chunk >= len(layout.chunks) or nbytes != layout.sizes[chunk]:
+            raise EngineError(f"there is no chunk {chunk} of {nbytes} bytes in this version")
+        return self._memory[layout.offsets[chunk] : layout.offsets[chunk] + nbytes]
+
+    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
+        if xxh3_digest(place) != digest:
+            raise CorruptionError(f"{self._layout.name_of(chunk)} was damaged on the way")
+
+    def sender_failed(self, error: BytecheckpointError) -> None:
+        """The job notices the failure of its own sender."""
+
+
+class ChunkServer(Acceptor):
+    """Receives chunks from senders into ``sink``, and reports room and failures to all of them."""
+
+    def __init__(self, sink: ChunkSink, deadline_s: float) -> None:
+        self._sink, self._deadline_s = sink, deadline_s
+        self._sending = threading.Lock()
+        self._senders: set[socket.socket] = set()
+        self._status = STATUS.pack(TAKEN, 0)
+        self._has_failed = False
+        super().__init__()
+
+    def report_taken(self, waves: int) -> None:
+        """Report to all senders that the first ``waves`` waves have left the ring buffer."""
+        self._report(STATUS.pack(TAKEN, waves))
+
+    def report_failure(self, error: BytecheckpointError) -> None:
+        """Make all senders raise ``error``, now and when they connect later."""
+        self._report(_failure_frame(error))
+        self._has_failed = True
+
+    def _report(self, frame: bytes) -> None:
+        with self._sending:
+            if self._has_failed:
+                return
+            self._status = frame
+            for connection in self._senders:
+                with contextlib.suppress(OSError):  # the loader notices the missing chunks of a lost sender
+                    connection.sendall(frame)
+
+    def _serve(self, connection: socket.socket) -> None:
+        # A sender is silent while the engine loads a layer; the loader's own deadline covers a stalled sender.
+        set_unbounded_receive(connection, send_timeout_s=self._deadline_s)
+        try:
+            with self._sending:
+                self._senders.add(connection)
+                connection.sendall(self._status)
+            while self._receive_chunk(connection):
+                pass
+            with self._sending:
+                connection.sendall(STATUS.pack(FINISHED, 0))
+        except Exception as error:
+            self._fail(connection, _as_failure(error))
+            raise
+        finally:
+            with self._sending:
+                self._senders.discard(connection)
+
+    def _fail(self, connection: socket.socket, error: BytecheckpointError) -> None:
+        # Not in `_serve`: a local variable for the error would form a reference cycle that keeps the memory mapped.
+        self._sink.sender_failed(error)
+        with self._sending, contextlib.suppress(OSError):
+            connection.sendall(_failure_frame(error))
+
+    def _receive_chunk(self, connection: socket.socket) -> bool:
+        """Return False at the end of the stream."""
+        chunk, length, digest = FRAME.unpack(receive(connection, FRAME.size))
+        if chunk == END:
+            return False
+        place = self._sink.claim(chunk, length)
+        if length:
+            landing = torch.empty(length, dtype=torch.uint8) if place.is_cuda else place
+            receive_into(connection, byte_view(landing))
+            if landing is not place:
+                place.copy_(landing)
+        self._sink.verify(chunk, place, digest)
+        return True
+
+
+def _as_failure(error: Exception) -> BytecheckpointError:
+    if isinstance(error, CorruptionError):
+        return error
+    if isinstance(error, (OSError, EngineError)):
+        return SenderLost(f"a sender is gone: {error}")
+    return EngineError(f"receiving failed: {type(error).__name__}: {error}")  # a device without free memory, say
+
+
+def _failure_frame(error: BytecheckpointError) -> bytes:
+    text: bytes = msgpack.packb([type(error).__name__, str(error)[:_MAX_TEXT]])
+    return STATUS.pack(FAILED, len(text)) + text
+
+
+class TcpTransport(Transport):
+    """Sends chunks to one worker's server.
+
+    With ``slots``, the server fills a ring buffer: ``write`` waits until the chunk's wave has room. ``memory`` is the
+    ring buffer's, in host memory or ``on_device``; where this process can map it, bytes go there instead of over the
+    connection. Without ``slots``, the server fills an arena.
+
+    Raises ``EngineError`` when the worker cannot be reached. A worker that fails later, or makes no progress for
+    ``deadline_s``, raises ``StreamBroken`` in a stream, else ``EngineError`` or ``DeadlineError``.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        deadline_s: float,
+        *,
+        slots: int | None = None,
+        memory: ArenaAddress | None = None,
+        on_device: bool = False,
+    ) -> None:
+        self._slots, self._deadline_s = slots, deadline_s
+        self._memory: torch.Tensor | None = None
+        self._device_arena: OpenArena | None = None
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._taken, self._is_over, self._failure = 0, False, ""
+        self._connection, self._where = connect(endpoint)
+        try:
+            set_unbounded_receive(self._connection, send_timeout_s=deadline_s)
+            if memory is not None:
+                self._attach(memory, on_device)
+            self._listener = threading.Thread(target=self._listen, name="bcp-push-ring", daemon=True)
+            self._listener.start()
+        except BaseException:
+            self._connection.close()
+            self._release_memory()
+            raise
+
+    def _attach(self, memory: ArenaAddress, on_device: bool) -> None:
+        if not on_device:
+            self._memory = attach(memory)
+            return
+        self._device_arena = attach_device(memory)
+        if self._device_arena is not None:
+            self._memory = self._device_arena.memory
+
+    def write(self, places: Sequence[Place], data: torch.Tensor, digest: int) -> None:
+        for place in places:
+            with self._changed:
+                self._wait_until(partial(self._has_room, place.wave), "make room")
+            if self._memory is not None:
+                self._memory[place.offset : place.offset + data.numel()].copy_(data, non_blocking=True)
+                synchronize([data, self._memory])
+            self._send(place.chunk, b"" if self._memory is not None else byte_view(data.cpu()), digest)
+
+    def _has_room(self, wave: int) -> bool:
+        return self._slots is None or wave < self._taken + self._slots
+
+    def check(self) -> None:
+        """Raise the failure that the worker reported, if any."""
+        if self._failure:
+            raise self._broken(self._failure)
+
+    def finish(self) -> None:
+        self._send(END, b"", 0)
+        with self._changed:
+            self._wait_until(lambda: self._is_over, "confirm what was sent")
+        self._release_memory()  # a worker can free device memory only after this
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.interrupt()
+        self._listener.join()
+        self._connection.close()
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        self._memory = None
+        if self._device_arena is not None:
+            self._device_arena.close()
+
+    def _send(self, chunk: int, data: bytes | memoryview, digest: int) -> None:
+        try:
+            with self._sending:
+                self._connection.sendall(FRAME.pack(chunk, len(data), digest))
+                if len(data):
+                    self._connection.sendall(data)
+        except BlockingIOError:
+            raise self._late("take bytes") from None
+        except OSError as error:
+            with self._changed:
+                # The worker's last message may still be on its way.
+                self._changed.wait_for(lambda: self._is_over or self._failure, self._deadline_s)
+            text = self._failure or f"the connection to the worker at {self._where} broke: {error}"
+            raise self._broken(text) from error
+
+    def _wait_until(self, condition: Callable[[], bool], action: str) -> None:
+        while True:
+            self.check()
+            if condition():
+                return
+            if self._is_over:
+                raise self._broken(f"the worker at {self._where} ended the stream")
+            before = self._taken
+            if not self._changed.wait(self._deadline_s) and self._taken == before:
+                raise self._late(action)
+
+    def _late(self, action: str) -> BytecheckpointError:
+        text = f"the worker at {self._where} did not {action} within {self._deadline_s:g} s; is its process stopped?"
+        return self._broken(text, is_late=True)
+
+    def _broken(self, text: str, *, is_late: bool = False) -> BytecheckpointError:
+        if self._slots is None:
+            return (DeadlineError if is_late else EngineError)(f"{text}; nothing was applied")
+        broken = StreamBroken(text)
+        broken.is_late = is_late
+        return broken
+
+    def _listen(self) -> None:
+        try:
+            while self._receive_status():
+                pass
+        except (OSError, EngineError, ValueError, msgpack.UnpackException) as error:
+            with self._changed:
+                if not self._is_over:
+                    self._failure = self._failure or f"the connection to the worker at {self._where} broke: {error}"
+                self._changed.notify_all()
+
+    def _receive_status(self) -> bool:
+        """Return False after the last frame."""
+        kind, number = STATUS.unpack(receive(self._connection, STATUS.size))
+        failure = ""
+        if kind == FAILED:
+            error, text = msgpack.unpackb(receive(self._connection, min(number, _MAX_TEXT_BYTES)))
+            failure = f"the worker at {self._where} ended the stream: {error}: {text}"
+        with self._changed:
+            if kind == TAKEN:
+                self._taken = number
+            elif kind == FAILED:
+                self._failure = failure
+            else:
+                self._is_over = True
+            self._changed.notify_all()
+        return bool(kind == TAKEN)

@@ -1,0 +1,5 @@
+"""vLLM: the loader plug-in, the layouts of its ranks, and the worker side of the weight push."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

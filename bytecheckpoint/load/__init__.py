@@ -1,0 +1,5 @@
+"""Load a checkpoint: the protocol and its steps."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,153 @@
+"""Let all ranks agree on the faults of a load, on stored names that no rank requests, and on shared reads.
+
+Every rank sends rank 0 one message with its faults, one bit for each stored name that it claims, and the reads that it
+could share. Rank 0 answers all ranks with the same verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from ..control.base import Operation
+from ..errors import MismatchError
+from ..format.values import path_name
+from ..storage_backends.base import StorageBackend
+from ..tensors.shards import Path
+from .matching import Target, mismatch_error
+from .options import Fault, LoadOptions
+from .shared_reads.negotiation import Answer, ReadOffer, answer_offers
+from .stored import OpenCheckpoint, OpenSection
+
+__all__ = ["Verdict", "agree"]
+
+_Bits = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Claims:
+    """The stored names that one rank's targets use.
+
+    ``tensors`` has one packed bit for each tensor of the manifest, ``values`` one for each shared value of the opened
+    sections. ``unused`` are full names stored for the saved rank that this rank loads, and not used by it.
+    """
+
+    tensors: bytes
+    values: bytes
+    unused: list[str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks agreed on.
+
+    ``mismatch`` is the error to raise, if any rank found a fault. ``unexpected`` are the names that no rank requested
+    and that ``strict`` tolerates.
+    """
+
+    mismatch: MismatchError | None
+    unexpected: list[str]
+    shared_reads: Answer
+
+    def raise_mismatch(self) -> None:
+        """Raise the ``MismatchError``, if there is one."""
+        if self.mismatch is not None:
+            raise self.mismatch
+
+
+def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadOptions) -> _Claims:
+    """Collect the stored names that this rank's targets use, or may ignore."""
+    tensors: _Bits = np.zeros(len(checkpoint.manifest.tensors), np.bool_)
+    values: list[bool] = []
+    unused: list[str] = []
+    for one in targets:
+        stored, target = one.stored, one.target
+        names: set[str] = {*target.metas, *target.aliases}
+        paths: set[Path] = set(target.requested_values)
+        if options.strictness(stored.name) != "exact":
+            names.update(name for name in target.ignorable if isinstance(name, str))
+            paths.update(path for path in target.ignorable if not isinstance(path, str))
+        rows = stored.tensor_rows
+        tensors[[rows[name] for name in names if name in rows]] = True
+        values += [path in paths for path in stored.shared_values]
+        unused += [f"{stored.name}.{path_name(path)}" for path in stored.own_values - paths]
+        unused += [f"{stored.name}.{name}" for name, row in stored.own_tensors.items() if not tensors[row]]
+    return _Claims(np.packbits(tensors).tobytes(), np.packbits(np.array(values, np.bool_)).tobytes(), sorted(unused))
+
+
+def agree(
+    op: Operation,
+    backend: StorageBackend,
+    checkpoint: OpenCheckpoint,
+    options: LoadOptions,
+    targets: Sequence[Target],
+    *,
+    faults: Sequence[Fault],
+    offer: ReadOffer,
+) -> Verdict:
+    """Exchange faults, claims and offers. Every rank gets the same verdict; only suggestions in its message differ."""
+    claims = _claim_names(checkpoint, targets, options)
+    message = msgpack.packb([faults, claims.tensors, claims.values, claims.unused, offer.message])
+    received = op.gather("claims", message)
+    packed = None
+    if received is not None:
+        packed = msgpack.packb(_decide(backend, checkpoint, options, [msgpack.unpackb(one) for one in received]))
+    found, unclaimed, shared_reads = msgpack.unpackb(op.broadcast("verdict", packed), strict_map_key=False)
+    all_faults = [Fault(*fault) for fault in found]
+    unexpected: list[str] = []
+    for section, full in unclaimed:
+        if options.strictness(section) == "lenient":
+            unexpected.append(full)
+        else:
+            all_faults.append(Fault("unexpected", full, ""))
+    stored_names = (name for section in checkpoint.sections.values() for name in section.full_names)
+    mismatch = mismatch_error(backend.url, all_faults, stored_names) if all_faults else None
+    return Verdict(mismatch, unexpected, shared_reads if mismatch is None else {})
+
+
+def _decide(
+    backend: StorageBackend, checkpoint: OpenCheckpoint, options: LoadOptions, messages: Sequence[Sequence[Any]]
+) -> list[Any]:
+    """Rank 0's verdict as plain data, from the messages of all ranks."""
+    faults, tensors, values, unused, offers = zip(*messages)
+    found = sorted({tuple(fault) for of_rank in faults for fault in of_rank})
+    unclaimed = [
+        *_unclaimed_tensors(checkpoint, options, tensors),
+        *_unclaimed_values(checkpoint.sections, values),
+        *sorted({(name.partition(".")[0], name) for of_rank in unused for name in of_rank}),
+    ]
+    return [found, unclaimed, answer_offers(backend, checkpoint.manifest, offers)]
+
+
+def _unclaimed_tensors(
+    checkpoint: OpenCheckpoint, options: LoadOptions, claims: Sequence[bytes]
+) -> Iterable[tuple[str, str]]:
+    """``(section, full name)`` of the requested sections' shared tensors that no rank claims."""
+    manifest = checkpoint.manifest
+    requested = np.array([section.name in checkpoint.sections for section in manifest.sections], np.bool_)
+    is_shared = requested[manifest.tensors.section] & (manifest.scope < 0)
+    for row in np.flatnonzero(is_shared & ~_any(claims, len(manifest.tensors))).tolist():
+        section = manifest.tensors.section_of(row)
+        name = f"{section}.{checkpoint.names.of_tensor(section, manifest.tensors.fqn_of(row))}"
+        if options.selects(name):
+            yield section, name
+
+
+def _unclaimed_values(sections: Mapping[str, OpenSection], claims: Sequence[bytes]) -> Iterable[tuple[str, str]]:
+    paths = [(section.name, path) for section in sections.values() for path in section.shared_values]
+    for (section, path), is_claimed in zip(paths, _any(claims, len(paths)).tolist()):
+        if not is_claimed:
+            yield section, f"{section}.{path_name(path)}"
+
+
+def _any(packed: Sequence[bytes], count: int) -> _Bits:
+    """The union of packed bits."""
+    found = np.zeros(count, np.bool_)
+    for bits in packed:
+        found |= np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(np.bool_)
+    return found

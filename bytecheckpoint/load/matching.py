@@ -1,0 +1,180 @@
+"""Match requested names against stored ones, and describe everything that does not fit in one error."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import MismatchError
+from ..format.values import path_name
+from ..frameworks.sections import Section
+from ..planners import Request
+from ..tensors.dtypes import is_lossless_cast, is_meaningful_cast
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import Path, SectionTarget, Shard
+from .options import Cast, Fault, LoadOptions
+from .stored import OpenSection
+
+__all__ = ["Match", "Target", "fault_lines", "match_targets", "mismatch_error"]
+
+_MAX_SHOWN_FAULTS = 40  # per kind; a message with thousands of names cannot be read
+_MAX_COMPARED_NAMES = 2000  # bounds the time to find close matches
+_MIN_SIMILARITY = 0.6  # difflib's ratio below which a suggestion would only confuse
+
+
+@dataclass(frozen=True)
+class Target:
+    """A section of the state, what the checkpoint stores of it, and where that goes."""
+
+    section: Section
+    stored: OpenSection
+    target: SectionTarget
+
+
+@dataclass(frozen=True)
+class Match:
+    """What one rank's targets request from the checkpoint, and every fault found. ``rows`` are the manifest's tensor
+    rows of ``shards``."""
+
+    shards: list[Shard] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    lazy: list[str] = field(default_factory=list)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests as the planner of shared reads needs them."""
+        return [Request(row, shard.box, str(shard.tensor.dtype)) for row, shard in zip(self.rows, self.shards)]
+
+
+def match_targets(targets: Iterable[Target], options: LoadOptions) -> Match:
+    """Compare what the targets request with what is stored."""
+    match = Match()
+    for one in targets:
+        match.faults.extend(one.stored.faults)
+        if one.stored.is_stored:
+            matching = _SectionMatching(match, one.stored, one.target, options)
+            matching.match_tensors()
+            matching.match_values()
+        elif options.selects_section(one.stored.name):
+            match.missing.append(one.stored.name)
+    return match
+
+
+@dataclass(frozen=True)
+class _SectionMatching:
+    match: Match
+    stored: OpenSection
+    target: SectionTarget
+    options: LoadOptions
+
+    def match_tensors(self) -> None:
+        rows: dict[str, int] = {}
+        for fqn, meta in self.target.metas.items():
+            full = f"{self.stored.name}.{fqn}"
+            if self._is_left_out(full, fqn):
+                continue
+            row = self.stored.tensor_rows.get(fqn)
+            if row is None:
+                self._add_missing(full, fqn)
+            elif self._fits(full, self.stored.contents.metas[fqn], meta):
+                rows[fqn] = row
+        for shard in self.target.shards:
+            if shard.fqn in rows:
+                self.match.shards.append(shard)
+                self.match.rows.append(rows[shard.fqn])
+
+    def match_values(self) -> None:
+        for path in self.target.requested_values:
+            full = f"{self.stored.name}.{path_name(path)}"
+            if self._is_left_out(full, path):
+                continue
+            if path in self.stored.contents.values:
+                self.match.loaded.append(full)
+            else:
+                self._add_missing(full, path)
+
+    def _is_left_out(self, full: str, name: str | Path) -> bool:
+        return not self.options.selects(full) or name in self.stored.skipped
+
+    def _fits(self, full: str, stored: BasicMeta, requested: BasicMeta) -> bool:
+        """Whether a tensor can be loaded; records the fault or the name and cast."""
+        if stored.shape != requested.shape:
+            detail = f"stored {list(stored.shape)}, requested {list(requested.shape)}"
+            self.match.faults.append(Fault("shape", full, detail))
+            return False
+        refusal = _refuse_cast(stored, requested, self.options.cast)
+        if refusal is not None:
+            self.match.faults.append(Fault("dtype", full, refusal))
+            return False
+        self.match.loaded.append(full)
+        if stored.dtype != requested.dtype:
+            self.match.cast[full] = (stored.dtype.name, requested.dtype.name)
+        return True
+
+    def _add_missing(self, full: str, name: str | Path) -> None:
+        strictness = self.options.strictness(self.stored.name)
+        if name in self.target.optional and strictness != "exact":
+            self.match.lazy.append(full)
+        elif strictness == "lenient":
+            self.match.missing.append(full)
+        else:
+            self.match.faults.append(Fault("missing", full, ""))
+
+
+def _refuse_cast(stored: BasicMeta, requested: BasicMeta, cast: Cast) -> str | None:
+    """The reason why the policy does not allow this cast; None if it does."""
+    a, b = stored.dtype, requested.dtype
+    if a == b or (cast != "exact" and is_lossless_cast(a, b)) or (cast == "any" and is_meaningful_cast(a, b)):
+        return None
+    if not is_meaningful_cast(a, b):
+        return f"stored as {a}, requested as {b}: no meaningful cast exists"
+    policy = "any" if not is_lossless_cast(a, b) else "widen"
+    return f"stored as {a}, requested as {b}: cast={policy!r} allows it"
+
+
+_ADVICE = {
+    "missing": "not in the checkpoint; strict=False or exclude=[...] leaves them as they are, rename= maps other names",
+    "unexpected": "stored, but not in the state; strict=False or exclude=[...] leaves them unread",
+    "shape": "stored with another shape",
+    "dtype": "stored with another dtype",
+    "value": "a stored value does not fit",
+    "per_rank": "stored for each rank of another world size; choose with per_rank='lowest', 'modulo' or 'skip'",
+    "coverage": "not fully stored",
+}
+
+
+def mismatch_error(url: str, faults: Sequence[Fault], stored_names: Iterable[str]) -> MismatchError:
+    """One error that lists every fault by kind, with close matches for missing names."""
+    head = f"{url} does not fit the state ({len(faults)} fault(s)); nothing was changed:"
+    return MismatchError("\n".join([head, *fault_lines(faults, stored_names, _ADVICE)]), list(faults))
+
+
+def fault_lines(faults: Sequence[tuple[str, str, str]], names: Iterable[str], advice: Mapping[str, str]) -> list[str]:
+    """The lines of a message, by kind in the order of ``advice``. A missing name comes with the most similar name."""
+    by_leaf: dict[str, list[str]] = {}
+    for name in names:
+        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    lines: list[str] = []
+    for kind, what_to_do in advice.items():
+        found = sorted({(name, detail) for k, name, detail in faults if k == kind})
+        if not found:
+            continue
+        lines.append(f"  {kind}: {len(found)} {what_to_do}".rstrip())
+        for name, detail in found[:_MAX_SHOWN_FAULTS]:
+            hint = _suggestion(name, by_leaf) if kind == "missing" else ""
+            lines.append(f"    {name}{': ' + detail if detail else ''}{hint}")
+        if len(found) > _MAX_SHOWN_FAULTS:
+            lines.append(f"    ... and {len(found) - _MAX_SHOWN_FAULTS} more (the error's .faults lists all)")
+    return lines
+
+
+def _suggestion(name: str, by_leaf: Mapping[str, Sequence[str]]) -> str:
+    # Names of one network differ in the middle, so those with the same last component come first.
+    pool = by_leaf.get(name.rpartition(".")[2]) or [other for names in by_leaf.values() for other in names]
+    close = difflib.get_close_matches(name, pool[:_MAX_COMPARED_NAMES], n=1, cutoff=_MIN_SIMILARITY)
+    return f" (did you mean {close[0]!r}?)" if close else ""

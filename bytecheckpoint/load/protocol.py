@@ -1,0 +1,150 @@
+"""The protocol of a load, from top to bottom.
+
+check      validate the state and the options, and find an adapter for each section
+open       rank 0 reads the manifest; every rank validates it and reads the plain values of its sections
+describe   adapters list the memory to fill, and give meta tensors memory
+plan       requested boxes x stored boxes; all faults of all ranks become one error before any tensor changes
+read       ranged reads into place, verified chunk by chunk; one rank reads what several ranks need and forwards it
+apply      plain values and newly created optimizer state, once every rank has all of its bytes
+report     what was loaded, left unchanged and cast, and the bytes it took
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
+from ..control.base import Operation
+from ..engine.reading.reader import Reader
+from ..engine.resources import IOEngine
+from ..frameworks.sections import Section, check_state, resolve_sections, undone_on_failure
+from ..runtime.gc_pause import paused
+from ..storage_backends.base import StorageBackend
+from ..telemetry.trace import Timings
+from .agreement import Verdict, agree
+from .matching import Match, Target, match_targets
+from .options import LoadOptions
+from .reads import ReadCounts, ShardReads, plan_shard_reads, read_shards
+from .report import LoadReport, make_report
+from .shared_reads.negotiation import make_offer
+from .stored import OpenCheckpoint, SectionReader
+
+__all__ = ["load"]
+
+_log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def load(
+    engine: IOEngine, backend: StorageBackend, op: Operation, state: Mapping[str, Any], options: LoadOptions
+) -> LoadReport:
+    """Load ``state`` on this rank, and close ``op``. Every rank raises the same error."""
+    call = _Load(engine, backend, op, state, options, Timings("load", op.rank, backend.url))
+    with closing(op):
+        sections = call.step("check", _check)
+        with paused(), undone_on_failure(sections):
+            checkpoint = call.step("open", _open, sections)
+            targets = call.step("describe", _describe, sections, checkpoint)
+            plan = call.step("plan", _plan, checkpoint, targets)
+            plan.verdict.raise_mismatch()  # outside the step, whose report to other ranks would lose the faults' list
+        counts = call.step("read", _read, plan)
+        call.step("apply", _apply, targets)
+        return call.step("report", _report, checkpoint, targets, plan, counts)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One call of ``load``."""
+
+    engine: IOEngine
+    backend: StorageBackend
+    op: Operation
+    state: Mapping[str, Any]
+    options: LoadOptions
+    timings: Timings
+
+    def step(self, name: str, run: Callable[Concatenate[_Load, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run and time one step. An error in it becomes the error of all ranks."""
+        with self.op.phase(name), self.timings.step(name):
+            return run(self, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    match: Match
+    verdict: Verdict
+    reads: ShardReads
+
+
+def _check(call: _Load) -> list[Section]:
+    op, options = call.op, call.options
+    call.engine.check_usable()
+    check_state(call.state)
+    options.check(call.state)
+    op.agree("agree", {"path": call.backend.url, "sections": ", ".join(sorted(call.state))})
+    return resolve_sections(
+        call.state,
+        framework=options.framework,
+        rank=op.rank,
+        world_size=op.world_size,
+        allow_pickle=options.allow_pickle,
+        device=options.device,
+    )
+
+
+def _open(call: _Load, sections: Sequence[Section]) -> OpenCheckpoint:
+    op, backend = call.op, call.backend
+    data = op.broadcast("manifest", read_manifest_bytes(backend) if op.rank == 0 else None)
+    manifest = decode_manifest(data, backend.url)
+    reader = SectionReader(backend, manifest, call.options, rank=op.rank, world_size=op.world_size)
+    opened = {s.name: reader.open(s.name, s.adapter.per_rank_policies(s.obj)) for s in sections}
+    return OpenCheckpoint(manifest, reader.names, opened)
+
+
+def _describe(call: _Load, sections: Sequence[Section], checkpoint: OpenCheckpoint) -> list[Target]:
+    targets = []
+    for section in sections:
+        stored = checkpoint.sections[section.name]
+        target = section.adapter.target(section.obj, section.context, stored.contents)
+        targets.append(Target(section, stored, target))
+    return targets
+
+
+def _plan(call: _Load, checkpoint: OpenCheckpoint, targets: Sequence[Target]) -> _Plan:
+    op, options, manifest = call.op, call.options, checkpoint.manifest
+    match = match_targets(targets, options)
+    requests = match.requests if op.world_size > 1 else []
+    offer = make_offer(manifest, requests, options.share_reads, verify=options.verify, rank=op.rank)
+    verdict = agree(op, call.backend, checkpoint, options, targets, faults=match.faults, offer=offer)
+    accepted = match if verdict.mismatch is None else Match()
+    io, pool = call.engine.io, call.engine.bounce_pool
+    reader = Reader(call.backend, manifest, io, verify=options.verify, bounce_pool=pool, timings=call.timings)
+    return _Plan(match, verdict, plan_shard_reads(reader, accepted.rows, accepted.shards, offer, verdict.shared_reads))
+
+
+def _read(call: _Load, plan: _Plan) -> ReadCounts:
+    counts = read_shards(call.op, plan.reads)
+    call.timings.count("read", counts.read)
+    call.op.barrier("read")  # no rank applies values before every rank has all of its bytes
+    return counts
+
+
+def _apply(call: _Load, targets: Sequence[Target]) -> None:
+    for one in targets:
+        one.target.apply(one.stored.contents.values)
+
+
+def _report(
+    call: _Load, checkpoint: OpenCheckpoint, targets: Sequence[Target], plan: _Plan, counts: ReadCounts
+) -> LoadReport:
+    notes = targets[0].section.context.notes  # all sections share one list
+    url, unexpected = call.backend.url, plan.verdict.unexpected
+    report = make_report(url, checkpoint.manifest, plan.match, unexpected, notes, counts, call.timings)
+    call.op.barrier("report")  # no rank continues while another fails to apply what it loaded
+    _log.info("%s (%s)", report, call.timings)
+    return report

@@ -1,0 +1,93 @@
+"""Plan the reads of one load, and run them into the memory of its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..control.base import Operation
+from ..engine.reading.reader import Reader
+from ..engine.tensor_bytes import as_bytes, copy_elements
+from ..errors import StateError
+from ..tensors.shards import Shard
+from .shared_reads.negotiation import Answer, ReadOffer
+from .shared_reads.pieces import Part
+from .shared_reads.run import PlannedReads, plan_reads, run_reads
+
+__all__ = ["ReadCounts", "ShardReads", "plan_shard_reads", "read_shards"]
+
+
+@dataclass(frozen=True)
+class ShardReads:
+    """The reads of this rank, and the destinations that they fill."""
+
+    planned: PlannedReads
+    destinations: Sequence[_Destination]
+
+
+@dataclass(frozen=True)
+class ReadCounts:
+    """Bytes of one load on this rank: from storage, from other ranks, and requested (as stored)."""
+
+    read: int
+    received: int
+    requested: int
+
+
+def plan_shard_reads(
+    reader: Reader, rows: Sequence[int], shards: Sequence[Shard], offer: ReadOffer, answer: Answer
+) -> ShardReads:
+    """Plan to fill ``shards`` from the manifest's tensors ``rows``. Raises ``StateError`` for a meta shard."""
+    destinations = [_Destination(shard) for shard in shards]
+    parts = [Part(row, shard.box, place.memory) for row, shard, place in zip(rows, shards, destinations)]
+    return ShardReads(plan_reads(reader, parts, offer, answer), destinations)
+
+
+def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
+    """Fill every shard. Raises as ``run_reads``, and ``StateError`` for an expanded tensor of unequal elements."""
+    received = run_reads(op, reads.planned)
+    for destination in reads.destinations:
+        destination.settle()
+    return ReadCounts(reads.planned.reader.stats.read, received, reads.planned.nbytes)
+
+
+class _Destination:
+    """The memory that a shard is read into: its own, or a buffer if its elements share memory.
+
+    ``memory`` has the shard's shape and dtype. Raises ``StateError`` for a shard on the meta device.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._fqn = shard.fqn
+        self._tensor = shard.tensor.detach() if shard.tensor.requires_grad else shard.tensor
+        if self._tensor.is_meta:
+            raise StateError(f"{shard.fqn} is on the meta device and has no memory to load into; call to_empty() first")
+        self._expanded_dims: list[int] = []
+        if not self._tensor.is_contiguous():
+            steps = zip(self._tensor.stride(), self._tensor.shape)
+            self._expanded_dims = [d for d, (stride, size) in enumerate(steps) if stride == 0 and size > 1]
+        self.memory = torch.empty(self._tensor.shape, dtype=self._tensor.dtype) if self._expanded_dims else self._tensor
+
+    def settle(self) -> None:
+        """Copy an expanded tensor's values out of the buffer, once all bytes are read and verified.
+
+        Raises ``StateError`` if elements that share memory have different stored values.
+        """
+        if not self._expanded_dims:
+            return
+        first = self._first(self.memory)
+        if not torch.equal(as_bytes(first.expand(self.memory.shape).contiguous()), as_bytes(self.memory)):
+            raise StateError(
+                f"{self._fqn}: the tensor in memory is expanded (shape {tuple(self._tensor.shape)}, strides "
+                f"{self._tensor.stride()}), so its elements share memory, but their stored values differ; call "
+                f".contiguous() before loading to give each element its own memory"
+            )
+        copy_elements(self._first(self._tensor), first)
+
+    def _first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first element of each expanded dimension."""
+        for d in self._expanded_dims:
+            tensor = tensor.narrow(d, 0, 1)
+        return tensor

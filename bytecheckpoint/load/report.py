@@ -1,0 +1,88 @@
+"""The result of a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..format.manifest import Manifest
+from ..telemetry.trace import Timings
+from .matching import Match
+from .reads import ReadCounts
+
+__all__ = ["LoadReport", "make_report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What one rank loaded, left unchanged, and read. Names are full (``<section>.<name>``).
+
+    Attributes:
+        url: The checkpoint.
+        step: The training step stored with the checkpoint, if any.
+        metadata: The metadata that the caller of ``save`` passed.
+        saved_world_size: Number of ranks that saved the checkpoint.
+        loaded: Names of the tensors and values that were loaded.
+        missing: Requested names that the checkpoint does not contain, tolerated by ``strict``.
+        unexpected: Stored names that no rank requested, tolerated by ``strict``.
+        lazy: Optimizer state that the saved run had not created yet.
+        cast: Maps each name that was cast to ``(stored dtype, dtype in memory)``.
+        notes: Remarks of the adapters, such as tied tensors that were stored separately.
+        bytes_read: Bytes that this rank read from storage.
+        bytes_received: Bytes that this rank received from ranks that had read them, in the dtypes in memory.
+        bytes_wanted: Bytes that this rank requested, in the stored dtypes.
+        timings: Seconds and bytes of each step on this rank.
+    """
+
+    url: str
+    step: int | None
+    metadata: Mapping[str, Any]
+    saved_world_size: int
+    loaded: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    lazy: list[str]
+    cast: dict[str, tuple[str, str]]
+    notes: list[str]
+    bytes_read: int
+    bytes_received: int
+    bytes_wanted: int
+    timings: Timings
+
+    def __str__(self) -> str:
+        counts = {what: len(getattr(self, what)) for what in ("missing", "unexpected", "lazy", "cast", "notes")}
+        parts = [f"{len(self.loaded)} loaded", *(f"{count} {what}" for what, count in counts.items() if count)]
+        received = f" and {self.bytes_received} received" if self.bytes_received else ""
+        return (
+            f"{self.url} (step {self.step}): {', '.join(parts)}; "
+            f"{self.bytes_read} bytes read{received} for {self.bytes_wanted}"
+        )
+
+
+def make_report(
+    url: str,
+    manifest: Manifest,
+    match: Match,
+    unexpected: Sequence[str],
+    notes: Sequence[str],
+    counts: ReadCounts,
+    timings: Timings,
+) -> LoadReport:
+    """The report of a finished load."""
+    return LoadReport(
+        url=url,
+        step=manifest.step,
+        metadata=manifest.metadata,
+        saved_world_size=manifest.world_size,
+        loaded=match.loaded,
+        missing=match.missing,
+        unexpected=list(unexpected),
+        lazy=match.lazy,
+        cast=match.cast,
+        notes=list(notes),
+        bytes_read=counts.read,
+        bytes_received=counts.received,
+        bytes_wanted=counts.requested,
+        timings=timings,
+    )

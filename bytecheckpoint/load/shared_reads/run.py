@@ -1,0 +1,157 @@
+"""Plan and run the reads of one rank: its part of the reads that ranks share, and the reads for itself alone.
+
+A load negotiates together with its other messages (``make_offer``, ``answer_offers``) and calls ``plan_reads`` and
+``run_reads``. An inference engine calls ``read_together``, which does all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
+
+import msgpack
+import torch
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...control.base import Operation
+from ...engine.reading.reader import Reader, ReadPart
+from ...engine.tensor_bytes import box_view
+from ...errors import PlanError
+from ...planners import Request, RequestClass, find_rings, find_scatters, plan_load, plan_ring
+from ...runtime.choices import check_choice
+from ...tensors.geometry import Box
+from ...tensors.tables import BoxTable
+from .exchange import SharedJob
+from .negotiation import Answer, ReadOffer, ShareReads, answer_offers, make_offer
+from .pieces import Part, StoredPiece, StoredPieces
+from .ring import RingExchange
+from .scatter import ScatterExchange
+
+__all__ = ["PlannedReads", "plan_reads", "read_together", "run_reads"]
+
+_READING_THREADS = 2  # so that the disk has work while one batch is hashed
+# Bytes of a frame that are sent at once. Two batches of four packets each are in memory at a time, and at most eight
+# times as much if few rows begin at a chunk boundary.
+_FRAME_PACKET_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class PlannedReads:
+    """One rank's reads. ``nbytes`` counts the requested bytes as they are stored."""
+
+    reader: Reader
+    jobs: Sequence[SharedJob]
+    own: Sequence[ReadPart]
+    nbytes: int
+
+
+def plan_reads(reader: Reader, parts: Sequence[Part], offer: ReadOffer, answer: Answer) -> PlannedReads:
+    """Plan how this rank reads its parts, given rank 0's answer to its offer.
+
+    Raises ``PlanError`` if the stored boxes do not cover a part.
+    """
+    manifest = reader.manifest
+    try:
+        plan = plan_load(manifest.tensors, manifest.shards, BoxTable.build([(tensor, box) for tensor, box, _ in parts]))
+    except PlanError as error:
+        raise PlanError(f"{reader.backend.url}: {error}") from error
+    pieces = [StoredPiece(*piece) for piece in plan.rows()]
+    groups = offer.groups(answer)
+    shared: set[int] = set()
+    jobs: list[SharedJob] = []
+    for ranks, classes in find_rings(offer.rank, offer.classes, groups).items():
+        members = {part for one in classes for part in one.requests}
+        stored = StoredPieces(reader, parts, [piece for piece in pieces if piece.part in members])
+        name = f"read/{classes[0].summary.digest.hex()}"
+        jobs.append(SharedJob(name, plan_ring(ranks, stored.shared_parts()), stored, RingExchange))
+        shared |= members
+    for ranks, classes in find_scatters(offer.rank, offer.classes, groups).items():
+        framed = _pieces_of_frames(reader, parts, classes)
+        if framed is not None:
+            stored = StoredPieces(reader, parts, framed)
+            name = f"scatter/{classes[0].summary.digest.hex()}"
+            shares = plan_ring(ranks, stored.shared_parts(), packet_bytes=_FRAME_PACKET_BYTES)
+            jobs.append(SharedJob(name, shares, stored, ScatterExchange))
+            shared.update(part for one in classes for part in one.requests)
+    own = [
+        ReadPart(piece.shard, piece.box, box_view(parts[piece.part].memory, piece.box, parts[piece.part].box))
+        for piece in pieces
+        if piece.part not in shared
+    ]
+    return PlannedReads(reader, jobs, own, int(plan.boxes.nbytes(manifest.tensors).sum()))
+
+
+def _pieces_of_frames(
+    reader: Reader, parts: Sequence[Part], classes: Sequence[RequestClass]
+) -> list[StoredPiece] | None:
+    """The stored pieces of the frames of these classes; None, on all ranks, if the frames are not fully stored."""
+    manifest = reader.manifest
+    frames = [frame for one in classes for frame in zip(one.requests, one.stripes)]
+    boxes = BoxTable.build([(parts[part].tensor, stripe.frame) for part, stripe in frames])
+    try:
+        plan = plan_load(manifest.tensors, manifest.shards, boxes)
+    except PlanError:
+        return None
+    return [StoredPiece(frames[row][0], shard, box, frames[row][1]) for row, shard, box in plan.rows()]
+
+
+def run_reads(op: Operation, planned: PlannedReads) -> int:
+    """Fill the memory of every part; returns the bytes received from other ranks.
+
+    Call it inside a phase, on all ranks. Raises what reading raises, ``CorruptionError`` if a piece was damaged between
+    ranks, and the same cause on all ranks that share reads with one that failed.
+    """
+    read_own = partial(planned.reader.read, planned.own)
+    if not planned.jobs:
+        read_own()
+        return 0
+    with ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="bcp-share-read") as readers:
+        exchanges = [job.exchange(job, op, readers) for job in planned.jobs]
+        tasks = [task for exchange in exchanges for task in exchange.tasks()]
+        with ThreadPoolExecutor(max(len(tasks), 1), thread_name_prefix="bcp-share") as links:
+            futures: list[Future[None]] = []
+            try:
+                futures += [links.submit(task) for task in tasks]
+                futures += [readers.submit(read) for exchange in exchanges for read in exchange.reads()]
+                futures.append(readers.submit(read_own))
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException as error:
+                # The report ends the waits for other ranks, in this process and in theirs.
+                op.fail("read", error)
+                for exchange in exchanges:
+                    exchange.stop()
+                for future in futures:
+                    future.cancel()
+                raise
+    return sum(exchange.bytes_received for exchange in exchanges)
+
+
+def read_together(
+    op: Operation,
+    checkpoint: Checkpoint,
+    parts: Sequence[tuple[int, Box, torch.Tensor]],
+    *,
+    share_reads: ShareReads = "auto",
+) -> int:
+    """``Checkpoint.read`` on every rank of ``op`` at once, with reads shared as in ``bytecheckpoint.load``.
+
+    All ranks pass the same checkpoint, and each its own parts. Returns the bytes received from other ranks. Raises what
+    any rank raised.
+    """
+    reader, manifest = checkpoint.reader, checkpoint.manifest
+    with op.phase("plan"):
+        check_choice("share_reads", share_reads, ShareReads)
+        requests = [Request(tensor, box, str(out.dtype)) for tensor, box, out in parts] if op.world_size > 1 else []
+        offer = make_offer(manifest, requests, share_reads, verify=reader.verify, rank=op.rank)
+    messages = op.gather("offers", msgpack.packb(offer.message))
+    answer = None
+    if messages is not None:
+        with op.phase("plan"):
+            received = [msgpack.unpackb(message) for message in messages]
+            answer = msgpack.packb(answer_offers(checkpoint.backend, manifest, received))
+    agreed = msgpack.unpackb(op.broadcast("shares", answer), strict_map_key=False)
+    with op.phase("read"):
+        return run_reads(op, plan_reads(reader, [Part(*part) for part in parts], offer, agreed))

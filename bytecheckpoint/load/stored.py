@@ -1,0 +1,212 @@
+"""Read what a checkpoint stores of each requested section, under the names that the caller's state uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..checkpoint.values import encoded_values
+from ..errors import StateError
+from ..format.manifest import Manifest
+from ..format.values import decode_value, path_name
+from ..frameworks.sections import split_rank_name
+from ..storage_backends.base import StorageBackend
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import Path, StoredSection
+from .names import RankChoices, TargetNames
+from .options import Fault, LoadOptions
+
+__all__ = ["OpenCheckpoint", "OpenSection", "SectionReader"]
+
+_ATOMS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSection:
+    """One section of a checkpoint as one rank loads it, under the target's names.
+
+    ``contents`` is what the adapter sees, ``tensor_rows`` the manifest's row of each tensor and alias.
+    ``shared_values`` lists the values that all ranks share, in the same order on every rank. ``own_tensors`` and
+    ``own_values`` belong to the saved rank that this rank loads. ``skipped`` names stay unchanged by a per-rank policy.
+    """
+
+    name: str
+    is_stored: bool
+    contents: StoredSection = field(default_factory=lambda: StoredSection({}, {}, {}))
+    tensor_rows: Mapping[str, int] = field(default_factory=dict)
+    shared_values: tuple[Path, ...] = ()
+    own_tensors: Mapping[str, int] = field(default_factory=dict)
+    own_values: frozenset[Path] = frozenset()
+    skipped: frozenset[str | Path] = frozenset()
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def full_names(self) -> list[str]:
+        """Every stored name, to suggest in error messages."""
+        names = [*self.tensor_rows, *map(path_name, self.contents.values)]
+        return [f"{self.name}.{name}" for name in names]
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """The manifest, and the sections that the caller requested."""
+
+    manifest: Manifest
+    names: TargetNames
+    sections: Mapping[str, OpenSection]
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Tensors of a section by the target's names."""
+
+    metas: dict[str, BasicMeta]
+    rows: dict[str, int]
+    own: dict[str, int] = field(default_factory=dict)
+
+
+class SectionReader:
+    """Opens sections of one checkpoint for one rank."""
+
+    def __init__(
+        self, backend: StorageBackend, manifest: Manifest, options: LoadOptions, *, rank: int, world_size: int
+    ) -> None:
+        self._backend, self._manifest, self._options = backend, manifest, options
+        self._rank, self._world_size = rank, world_size
+        self.names = TargetNames(manifest, options)
+
+    def open(self, section: str, policies: Mapping[Path, str]) -> OpenSection:
+        """Read the section's values and name everything as the target does.
+
+        A section that is not stored, or that the patterns exclude, is empty, and nothing is read.
+        """
+        is_stored = self._manifest.section_index(section) is not None
+        if not self._options.selects_section(section):
+            return OpenSection(name=section, is_stored=is_stored)
+        if not is_stored:
+            return OpenSection(name=section, is_stored=False, faults=self._missing_section(section))
+        choices = RankChoices(
+            section,
+            self._options,
+            policies,
+            saved_world_size=self._manifest.world_size,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+        tensors = self._tensors(section, choices)
+        shared = self._shared_values(section)
+        own = self._own_values(section, choices)
+        aliases = self._add_aliases(section, tensors)
+        return OpenSection(
+            name=section,
+            is_stored=True,
+            contents=StoredSection(tensors.metas, self._decoded(section, {**shared, **own}), aliases),
+            tensor_rows=tensors.rows,
+            shared_values=tuple(sorted(shared, key=_path_key)),
+            own_tensors=tensors.own,
+            own_values=frozenset(own),
+            skipped=frozenset(choices.skipped),
+            faults=tuple(choices.faults),
+        )
+
+    def _missing_section(self, section: str) -> tuple[Fault, ...]:
+        if self._options.strictness(section) == "lenient":
+            return ()
+        stored = ", ".join(section.name for section in self._manifest.sections)
+        return (Fault("missing", section, f"no such section; the checkpoint has {stored}"),)
+
+    def _tensors(self, section: str, choices: RankChoices) -> _Tensors:
+        tensors, options = self._manifest.tensors, self._options
+        stored = self._manifest.section_tensors(section)
+        rows = stored.tolist()
+        fqns = [tensors.names[row][len(section) + 1 :] for row in rows]
+        scopes = self._manifest.scope[stored]
+        if options.rename is None and options.selects_all and not (scopes >= 0).any():
+            return _Tensors(dict(zip(fqns, tensors.metas(stored))), dict(zip(fqns, rows)))
+        found = _Tensors({}, {})
+        for row, fqn, scope, meta in zip(rows, fqns, scopes.tolist(), tensors.metas(stored)):
+            if scope >= 0:
+                fqn, _ = split_rank_name(fqn)
+                if choices.choose(fqn, tuple(fqn.split("."))) != scope:
+                    continue
+            name = self.names.of_tensor(section, fqn)
+            if not options.selects(f"{section}.{name}"):
+                continue
+            if name in found.rows:
+                raise _renamed_twice(section, tensors.fqn_of(found.rows[name]), tensors.fqn_of(row), name)
+            found.metas[name], found.rows[name] = meta, row
+            if scope >= 0:
+                found.own[name] = row
+        return found
+
+    def _add_aliases(self, section: str, tensors: _Tensors) -> dict[str, str]:
+        """Add the section's tied names to ``tensors``; returns the name of each one's tensor."""
+        aliases: dict[str, str] = {}
+        prefix = f"{section}."
+        for full_alias, full_name in self._manifest.aliases:
+            if not full_alias.startswith(prefix):
+                continue
+            alias = self.names.of_tensor(section, full_alias[len(prefix) :])
+            row = self._manifest.tensor_row(full_name)
+            if row is not None and self._options.selects(prefix + alias):
+                tensors.metas.setdefault(alias, self._manifest.tensors.meta_of(row))
+                tensors.rows.setdefault(alias, row)
+                aliases[alias] = self.names.of_tensor(section, full_name[len(prefix) :])
+        return aliases
+
+    def _shared_values(self, section: str) -> dict[Path, bytes]:
+        """Encoded values that all ranks share."""
+        encoded, _ = encoded_values(self._backend, self._manifest, section, -1)
+        stored_as: dict[Path, Path] = {}
+        for path in encoded:
+            name = self.names.of_path(section, path)
+            if self._selects(section, name) and stored_as.setdefault(name, path) != path:
+                raise _renamed_twice(section, path_name(stored_as[name]), path_name(path), path_name(name))
+        return {name: encoded[path] for name, path in stored_as.items()}
+
+    def _own_values(self, section: str, choices: RankChoices) -> dict[Path, bytes]:
+        """Encoded values that were stored for single ranks, each from the rank that its policy selects."""
+        own: dict[Path, bytes] = {}
+        saved = {int(rank) for rank in self._manifest.files.rank}
+        for rank in sorted(saved.intersection(choices.ranks)):
+            for path, data in encoded_values(self._backend, self._manifest, section, rank)[1].items():
+                name = self.names.of_path(section, path)
+                if self._selects(section, name) and choices.choose(path, path) == rank:
+                    own[name] = data
+        return own
+
+    def _decoded(self, section: str, encoded: Mapping[Path, bytes]) -> dict[Path, Any]:
+        values: dict[Path, Any] = {}
+        # The options of a parameter group are stored once for each parameter: equal bytes are decoded once.
+        decoded: dict[bytes, dict[Any, Any]] = {}
+        for path, data in encoded.items():
+            if data in decoded:
+                values[path] = dict(decoded[data])
+                continue
+            where = f"{section}.{path_name(path)}"
+            values[path] = decode_value(data, allow_pickle=self._options.allow_pickle, where=where)
+            if _is_flat(values[path]):
+                decoded[data] = values[path]
+        return values
+
+    def _selects(self, section: str, path: Path) -> bool:
+        return self._options.selects_all or self._options.selects(f"{section}.{path_name(path)}")
+
+
+def _is_flat(value: object) -> bool:
+    """Whether a shallow copy of a mapping shares nothing mutable with it."""
+    return type(value) is dict and all(
+        type(part) in _ATOMS for item in value.values() for part in (item if type(item) is tuple else (item,))
+    )
+
+
+def _renamed_twice(section: str, one: str, other: str, name: str) -> StateError:
+    return StateError(
+        f"rename maps two stored names, {section}.{one} and {section}.{other}, to {section}.{name}; rename or exclude "
+        f"one of them"
+    )
+
+
+def _path_key(path: Path) -> tuple[tuple[str, str], ...]:
+    return tuple((type(part).__name__, str(part)) for part in path)

@@ -1,0 +1,266 @@
+"""Coordinate saves among ranks: all ranks save the same step, leave together, and raise the same failure.
+
+A decision that depends on a clock, a signal or a request is made by rank 0 alone, from the status of every rank. Ranks
+exchange it in a *coordination round*: one small message per rank to rank 0, one response. Rounds take place whenever a
+save is due by its step, and every few seconds in between; all other turns of the training loop exchange nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgpack
+
+from ..checkpoint.discovery import find_newest
+from ..checkpointer import Checkpointer
+from ..control.agreement import describe_disagreement
+from ..control.base import Operation
+from ..errors import DisagreementError
+from ..save.handle import SaveHandle
+from .options import Cadence, Preemption
+from .signals import SignalWatch
+
+__all__ = ["CoordinationRounds", "Decision", "RoundTimer", "SaveCoordinator", "SavesInFlight"]
+
+_MAX_TURNS = 10_000  # between two rounds, however short the turns seem
+_EARLIER_SAVES = "earlier saves"
+
+_log = logging.getLogger(__name__)
+
+
+class CoordinationRounds:
+    """Opens coordination rounds, in which every rank waits at most ``deadline_s`` for the others."""
+
+    def __init__(self, checkpointer: Checkpointer, deadline_s: float) -> None:
+        self._checkpointer, self._deadline_s = checkpointer, deadline_s
+
+    def begin(self) -> Operation:
+        """Begin a round. The caller closes it."""
+        return self._checkpointer.operation("manager", self._deadline_s)
+
+    @contextmanager
+    def round(self, followed_by: str = "") -> Iterator[Operation]:
+        """Run one round. If it fails on this rank, report the failure also to the operation that follows it.
+
+        Other ranks may already have entered that operation (``followed_by``: "save" or "load").
+        """
+        op = self.begin()
+        try:
+            yield op
+        except BaseException as error:
+            op.close()
+            if followed_by:
+                next_op = op.follow(followed_by, deadline_s=self._deadline_s)
+                next_op.fail("coordinate", error)
+                next_op.close()
+            raise
+        finally:
+            op.close()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report the error that ended training on this rank. The other ranks raise it in their next round."""
+        op = self.begin()
+        op.fail("training", error)
+        op.close()
+
+    def find_newest(
+        self,
+        op: Operation,
+        root: str,
+        excluded: Sequence[str],
+        *,
+        allow_fresh: bool,
+        storage_options: Mapping[str, Any],
+    ) -> str | None:
+        """Return the name of the newest valid checkpoint, the same on all ranks. Raises like ``find_newest``.
+
+        Only rank 0 lists the root, because ranks may see different states of a network file system.
+        """
+        response = None
+        with op.phase("find"):
+            if op.rank == 0:
+                found = find_newest(root, excluding=excluded, allow_fresh=allow_fresh, storage_options=storage_options)
+                response = msgpack.packb(None if found is None else found.name)
+        name: str | None = msgpack.unpackb(op.broadcast("found", response))
+        return name
+
+
+class SavesInFlight:
+    """This rank's unfinished saves, oldest first; at most ``limit`` run at a time. For the training thread.
+
+    A save may have ended on one rank but not yet on another. Whether one failed is therefore settled in a round: all
+    ranks raise its cause, or none does.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._saves: deque[SaveHandle] = deque()
+
+    def add(self, handle: SaveHandle) -> None:
+        self._saves.append(handle)
+
+    def is_full(self) -> bool:
+        return sum(not handle.done() for handle in self._saves) >= self._limit
+
+    def settle(self, op: Operation) -> None:
+        """Forget saves that ended on this rank. If one failed on any rank, raise its cause on every rank.
+
+        The failure reaches this rank at the latest in the round's next exchange. Every rank must then call ``drain``,
+        so that its own part of the same failure is not raised again.
+        """
+        with op.phase(_EARLIER_SAVES):
+            while self._saves and self._saves[0].done():
+                self._saves.popleft().result()
+
+    def wait_for_room(self, op: Operation) -> None:
+        """Wait until one more save may begin on all ranks. Raises like ``settle``."""
+        while self.is_full():
+            self._saves[0].exception()
+            self.settle(op)
+        op.barrier(_EARLIER_SAVES)
+
+    def finish(self, op: Operation) -> None:
+        """Wait for all saves on all ranks. Raises like ``settle``."""
+        for handle in self._saves:
+            handle.exception()
+        self.settle(op)
+        op.barrier(_EARLIER_SAVES)
+
+    def drain(self) -> None:
+        """Wait for all saves of this rank and log failures. Exchanges nothing with other ranks. Never raises."""
+        while self._saves:
+            handle = self._saves.popleft()
+            error = handle.exception()
+            if error is not None:
+                _log.error("%s was not saved: %s", handle.url, error)
+
+
+class RoundTimer:
+    """Converts an interval in seconds to a number of turns, from the turns that recent rounds were apart."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._turn, self._time = 0, 0.0
+
+    def turns_to_next(self, turn: int, now: float) -> int:
+        """Return how many turns after ``turn`` the next round is due; at least one."""
+        turns, seconds = turn - self._turn, now - self._time
+        is_first, self._turn, self._time = self._turn == 0, turn, now
+        if is_first or turns < 1:
+            return 1
+        if seconds * _MAX_TURNS < turns * self._interval_s:
+            return _MAX_TURNS
+        return max(1, int(self._interval_s * turns / seconds))
+
+
+class _RankStatus(NamedTuple):
+    """What one rank sends to rank 0. ``turn`` counts calls of ``save``; the signal is 0 if there was none."""
+
+    step: int
+    turn: int
+    is_due: bool  # by its step, or forced
+    is_requested: bool  # by request_save or a signal
+    is_busy: bool  # with earlier saves
+    preemption_signal: int
+    grace_s: float  # left, if there was a preemption signal
+
+    def facts(self) -> dict[str, str]:
+        """The values that must be the same on all ranks."""
+        return {"step": str(self.step), "call of save": str(self.turn), "a save is due": str(self.is_due)}
+
+
+class Decision(NamedTuple):
+    """Rank 0's response: whether to save, and the preemption signal (or 0) with the shortest grace period left."""
+
+    save: bool
+    preemption_signal: int
+    grace_s: float
+    next_turn: int
+
+
+class SaveCoordinator:
+    """Decides with the other ranks whether to save and whether to leave.
+
+    ``request`` may be called from any thread, everything else from the training thread.
+    """
+
+    def __init__(
+        self, cadence: Cadence, preemption: Preemption, signals: SignalWatch, *, skip_when_busy: bool, interval_s: float
+    ) -> None:
+        self._cadence, self._preemption, self._signals = cadence, preemption, signals
+        self._skip_when_busy = skip_when_busy
+        self._timer = RoundTimer(interval_s)
+        self._turn, self._next_turn = 0, 1
+        self._last_save = time.monotonic()
+        self._last_step: int | None = None  # that was saved, or is being saved
+        self._is_requested = False
+
+    def request(self) -> None:
+        """Request a save in the next round."""
+        self._is_requested = True
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a save is due by its step; the same answer on every rank."""
+        return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
+
+    def begin_turn(self, is_due: bool) -> bool:
+        """Begin a turn and return whether it has a round; the same answer on every rank."""
+        self._turn += 1
+        return is_due or self._turn >= self._next_turn
+
+    def decide(self, op: Operation, step: int, *, is_due: bool, is_busy: bool) -> Decision:
+        """Exchange status and decision. Every rank raises ``DisagreementError`` if steps or turns differ."""
+        packed = op.gather("coordinate", msgpack.packb(self._status(step, is_due, is_busy)))
+        response = None
+        if packed is not None:
+            statuses = [_RankStatus(*msgpack.unpackb(one)) for one in packed]
+            with op.phase("coordinate"):
+                differences = describe_disagreement("CheckpointManager.save", [one.facts() for one in statuses])
+                if differences:
+                    raise DisagreementError(differences)
+            response = msgpack.packb(self._decide(statuses))
+        decision = Decision(*msgpack.unpackb(op.broadcast("decision", response)))
+        self._next_turn = decision.next_turn
+        return decision
+
+    def save_began(self, step: int) -> None:
+        """``step`` is being saved; this fulfils all requests so far."""
+        self._last_save, self._last_step = time.monotonic(), step
+        self._is_requested = False
+        for number in self._cadence.signals:
+            self._signals.received.pop(number, None)
+
+    def save_failed(self) -> None:
+        """A save failed; the same step may be saved again."""
+        self._last_step = None
+
+    def _status(self, step: int, is_due: bool, is_busy: bool) -> _RankStatus:
+        received = self._signals.received
+        number = next((number for number in self._preemption.signals if number in received), 0)
+        grace_s = self._preemption.grace_s - (time.monotonic() - received[number]) if number else 0.0
+        is_requested = self._is_requested or any(number in received for number in self._cadence.signals)
+        return _RankStatus(step, self._turn, is_due, is_requested, is_busy, number, grace_s)
+
+    def _decide(self, statuses: Sequence[_RankStatus]) -> Decision:
+        now, step, turn = time.monotonic(), statuses[0].step, statuses[0].turn
+        leaving = [one for one in statuses if one.preemption_signal]
+        minutes = self._cadence.every_minutes
+        save = (
+            bool(leaving)
+            or statuses[0].is_due
+            or any(one.is_requested for one in statuses)
+            or (minutes is not None and now - self._last_save >= 60 * minutes)
+        )
+        if step == self._last_step:
+            save = False
+        if save and not leaving and self._skip_when_busy and any(one.is_busy for one in statuses):
+            _log.info("step %d is not saved: earlier saves are still in flight", step)
+            save = False
+        grace_s = min((one.grace_s for one in leaving), default=0.0)
+        number = leaving[0].preemption_signal if leaving else 0
+        return Decision(save, number, grace_s, turn + self._timer.turns_to_next(turn, now))

@@ -1,0 +1,5 @@
+"""The save protocol and its steps."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

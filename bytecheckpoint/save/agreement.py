@@ -1,0 +1,144 @@
+"""The ``agree`` step: the ranks verify that they make the same call and find out whether an earlier plan still holds.
+
+Each rank looks up the plan under which it saved such a state before. It sends rank 0 a few bytes: that it has a plan,
+and a digest of everything that other ranks must not have changed (``planners.contents``). If every rank has the same
+plan and nothing changed, rank 0's answer names the attempt, and planning is done. Otherwise each rank sends a summary,
+and the ``plan`` step makes a new plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgpack
+import xxhash
+
+from ..checkpoint.attempts import attempt_name, new_attempt_id
+from ..control.agreement import describe_disagreement
+from ..control.base import Operation
+from ..engine.files import FileLayout
+from ..engine.merging.merge import MergeWork
+from ..errors import DisagreementError
+from ..planners import CachedPlan, PlanCache, pack_boxes
+from .local_state import Listing, LocalState
+
+__all__ = ["NewPlan", "Plans", "RankSummary", "SaveShare", "SkipSave", "agree"]
+
+Plans = PlanCache[FileLayout, MergeWork]
+PlannedShare = CachedPlan[FileLayout, MergeWork]
+
+# The first byte of a rank's first message: one of _KNOWN and _NEW, plus _BUSY if it would wait for staging memory.
+_KNOWN, _NEW, _BUSY = 1, 2, 4
+# The first byte of rank 0's verdict.
+_REUSE, _PLAN, _SKIP = b"g", b"p", b"s"
+
+
+@dataclass(frozen=True, eq=False)
+class SaveShare:
+    """This rank's share of a save, under the name of the attempt."""
+
+    attempt: str
+    planned: PlannedShare
+
+
+@dataclass(frozen=True)
+class SkipSave:
+    """A rank would have to wait for staging memory, and the caller asked to skip the save in that case."""
+
+
+@dataclass(frozen=True, eq=False)
+class NewPlan:
+    """No earlier plan holds. ``summaries`` are by rank, on rank 0; None on the others."""
+
+    listing: Listing
+    summaries: Sequence[RankSummary] | None
+
+
+class RankSummary(NamedTuple):
+    """What rank 0 needs of a rank to make a new plan.
+
+    The digests of the plan's table and of the contents let rank 0 request each distinct table and each distinct set of
+    contents once. ``arguments`` are the packed arguments of the call, ``places`` the rank's coordinates in its meshes,
+    ``boxes`` the boxes that other ranks cannot compute.
+    """
+
+    arguments: bytes
+    table_digest: bytes
+    contents_digest: bytes
+    places: bytes
+    boxes: bytes
+
+    @classmethod
+    def of(cls, local: LocalState, listing: Listing, arguments: Mapping[str, str]) -> RankSummary:
+        """Summarise what this rank holds."""
+        return cls(
+            msgpack.packb(dict(sorted(arguments.items()))),
+            xxhash.xxh3_128_digest(listing.table),
+            xxhash.xxh3_128_digest(local.contents.tobytes()),
+            listing.plan.flat_coordinates().astype("<i4").tobytes(),
+            pack_boxes(listing.plan.own_boxes()),
+        )
+
+
+def agree(
+    op: Operation,
+    plans: Plans,
+    local: LocalState,
+    arguments: Mapping[str, str],
+    *,
+    is_busy: bool = False,
+    job: bytes = b"",
+) -> SaveShare | NewPlan | SkipSave:
+    """Find out whether an earlier plan still holds; if not, send rank 0 what it needs to make a new one.
+
+    Args:
+        op: The save among the ranks.
+        plans: The plans of earlier saves of this process.
+        local: What this rank holds.
+        arguments: The arguments that must be equal on all ranks.
+        is_busy: This rank would have to wait for staging memory and asks all ranks to skip the save.
+        job: Mark of the job, which becomes part of the attempt's name.
+
+    Raises:
+        DisagreementError: Ranks were called with different arguments. Rank 0 raises it here, the others in ``plan``.
+    """
+    known = plans.find(local.fingerprint)
+    received = op.gather("agree", _first_message(local, arguments, known, is_busy=is_busy))
+    verdict = op.broadcast("verdict", None if received is None else _verdict(received, known, job))
+    if verdict[:1] == _SKIP:
+        return SkipSave()
+    if verdict[:1] == _REUSE:
+        assert known is not None
+        local.separate(known.separated)
+        return SaveShare(attempt_name(verdict[1:]), known)
+    listing = local.list_items()
+    received = op.gather("summary", msgpack.packb(RankSummary.of(local, listing, arguments)))
+    if received is None:
+        return NewPlan(listing, None)
+    summaries = [RankSummary(*msgpack.unpackb(message)) for message in received]
+    if any(summary.arguments != summaries[0].arguments for summary in summaries):
+        by_rank = [msgpack.unpackb(summary.arguments) for summary in summaries]
+        raise DisagreementError(describe_disagreement("save", by_rank))
+    return NewPlan(listing, summaries)
+
+
+def _first_message(
+    local: LocalState, arguments: Mapping[str, str], known: PlannedShare | None, *, is_busy: bool
+) -> bytes:
+    flag = (_NEW if known is None else _KNOWN) | (_BUSY if is_busy else 0)
+    if known is None:
+        return bytes([flag])
+    shared = msgpack.packb([known.plan_id, sorted(arguments.items())])
+    return bytes([flag]) + known.checks.summarize(local.contents, shared)
+
+
+def _verdict(received: Sequence[bytes], known: PlannedShare | None, job: bytes) -> bytes:
+    if any(message[0] & _BUSY for message in received):
+        return _SKIP
+    if known is None or known.comparison is None or any(message[0] != _KNOWN for message in received):
+        return _PLAN
+    if not known.comparison.is_unchanged([message[1:] for message in received]):
+        return _PLAN
+    return _REUSE + new_attempt_id(job)

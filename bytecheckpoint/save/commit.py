@@ -1,0 +1,162 @@
+"""The ``confirm``, ``commit`` and ``clean`` steps of a save, and what a failure in them means for the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..checkpoint.attempts import remove_attempt
+from ..checkpoint.manifest_file import commit, read_manifest, read_replaced_manifest, remove_files
+from ..control.base import Operation
+from ..engine.writing import WrittenFile
+from ..errors import CheckpointError, CommitUnknownError, ControlError, DeadlineError, RankFailedError
+from ..format.manifest import Manifest
+from ..storage_backends.base import StorageBackend
+from ..telemetry.trace import SAVE_STEPS, Timings
+from ..version import VERSION
+from .agreement import SaveShare
+from .options import SaveOptions
+from .record import Confirmations, build_manifest, pack_written
+from .writing import WrittenFiles
+
+__all__ = ["SaveCommit"]
+
+# How long rank 0 waits after a failed save for the other ranks to stop writing, before it removes the attempt. The
+# second limit applies if a rank was late already.
+_SWEEP_AFTER_S = 10.0
+_SWEEP_AFTER_LATE_S = 0.5
+
+_STEPS_BEFORE_COMMIT = SAVE_STEPS[: SAVE_STEPS.index("commit")]
+
+_log = logging.getLogger(__name__)
+
+
+class SaveCommit:
+    """The attempt of one save on one rank: its last steps, and its removal if they fail.
+
+    Once rank 0 may have written the manifest, this rank's files may be part of a checkpoint and are never removed.
+    """
+
+    def __init__(
+        self, op: Operation, backend: StorageBackend, options: SaveOptions, share: SaveShare, timings: Timings
+    ) -> None:
+        self._op, self._backend, self._options, self._timings = op, backend, options, timings
+        self.attempt, self._plan = share.attempt, share.planned.plan
+        self.chunk_size = options.chunk_size_for(share.planned.nbytes)
+        self._may_exist = False  # the checkpoint
+        self._is_committed = False  # by this rank
+        self._is_unknown = False  # whether it exists, because the store did not answer
+        self._replaced: Manifest | None = None
+
+    # -- the steps -----------------------------------------------------------------------------------------------
+
+    def confirm(self, written: WrittenFiles) -> list[list[WrittenFile]] | None:
+        """Send rank 0 the checksums of this rank's files; on rank 0, return the files of every rank."""
+        self._may_exist = self._op.rank != 0
+        received = self._op.gather("written", pack_written(written.planned))
+        if received is None:
+            return None
+        assert self._plan is not None
+        confirmations = Confirmations(self._plan, attempt=self.attempt, chunk_size=self.chunk_size)
+        files = [confirmations.unpack(rank, message) for rank, message in enumerate(received)]
+        files[0] += written.companions
+        return files
+
+    def commit(self, confirmed: Sequence[Sequence[WrittenFile]] | None) -> None:
+        """Write the manifest, on rank 0; on the other ranks, wait until it is written."""
+        if confirmed is None:
+            self._op.broadcast("committed", None)
+            return
+        assert self._plan is not None
+        manifest = build_manifest(
+            self._plan,
+            confirmed,
+            attempt=self.attempt,
+            step=self._options.step,
+            metadata=dict(self._options.metadata),
+            library_version=VERSION,
+        )
+        # Read only now: an earlier save to this path may have been committed since this one began.
+        self._replaced = read_replaced_manifest(self._backend)
+        self._timings.point("commit.before")
+        self._op.check()
+        self._options.guard()
+        self._may_exist = True
+        try:
+            commit(self._backend, manifest)
+        except CommitUnknownError:
+            raise
+        except Exception:
+            self._may_exist = False
+            raise
+        self._is_committed = True
+        self._timings.point("commit.after")
+        try:
+            self._op.broadcast("committed", b"")
+        except ControlError as error:
+            _log.warning("%s is committed, but not every rank was notified: %s", self._backend.url, error)
+
+    def clean(self) -> None:
+        """Remove the files of an overwritten checkpoint. Never raises: the new checkpoint is committed."""
+        try:
+            with self._timings.step("clean"):
+                if self._replaced is not None and self._replaced.attempt != self.attempt:
+                    remove_files(self._backend, self._replaced.files.name)
+        except BaseException:  # noqa: BLE001 - the checkpoint is committed; housekeeping must not fail the save
+            _log.warning("%s: cannot remove the overwritten checkpoint's files", self._backend.url, exc_info=True)
+
+    # -- failures ------------------------------------------------------------------------------------------------
+
+    def exists_despite(self, error: BaseException) -> bool:
+        """Whether the checkpoint is committed although this rank met ``error``.
+
+        Rank 0 has put the manifest itself. Another rank, which has lost rank 0, reads the path.
+        """
+        if self._op.rank == 0:
+            return self._is_committed
+        if not self._may_exist or not isinstance(error, ControlError) or _failed_before_commit(error):
+            return False
+        try:
+            return read_manifest(self._backend).attempt == self.attempt
+        except CheckpointError:
+            return False
+        except Exception:  # noqa: BLE001 - a storage plug-in may raise anything
+            self._is_unknown = True
+            return False
+
+    def error_to_raise(self, error: BaseException) -> BaseException:
+        """Return ``error``, or a ``CommitUnknownError`` if the checkpoint may exist.
+
+        That is the case if rank 0 is only late and may still commit, or if the manifest cannot be read. Call
+        ``exists_despite`` first.
+        """
+        if not self._may_exist or self._op.rank == 0 or not (isinstance(error, DeadlineError) or self._is_unknown):
+            return error
+        unknown = CommitUnknownError(
+            f"{self._backend.url}: all data is written, but rank 0 did not confirm the commit: {error} Open the path "
+            f"to find out whether the checkpoint exists, or save again"
+        )
+        unknown.__cause__ = error
+        return unknown
+
+    def remove_files(self, keys: Sequence[str], error: BaseException) -> None:
+        """After a failure, remove this rank's files; on rank 0, the whole attempt. Never raises.
+
+        Nothing is removed unless it is certain that no manifest refers to the attempt, now or later.
+        """
+        if self._may_exist and not _failed_before_commit(error):
+            return
+        if self._op.rank != 0:
+            remove_files(self._backend, keys)
+            return
+        # Other ranks may still be writing. A rank that writes later removes its own files, unless it is killed.
+        is_late = isinstance(error, DeadlineError)
+        timeout_s = _SWEEP_AFTER_LATE_S if is_late else min(_SWEEP_AFTER_S, self._options.deadline_s)
+        self._op.wait_for_others_to_leave(timeout_s)
+        remove_attempt(self._backend, self.attempt)
+
+
+def _failed_before_commit(error: BaseException) -> bool:
+    """Whether rank 0 itself reported that it failed in a step before ``commit``."""
+    failed = error if isinstance(error, RankFailedError) else error.__cause__
+    return isinstance(failed, RankFailedError) and failed.rank == 0 and failed.phase in _STEPS_BEFORE_COMMIT

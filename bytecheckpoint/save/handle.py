@@ -1,0 +1,147 @@
+"""The handle that a save returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..engine.staging.staging import Staging
+from ..telemetry.trace import Timings
+from .lifecycle import SaveLifecycle, SaveState
+
+__all__ = ["SaveHandle", "SaveResult"]
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A committed checkpoint, and what this rank wrote of it.
+
+    Attributes:
+        url: Where the checkpoint is.
+        step: The training step stored in it.
+        attempt: The directory of its data files, relative to ``url``.
+        bytes_written: Bytes that this rank wrote.
+        files_written: Files that this rank wrote.
+    """
+
+    url: str
+    step: int | None
+    attempt: str
+    bytes_written: int
+    files_written: int
+
+
+class SaveHandle:
+    """A save in progress, or one that has ended. Thread-safe.
+
+    The checkpoint exists, durably and for every reader, once ``result`` returns. If ``result`` raises, it does not
+    exist; the one exception is ``CommitUnknownError``, which means that the outcome is not known.
+
+    Attributes:
+        url: Where the checkpoint is saved.
+        timings: How long each step took on this rank; complete when the save has ended.
+
+    Example:
+        >>> handle = bcp.save("runs/7b/step-1000", state, async_save=True)
+        >>> handle.staged()            # the tensors may be changed
+        True
+        >>> handle.result()            # wait until the checkpoint is committed
+        SaveResult(url=...)
+    """
+
+    def __init__(self, url: str, timings: Timings, lifecycle: SaveLifecycle[SaveResult]) -> None:
+        self.url = url
+        self.timings = timings
+        self._lifecycle = lifecycle
+        self._staging: Staging | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the save was skipped because it would have had to wait (``when_busy="skip"``).
+
+        ``result`` then raises ``SaveSkippedError``.
+        """
+        return self._lifecycle.state is SaveState.SKIPPED
+
+    def staged(self) -> bool:
+        """Return whether the state is copied.
+
+        Kernels on the CUDA streams that were current in the call of ``save`` may change tensors earlier: these streams
+        wait for the copies.
+
+        Returns:
+            True once any thread may change every tensor. That is as soon as ``save`` returns if all tensors are on the
+            CPU and no gate was requested.
+        """
+        staging = self._staging
+        return self.done() or (staging is not None and staging.is_settled())
+
+    def wait_staged(self, timeout: float | None = None) -> bool:
+        """Wait until ``staged``.
+
+        Args:
+            timeout: Seconds to wait; None waits without a limit.
+
+        Returns:
+            False if that took longer than ``timeout``.
+        """
+        staging = self._staging
+        if staging is None or self.done():
+            return self._lifecycle.wait_final(timeout)
+        return staging.wait_settled(timeout)
+
+    def done(self) -> bool:
+        """Return whether the save has ended, successfully or not."""
+        return self._lifecycle.state.is_final
+
+    def result(self, timeout: float | None = None) -> SaveResult:
+        """Wait until the checkpoint is committed.
+
+        Args:
+            timeout: Seconds to wait; None waits without a limit.
+
+        Returns:
+            What was committed.
+
+        Raises:
+            SavePendingError: The save has not ended after ``timeout`` seconds and continues. It is a ``TimeoutError``.
+            SaveSkippedError: The save was skipped.
+            CommitUnknownError: The checkpoint may or may not exist.
+            BytecheckpointError: What failed, on whichever rank; nothing was committed.
+        """
+        return self._lifecycle.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until the save has ended, and return its error instead of raising it.
+
+        Args:
+            timeout: Seconds to wait; None waits without a limit.
+
+        Returns:
+            The error that ``result`` raises; None if the checkpoint is committed.
+
+        Raises:
+            SavePendingError: The save has not ended after ``timeout`` seconds and continues.
+        """
+        return self._lifecycle.exception(timeout)
+
+    def add_done_callback(self, callback: Callable[[SaveHandle], None]) -> None:
+        """Call ``callback(handle)`` when the save has ended: after the commit, or with the failure.
+
+        Args:
+            callback: Runs on the thread that ends the save, or at once if the save has ended already. Its exceptions
+                are logged.
+        """
+        self._lifecycle.add_done_callback(lambda: callback(self))
+
+    def __repr__(self) -> str:
+        state = self._lifecycle.state
+        return f"<SaveHandle {self.url} {state.name.lower() if state.is_final else 'pending'}>"
+
+    def _watch(self, staging: Staging) -> None:
+        """Answer ``staged`` from ``staging`` until the save has ended, and release ``staging`` then."""
+        self._staging = staging
+        self._lifecycle.add_done_callback(self._release_staging)
+
+    def _release_staging(self) -> None:
+        self._staging = None

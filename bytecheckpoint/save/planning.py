@@ -1,0 +1,223 @@
+"""The ``plan`` step: rank 0 plans the save and sends each rank its share.
+
+Rank 0 requests each distinct table and each distinct set of contents from one rank that has it. If plain tensors of
+trees turn out not to be replicas, the ranks first mark them as their own and send new summaries.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from ..checkpoint.attempts import attempt_name, new_attempt_id
+from ..control.base import Operation
+from ..engine.merging.merge import MergeWork
+from ..errors import PlanError
+from ..planners import (
+    DIGEST_BYTES,
+    Assignment,
+    CachedPlan,
+    ContentChecks,
+    ContentComparison,
+    GatherShare,
+    HeldContents,
+    Layout,
+    PlanGroup,
+    PlanTable,
+    SavePlan,
+    compare_contents,
+    plan_gather,
+    plan_groups,
+    unpack_boxes,
+)
+from ..version import HEADER_METADATA
+from .agreement import NewPlan, Plans, RankSummary, SaveShare
+from .local_state import Listing, LocalState
+
+__all__ = ["PlanNegotiation", "plan_save"]
+
+_PLAN_ID_BYTES = 16
+_MAX_ROUNDS = 5  # tables and contents, names to separate, new tables, shares; one more than can occur
+
+# What rank 0 sends a rank: a request for its table or contents, names to separate, or its share.
+_SEND, _SEPARATE, _SHARE = "send", "separate", "share"
+
+
+def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, job: bytes = b"") -> SaveShare:
+    """Make a new plan and return this rank's share of it. All ranks call it.
+
+    Raises:
+        PlanError: The ranks' states do not fit together.
+        DisagreementError: Ranks were called with different arguments.
+    """
+    listing = new.listing
+    negotiation = None if new.summaries is None else PlanNegotiation(local, listing, new.summaries, job)
+    separated: list[str] = []
+    for _ in range(_MAX_ROUNDS):
+        kind, *content = msgpack.unpackb(op.scatter("plan", None if negotiation is None else negotiation.messages()))
+        if kind == _SHARE:
+            break
+        if kind == _SEND:
+            table, contents = content
+            reply: list[Any] = [listing.table if table else b"", local.contents.tobytes() if contents else b""]
+        else:
+            (separated,) = content
+            local.separate(separated)
+            listing = local.list_items()
+            reply = [*RankSummary.of(local, listing, {})]
+        received = op.gather("reply", msgpack.packb(reply))
+        if negotiation is not None and received is not None:
+            negotiation.receive([msgpack.unpackb(message) for message in received], listing)
+    else:
+        raise PlanError(f"rank 0 had no plan after {_MAX_ROUNDS} rounds of messages")
+    return _accept(op, plans, local, listing, negotiation, separated, content)
+
+
+def _accept(
+    op: Operation,
+    plans: Plans,
+    local: LocalState,
+    listing: Listing,
+    negotiation: PlanNegotiation | None,
+    separated: list[str],
+    content: Sequence[Any],
+) -> SaveShare:
+    """Decode this rank's share, prepare what every save of this plan needs, and cache the plan if possible."""
+    attempt_id, plan_id, nbytes, assignment_bytes, gather_bytes, checks = content
+    assignment = Assignment.from_bytes(assignment_bytes, listing.plan)
+    merge = None
+    if gather_bytes:
+        gather = GatherShare.from_bytes(gather_bytes, listing.plan, op.world_size)
+        merge = MergeWork.of(gather, listing.plan, HEADER_METADATA)
+    planned = CachedPlan(
+        plan_id,
+        assignment,
+        ContentChecks.from_bytes(checks, op.rank, op.world_size, len(local.contents)),
+        nbytes,
+        separated,
+        listing.order,
+        local.lay_out(assignment, listing.order),
+        None if negotiation is None else negotiation.plan,
+        None if negotiation is None else negotiation.comparison,
+        merge,
+    )
+    if plan_id:
+        plans.keep(local.fingerprint, planned)
+    return SaveShare(attempt_name(attempt_id), planned)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What rank 0 requests of one rank."""
+
+    table: bool
+    contents: bool
+
+
+class PlanNegotiation:
+    """Rank 0's side of planning: ``messages`` to all ranks, then ``receive`` their replies, until all have a share."""
+
+    def __init__(self, local: LocalState, listing: Listing, summaries: Sequence[RankSummary], job: bytes) -> None:
+        self._layout: Layout = local.layout
+        self._job = job
+        self._summaries = list(summaries)
+        self._tables = {summaries[0].table_digest: listing.plan.table()}
+        self._contents = {summaries[0].contents_digest: local.contents}
+        self._requests: list[_Request] = []
+        self.plan: SavePlan | None = None
+        self.comparison: ContentComparison | None = None
+
+    def messages(self) -> list[bytes]:
+        """Return the next message to each rank: a request, names to separate, or the rank's share."""
+        self._requests = self._missing()
+        if any(request.table or request.contents for request in self._requests):
+            return [msgpack.packb([_SEND, request.table, request.contents]) for request in self._requests]
+        if self.comparison is None:
+            held = [
+                HeldContents(table.compared_items(), np.array(ranks), [self._contents_of(rank) for rank in ranks])
+                for table, ranks in self._ranks_by_table()
+            ]
+            self.comparison = compare_contents(held, len(self._summaries))
+            names = sorted(name for name in self.comparison.differing if isinstance(name, str))
+            if names:
+                return [msgpack.packb([_SEPARATE, names])] * len(self._summaries)
+        return self._shares(self.comparison)
+
+    def receive(self, replies: Sequence[list[Any]], listing: Listing) -> None:
+        """Take the ranks' replies to the last messages. ``listing`` is rank 0's own, as it is now."""
+        if not any(request.table or request.contents for request in self._requests):
+            self._summaries = [RankSummary(*reply) for reply in replies]
+            self._tables[self._summaries[0].table_digest] = listing.plan.table()
+            return
+        for rank, (request, summary, (table, contents)) in enumerate(zip(self._requests, self._summaries, replies)):
+            if request.table:
+                _verify(rank, "table", table, summary.table_digest)
+                self._tables[summary.table_digest] = PlanTable.from_bytes(table)
+            if request.contents:
+                _verify(rank, "contents", contents, summary.contents_digest)
+                digests = np.frombuffer(contents, np.uint8).reshape(-1, DIGEST_BYTES)
+                self._contents[summary.contents_digest] = digests
+
+    def _missing(self) -> list[_Request]:
+        """Request each unknown table and each unknown set of contents from the first rank that has it."""
+        tables, contents = set(self._tables), set(self._contents)
+        requests = []
+        for summary in self._summaries:
+            requests.append(_Request(summary.table_digest not in tables, summary.contents_digest not in contents))
+            tables.add(summary.table_digest)
+            contents.add(summary.contents_digest)
+        return requests
+
+    def _contents_of(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return self._contents[self._summaries[rank].contents_digest]
+
+    def _ranks_by_table(self) -> list[tuple[PlanTable, list[int]]]:
+        ranks: dict[bytes, list[int]] = {}
+        for rank, summary in enumerate(self._summaries):
+            ranks.setdefault(summary.table_digest, []).append(rank)
+        return [(self._tables[digest], members) for digest, members in ranks.items()]
+
+    def _shares(self, comparison: ContentComparison) -> list[bytes]:
+        groups = [
+            PlanGroup.of(
+                table,
+                ranks,
+                [np.frombuffer(self._summaries[rank].places, "<i4") for rank in ranks],
+                *unpack_boxes([self._summaries[rank].boxes for rank in ranks], table.tensors),
+            )
+            for table, ranks in self._ranks_by_table()
+        ]
+        world_size = len(self._summaries)
+        differing = {key for key in comparison.differing if isinstance(key, tuple)}
+        plan = plan_groups(groups, differing, world_size=world_size)
+        gather = plan_gather(plan, self._layout, world_size=world_size)
+        self.plan = plan if gather is None else gather.stored
+        assignments = plan if gather is None else gather
+        plan_id = secrets.token_bytes(_PLAN_ID_BYTES) if comparison.is_cacheable else b""
+        attempt_id = new_attempt_id(self._job)
+        nbytes = sum(file.data_size for file in self.plan.files)
+        return [
+            msgpack.packb(
+                [
+                    _SHARE,
+                    attempt_id,
+                    plan_id,
+                    nbytes,
+                    assignments.assignment_bytes(rank),
+                    b"" if gather is None else gather.share(rank).to_bytes(),
+                    checks,
+                ]
+            )
+            for rank, checks in enumerate(comparison.checks())
+        ]
+
+
+def _verify(rank: int, what: str, data: bytes, digest: bytes) -> None:
+    if xxhash.xxh3_128_digest(data) != digest:
+        raise PlanError(f"rank {rank} sent {what} whose digest differs from the one it announced")

@@ -1,0 +1,193 @@
+"""One save on one rank: its resources, its lifecycle, and what happens when it fails or is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..control.base import Operation
+from ..engine.files import data_key
+from ..engine.resources import IOEngine
+from ..engine.writing import check_space
+from ..errors import KeyNotFoundError, SaveSkippedError, StateError, UsageError
+from ..format.manifest import MANIFEST_KEY
+from ..frameworks.sections import check_state
+from ..storage_backends.base import StorageBackend
+from ..telemetry.trace import Timings
+from .agreement import SaveShare
+from .commit import SaveCommit
+from .handle import SaveHandle, SaveResult
+from .lifecycle import SaveLifecycle, SaveState
+from .local_state import LocalState
+from .options import SaveOptions
+from .staging import StateCopy
+from .writing import WrittenFiles
+
+__all__ = ["SaveRun"]
+
+_log = logging.getLogger(__name__)
+
+
+class SaveRun:
+    """What the steps of one save share, and the handling of its failures.
+
+    The caller's thread and the background thread use it one after the other, except while a pipelined copy and the
+    write step run at the same time. ``lifecycle`` decides which of them cleans up.
+    """
+
+    def __init__(
+        self, engine: IOEngine, backend: StorageBackend, op: Operation, options: SaveOptions, *, is_async: bool
+    ) -> None:
+        self.engine, self.backend, self.op, self.options, self.is_async = engine, backend, op, options, is_async
+        self.timings = Timings("save", op.rank, backend.url)
+        self.lifecycle: SaveLifecycle[SaveResult] = SaveLifecycle()
+        self.handle = SaveHandle(backend.url, self.timings, self.lifecycle)
+        self._commit: SaveCommit | None = None
+        self._copy: StateCopy | None = None
+        self._keys: list[str] = []  # of the files that this rank may write
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Run a step of the protocol: time it, and report a failure to all ranks."""
+        with self.op.phase(name), self.timings.step(name):
+            yield
+
+    # -- on the caller's thread ----------------------------------------------------------------------------------
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Validate the call. Rank 0 also checks that the path can be read."""
+        self.engine.check_usable(waits=not self.is_async)
+        check_state(state)
+        self.options.check()
+        if self.options.gate and (not self.is_async or self.engine.is_background_thread):
+            raise UsageError("gate=True needs async_save=True and must be called from the training thread")
+        if self.op.rank == 0:
+            with contextlib.suppress(KeyNotFoundError):
+                self.backend.stat(MANIFEST_KEY)
+
+    def begin_attempt(self, share: SaveShare) -> None:
+        """From here on, a failure removes the files of this attempt."""
+        self._commit = SaveCommit(self.op, self.backend, self.options, share, self.timings)
+
+    def check_space(self, share: SaveShare) -> None:
+        """Check on rank 0 that the store has room for the checkpoint, if the store reports its free space."""
+        if self.op.rank == 0:
+            check_space(self.backend, share.planned.nbytes)
+
+    def prepare_copy(self, local: LocalState, share: SaveShare) -> StateCopy:
+        """Lay this rank's files out in staging memory. Copies nothing yet."""
+        planned, merge = share.planned, share.planned.merge
+        shards = local.shards(planned.order)
+        images = local.images(planned.files, planned.assignment, shards, share.attempt)
+        merged = [] if merge is None else [file.section for file in merge.files]
+        self._keys += [image.key for image in images]
+        self._keys += [data_key(share.attempt, section, self.op.rank, "tensors") for section in merged]
+        self._copy = StateCopy(
+            self.engine,
+            images,
+            {} if merge is None else {row: shards[row] for row in merge.staged},
+            self.timings,
+            deadline_s=self.options.deadline_s,
+            is_async=self.is_async,
+            gate=self.options.gate,
+        )
+        self.handle._watch(self._copy.staging)
+        return self._copy
+
+    def queue(self, complete: Callable[[], None]) -> None:
+        """Hand the rest of the save to the background thread, which completes saves in the order of their calls."""
+        self.lifecycle.queue()
+        with self.op.phase("write"):
+            self.engine.submit(complete)
+
+    def skip(self) -> SaveHandle:
+        """End the save without saving anything; all ranks do the same."""
+        _log.info("%s: skipped, earlier saves still hold the staging memory", self.backend.url)
+        self.op.close()
+        self.lifecycle.skip(
+            SaveSkippedError(
+                f"{self.backend.url} was not saved: earlier saves still hold the staging memory, and the call used "
+                f"when_busy='skip'. Save less often, raise the memory budget, or use when_busy='wait'"
+            )
+        )
+        return self.handle
+
+    @contextmanager
+    def failing_on_caller(self) -> Iterator[None]:
+        """End the save if the caller's part raises or is interrupted, and raise the same error."""
+        try:
+            yield
+        except BaseException as error:
+            was_queued = self.lifecycle.state is SaveState.QUEUED
+            if self.lifecycle.withdraw(error):
+                if was_queued:
+                    # No phase is active that would report this to the other ranks, which wait for this rank. If a
+                    # phase has reported a failure already, that one counts.
+                    self.op.fail("write", error)
+                self._end_failed(error)
+            elif isinstance(error, Exception):
+                # The background thread owns the save, and ends it.
+                self._stop_copying(error)
+                self.lifecycle.wait_final()
+            else:
+                # The caller was interrupted and may change its tensors. The save continues if all were copied.
+                self._stop_copying(StateError("the save was interrupted before the state was copied"))
+                with contextlib.suppress(BaseException):
+                    self.lifecycle.wait_merged()
+                self._wait_settled()
+            raise
+
+    # -- on the background thread --------------------------------------------------------------------------------
+
+    @property
+    def commit(self) -> SaveCommit:
+        """The attempt, once it has begun."""
+        assert self._commit is not None
+        return self._commit
+
+    def fail(self, error: BaseException) -> None:
+        """End a save that failed on the background thread."""
+        raised = self.commit.error_to_raise(error)
+        self.lifecycle.fail(raised)
+        self._end_failed(error)
+        if self.is_async:
+            _log.error("save to %s failed: %s: %s", self.backend.url, type(raised).__name__, raised)
+
+    def succeed(self, written: WrittenFiles) -> None:
+        """End a save whose checkpoint is committed."""
+        self.op.close()
+        _log.info("committed %s (%s)", self.backend.url, self.timings)
+        nbytes = sum(file.size for file in written.planned)
+        self.lifecycle.commit(
+            SaveResult(self.backend.url, self.options.step, self.commit.attempt, nbytes, len(written.planned))
+        )
+
+    # -- internals -----------------------------------------------------------------------------------------------
+
+    def _end_failed(self, error: BaseException) -> None:
+        """Clean up, and end the save whatever happens: a handle that never ends would block its waiters for ever."""
+        try:
+            self._clean_up(error)
+        except Exception:  # noqa: BLE001 - the save's own error is the one to raise
+            _log.warning("%s: cleaning up after a failed save failed", self.backend.url, exc_info=True)
+        finally:
+            self.lifecycle.end_failed()
+
+    def _clean_up(self, error: BaseException) -> None:
+        """Release staging memory and remove the files that no manifest will ever refer to."""
+        if self._copy is not None:
+            self._copy.staging.discard(error)
+        if self._commit is not None:
+            self._commit.remove_files(self._keys, error)
+        self.op.close()
+
+    def _stop_copying(self, error: Exception) -> None:
+        if self._copy is not None:
+            self._copy.fail(error)
+
+    def _wait_settled(self) -> None:
+        if self._copy is not None:
+            self._copy.staging.wait_settled()

@@ -1,0 +1,174 @@
+"""The ``stage`` step: how one save copies the state.
+
+A synchronous save copies on demand, a few blocks at a time, just before each piece is written. An asynchronous save
+copies everything before the call returns; if the state does not fit into staging memory, it copies as fast as writing
+releases memory. Behind a gate, most of it is copied after the call has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from enum import Enum, auto
+from typing import Any
+
+from ..engine.blocks import page_round
+from ..engine.files import FileImage
+from ..engine.merging.fragments import Fragments, LiveFragments, StagedFragments, fragment_image
+from ..engine.resources import IOEngine
+from ..engine.staging.staging import Staging
+from ..errors import DeadlineError, UsageError
+from ..telemetry.trace import Timings
+from ..tensors.shards import Shard
+from .agreement import Plans
+from .gating import SaveGate
+from .local_state import LocalState
+
+__all__ = ["CopyMode", "StateCopy", "would_wait"]
+
+_TURN_IN_CALLBACK_S = 10.0  # a save in a done callback may block the very save that it waits for
+_BLOCKS_AHEAD = 2  # of a synchronous save, in addition to one for each thread that writes
+
+
+class CopyMode(Enum):
+    """When the state of a save is copied."""
+
+    ON_DEMAND = auto()  # while the caller waits for the end of the save
+    AHEAD = auto()  # before the call returns
+    GATED = auto()  # late tensors after the call has returned, the rest before
+    PIPELINED = auto()  # before the call returns, as fast as writing releases memory
+
+
+class StateCopy:
+    """The copy of the state of one save.
+
+    ``staging`` holds the images of this rank's files. ``fragments`` are the shards that become parts of whole tensors:
+    staged as well, or still in the caller's tensors. The caller's thread creates it, reserves memory and copies; the
+    thread that writes calls ``wait_copied``.
+    """
+
+    def __init__(
+        self,
+        engine: IOEngine,
+        images: Sequence[FileImage],
+        fragments: Mapping[int, Shard],
+        timings: Timings,
+        *,
+        deadline_s: float,
+        is_async: bool,
+        gate: bool,
+    ) -> None:
+        """Choose the mode and make room in the arena. Copies nothing yet."""
+        self._engine, self._timings, self._deadline_s = engine, timings, deadline_s
+        self._late_copy: Future[None] | None = None
+        self._reserved = ExitStack()
+        self.fragments: Fragments
+        if not is_async:
+            self.mode = CopyMode.ON_DEMAND
+            self.fragments = LiveFragments(fragments)
+            ring = engine.io_threads + _BLOCKS_AHEAD
+            self.staging = Staging(engine.arena, images, timings, deadline_s=deadline_s, on_demand=ring)
+            return
+        staged = fragment_image(list(fragments.values()))
+        self.staging = Staging(engine.arena, [staged, *images], timings, deadline_s=deadline_s)
+        if self.staging.fits:
+            self.mode = CopyMode.GATED if gate else CopyMode.AHEAD
+            self.fragments = StagedFragments(self.staging, staged, list(fragments))
+        else:
+            # The merge stage needs fragments in another order than staging would copy them, so they stay in place.
+            self.mode = CopyMode.PIPELINED
+            self.fragments = LiveFragments(fragments)
+            self.staging = Staging(engine.arena, images, timings, deadline_s=deadline_s)
+            timings.pipelined = True
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Make this the only save that fills staging memory, until its copy is complete.
+
+        Two saves that held half of the memory each would deadlock. Behind a gate the reservation outlives the block.
+
+        Raises:
+            DeadlineError: Another save held the reservation for too long.
+            UsageError: The caller is a done callback, and the save would have to wait for the callback's own thread.
+        """
+        with self._reserved:
+            if self.mode is not CopyMode.ON_DEMAND:
+                self._reserve()
+            yield
+
+    def copy(self, state: Mapping[str, Any]) -> None:
+        """Copy what the mode copies before the call returns. Then the caller may change these tensors.
+
+        ``state`` is what the caller saves; a gate watches its optimizers and modules.
+        """
+        if self.mode is CopyMode.ON_DEMAND:
+            return
+        if self.mode is CopyMode.GATED:
+            self._copy_behind_gate(state)
+            return
+        if self.mode is CopyMode.AHEAD:
+            self.staging.fill(self._engine.io, self._engine.copy_helpers)
+        else:
+            self.staging.fill()
+        self.staging.make_caller_wait()
+        self._count_staged()
+
+    def wait_copied(self) -> None:
+        """Behind a gate, wait until everything is copied. Raises what the copy failed with."""
+        if self._late_copy is not None:
+            self._late_copy.result()
+            self.staging.wait_settled()
+            self._count_staged()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop reading the caller's tensors. Has no effect once everything is copied."""
+        self.staging.fail(error)
+        self.fragments.fail(error)
+
+    def _copy_behind_gate(self, state: Mapping[str, Any]) -> None:
+        """Copy what may change at any time. The copier thread copies the rest and ends the reservation."""
+        gate = SaveGate(state, self.staging.images)
+        gate.close(self._engine, self.staging, self._deadline_s)
+        if self.staging.is_on_device:
+            self.staging.fill()  # this only queues the copies on device streams
+        reserved = self._reserved.pop_all()
+
+        def copy_late() -> None:
+            with reserved:
+                self.staging.fill()
+
+        try:
+            self._late_copy = self._engine.copier.submit(copy_late)
+        except BaseException:
+            reserved.close()
+            raise
+
+    def _reserve(self) -> None:
+        turn, deadline_s = self._engine.arena.turn, self._deadline_s
+        if self._engine.is_background_thread:
+            deadline_s = min(deadline_s, _TURN_IN_CALLBACK_S)
+        if not turn.acquire(timeout=deadline_s):
+            raise DeadlineError(f"another save of this process has been copying its state for {deadline_s} s")
+        self._reserved.callback(turn.release)
+        waits = self.mode is CopyMode.PIPELINED or self._engine.arena.would_wait(self.staging.blocks)
+        if waits and self._engine.is_background_thread:
+            raise UsageError(
+                "a save inside the done callback of another save would wait for staging memory that only the thread "
+                "of the callback can release; raise the memory budget, or save from another thread"
+            )
+
+    def _count_staged(self) -> None:
+        self._timings.count("stage", sum(image.size for image in self.staging.images))
+
+
+def would_wait(engine: IOEngine, plans: Plans, local: LocalState) -> bool:
+    """Whether an asynchronous save of this state would have to wait for staging memory that earlier saves hold."""
+    known = plans.find(local.fingerprint)
+    if known is None:
+        nbytes = local.nbytes  # an upper bound of what this rank may be assigned
+    else:
+        nbytes = sum(page_round(len(file.head) + sum(file.nbytes)) for file in known.files)
+        nbytes += 0 if known.merge is None else page_round(known.merge.staged_nbytes)
+    nbytes += sum(map(page_round, local.values_nbytes))
+    return engine.arena.would_wait(engine.arena.blocks_for(nbytes))

@@ -1,0 +1,5 @@
+"""Tensors as data: boxes and their algebra, dtypes, columnar tables, metadata, shards."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

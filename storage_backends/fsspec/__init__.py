@@ -1,0 +1,5 @@
+"""Every store that fsspec can reach."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

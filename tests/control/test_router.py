@@ -1,0 +1,191 @@
+"""The routers of several ranks in one process, with messages that the test delivers."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from bytecheckpoint.control.failure import FailureRecord
+from bytecheckpoint.control.messages import WaitStep
+from bytecheckpoint.control.peers import PeerIdentity
+from bytecheckpoint.control.router import Router
+from bytecheckpoint.control.tree import Tree
+
+
+class Ranks:
+    """Ranks 0 to 5 in groups of two: 0 leads 1, 2 leads 3, 4 leads 5."""
+
+    def __init__(self):
+        self._pending = deque()
+        self._dead = set()
+        tree = Tree.of(6, 2)
+        self.routers = [Router(identity(rank), tree, _Sender(self, rank)) for rank in range(6)]
+
+    def send(self, sender, receiver, data):
+        self._pending.append((sender, receiver, data))
+
+    def deliver(self):
+        while self._pending:
+            sender, receiver, data = self._pending.popleft()
+            if not self._dead & {sender, receiver}:
+                self.routers[receiver].receive(sender, data)
+
+    def kill(self, rank):
+        self._dead.add(rank)
+        tree = self.routers[rank].tree
+        for peer in {tree.parent(rank), *tree.children(rank)} - {rank}:
+            self.routers[peer].lose_peer(rank, "it was closed")
+        self.deliver()
+
+    def begin(self, *ranks, prefix="save/0"):
+        return {rank: self.routers[rank].begin(prefix) for rank in ranks or range(6)}
+
+    def leave(self, states, *ranks):
+        for rank in ranks:
+            self.routers[rank].leave(states[rank])
+        self.deliver()
+
+
+class _Sender:
+    def __init__(self, ranks, rank):
+        self._ranks, self._rank = ranks, rank
+
+    def send(self, peer, message):
+        self._ranks.send(self._rank, peer, message)
+
+    def flush(self):
+        pass
+
+
+def identity(rank):
+    return PeerIdentity(rank, f"host-{rank}", 100 + rank, 0, "", "", "")
+
+
+def failure_of(rank):
+    return FailureRecord(rank, f"host-{rank}", 100 + rank, "write", "ValueError", f"of rank {rank}")
+
+
+def failures(states):
+    return {rank: state.failure and state.failure.rank for rank, state in states.items()}
+
+
+@pytest.fixture
+def ranks():
+    return Ranks()
+
+
+def test_a_failure_reaches_every_rank(ranks):
+    states = ranks.begin()
+    ranks.routers[5].report(states[5], failure_of(5))
+    ranks.deliver()
+    assert failures(states) == dict.fromkeys(range(6), 5)
+
+
+def test_the_first_failure_at_rank_0_holds_everywhere(ranks):
+    states = ranks.begin()
+    for rank in (3, 5, 0, 1):
+        ranks.routers[rank].report(states[rank], failure_of(rank))
+    ranks.deliver()
+    assert failures(states) == dict.fromkeys(range(6), 0)
+
+
+def test_a_rank_that_begins_late_learns_of_the_failure(ranks):
+    states = ranks.begin(0, 1, 3)
+    ranks.routers[3].report(states[3], failure_of(3))
+    ranks.deliver()
+    ranks.leave(states, 0, 1, 3)
+    assert failures(ranks.begin(2, 4, 5)) == dict.fromkeys((2, 4, 5), 3)
+
+
+def test_operations_do_not_share_failures(ranks):
+    states, others = ranks.begin(), ranks.begin(prefix="save/1")
+    ranks.routers[1].report(states[1], failure_of(1))
+    ranks.deliver()
+    assert set(failures(others).values()) == {None}
+
+
+def test_an_operation_is_kept_until_all_ranks_below_have_left(ranks):
+    states = ranks.begin()
+    ranks.leave(states, 0, 1, 2, 4, 5)
+    assert [router.unfinished_operations() for router in ranks.routers] == [1, 0, 1, 0, 0, 0]
+    ranks.leave(states, 3)
+    assert [router.unfinished_operations() for router in ranks.routers] == [0] * 6
+
+
+def test_messages_of_an_operation_that_is_over_are_dropped(ranks):
+    states = ranks.begin()
+    ranks.routers[0].send_payload(1, states[0], "plan", b"late")
+    ranks.leave(states, *range(6))
+    assert all(router.unfinished_operations() == 0 for router in ranks.routers)
+    assert not ranks.routers[1]._states
+
+
+def test_operations_that_a_rank_never_begins_are_bounded(ranks):
+    for number in range(1000):
+        state = ranks.routers[0].begin(f"save/{number}")
+        ranks.routers[0].send_payload(1, state, "plan", b"unread")
+        ranks.routers[0].leave(state)
+        ranks.deliver()
+    assert len(ranks.routers[1]._states) < 300
+    assert len(ranks.routers[0]._states) < 300
+
+
+def test_the_ranks_below_a_lost_leader_report_to_rank_0(ranks):
+    states = ranks.begin()
+    ranks.kill(2)
+    record = ranks.routers[3].loss_record(states[3], 2, "write")
+    assert "rank 3 was lost" in record.message
+    ranks.routers[3].report(states[3], record)
+    ranks.deliver()
+    assert failures({rank: states[rank] for rank in (0, 1, 3, 4, 5)}) == dict.fromkeys((0, 1, 3, 4, 5), 2)
+    ranks.leave(states, 0, 1, 4, 5)
+    assert ranks.routers[0].unfinished_operations() == 1
+    ranks.leave(states, 3)
+    assert ranks.routers[0].unfinished_operations() == 0
+
+
+def test_a_rank_below_a_lost_leader_learns_the_failure_of_an_operation_that_is_over(ranks):
+    states = ranks.begin()
+    ranks.routers[0].report(states[0], failure_of(1))
+    ranks._dead.add(2)
+    ranks.deliver()
+    ranks.kill(2)
+    ranks.routers[0].lose_peer(3, "for this test")
+    ranks.leave(states, 0, 1, 4, 5)
+    assert ranks.routers[0].unfinished_operations() == 0
+    ranks.routers[3].report(states[3], failure_of(3))
+    ranks.deliver()
+    assert failures(states)[3] == 1
+
+
+def test_the_loss_of_rank_0_reaches_the_groups_of_busy_leaders(ranks):
+    states = ranks.begin(1, 3, 5)
+    ranks.routers[3].send_payload(2, states[3], "plan", b"")
+    ranks.deliver()
+    ranks.kill(0)
+    assert failures({rank: states[rank] for rank in (1, 3)}) == {1: 0, 3: 0}
+    later = ranks.begin(2, 3, prefix="save/1")
+    ranks.deliver()
+    assert failures(later) == {2: 0, 3: 0}
+
+
+def test_a_rank_that_closes_its_communicator_is_not_reported_as_killed(ranks):
+    states = ranks.begin()
+    ranks.routers[2].announce_closing()
+    ranks.deliver()
+    ranks.kill(2)
+    assert "closed its communicator" in ranks.routers[0].loss_record(states[0], 2, "write").message
+
+
+def test_a_note_is_replaced_by_the_next_payload_and_expires(ranks):
+    states = ranks.begin()
+    leader, root = ranks.routers[2], ranks.routers[0]
+    leader.send_note(states[2], "plan", [WaitStep(2, "plan", [3])], to_parent=True)
+    ranks.deliver()
+    assert root.note(states[0], 2, 60) == [WaitStep(2, "plan", [3])]
+    assert ranks.routers[3].note(states[3], 2, 60) == [WaitStep(2, "plan", [3])]
+    assert root.note(states[0], 2, 0) == []
+    leader.send_payload(0, states[2], "plan", b"")
+    ranks.deliver()
+    assert root.note(states[0], 2, 60) == []
