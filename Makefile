@@ -1,9 +1,11 @@
-# make demo | make test set everything up by themselves; nothing outside this directory is touched.
-# Needs CPython 3.10 or newer with the venv module, and (the first time) a package index that pip can reach.
+# Every target installs what it needs into environments inside this directory; nothing else is changed.
+# Requires CPython 3.10 or newer with the venv module, and (the first time) a package index that pip can reach.
 #
 #   PYTHON=python3.12 make test        use another interpreter
-#   PIP_EXTRA_INDEX_URL=... make demo  where the default index has only CUDA builds of torch: PyTorch's CPU index
+#   PIP_EXTRA_INDEX_URL=... make demo  if the default index has only CUDA builds of torch: PyTorch's CPU index
 #   PYTEST_ARGS="-k manifest" make test
+#   BCP_TEST_FULL=1 make test          every case of the tests that otherwise run a daily sample
+#   BCP_TEST_TIME_FACTOR=5 make test   multiply all time limits (default: measured at the start)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -30,18 +32,40 @@ SOURCES := bytecheckpoint planners storage_backends tests examples benchmarks
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-vllm lint format bench clean
+# Parts of `make test` and of `make check`. A part that fails does not keep the others from running.
+LINT_PARTS := style types contracts
+TEST_PARTS := $(LINT_PARTS) test-main $(if $(filter yes,$(WITH_VLLM)),test-vllm)
+CHECK_PARTS := $(LINT_PARTS) test-fast
+
+# The tests of `make check`: save, load, format, planners, golden files, command line, and the rules of this repository.
+FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
+  tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
+
+.PHONY: help demo test check test-main test-fast test-vllm lint style types contracts format bench clean
 
 help:
-	@echo "make demo   train, kill a rank in the middle of a save, resume on other layouts (about two minutes)"
-	@echo "make test   linters, type checker, layers and every test"
-	@echo "make test-vllm  only the tests with a real vLLM, in an environment of its own (a part of make test on Linux"
-	@echo "            x86-64; WITH_VLLM=no leaves it out)"
-	@echo "make lint   linters, type checker and layers only"
-	@echo "make format rewrite the code as the formatter wants it"
-	@echo "make bench  every benchmark against the floors and the peers, and docs/performance.md (about half an hour;"
-	@echo "            BENCH_ARGS='--peers all' for more peers, BENCH_ARGS='--scale 0.01 --rounds 1' to see that it runs)"
-	@echo "make clean  remove what the other targets made"
+	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
+	@echo "make check      linters, types, import contracts and fast tests: at most two minutes, for every edit"
+	@echo "make test       linters, types, import contracts and every test, with a summary of these parts"
+	@echo "make lint       linters, types and import contracts (or one of: make style, make types, make contracts)"
+	@echo "make test-main  every test that needs no vLLM"
+	@echo "make test-vllm  the tests with a real vLLM, in a second environment (part of make test on Linux x86-64;"
+	@echo "                WITH_VLLM=no skips it)"
+	@echo "make format     format the code and apply the linter's fixes"
+	@echo "make bench      every benchmark against the floors and the peers, and docs/performance.md (about half an hour;"
+	@echo "                BENCH_ARGS='--peers all' for more peers, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
+	@echo "make clean      remove what the other targets created"
+
+# Run the parts named in $(1), print a summary, and fail if one of them failed.
+define run_parts
+@failed=0; summary=""; \
+for part in $(1); do \
+  echo "make: === $$part ==="; began=$$SECONDS; \
+  if $(MAKE) --no-print-directory $$part; then outcome=passed; else outcome=FAILED; failed=1; fi; \
+  summary+=$$(printf '\n  %-10s %s  %5d s' "$$part" "$$outcome" "$$((SECONDS - began))"); \
+done; \
+echo "make: === summary ===$$summary"; exit $$failed
+endef
 
 $(STAMP): pyproject.toml setup.cfg constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "make: no '$(PYTHON)' found; set PYTHON to a CPython 3.10 or newer" >&2; exit 1; }
@@ -58,23 +82,36 @@ $(STAMP): pyproject.toml setup.cfg constraints.txt
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-lint: $(STAMP)
+test:
+	$(call run_parts,$(TEST_PARTS))
+
+check:
+	$(call run_parts,$(CHECK_PARTS))
+
+lint:
+	$(call run_parts,$(LINT_PARTS))
+
+style: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+contracts: $(STAMP)
 	$(BIN)/lint-imports --no-logo --no-cache
 
-test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
-ifeq ($(WITH_VLLM),yes)
-	$(MAKE) --no-print-directory test-vllm
-endif
+test-main: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=25 $(PYTEST_ARGS)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest $(FAST_TESTS) -m "not slow and not s3" -n $(JOBS) --dist loadfile -q $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
 
 $(VLLM_STAMP): pyproject.toml setup.cfg requirements-vllm.txt
-	@echo "make: installing vLLM into $(VLLM_VENV) (once; some 3.5 GB and a few minutes; WITH_VLLM=no goes without) ..."
+	@echo "make: installing vLLM into $(VLLM_VENV) (once; about 3.5 GB and a few minutes; WITH_VLLM=no skips it) ..."
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r requirements-vllm.txt
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
