@@ -119,6 +119,6 @@ def test_adapters_of_experts(tmp_path: Path) -> None:
     assert [looks.index(look) for look in looks] == [0, 1, 0, 0, 0, 1, 6, 1, 1]
     assert own not in looks[:2]
     assert min(found[4]) == max(found[4]) > 0
-    text = rf"(?s)^worker 0 of .*{name}: shape \[129, 4\], where rank 4 and the layer of the engine make \[128, 4\]"
+    text = rf"(?s)^worker 0 of .*{name}: shape \[129, 4\], but rank 4 and the engine's layer require \[128, 4\]"
     assert re.search(text, found[8]["message"])
     assert "error" not in found[12]
