@@ -1,316 +1,40 @@
-"""The public functions ``save``, ``load``, ``open``, ``latest`` and ``warmup``."""
+"""The public functions ``save``, ``load``, ``open``, ``latest`` and ``warmup``.
+
+They are the methods of ``Checkpointer`` of these names, called on the instance that all of them share.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
-import torch
-
-from .checkpoint.checkpoint import Checkpoint
-from .checkpointer import URL, default_checkpointer
-from .frameworks.per_rank import OnResize
-from .load.options import Cast, Strictness
-from .load.report import LoadReport
-from .load.shared_reads.negotiation import ShareReads
-from .planners import Layout
-from .runtime.limits import DEFAULT_DEADLINE_S
-from .save.handle import SaveHandle
-from .save.options import WhenBusy
+from .checkpointer import Checkpointer, default_checkpointer
 
 __all__ = ["latest", "load", "open", "save", "warmup"]
 
-
-def save(
-    path: URL,
-    state: Mapping[str, Any],
-    *,
-    framework: str | None = None,
-    async_save: bool = False,
-    step: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    allow_pickle: bool = False,
-    deadline_s: float = DEFAULT_DEADLINE_S,
-    chunk_size: int | None = None,
-    when_busy: WhenBusy = "wait",
-    layout: Layout = "shards",
-    gate: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
-) -> SaveHandle:
-    """Save ``state`` as one checkpoint at ``path``. Call it on every rank with the same arguments.
-
-    The checkpoint appears atomically once all data is durable. Until then, and after a failure, whatever was at
-    ``path`` before is still there.
-
-    The state at the moment of the call is stored. A synchronous save returns when the checkpoint is committed. An
-    asynchronous save returns as soon as the state is copied to host memory, and a background thread writes and commits
-    it. CUDA tensors are copied on internal streams, and the caller's current streams wait for these copies: kernels
-    launched after the call may change the tensors, and the host thread does not block.
-
-    A value that several ranks hold is written once. For parameters and optimizer state, the layout states which ranks
-    hold the same values, and any one of them writes. Module buffers may have diverged between ranks, so those of the
-    lowest rank are stored. Tensors and values in trees are compared; if they differ, the value of each rank is stored.
-
-    Args:
-        path: Local path, or URL of any fsspec filesystem.
-        state: Maps section names to modules, optimizers, objects with ``state_dict`` and ``load_state_dict``, or trees
-            of tensors and plain values. A list of modules or optimizers stands for pipeline stages.
-        framework: Name of the adapter to use for all sections; by default it is inferred from each object.
-        async_save: Return before the checkpoint is written.
-        step: Training step to store with the checkpoint.
-        metadata: Plain values to store with the checkpoint.
-        allow_pickle: Store values that are not plain as pickles. ``load`` refuses them unless it is called with
-            ``allow_pickle=True``.
-        deadline_s: Seconds that each single wait may take: for another rank, for staging memory, or for storage.
-        chunk_size: Bytes under one checksum. By default 256 KiB, and more if the checkpoint exceeds 1 TiB.
-        when_busy: What an asynchronous save does if earlier ones still occupy the staging memory. "wait" waits until
-            they have written enough. "skip" makes no save on any rank if it would have to wait on one of them;
-            ``SaveHandle.skipped`` is then True.
-        layout: How to store tensors that are sharded across ranks. "shards" stores each shard as it is. "merged"
-            merges irregular shards (flat parameters of FSDP-1 and ZeRO) into whole tensors. "whole" merges all
-            shards, and also writes the index and configuration with which Hugging Face libraries and vLLM load the
-            model from ``Checkpoint.model_directory``. Merging runs in the background and does not delay the call.
-        gate: With ``async_save``, return before parameters and optimizer state are copied. The copy overlaps with the
-            next forward and backward pass; ``torch.optim.Optimizer.step`` of the optimizers in ``state``,
-            ``load_state_dict`` of its optimizers and modules, and ``load`` wait until it is done. Call it from the
-            training thread. Everything else, such as buffers and parameters that none of these optimizers updates, is
-            copied before the call returns. If other code changes one of the tensors in place before
-            ``SaveHandle.staged()``, the save fails; changes through ``tensor.data`` and by replayed CUDA graphs are
-            not detected. If the state does not fit into the staging memory, the call copies it as it does without a
-            gate.
-        storage_options: Options for the storage backend, such as credentials or ``endpoint_url``.
-
-    Returns:
-        A handle, already done if ``async_save`` is False.
-
-    Raises:
-        UsageError: An argument is invalid.
-        StateError: The state cannot be saved. Subclasses: ``UnknownObjectError``, ``UnserializableError``,
-            ``NameCollisionError``, ``UnsupportedTensorError``.
-        DisagreementError: The ranks passed different arguments.
-        StorageError: A storage operation failed, for example because the disk is full.
-        RankFailedError: One rank failed; all ranks raise the same cause.
-        DeadlineError: A wait exceeded ``deadline_s``.
-        CommitUnknownError: The checkpoint may or may not exist. After any other error it does not; see
-            ``BytecheckpointError.may_have_committed``.
-
-        An asynchronous save raises failures after the copy from ``SaveHandle.result``.
-
-    Example:
-        >>> state = {"model": model, "optimizer": optimizer, "extra_state": {"step": step}}
-        >>> handle = bcp.save(f"runs/7b/step-{step}", state, step=step, async_save=True)
-        >>> train_step()
-        >>> handle.result()
-    """
-    return default_checkpointer().save(
-        path,
-        state,
-        framework=framework,
-        async_save=async_save,
-        step=step,
-        metadata=metadata,
-        allow_pickle=allow_pickle,
-        deadline_s=deadline_s,
-        chunk_size=chunk_size,
-        when_busy=when_busy,
-        layout=layout,
-        gate=gate,
-        storage_options=storage_options,
-    )
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
-def warmup(
-    state: Mapping[str, Any],
-    *,
-    slots: int = 2,
-    framework: str | None = None,
-    allow_pickle: bool = False,
-    layout: Layout = "shards",
-    deadline_s: float = DEFAULT_DEADLINE_S,
-) -> None:
-    """Prepare for saves of ``state``, so that the first save is as fast as the second.
+def _on_shared_checkpointer(
+    method: Callable[Concatenate[Checkpointer, _Arguments], _Result],
+) -> Callable[_Arguments, _Result]:
+    """Return a function that calls ``method`` on the shared checkpointer, with its docstring and other parameters."""
 
-    Call it once on every rank before training begins. It plans the save and caches the plan, allocates the staging
-    memory of ``slots`` asynchronous saves and faults it in, pins it if tensors are on a CUDA device, and starts the
-    threads. Nothing is copied or written.
+    @functools.wraps(method)
+    def function(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        return method(default_checkpointer(), *args, **options)
 
-    The cached plan applies to states with the same structure. If an optimizer has no state yet, its part is planned,
-    and the memory for it allocated, in the first save.
-
-    Args:
-        state: As in ``save``.
-        slots: Number of asynchronous saves to allocate staging memory for, limited by the memory budget of the
-            ``Checkpointer``. Use 0 if you only save synchronously.
-        framework: As in the saves to come.
-        allow_pickle: As in the saves to come.
-        layout: As in the saves to come.
-        deadline_s: Seconds that each single wait may take.
-
-    Raises:
-        UsageError: An argument is invalid.
-        StateError: The state cannot be saved.
-        ControlError: The ranks passed different arguments, one of them failed, or a wait exceeded ``deadline_s``.
-
-    Example:
-        >>> bcp.warmup({"model": model, "optimizer": optimizer})
-    """
-    default_checkpointer().warmup(
-        state, slots=slots, framework=framework, allow_pickle=allow_pickle, layout=layout, deadline_s=deadline_s
-    )
+    signature = inspect.signature(method)
+    function.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    function.__module__, function.__qualname__ = __name__, method.__name__
+    return function
 
 
-def load(
-    path: URL,
-    state: Mapping[str, Any],
-    *,
-    framework: str | None = None,
-    strict: bool | Strictness | Mapping[str, bool | Strictness] = True,
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = (),
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
-    cast: Cast = "widen",
-    per_rank: OnResize = "error",
-    allow_pickle: bool = False,
-    verify: bool = True,
-    device: torch.device | str | None = None,
-    share_reads: ShareReads = "auto",
-    deadline_s: float = DEFAULT_DEADLINE_S,
-    storage_options: Mapping[str, Any] | None = None,
-) -> LoadReport:
-    """Fill ``state`` in place from the checkpoint at ``path``, whatever layout and world size saved it.
-
-    Call it on every rank. Tensors keep their identity and are overwritten; plain values are replaced inside the given
-    trees. Sections that are stored but not in ``state`` are not read. All missing, unexpected and mismatched names of
-    all ranks are found before any tensor changes, and are raised as one ``MismatchError``.
-
-    If reading fails on any rank after that, tensors may already hold loaded values, while plain values and newly
-    created optimizer state are unchanged. Load again, or initialize the state, before you continue.
-
-    Args:
-        path: Local path, or URL of any fsspec filesystem.
-        state: As in ``save``. Tensors on the meta device get memory.
-        framework: Name of the adapter to use for all sections; by default it is inferred from each object.
-        strict: One rule, or a rule for each section name. True (the same as "strict") tolerates only differences that
-            the section's adapter declares harmless, such as optimizer state that was never created. "exact" tolerates
-            none. False (the same as "lenient") tolerates missing and unexpected names and reports them; shapes and
-            dtypes must still match.
-        include: Shell patterns of full names to load (``"optimizer.*"``).
-        exclude: Shell patterns of full names not to load; applied after ``include``.
-        rename: Mapping from stored full names to those of ``state``, or a function that maps one to the other.
-        cast: Which dtype conversions are allowed. "exact": none. "widen": those that keep every value. "any": also
-            those that round.
-        per_rank: What to do with values that were stored for each rank if the world size has changed. "error" raises.
-            "lowest" gives rank 0's value to every rank. "modulo" gives rank ``r`` the value of saved rank
-            ``r % saved_world_size``. "skip" leaves the present value.
-        allow_pickle: Load values that are stored as pickles. Unpickling can run arbitrary code: use it only if you
-            trust the author of the checkpoint.
-        verify: Check all bytes that are read against their checksums.
-        device: Where meta tensors get memory.
-        share_reads: Whether one rank reads bytes that several ranks need and forwards them to the others. "auto" does
-            so where it is likely to be faster: always among ranks on several hosts; on a single host only if the files
-            are not in its page cache, and for files on its own disk only among four or more ranks. Ranks that need
-            different columns of the same matrices each read some of the rows and exchange their parts. "always" and
-            "never" override this.
-        deadline_s: Seconds that each single wait may take: for another rank or for storage.
-        storage_options: Options for the storage backend.
-
-    Returns:
-        What was loaded, missing, unexpected and cast, and how many bytes this rank read.
-
-    Raises:
-        UsageError: An argument is invalid.
-        StateError: An object in ``state`` cannot be filled.
-        MismatchError: The state and the checkpoint do not fit together; lists every name of every rank.
-        CheckpointNotFoundError: Nothing is stored at ``path``. Also a ``FileNotFoundError``.
-        NotACheckpointError: Something is stored at ``path``, but no committed checkpoint.
-        UnsupportedVersionError: A newer library saved the checkpoint.
-        FormatError: A file violates the format.
-        CorruptionError: Stored bytes are damaged; states file, tensor and range.
-        StorageError: A storage operation failed.
-        ControlError: The ranks could not work together: ``RankFailedError``, ``DeadlineError``, ``DisagreementError``.
-
-    Example:
-        >>> extra = {"step": 0}
-        >>> report = bcp.load("runs/7b/step-1000", {"model": model, "optimizer": optimizer, "extra_state": extra})
-        >>> extra["step"]
-        1000
-    """
-    return default_checkpointer().load(
-        path,
-        state,
-        framework=framework,
-        strict=strict,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        cast=cast,
-        per_rank=per_rank,
-        allow_pickle=allow_pickle,
-        verify=verify,
-        device=device,
-        share_reads=share_reads,
-        deadline_s=deadline_s,
-        storage_options=storage_options,
-    )
-
-
-def open(  # shadows the builtin on purpose: bcp.open(path)
-    path: URL, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None
-) -> Checkpoint:
-    """Open the checkpoint at ``path`` for reading. Needs no process group and no model.
-
-    Also opens safetensors files that other libraries wrote: one file, or a folder with ``model.safetensors`` or an
-    index. Their tensors form the section ``model``. They have no checksums and are not verified.
-
-    Args:
-        path: Local path, or URL of any fsspec filesystem.
-        verify: Check all bytes that are read against their checksums.
-        storage_options: Options for the storage backend.
-
-    Returns:
-        A mapping from full tensor names to tensors, which are read when they are indexed or loaded.
-
-    Raises:
-        CheckpointNotFoundError: Nothing is stored at ``path``. Also a ``FileNotFoundError``.
-        NotACheckpointError: Something is stored at ``path``, but no committed checkpoint.
-        UnsupportedVersionError: A newer library saved the checkpoint.
-        FormatError: A file violates the format.
-        CorruptionError: The manifest is damaged.
-        StorageError: A storage operation failed.
-
-    Example:
-        >>> checkpoint = bcp.open("s3://runs/7b/step-1000")
-        >>> checkpoint["model.wte.weight"][0:128]     # reads only these rows
-    """
-    return default_checkpointer().open(path, verify=verify, storage_options=storage_options)
-
-
-def latest(
-    root: URL, *, allow_fresh: bool = False, storage_options: Mapping[str, Any] | None = None
-) -> Checkpoint | None:
-    """Open the newest valid checkpoint among the direct children of ``root``.
-
-    A checkpoint is valid if its manifest can be decoded and every file exists with its full length; use
-    ``Checkpoint.verify`` to check the bytes too. The newest one has the highest step: the step stored in it, or the
-    number at the end of its name if none is stored. Children whose names end in a number are tried from the highest
-    number down. Invalid checkpoints are skipped with a warning.
-
-    Args:
-        root: Local path or URL whose children are checkpoints.
-        allow_fresh: Return None if saves were made below ``root`` but none of them is valid.
-        storage_options: Options for the storage backend.
-
-    Returns:
-        The checkpoint, or None if nothing was ever saved below ``root``.
-
-    Raises:
-        NoValidCheckpointError: Saves were made below ``root``, but none of them is valid.
-        UnsupportedVersionError: A newer library saved the newest checkpoint.
-        StorageError: A storage operation failed.
-
-    Example:
-        >>> newest = bcp.latest("runs/7b")
-        >>> if newest is not None:
-        ...     bcp.load(newest.url, state)
-    """
-    return default_checkpointer().latest(root, allow_fresh=allow_fresh, storage_options=storage_options)
+save = _on_shared_checkpointer(Checkpointer.save)
+load = _on_shared_checkpointer(Checkpointer.load)
+open = _on_shared_checkpointer(Checkpointer.open)  # shadows the builtin on purpose: bcp.open(path)
+latest = _on_shared_checkpointer(Checkpointer.latest)
+warmup = _on_shared_checkpointer(Checkpointer.warmup)
