@@ -8,9 +8,11 @@ import pytest
 
 from bytecheckpoint.control.failure import FailureRecord
 from bytecheckpoint.control.messages import WaitStep
+from bytecheckpoint.control.outcome import Outcome
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.control.router import Router
 from bytecheckpoint.control.tree import Tree
+from bytecheckpoint.errors import RankFailedError
 
 
 class Ranks:
@@ -189,3 +191,35 @@ def test_a_note_is_replaced_by_the_next_payload_and_expires(ranks):
     leader.send_payload(0, states[2], "plan", b"")
     ranks.deliver()
     assert root.note(states[0], 2, 60) == []
+
+
+def test_a_peer_is_silent_until_its_next_message(ranks):
+    states = ranks.begin()
+    ranks.routers[1].note_silence(0)
+    assert ranks.routers[1].is_silent(0)
+    assert not ranks.routers[1].is_silent(2)
+    ranks.routers[0].send_payload(1, states[0], "plan", b"")
+    ranks.deliver()
+    assert not ranks.routers[1].is_silent(0)
+
+
+def test_only_the_first_late_report_waits_for_a_peer_that_does_not_answer(ranks, monkeypatch):
+    router, waits = ranks.routers[1], []
+    wait_until = router.wait_until
+    monkeypatch.setattr(router, "wait_until", lambda *arguments: waits.append(0) or wait_until(*arguments))
+
+    def report_late(prefix):
+        """Report to rank 0, which is stopped: nothing is delivered."""
+        outcome = Outcome(router, router.begin(prefix), deadline_s=60)
+        with pytest.raises(RankFailedError, match="of rank 1"):
+            outcome.raise_record(failure_of(1), is_late=True)
+
+    report_late("save/0")
+    assert len(waits) == 1
+    report_late("save/1")
+    assert len(waits) == 1
+    states = ranks.begin(0, prefix="save/2")
+    ranks.routers[0].send_payload(1, states[0], "plan", b"")
+    ranks.deliver()  # rank 0 answers again
+    report_late("save/3")
+    assert len(waits) == 2

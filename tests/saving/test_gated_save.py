@@ -220,6 +220,22 @@ def test_a_load_waits(tmp_path: Path, copying: threading.Event) -> None:
         assert torch.equal(_memory(state)[name], value), name
 
 
+def test_a_save_through_another_checkpointer_leaves_the_gate_alone(tmp_path: Path, copying: threading.Event) -> None:
+    """It may run on another thread, in the middle of a training step, where no hook may be removed."""
+    state = _state()
+    expected = _memory(state)
+    with bcp.Checkpointer() as other:
+        handle = bcp.save(tmp_path / "gated", state, async_save=True, gate=True)
+        hooks = _hooks(state)
+        other.save(tmp_path / "other", {"extra_state": {"metrics": torch.arange(3.0)}})
+        assert not handle.staged()
+        assert _hooks(state) == hooks > 0
+    assert _hooks(state) == hooks, "closing the other Checkpointer leaves it alone too"
+    _train(state)
+    handle.result(WAIT_S)
+    _check(tmp_path / "gated", expected)
+
+
 @pytest.mark.parametrize("both", [True, False])
 def test_two_optimizers_wait(tmp_path: Path, copying: threading.Event, both: bool) -> None:
     """What is stepped by one that is not in the state was copied before."""
