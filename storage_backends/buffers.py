@@ -9,7 +9,7 @@ from typing_extensions import Buffer
 
 from ..errors import StorageError
 
-__all__ = ["WrittenRanges", "byte_view", "skip_bytes"]
+__all__ = ["WrittenRanges", "byte_view", "check_max_size", "skip_bytes", "writable_view"]
 
 
 def byte_view(data: Buffer) -> memoryview:
@@ -31,6 +31,20 @@ def byte_view(data: Buffer) -> memoryview:
     if not view.c_contiguous:
         raise StorageError("a buffer to write from or read into must be contiguous")
     return view.cast("B")
+
+
+def writable_view(action: str, buffer: Buffer) -> memoryview:
+    """Return ``byte_view`` of a buffer to read into. Raises ``StorageError`` if it is read-only."""
+    view = byte_view(buffer)
+    if view.readonly:
+        raise StorageError(f"{action}: the buffer to read into is read-only")
+    return view
+
+
+def check_max_size(action: str, size: int, max_size: int | None) -> None:
+    """Raise ``StorageError`` if an object of ``size`` bytes is larger than ``max_size``."""
+    if max_size is not None and size > max_size:
+        raise StorageError(f"{action}: it has {size} bytes, at most {max_size} were expected")
 
 
 def skip_bytes(buffers: Sequence[memoryview], length: int) -> list[memoryview]:

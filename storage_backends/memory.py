@@ -13,8 +13,9 @@ from typing_extensions import Buffer
 
 from ..errors import KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
 from .base import ObjectStat, ObjectWriter, StorageBackend
-from .buffers import WrittenRanges, byte_view
+from .buffers import check_max_size, writable_view
 from .keys import check_children_prefix, check_key, check_prefix
+from .writers import BufferedWriter
 
 __all__ = ["MemoryBackend"]
 
@@ -91,27 +92,23 @@ class MemoryBackend(StorageBackend):
 
     def create(self, key: str, size: int) -> ObjectWriter:
         check_key(key)
-        return _MemoryWriter(self, key, size)
+        return BufferedWriter(f"writing {key!r} in {self.url}", size, lambda data: self._put(key, data))
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
-        view = byte_view(buffer)
-        if view.readonly:
-            raise StorageError(f"reading {key!r} in {self.url}: the buffer to read into is read-only")
+        action = f"reading {key!r} in {self.url}"
+        view = writable_view(action, buffer)
         content, _ = self._find(key)
         end = offset + len(view)
         if offset < 0 or end > len(content):
             raise StorageError(
-                f"reading {key!r} in {self.url}: requested bytes [{offset}, {end}), got "
+                f"{action}: requested bytes [{offset}, {end}), got "
                 f"{max(0, len(content) - max(offset, 0))}: the object has only {len(content)} bytes"
             )
         view[:] = content[offset:end]
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         content, _ = self._find(key)
-        if max_size is not None and len(content) > max_size:
-            raise StorageError(
-                f"reading {key!r} in {self.url}: it has {len(content)} bytes, at most {max_size} were expected"
-            )
+        check_max_size(f"reading {key!r} in {self.url}", len(content), max_size)
         return bytes(content)
 
     def stat(self, key: str) -> ObjectStat:
@@ -155,38 +152,3 @@ class MemoryBackend(StorageBackend):
             if if_absent and self._prefix + key in self._store.objects:
                 raise KeyExistsError(f"writing {key!r} in {self.url}: the key is taken")
             self._store.objects[self._prefix + key] = (data, next(self._store.versions))
-
-
-class _MemoryWriter(ObjectWriter):
-    def __init__(self, backend: MemoryBackend, key: str, size: int) -> None:
-        self._backend = backend
-        self._key = key
-        self._action = f"writing {key!r} in {backend.url}"
-        self._written = WrittenRanges(self._action, size)
-        self._data: bytearray | None = bytearray(size)
-        self._complete = False
-        self._lock = Lock()
-
-    def write(self, offset: int, data: Buffer) -> None:
-        view = byte_view(data)
-        with self._lock:
-            target = self._open_data()
-            self._written.add(offset, len(view))
-            target[offset : offset + len(view)] = view
-
-    def complete(self) -> None:
-        with self._lock:
-            data = self._open_data()
-            self._written.check_whole()
-            self._backend._put(self._key, memoryview(data).toreadonly())
-            self._data = None
-            self._complete = True
-
-    def abort(self) -> None:
-        with self._lock:
-            self._data = None
-
-    def _open_data(self) -> bytearray:
-        if self._data is None:
-            raise StorageError(f"{self._action}: this writer is {'complete' if self._complete else 'aborted'}")
-        return self._data

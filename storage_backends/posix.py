@@ -16,6 +16,7 @@ from ..errors import AccessDeniedError, KeyNotFoundError, StorageError, StorageF
 from .buffers import skip_bytes
 
 __all__ = [
+    "UNSUPPORTED",
     "free_bytes",
     "libc_function",
     "map_os_error",
@@ -29,10 +30,12 @@ __all__ = [
 # The largest number of buffers of one preadv.
 _IOV_MAX = 1024
 
+UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+"""What a file system answers that does not support a call, a flag or an alignment; most use EINVAL."""
+
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
-_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -77,7 +80,7 @@ def preallocate(fd: int, size: int) -> bool:
         code = ctypes.get_errno()
         if code == errno.EINTR:
             continue
-        if code in _UNSUPPORTED:
+        if code in UNSUPPORTED:
             return False
         raise OSError(code, os.strerror(code))
     return True
@@ -95,7 +98,7 @@ def rename_exclusive(source: str, target: str) -> bool:
     if renameat2(*arguments) == 0:
         return True
     code = ctypes.get_errno()
-    if code in _UNSUPPORTED:
+    if code in UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code), target)
 
@@ -106,7 +109,7 @@ def sync_directory(path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        if error.errno not in UNSUPPORTED:
             raise
     finally:
         os.close(fd)

@@ -38,10 +38,11 @@ from typing_extensions import Buffer
 
 from ...errors import KeyNotFoundError, StorageError
 from ..base import ObjectStat, ObjectWriter, StorageBackend
-from ..buffers import byte_view
+from ..buffers import byte_view, check_max_size, writable_view
 from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
+from ..writers import BufferedWriter
 from .connection import Connection, connect, reject_caches
-from .errors import map_error, redact, translate_errors
+from .errors import map_error, redact, translated_errors
 from .objects import (
     has_objects,
     open_in_directory,
@@ -53,7 +54,7 @@ from .objects import (
     remove_if_exists,
     temporary_path,
 )
-from .writers import BufferedWriter, StreamWriter
+from .writers import StreamWriter
 
 __all__ = ["FsspecBackend"]
 
@@ -115,15 +116,16 @@ class FsspecBackend(StorageBackend):
         action = f"writing {key!r} in {self._display_url}"
         connection = self._connection(action, own=True)
         if size <= _BUFFERED_BYTES or connection.kind == "memory":
-            return BufferedWriter(action, size, lambda data: put_object(connection, action, key, data))
+            return BufferedWriter(action, size, lambda data: put_object(connection, action, key, bytes(data)))
         path = connection.path(key)
         if connection.kind == "objects":
             part = max(_PART_BYTES, -(-size // _MAX_PARTS))
-            options = {"autocommit": False, "block_size": part}
-            file = translate_errors(action, lambda: connection.fs.open(path, "wb", **options))
+            with translated_errors(action):
+                file = connection.fs.open(path, "wb", autocommit=False, block_size=part)
             return StreamWriter(action, size, file, discard=lambda: remove_if_exists(connection, path))
         temporary = temporary_path(path)
-        file = translate_errors(action, lambda: open_in_directory(connection.fs, temporary))
+        with translated_errors(action):
+            file = open_in_directory(connection.fs, temporary)
         return StreamWriter(
             action,
             size,
@@ -135,9 +137,7 @@ class FsspecBackend(StorageBackend):
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         check_key(key)
         action = f"reading {key!r} in {self._display_url}"
-        view = byte_view(buffer)
-        if view.readonly:
-            raise StorageError(f"{action}: the buffer to read into is read-only")
+        view = writable_view(action, buffer)
         if offset < 0:
             raise StorageError(f"{action}: the offset is {offset}")
         end = offset + len(view)
@@ -162,28 +162,24 @@ class FsspecBackend(StorageBackend):
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         action = f"reading {key!r} in {self._display_url}"
         size = self.stat(key).size
-        if max_size is not None and size > max_size:
-            raise StorageError(f"{action}: it has {size} bytes, at most {max_size} were expected")
+        check_max_size(action, size, max_size)
         if size == 0:
             return b""
         connection = self._connection(action)
         # start=0 makes it one request. Without it, s3fs fetches a large object in parallel ranges, which could belong
         # to two objects if it is replaced at the same time.
-        content = translate_errors(action, lambda: connection.fs.cat_file(connection.path(key), start=0), reading=True)
-        if max_size is not None and len(content) > max_size:
-            raise StorageError(f"{action}: it has {len(content)} bytes, at most {max_size} were expected")
+        with translated_errors(action, reading=True):
+            content = connection.fs.cat_file(connection.path(key), start=0)
+        check_max_size(action, len(content), max_size)
         return bytes(content)
 
     def stat(self, key: str) -> ObjectStat:
         check_key(key)
         action = f"looking at {key!r} in {self._display_url}"
         connection = self._connection(action)
-
-        def look() -> Any:
+        with translated_errors(action, reading=True):
             connection.fs.invalidate_cache()
-            return connection.fs.info(connection.path(key))
-
-        info = translate_errors(action, look, reading=True)
+            info = connection.fs.info(connection.path(key))
         if info["type"] != "file":
             raise KeyNotFoundError(f"{action}: no such object")
         return ObjectStat(key, int(info["size"]), _version(info))
@@ -193,15 +189,10 @@ class FsspecBackend(StorageBackend):
         action = f"listing {prefix!r} in {self._display_url}"
         connection = self._connection(action)
         directory = connection.path(prefix[: prefix.rfind("/") + 1])
-
-        def find() -> Any:
+        found: dict[str, Any] = {}
+        with translated_errors(action, reading=True), suppress(FileNotFoundError, NotADirectoryError):
             connection.fs.invalidate_cache()
-            try:
-                return connection.fs.find(directory, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                return {}
-
-        found = translate_errors(action, find, reading=True)
+            found = connection.fs.find(directory, detail=True)
         infos = [info for info in found.values() if info["type"] == "file"]
         stats = [
             ObjectStat(key, int(info["size"]), _version(info))
@@ -214,16 +205,12 @@ class FsspecBackend(StorageBackend):
         check_children_prefix(prefix)
         action = f"listing {prefix!r} in {self._display_url}"
         connection = self._connection(action)
-
-        def look() -> Any:
+        found: Sequence[dict[str, Any]] = ()
+        with translated_errors(action, reading=True), suppress(FileNotFoundError, NotADirectoryError):
             connection.fs.invalidate_cache()
-            try:
-                return connection.fs.ls(connection.path(prefix), detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-
+            found = connection.fs.ls(connection.path(prefix), detail=True)
         names = set()
-        for info in translate_errors(action, look, reading=True):
+        for info in found:
             key = connection.key(info["name"].rstrip("/"))
             if key is None or not key.startswith(prefix) or "/" in key[len(prefix) :] or not is_object_key(key):
                 continue
@@ -241,8 +228,8 @@ class FsspecBackend(StorageBackend):
         # One request per key, because s3fs's bulk delete ignores the errors of single keys.
         def delete_one(key: str) -> None:
             action = f"deleting {key!r} in {self._display_url}"
-            with suppress(KeyNotFoundError):
-                translate_errors(action, lambda: remove(connection, connection.path(key)), reading=True)
+            with suppress(KeyNotFoundError), translated_errors(action, reading=True):
+                remove(connection, connection.path(key))
 
         if connection.fs.async_impl and len(keys) > 1:
             with ThreadPoolExecutor(_CONCURRENT_DELETES, thread_name_prefix="bcp-delete") as pool:
@@ -268,7 +255,8 @@ class FsspecBackend(StorageBackend):
             self._abandoned.append(found)
             found = None
         if found is None or (own and not found.is_shareable):
-            found = translate_errors(action, lambda: connect(self._url, self._options))
+            with translated_errors(action):
+                found = connect(self._url, self._options)
             if found.is_shareable:
                 self._shared = found
             elif not own:

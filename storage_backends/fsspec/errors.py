@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ...errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
 from ..posix import map_os_error
 
-__all__ = ["map_error", "redact", "translate_errors"]
-
-_T = TypeVar("_T")
+__all__ = ["map_error", "redact", "translated_errors"]
 
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -43,9 +41,12 @@ def map_error(error: Exception, action: str, *, reading: bool) -> StorageError:
     return StorageError(f"{action}: {type(error).__name__}: {error}")
 
 
-def translate_errors(action: str, function: Callable[[], _T], *, reading: bool = False) -> _T:
-    """Call ``function`` and translate what it raises (see ``map_error``)."""
+@contextmanager
+def translated_errors(action: str, *, reading: bool = False) -> Iterator[None]:
+    """Translate what the block raises (see ``map_error``)."""
     try:
-        return function()
+        yield
+    except StorageError:
+        raise
     except Exception as error:
         raise map_error(error, action, reading=reading) from error

@@ -17,9 +17,10 @@ from ...errors import KeyExistsError, StorageError
 from ..keys import TEMPORARY_PREFIX
 from ..posix import sync_directory
 from .connection import Connection
-from .errors import map_error, translate_errors
+from .errors import map_error, translated_errors
 
 __all__ = [
+    "flush_to_device",
     "has_objects",
     "open_in_directory",
     "publish",
@@ -41,7 +42,8 @@ def put_object(connection: Connection, action: str, key: str, content: bytes) ->
     """Store a complete object and replace what has its key."""
     path = connection.path(key)
     if connection.kind in ("objects", "memory"):
-        translate_errors(action, lambda: connection.fs.pipe_file(path, content))
+        with translated_errors(action):
+            connection.fs.pipe_file(path, content)
         return
     temporary = _write_temporary(connection, action, path, content)
     publish(connection, action, temporary, path, len(content))
@@ -55,14 +57,15 @@ def put_object_if_absent(connection: Connection, action: str, key: str, content:
     path = connection.path(key)
     fs = connection.fs
     if connection.kind == "memory":
-        with _memory_lock:
-            if translate_errors(action, lambda: fs.isfile(path)):
+        with _memory_lock, translated_errors(action):
+            if fs.isfile(path):
                 raise KeyExistsError(f"{action}: the key is taken")
-            translate_errors(action, lambda: fs.pipe_file(path, content))
+            fs.pipe_file(path, content)
     elif connection.kind == "file":
         temporary = _write_temporary(connection, action, path, content)
         try:
-            translate_errors(action, lambda: fs.link(temporary, path))
+            with translated_errors(action):
+                fs.link(temporary, path)
         finally:
             remove_if_exists(connection, temporary)
     elif connection.has_conditional_put:
@@ -81,30 +84,32 @@ def put_object_if_absent(connection: Connection, action: str, key: str, content:
 
 def _write_temporary(connection: Connection, action: str, path: str, content: bytes) -> str:
     temporary = temporary_path(path)
-
-    def write() -> None:
-        with open_in_directory(connection.fs, temporary) as file:
-            file.write(content)
-            file.flush()
-            with suppress(AttributeError, OSError):
-                os.fsync(file.fileno())
-
     try:
-        translate_errors(action, write)
+        with translated_errors(action), open_in_directory(connection.fs, temporary) as file:
+            file.write(content)
+            flush_to_device(file)
     except StorageError:
         remove_if_exists(connection, temporary)
         raise
     return temporary
 
 
+def flush_to_device(file: Any) -> None:
+    """Flush a file, and make it durable if it is a file of the operating system."""
+    file.flush()
+    with suppress(AttributeError, OSError):
+        os.fsync(file.fileno())
+
+
 def publish(connection: Connection, action: str, temporary: str, path: str, size: int) -> None:
     """Give the finished file ``temporary``, of ``size`` bytes, the name ``path``."""
     fs = connection.fs
     if connection.kind == "file":
-        translate_errors(action, lambda: os.replace(temporary, path))
-        translate_errors(action, lambda: sync_directory(os.path.dirname(path)))
+        with translated_errors(action):
+            os.replace(temporary, path)
+            sync_directory(os.path.dirname(path))
         return
-    try:
+    with translated_errors(action):
         try:
             fs.mv(temporary, path)
         except Exception:
@@ -115,8 +120,6 @@ def publish(connection: Connection, action: str, temporary: str, path: str, size
             fs.rm_file(path)
             fs.mv(temporary, path)
         found = fs.info(path)["size"]
-    except Exception as error:
-        raise map_error(error, action, reading=False) from error
     if found != size:
         raise StorageError(f"{action}: it has {found} bytes after the rename, not the {size} that were written")
 
@@ -151,8 +154,8 @@ def remove_empty_directories(connection: Connection, directory: str) -> None:
 
 def has_objects(connection: Connection, action: str, directory: str) -> bool:
     """Whether there is a file anywhere below ``directory``."""
-    walk = connection.fs.walk(directory)
-    return translate_errors(action, lambda: any(files for _, _, files in walk), reading=True)
+    with translated_errors(action, reading=True):
+        return any(files for _, _, files in connection.fs.walk(directory))
 
 
 def _exists(connection: Connection, path: str) -> bool:

@@ -1,66 +1,25 @@
-"""Writers for stores that accept an object only as a whole or in order."""
+"""The writer for stores that accept an object only in order."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from contextlib import suppress
-from threading import Lock
 from typing import Any
 
 from fsspec.spec import AbstractBufferedFile
 from typing_extensions import Buffer
 
-from ...errors import StorageError
-from ..base import ObjectWriter
-from ..buffers import WrittenRanges, byte_view
-from .errors import map_error
+from ..buffers import byte_view
+from ..writers import CheckedWriter
+from .errors import map_error, translated_errors
+from .objects import flush_to_device
 
-__all__ = ["BufferedWriter", "StreamWriter"]
+__all__ = ["StreamWriter"]
 
 _log = logging.getLogger(__name__)
 
 
-class BufferedWriter(ObjectWriter):
-    """Buffer a small object in memory; ``complete`` passes all of it to ``store``."""
-
-    def __init__(self, action: str, size: int, store: Callable[[bytes], None]) -> None:
-        self._action = action
-        self._written = WrittenRanges(action, size)
-        self._data = bytearray(size)
-        self._store = store
-        self._state = "open"
-        self._lock = Lock()
-
-    def write(self, offset: int, data: Buffer) -> None:
-        view = byte_view(data)
-        with self._lock:
-            self._check_open()
-            self._written.add(offset, len(view))
-            self._data[offset : offset + len(view)] = view
-
-    def complete(self) -> None:
-        with self._lock:
-            self._check_open()
-            self._written.check_whole()
-            self._state = "failed"
-            self._store(bytes(self._data))
-            self._state = "complete"
-            self._data = bytearray()
-
-    def abort(self) -> None:
-        with self._lock:
-            if self._state != "complete":
-                self._state = "aborted"
-                self._data = bytearray()
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise StorageError(f"{self._action}: this writer is {self._state}")
-
-
-class StreamWriter(ObjectWriter):
+class StreamWriter(CheckedWriter):
     """Forward parts to a file that can only be written from start to end.
 
     The thread that brings the next part forwards it, while other threads wait for the lock; this is the back-pressure.
@@ -79,23 +38,17 @@ class StreamWriter(ObjectWriter):
         publish: Callable[[], None] | None = None,
         discard: Callable[[], None],
     ) -> None:
-        self._action = action
-        self._written = WrittenRanges(action, size)
+        super().__init__(action, size)
         self._file = file
         self._publish = publish
         self._remove = discard
         self._early: dict[int, bytes] = {}
         self._next = 0
-        self._state = "open"
-        self._failure: StorageError | None = None
-        self._lock = Lock()
 
     def write(self, offset: int, data: Buffer) -> None:
         view = byte_view(data)
-        with self._lock:
-            self._raise_first_failure()
-            self._check_open()
-            self._written.add(offset, len(view))
+        with self._changed:
+            self._admit(offset, len(view))
             if not len(view):
                 return
             if offset != self._next:
@@ -110,21 +63,16 @@ class StreamWriter(ObjectWriter):
                 raise self._failure from error
 
     def complete(self) -> None:
-        with self._lock:
-            self._check_open()
-            self._written.check_whole()
-            self._state = "failed"
-            try:
+        with self._changed:
+            self._seal()
+            with translated_errors(self._action):
                 self._finish()
-            except Exception as error:
-                raise map_error(error, self._action, reading=False) from error
             self._state = "complete"
 
     def abort(self) -> None:
-        with self._lock:
-            if self._state in ("complete", "aborted"):
+        with self._changed:
+            if not self._withdraw():
                 return
-            self._state, self._failure = "aborted", None
             self._early.clear()
             try:
                 self._discard()
@@ -147,9 +95,7 @@ class StreamWriter(ObjectWriter):
 
     def _finish(self) -> None:
         if not isinstance(self._file, AbstractBufferedFile):
-            self._file.flush()
-            with suppress(AttributeError, OSError):
-                os.fsync(self._file.fileno())
+            flush_to_device(self._file)
         self._file.close()
         if isinstance(self._file, AbstractBufferedFile) and not self._file.autocommit:
             self._file.commit()
@@ -169,12 +115,3 @@ class StreamWriter(ObjectWriter):
             return
         self._file.close()
         self._remove()
-
-    def _raise_first_failure(self) -> None:
-        """Raise the first failure of any thread, so that every thread that writes reports its cause."""
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args) from self._failure
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise StorageError(f"{self._action}: this writer is {self._state}")

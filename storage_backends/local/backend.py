@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 
 from ...errors import KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
 from ..base import ObjectReader, ObjectStat, ObjectWriter, StorageBackend
-from ..buffers import WrittenRanges, byte_view
+from ..buffers import byte_view, check_max_size
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..posix import free_bytes, write_at
 from .directories import is_within, link_exclusive, lock_temporary, make_directories
@@ -123,17 +123,8 @@ class LocalBackend(StorageBackend):
 
     def create(self, key: str, size: int) -> ObjectWriter:
         action = f"writing {key!r} in {self._root.path}"
-        written = WrittenRanges(action, size)
-
-        def attempt(path: str) -> int:
-            # Unlink instead of truncating, so that open readers keep the bytes of the old object.
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-        opened: list[int] = []
-        path = self._create_file(key, action, lambda path: opened.append(attempt(path)), needed=size)
-        writer = LocalWriter(self._root, path, action, opened[0], size, written)
+        writer = LocalWriter(self._root, action, size)
+        self._create_file(key, action, writer.create_file, needed=size)
         try:
             writer.reserve()
         except BaseException:
@@ -154,10 +145,7 @@ class LocalBackend(StorageBackend):
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         with self._open(key) as opened:
-            if max_size is not None and opened.size > max_size:
-                raise StorageError(
-                    f"reading {key!r} in {self.url}: it has {opened.size} bytes, at most {max_size} were expected"
-                )
+            check_max_size(f"reading {key!r} in {self.url}", opened.size, max_size)
             content = bytearray(opened.size)
             opened.read(0, [content])
             return bytes(content)
@@ -165,13 +153,11 @@ class LocalBackend(StorageBackend):
     def stat(self, key: str) -> ObjectStat:
         action = f"looking at {key!r} in {self._root.path}"
         path = self._resolve(key, action)
-        try:
+        with self._root.translated_errors(action, reading=True):
             found = os.stat(path)
-        except OSError as error:
-            raise self._root.map_error(error, action, reading=True) from error
         if not stat.S_ISREG(found.st_mode):
             raise KeyNotFoundError(f"{action}: it is not a file")
-        return ObjectStat(key, found.st_size, f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}")
+        return _object_stat(key, found)
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         check_prefix(prefix)
@@ -181,33 +167,29 @@ class LocalBackend(StorageBackend):
         action = f"listing {prefix!r} in {self._root.path}"
         head = prefix[: prefix.rfind("/") + 1]
         start, top = self._resolve_directory(head, action)
-        try:
+        with self._root.translated_errors(action, reading=True):
             for key, found in list_tree(start, head, top, is_object_key):
                 if key.startswith(prefix):
-                    version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
-                    yield ObjectStat(key, found.st_size, version)
-        except OSError as error:
-            raise self._root.map_error(error, action, reading=True) from error
+                    yield _object_stat(key, found)
 
     def list_children(self, prefix: str = "") -> Sequence[str]:
         check_children_prefix(prefix)
         action = f"listing {prefix!r} in {self._root.path}"
         start, top = self._resolve_directory(prefix, action)
         names: list[str] = []
-        try:
-            with os.scandir(start) as entries:
-                for entry in entries:
-                    if not is_object_key(entry.name) or not should_follow(entry, top):
-                        continue
-                    if entry.is_dir():
-                        if has_objects(entry.path, top, is_object_key):
-                            names.append(entry.name + "/")
-                    elif entry.is_file():
-                        names.append(entry.name)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise self._root.map_error(error, action, reading=True) from error
+        with (
+            self._root.translated_errors(action, reading=True),
+            suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(start) as entries,
+        ):
+            for entry in entries:
+                if not is_object_key(entry.name) or not should_follow(entry, top):
+                    continue
+                if entry.is_dir():
+                    if has_objects(entry.path, top, is_object_key):
+                        names.append(entry.name + "/")
+                elif entry.is_file():
+                    names.append(entry.name)
         return sorted(names)
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -215,12 +197,11 @@ class LocalBackend(StorageBackend):
         for key in keys:
             action = f"deleting {key!r} in {self._root.path}"
             path = self._locate(key, action)
-            try:
+            with (
+                self._root.translated_errors(action, reading=False),
+                suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
+            ):
                 os.unlink(path)
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                pass
-            except OSError as error:
-                raise self._root.map_error(error, action, reading=False) from error
             parents.add(os.path.dirname(path))
         for parent in sorted(parents, key=len, reverse=True):
             self._root.remove_empty_directories(parent)
@@ -292,3 +273,7 @@ class LocalBackend(StorageBackend):
         if not is_within(directory, top):
             raise StorageError(f"{action}: refused: a symbolic link leads out of the root, to {directory}")
         return directory, top
+
+
+def _object_stat(key: str, found: os.stat_result) -> ObjectStat:
+    return ObjectStat(key, found.st_size, f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}")

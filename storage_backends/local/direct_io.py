@@ -26,8 +26,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..posix import libc_function, read_scattered_at, write_at
-from .page_cache import REFUSALS
+from ..posix import UNSUPPORTED, libc_function, read_scattered_at, write_at
 
 __all__ = ["MIN_READ", "MIN_WRITE", "PAGE", "DirectFile", "read_direct", "write_direct"]
 
@@ -143,7 +142,7 @@ class DirectFile:
             yield memory[:length]
 
     def _note_refusal(self, error: OSError) -> None:
-        if error.errno not in REFUSALS:
+        if error.errno not in UNSUPPORTED:
             raise error
         self.refused = True
 

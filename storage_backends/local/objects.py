@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
-from threading import Condition, Lock
-from typing import Literal, TypeVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from threading import Lock
 
 from typing_extensions import Buffer
 
 from ...errors import KeyNotFoundError, StorageError, StorageFullError
-from ..base import ObjectReader, ObjectWriter
-from ..buffers import WrittenRanges, byte_view
+from ..base import ObjectReader
+from ..buffers import byte_view, writable_view
 from ..posix import free_bytes, preallocate, read_scattered_at, write_at
+from ..writers import CheckedWriter
 from .direct_io import MIN_READ, MIN_WRITE, PAGE, DirectFile, read_direct, write_direct
 from .page_cache import PageCache
 from .root import LocalRoot
@@ -23,32 +24,33 @@ __all__ = ["LocalReader", "LocalWriter"]
 
 _log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 
-
-class LocalWriter(ObjectWriter):
+class LocalWriter(CheckedWriter):
     """Write a file in place. Large parts bypass the page cache if the file system supports it.
 
     A descriptor is closed only when no thread is inside a write: the kernel reuses its number for the next file that is
     opened, and a late write would end up in that file.
     """
 
-    def __init__(self, root: LocalRoot, path: str, action: str, fd: int, size: int, written: WrittenRanges) -> None:
+    def __init__(self, root: LocalRoot, action: str, size: int) -> None:
+        super().__init__(action, size)
         self._root = root
-        self._path = path
-        self._action = action
-        self._size = size
-        self._written = written
-        self._fd = fd
         self._direct: DirectFile | None = None
-        self._state: Literal["open", "failed", "complete", "aborted"] = "open"
-        self._failure: BaseException | None = None
         self._writes_in_progress = 0
-        self._changed = Condition()
+
+    def create_file(self, path: str) -> None:
+        """Create the file. Raises ``OSError``."""
+        # Unlink instead of truncating, so that open readers keep the bytes of the old object.
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._path = path
 
     def reserve(self) -> None:
         """Reserve the space, so that a full disk is detected before the first byte is copied."""
-        if not self._call(lambda: preallocate(self._fd, self._size)):
+        with self._translated_errors():
+            is_reserved = preallocate(self._fd, self._size)
+        if not is_reserved:
             free = free_bytes(self._path)
             if free is not None and free < self._size:
                 raise StorageFullError(
@@ -60,12 +62,11 @@ class LocalWriter(ObjectWriter):
     def write(self, offset: int, data: Buffer) -> None:
         view = byte_view(data)
         with self._changed:
-            self._raise_first_failure()
-            self._check_open()
-            self._written.add(offset, len(view))
+            self._admit(offset, len(view))
             self._writes_in_progress += 1
         try:
-            self._call(lambda: self._write(view, offset))
+            with self._translated_errors():
+                self._write(view, offset)
         except BaseException as error:
             with self._changed:
                 self._state, self._failure = "failed", self._failure or error
@@ -80,24 +81,23 @@ class LocalWriter(ObjectWriter):
             self._check_open()
             if self._writes_in_progress:
                 raise StorageError(f"{self._action}: complete() was called while a thread was writing")
-            self._written.check_whole()
-            self._state = "failed"
+            self._seal()
             fd, self._fd = self._fd, -1
-        try:
-            # This covers direct writes too. It is not retried: after a failed fsync the kernel may have dropped the
-            # dirty pages, and a second one would succeed without having written them.
-            self._call(lambda: os.fdatasync(fd))
-        finally:
-            self._call(lambda: self._close(fd))
+        with self._translated_errors():
+            try:
+                # This covers direct writes too. It is not retried: after a failed fsync the kernel may have dropped
+                # the dirty pages, and a second one would succeed without having written them.
+                os.fdatasync(fd)
+            finally:
+                self._close(fd)
         self._root.sync_directories(self._path, self._action)
         with self._changed:
             self._state = "complete"
 
     def abort(self) -> None:
         with self._changed:
-            if self._state in ("complete", "aborted"):
+            if not self._withdraw():
                 return
-            self._state, self._failure = "aborted", None
             self._changed.wait_for(lambda: not self._writes_in_progress)
             fd, self._fd = self._fd, -1
         try:
@@ -121,22 +121,8 @@ class LocalWriter(ObjectWriter):
             self._direct.close()
         os.close(fd)
 
-    def _raise_first_failure(self) -> None:
-        """Raise the first failure of any thread, so that every thread that writes reports its cause."""
-        if isinstance(self._failure, StorageError):
-            raise type(self._failure)(*self._failure.args) from self._failure
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise StorageError(f"{self._action}: this writer is {self._state}")
-
-    def _call(self, function: Callable[[], _T]) -> _T:
-        try:
-            return function()
-        except StorageError:  # also an OSError
-            raise
-        except OSError as error:
-            raise self._root.map_error(error, self._action, reading=False, needed=self._size) from error
+    def _translated_errors(self) -> AbstractContextManager[None]:
+        return self._root.translated_errors(self._action, reading=False, needed=self._size)
 
 
 class LocalReader(ObjectReader):
@@ -151,12 +137,10 @@ class LocalReader(ObjectReader):
         self._direct: DirectFile | None = None
         self._direct_tried = False
         self._lock = Lock()
-        try:
+        with self._translated_errors():
             # O_NONBLOCK keeps a FIFO with a hostile name from blocking; it has no effect on regular files.
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             found = os.fstat(self.fd)
-        except OSError as error:
-            raise root.map_error(error, action, reading=True) from error
         if not stat.S_ISREG(found.st_mode):
             os.close(self.fd)
             raise KeyNotFoundError(f"{action}: it is not a file")
@@ -164,17 +148,18 @@ class LocalReader(ObjectReader):
         self._cache = PageCache(self.fd)
 
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        self._read(offset, [byte_view(buffer) for buffer in buffers], None)
+        self._read(offset, [writable_view(self._action, buffer) for buffer in buffers], None)
 
     def read_once(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Like ``read``, but bypass the page cache if that is faster."""
-        views = [byte_view(buffer) for buffer in buffers]
+        views = [writable_view(self._action, buffer) for buffer in buffers]
         length = sum(map(len, views))
         cached = length < MIN_READ or offset < 0 or self.is_cached(offset, length)
         self._read(offset, views, None if cached else self._open_direct())
 
     def is_cached(self, offset: int, length: int) -> bool:
-        return self._call(lambda: self._cache.has(offset, length))
+        with self._translated_errors():
+            return self._cache.has(offset, length)
 
     def direct_alignment(self) -> int:
         return PAGE if self._open_direct() is not None else 0
@@ -183,12 +168,13 @@ class LocalReader(ObjectReader):
         view = byte_view(buffer)
         direct = self._open_direct()
         done = 0
-        if direct is not None:
-            done = self._call(lambda: direct.read(view, offset))
-            self._check_refused(direct)
-        if done < len(view) and offset + done < self.size:
-            # The direct read was refused or short: a read through the page cache reports the cause.
-            done += self._call(lambda: read_scattered_at(self.fd, [view[done:]], offset + done))
+        with self._translated_errors():
+            if direct is not None:
+                done = direct.read(view, offset)
+                self._check_refused(direct)
+            if done < len(view) and offset + done < self.size:
+                # The direct read was refused or short: a read through the page cache reports the cause.
+                done += read_scattered_at(self.fd, [view[done:]], offset + done)
         return done
 
     def close(self) -> None:
@@ -209,16 +195,15 @@ class LocalReader(ObjectReader):
             return self._direct
 
     def _read(self, offset: int, views: Sequence[memoryview], direct: DirectFile | None) -> None:
-        if any(view.readonly for view in views):
-            raise StorageError(f"{self._action}: the buffer to read into is read-only")
         if offset < 0:
             raise StorageError(f"{self._action}: the offset is {offset}")
         end = offset + sum(map(len, views))
-        if direct is None:
-            done = self._call(lambda: read_scattered_at(self.fd, views, offset))
-        else:
-            done = self._call(lambda: read_direct(direct, self.fd, views, offset))
-            self._check_refused(direct)
+        with self._translated_errors():
+            if direct is None:
+                done = read_scattered_at(self.fd, views, offset)
+            else:
+                done = read_direct(direct, self.fd, views, offset)
+                self._check_refused(direct)
         # An empty read beyond the end moves no bytes, but it is out of range.
         if done < end - offset or offset > self.size:
             raise StorageError(
@@ -230,10 +215,5 @@ class LocalReader(ObjectReader):
         if direct.refused:
             self._root.disable_direct_io("a read was refused")
 
-    def _call(self, function: Callable[[], _T]) -> _T:
-        try:
-            return function()
-        except StorageError:  # also an OSError
-            raise
-        except OSError as error:
-            raise self._root.map_error(error, self._action, reading=True) from error
+    def _translated_errors(self) -> AbstractContextManager[None]:
+        return self._root.translated_errors(self._action, reading=True)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import struct
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from random import randrange
 
 import numpy as np
 
-from ..posix import libc_function
+from ..posix import UNSUPPORTED, libc_function
 
-__all__ = ["REFUSALS", "PageCache"]
-
-# A file system refuses O_DIRECT, an alignment or a flag with EINVAL; FUSE and stacked ones use the other codes.
-REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+__all__ = ["PageCache"]
 
 _CACHESTAT = 451  # system call number, Linux 6.5
 _RANGE = "<2Q"  # offset, length
@@ -36,8 +33,6 @@ class PageCache:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._count: _Count | None = None
-        self._tried = False
 
     def has(self, offset: int, length: int) -> bool:
         """Whether the cache seems to contain these bytes.
@@ -47,15 +42,14 @@ class PageCache:
         """
         if length < 1:
             return True
-        if not self._tried:
-            self._count, self._tried = self._counting(), True
         if self._count is None:
             return self._probe(offset, length)
         first, end = offset // mmap.PAGESIZE, -(-(offset + length) // mmap.PAGESIZE)
         return (self._count(self._fd, offset, length) or 0) >= _CACHED_SHARE * (end - first)
 
-    def _counting(self) -> _Count | None:
-        """Return the function that can count cached pages of this file, or None."""
+    @cached_property
+    def _count(self) -> _Count | None:
+        """The function that can count cached pages of this file, or None."""
         # A page that was just read is cached, unless the pages belong to another file (overlayfs).
         os.preadv(self._fd, [bytearray(1)], 0)
         return next((count for count in (_cached_pages, _mapped_pages) if count(self._fd, 0, 1)), None)
@@ -71,7 +65,7 @@ class PageCache:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in REFUSALS:
+            if error.errno not in UNSUPPORTED:
                 raise
             return True
 

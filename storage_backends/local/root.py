@@ -6,8 +6,8 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ...errors import StorageError, StorageFullError
 from ..posix import free_bytes, map_os_error, sync_directory
@@ -17,8 +17,6 @@ from .directories import is_within, remove_abandoned_files
 __all__ = ["LocalRoot"]
 
 _log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 class LocalRoot:
@@ -51,10 +49,13 @@ class LocalRoot:
             self.direct_io = False
             _log.debug("%s: direct I/O is disabled, transfers use the page cache (%s)", self.path, reason)
 
-    def run(self, function: Callable[[], _T], action: str, *, reading: bool, needed: int | None = None) -> _T:
-        """Call ``function`` and translate its ``OSError`` (see ``map_error``)."""
+    @contextmanager
+    def translated_errors(self, action: str, *, reading: bool, needed: int | None = None) -> Iterator[None]:
+        """Translate an ``OSError`` that the block raises (see ``map_error``)."""
         try:
-            return function()
+            yield
+        except StorageError:  # also an OSError
+            raise
         except OSError as error:
             raise self.map_error(error, action, reading=reading, needed=needed) from error
 
@@ -98,12 +99,10 @@ class LocalRoot:
         """Make every name on the way from the root down to the file ``path`` durable."""
         top = self.resolved()
         directory = os.path.dirname(path)
-        try:
+        with self.translated_errors(action, reading=False):
             # Sync all of them: another rank may have created one and not synced it yet.
             while is_within(directory, top):
                 sync_directory(directory)
                 if directory == top:
                     return
                 directory = os.path.dirname(directory)
-        except OSError as error:
-            raise self.map_error(error, action, reading=False) from error

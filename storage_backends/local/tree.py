@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 
+from .directories import is_within
+
 __all__ = ["has_objects", "list_tree", "should_follow"]
 
 _log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ def should_follow(entry: os.DirEntry[str], top: str, parents: tuple[str, ...] = 
     if not entry.is_symlink():
         return True
     target = os.path.realpath(entry.path)
-    if target != top and not target.startswith(top.rstrip("/") + "/"):
+    if not is_within(target, top):
         _log.warning("not listing %s: it leads out of %s, to %s", entry.path, top, target)
         return False
     if target in parents:
