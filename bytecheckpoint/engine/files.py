@@ -17,7 +17,7 @@ from ..tensors.geometry import Box
 from ..tensors.shards import Shard
 from ..tensors.tables import Int64
 
-__all__ = ["FileImage", "FileLayout", "data_key", "lay_out_file", "tensor_image", "values_image"]
+__all__ = ["FileImage", "FileLayout", "data_key", "lay_out_file", "tensor_image"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +94,3 @@ def lay_out_file(section: str, rows: Int64, shards: Sequence[Shard], metadata: d
 def tensor_image(key: str, layout: FileLayout, shards: Sequence[Shard] = ()) -> FileImage:
     """Return the image of a safetensors file. ``shards`` are the layout's ``rows``, if this rank holds them."""
     return FileImage(key, layout.section, "tensors", layout.head, layout.offsets, layout.nbytes, shards)
-
-
-def values_image(key: str, section: str, kind: str, document: bytes) -> FileImage:
-    """Return the image of a file of plain values."""
-    return FileImage(key, section, kind, document)

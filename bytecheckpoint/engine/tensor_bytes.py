@@ -8,9 +8,10 @@ import torch
 
 from ..tensors.geometry import Box
 
-__all__ = ["as_bytes", "box_view", "byte_view", "copy_elements", "copy_memory"]
+__all__ = ["CARRIERS", "as_bytes", "box_view", "byte_view", "copy_elements", "copy_memory"]
 
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By size, the dtype as which elements are moved: torch cannot copy elements of every dtype."""
 
 # Shorter copies hold the GIL: releasing and reacquiring it costs more than the copy.
 _MIN_GIL_RELEASE_BYTES = 64 << 10
@@ -33,7 +34,7 @@ def copy_elements(out: torch.Tensor, source: torch.Tensor, *, non_blocking: bool
     """Do ``out[...] = source``; bit by bit between equal dtypes, so that opaque dtypes work too."""
     with torch.no_grad():
         if out.dtype == source.dtype and not any(t.is_conj() or t.is_neg() for t in (out, source)):
-            carrier = _CARRIERS[out.dtype.itemsize]
+            carrier = CARRIERS[out.dtype.itemsize]
             out, source = out.view(carrier), source.view(carrier)
         out.copy_(source, non_blocking=non_blocking)
 

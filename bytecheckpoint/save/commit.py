@@ -16,8 +16,7 @@ from ..telemetry.trace import SAVE_STEPS, Timings
 from ..version import VERSION
 from .agreement import SaveShare
 from .options import SaveOptions
-from .record import Confirmations, build_manifest, pack_written
-from .writing import WrittenFiles
+from .record import Confirmations, WrittenFiles, build_manifest, pack_written
 
 __all__ = ["SaveCommit"]
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from ..control.base import Operation
-from ..engine.files import FileImage, FileLayout, data_key, lay_out_file, tensor_image, values_image
+from ..engine.files import FileImage, FileLayout, data_key, lay_out_file, tensor_image
 from ..format.values import encode_path, encode_value, encode_values_file, path_name, value_digest
 from ..frameworks.sections import Section, rank_name, resolve_sections
 from ..planners import (
@@ -203,7 +203,7 @@ class LocalState:
                     by_section.setdefault(section, []).append((path, shared, data))
             for section, leaves in by_section.items():
                 key = data_key(attempt, section, self._rank, kind)
-                images.append(values_image(key, section, kind, encode_values_file(leaves)))
+                images.append(FileImage(key, section, kind, encode_values_file(leaves)))
         return images
 
 

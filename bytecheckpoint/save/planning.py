@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -76,48 +76,20 @@ def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, j
             negotiation.receive([msgpack.unpackb(message) for message in received], listing)
     else:
         raise PlanError(f"rank 0 had no plan after {_MAX_ROUNDS} rounds of messages")
-    return _accept(op, plans, local, listing, negotiation, separated, content)
-
-
-def _accept(
-    op: Operation,
-    plans: Plans,
-    local: LocalState,
-    listing: Listing,
-    negotiation: PlanNegotiation | None,
-    separated: list[str],
-    content: Sequence[Any],
-) -> SaveShare:
-    """Decode this rank's share, prepare what every save of this plan needs, and cache the plan if possible."""
     attempt_id, plan_id, nbytes, assignment_bytes, gather_bytes, checks = content
     assignment = Assignment.from_bytes(assignment_bytes, listing.plan)
     merge = None
     if gather_bytes:
         gather = GatherShare.from_bytes(gather_bytes, listing.plan, op.world_size)
         merge = MergeWork.of(gather, listing.plan, HEADER_METADATA)
-    planned = CachedPlan(
-        plan_id,
-        assignment,
-        ContentChecks.from_bytes(checks, op.rank, op.world_size, len(local.contents)),
-        nbytes,
-        separated,
-        listing.order,
-        local.lay_out(assignment, listing.order),
-        None if negotiation is None else negotiation.plan,
-        None if negotiation is None else negotiation.comparison,
-        merge,
-    )
+    content_checks = ContentChecks.from_bytes(checks, op.rank, op.world_size, len(local.contents))
+    files = local.lay_out(assignment, listing.order)
+    planned = CachedPlan(plan_id, assignment, content_checks, nbytes, separated, listing.order, files, merge=merge)
+    if negotiation is not None:
+        planned = replace(planned, plan=negotiation.plan, comparison=negotiation.comparison)
     if plan_id:
         plans.keep(local.fingerprint, planned)
     return SaveShare(attempt_name(attempt_id), planned)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What rank 0 requests of one rank."""
-
-    table: bool
-    contents: bool
 
 
 class PlanNegotiation:
@@ -129,18 +101,19 @@ class PlanNegotiation:
         self._summaries = list(summaries)
         self._tables = {summaries[0].table_digest: listing.plan.table()}
         self._contents = {summaries[0].contents_digest: local.contents}
-        self._requests: list[_Request] = []
+        self._requests: list[tuple[bool, bool]] = []  # by rank, whether it sends its table, and its contents
         self.plan: SavePlan | None = None
         self.comparison: ContentComparison | None = None
 
     def messages(self) -> list[bytes]:
         """Return the next message to each rank: a request, names to separate, or the rank's share."""
         self._requests = self._missing()
-        if any(request.table or request.contents for request in self._requests):
-            return [msgpack.packb([_SEND, request.table, request.contents]) for request in self._requests]
+        if any(map(any, self._requests)):
+            return [msgpack.packb([_SEND, *request]) for request in self._requests]
         if self.comparison is None:
+            contents = [self._contents[summary.contents_digest] for summary in self._summaries]
             held = [
-                HeldContents(table.compared_items(), np.array(ranks), [self._contents_of(rank) for rank in ranks])
+                HeldContents(table.compared_items(), np.array(ranks), [contents[rank] for rank in ranks])
                 for table, ranks in self._ranks_by_table()
             ]
             self.comparison = compare_contents(held, len(self._summaries))
@@ -151,31 +124,29 @@ class PlanNegotiation:
 
     def receive(self, replies: Sequence[list[Any]], listing: Listing) -> None:
         """Take the ranks' replies to the last messages. ``listing`` is rank 0's own, as it is now."""
-        if not any(request.table or request.contents for request in self._requests):
+        if not any(map(any, self._requests)):
             self._summaries = [RankSummary(*reply) for reply in replies]
             self._tables[self._summaries[0].table_digest] = listing.plan.table()
             return
-        for rank, (request, summary, (table, contents)) in enumerate(zip(self._requests, self._summaries, replies)):
-            if request.table:
+        for rank, (requested, summary, (table, contents)) in enumerate(zip(self._requests, self._summaries, replies)):
+            sends_table, sends_contents = requested
+            if sends_table:
                 _verify(rank, "table", table, summary.table_digest)
                 self._tables[summary.table_digest] = PlanTable.from_bytes(table)
-            if request.contents:
+            if sends_contents:
                 _verify(rank, "contents", contents, summary.contents_digest)
                 digests = np.frombuffer(contents, np.uint8).reshape(-1, DIGEST_BYTES)
                 self._contents[summary.contents_digest] = digests
 
-    def _missing(self) -> list[_Request]:
+    def _missing(self) -> list[tuple[bool, bool]]:
         """Request each unknown table and each unknown set of contents from the first rank that has it."""
         tables, contents = set(self._tables), set(self._contents)
         requests = []
         for summary in self._summaries:
-            requests.append(_Request(summary.table_digest not in tables, summary.contents_digest not in contents))
+            requests.append((summary.table_digest not in tables, summary.contents_digest not in contents))
             tables.add(summary.table_digest)
             contents.add(summary.contents_digest)
         return requests
-
-    def _contents_of(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        return self._contents[self._summaries[rank].contents_digest]
 
     def _ranks_by_table(self) -> list[tuple[PlanTable, list[int]]]:
         ranks: dict[bytes, list[int]] = {}
@@ -202,20 +173,12 @@ class PlanNegotiation:
         plan_id = secrets.token_bytes(_PLAN_ID_BYTES) if comparison.is_cacheable else b""
         attempt_id = new_attempt_id(self._job)
         nbytes = sum(file.data_size for file in self.plan.files)
-        return [
-            msgpack.packb(
-                [
-                    _SHARE,
-                    attempt_id,
-                    plan_id,
-                    nbytes,
-                    assignments.assignment_bytes(rank),
-                    b"" if gather is None else gather.share(rank).to_bytes(),
-                    checks,
-                ]
-            )
-            for rank, checks in enumerate(comparison.checks())
-        ]
+        shares = []
+        for rank, checks in enumerate(comparison.checks()):
+            gather_bytes = b"" if gather is None else gather.share(rank).to_bytes()
+            share = [attempt_id, plan_id, nbytes, assignments.assignment_bytes(rank), gather_bytes, checks]
+            shares.append(msgpack.packb([_SHARE, *share]))
+        return shares
 
 
 def _verify(rank: int, what: str, data: bytes, digest: bytes) -> None:

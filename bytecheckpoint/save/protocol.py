@@ -101,28 +101,17 @@ def _complete(run: SaveRun, share: SaveShare, copy: StateCopy, models: list[Stor
     """From staged bytes to a committed checkpoint, on the background thread. Raises nothing: the handle reports."""
     if not run.lifecycle.start():
         return
-    engine, backend, op, timings, commit = run.engine, run.backend, run.op, run.timings, run.commit
-    deadline_s, chunk_size = run.options.deadline_s, commit.chunk_size
+    commit = run.commit
     try:
-        with op.phase("stage"):
+        with run.op.phase("stage"):
             copy.wait_copied()
         merged = []
         if (work := share.planned.merge) is not None:
             with run.step("merge"):
-                merged = merge_tensors(
-                    op,
-                    backend,
-                    engine,
-                    work,
-                    copy,
-                    timings,
-                    share,
-                    chunk_size=chunk_size,
-                    deadline_s=deadline_s,
-                )
+                merged = merge_tensors(run, share, copy, work)
         run.lifecycle.finish_merge()
         with run.step("write"):
-            written = write_files(op, backend, engine, copy, share, merged, models, timings, chunk_size=chunk_size)
+            written = write_files(run, share, copy, merged, models)
         with run.step("confirm"):
             confirmed = commit.confirm(written)
         with run.step("commit"):
@@ -131,6 +120,6 @@ def _complete(run: SaveRun, share: SaveShare, copy: StateCopy, models: list[Stor
         if not commit.exists_despite(error):
             run.fail(error)
             return
-        _log.warning("%s is committed, although this rank met an error: %s", backend.url, error)
+        _log.warning("%s is committed, although this rank met an error: %s", run.backend.url, error)
     commit.clean()
     run.succeed(written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -15,7 +16,15 @@ from ..format.manifest import FileTable, Manifest, SectionInfo, timestamp
 from ..planners import SavePlan
 from ..tensors.tables import Int64, ragged_positions
 
-__all__ = ["Confirmations", "build_manifest", "pack_written"]
+__all__ = ["Confirmations", "WrittenFiles", "build_manifest", "pack_written"]
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """The files that this rank made durable: those of the plan, and companions, which no plan lists."""
+
+    planned: Sequence[WrittenFile]
+    companions: Sequence[WrittenFile]
 
 
 def pack_written(files: Sequence[WrittenFile]) -> bytes:

@@ -23,8 +23,8 @@ from .handle import SaveHandle, SaveResult
 from .lifecycle import SaveLifecycle, SaveState
 from .local_state import LocalState
 from .options import SaveOptions
+from .record import WrittenFiles
 from .staging import StateCopy
-from .writing import WrittenFiles
 
 __all__ = ["SaveRun"]
 
@@ -137,7 +137,8 @@ class SaveRun:
                 self._stop_copying(StateError("the save was interrupted before the state was copied"))
                 with contextlib.suppress(BaseException):
                     self.lifecycle.wait_merged()
-                self._wait_settled()
+                if self._copy is not None:
+                    self._copy.staging.wait_settled()
             raise
 
     # -- on the background thread --------------------------------------------------------------------------------
@@ -187,7 +188,3 @@ class SaveRun:
     def _stop_copying(self, error: Exception) -> None:
         if self._copy is not None:
             self._copy.fail(error)
-
-    def _wait_settled(self) -> None:
-        if self._copy is not None:
-            self._copy.staging.wait_settled()

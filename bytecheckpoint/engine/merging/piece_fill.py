@@ -8,7 +8,7 @@ import torch
 from ...control.streams import Streams
 from ...planners import GatherShare
 from ...tensors.geometry import decompose, row_major_strides
-from ..tensor_bytes import byte_view
+from ..tensor_bytes import CARRIERS, byte_view
 from .fragments import Fragments
 
 __all__ = ["CHANNEL", "PieceFill"]
@@ -18,8 +18,6 @@ CHANNEL = "merge"
 
 # If a peer contributes parts shorter than this to a piece, they are received together and then distributed.
 _MIN_PART_BYTES = 256 << 10
-
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class PieceFill:
@@ -101,7 +99,7 @@ class PieceFill:
         item = self._item[fragment]
         size = self._sizes[item]
         box, strides = self._share.boxes.box_of(fragment), row_major_strides(self._share.items.shape_of(item))
-        source, target = part.view(_CARRIERS[size]), out.view(_CARRIERS[size])
+        source, target = part.view(CARRIERS[size]), out.view(CARRIERS[size])
         # The position of the item's first element, which may be before this piece.
         origin = target.storage_offset() + (self._places[item] - piece * self._share.piece_size) // size
         done = 0

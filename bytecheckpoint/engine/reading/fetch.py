@@ -42,10 +42,9 @@ class Fetcher:
         on_read: Callable[[int], None],
         timings: Timings,
     ) -> None:
-        self._source, self._plan, self._files, self._bounce_pool = source, plan, files, bounce_pool
-        self._checked = checked
-        self._timings = timings
-        self._on_read = on_read
+        self.source, self.plan, self.bounce_pool, self.checked = source, plan, bounce_pool, checked
+        self.timings = timings
+        self._files, self._on_read = files, on_read
 
     def fetch(self, extents: range, on_fault: Fault, on_wait: Callable[[bool], None] = lambda direct: None) -> None:
         """Fetch consecutive extents of one file.
@@ -54,7 +53,7 @@ class Fetcher:
         not in the page cache; its argument states whether they are read directly from the device. Raises
         ``CorruptionError``, ``StorageError``, and what ``on_fault`` raises.
         """
-        plan = self._plan
+        plan = self.plan
         first, last = plan.starts[extents[0]], plan.starts[extents[-1] + 1] - 1
         file, begin, length = plan.file[first], plan.begin[first], plan.end[last] - plan.begin[first]
         with self._files.use(file, plan.row[first]) as opened, ExitStack() as stack:
@@ -62,30 +61,31 @@ class Fetcher:
             if not opened.is_cached(begin, length):
                 page = opened.direct_alignment() if length >= _MIN_DIRECT_BYTES else 0
                 on_wait(page > 0)
-            check = ChunkCheck(self._source, file, on_fault) if self._checked else None
-            buffer = _LazyBuffer(self._bounce_pool, plan.max_bytes + 2 * _MAX_ALIGNMENT_BYTES, stack)
-            reads = _FileReads(self._source, plan, file, opened, page, check, buffer, self._timings)
+            check = ChunkCheck(self.source, file, on_fault) if self.checked else None
+            reads = _FileReads(self, file, opened, page, check, stack)
             for extent in extents:
                 self._on_read(reads.fetch(plan.blocks(extent)))
 
 
 class _FileReads:
-    """Fetches extents of one open file, in one thread. ``page`` is the alignment of direct reads, or 0 for none."""
+    """Fetches extents of one open file, in one thread.
+
+    ``page`` is the alignment of direct reads, or 0 for none. ``stack`` returns the bounce buffer, if one was borrowed.
+    """
 
     def __init__(
         self,
-        source: StoredFiles,
-        plan: ReadPlan,
+        fetcher: Fetcher,
         file: int,
         opened: ObjectReader,
         page: int,
         check: ChunkCheck | None,
-        lazy_buffer: _LazyBuffer,
-        timings: Timings,
+        stack: ExitStack,
     ) -> None:
-        self._source, self._plan, self._file, self._opened = source, plan, file, opened
-        self._page, self._check, self._lazy_buffer = page, check, lazy_buffer
-        self._timings = timings
+        self._source, self._plan, self._timings = fetcher.source, fetcher.plan, fetcher.timings
+        self._bounce_pool, self._stack = fetcher.bounce_pool, stack
+        self._file, self._opened, self._page, self._check = file, opened, page, check
+        self._buffer: BounceBuffer | None = None
         self._verify_s = 0.0  # since the last read
         self._copied = 0  # bytes since the last read
 
@@ -97,7 +97,8 @@ class _FileReads:
         step = end - begin if end - begin <= plan.max_bytes else plan.size
         for low in range(begin, end, step):
             high = min(low + step, end)
-            self._lazy_buffer.settle()
+            if self._buffer is not None:
+                self._buffer.settle()
             try:
                 if self._page:
                     self._read_direct(blocks, low, high)
@@ -108,6 +109,13 @@ class _FileReads:
             except StorageError as error:
                 raise self._describe(blocks, low, high, error) from error
         return end - begin
+
+    def _borrowed(self) -> BounceBuffer:
+        """Return the only bounce buffer of this thread, borrowed on first use."""
+        if self._buffer is None:
+            nbytes = self._plan.max_bytes + 2 * _MAX_ALIGNMENT_BYTES
+            self._buffer = self._stack.enter_context(self._bounce_pool.lend(nbytes))
+        return self._buffer
 
     def _end_read(self, begin: float, nbytes: int) -> float:
         """Record a read that started at ``begin``; return the current time."""
@@ -128,7 +136,7 @@ class _FileReads:
             self._timings.record_work("copy", begin + verify_s, perf_counter() - begin - verify_s, copied)
 
     def _read_direct(self, blocks: range, low: int, high: int) -> None:
-        buffer = self._lazy_buffer()
+        buffer = self._borrowed()
         origin = low // self._page * self._page
         length = -(-(high - origin) // self._page) * self._page
         begun = perf_counter()
@@ -150,11 +158,11 @@ class _FileReads:
             in_place.append(view)
             if view is not None:
                 if begin > at:
-                    buffers.append(self._lazy_buffer().view[at - low : begin - low])
+                    buffers.append(self._borrowed().view[at - low : begin - low])
                 buffers.append(view)
                 at = end
         if at < high:
-            buffers.append(self._lazy_buffer().view[at - low : high - low])
+            buffers.append(self._borrowed().view[at - low : high - low])
         begun = perf_counter()
         self._opened.read(low, buffers)
         begun = self._end_read(begun, high - low)
@@ -163,7 +171,7 @@ class _FileReads:
                 self._verify(block, max(plan.begin[block], low), view)
         rest = [block for block, view in zip(blocks, in_place) if view is None]
         if rest:
-            self._deliver(rest, low, high, self._lazy_buffer(), low)
+            self._deliver(rest, low, high, self._borrowed(), low)
         self._end_delivery(begun, high - low)
 
     def _deliver(self, blocks: Sequence[int], low: int, high: int, buffer: BounceBuffer, origin: int) -> None:
@@ -208,21 +216,3 @@ class _FileReads:
         block = next((block for block in blocks if plan.end[block] > size), blocks[0])
         begin, end = max(plan.begin[block], low), min(plan.end[block], high)
         return self._source.read_error(self._file, plan.row[block], begin, end, error)
-
-
-class _LazyBuffer:
-    """The only bounce buffer of a thread, borrowed on first use and returned when ``stack`` closes."""
-
-    def __init__(self, pool: BouncePool, nbytes: int, stack: ExitStack) -> None:
-        self._pool, self._nbytes, self._stack = pool, nbytes, stack
-        self._buffer: BounceBuffer | None = None
-
-    def settle(self) -> None:
-        """Wait for copies out of the buffer, so that it can be reused."""
-        if self._buffer is not None:
-            self._buffer.settle()
-
-    def __call__(self) -> BounceBuffer:
-        if self._buffer is None:
-            self._buffer = self._stack.enter_context(self._pool.lend(self._nbytes))
-        return self._buffer

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,7 +37,7 @@ class ReadPlan:
         requested: Bytes that the caller requested.
     """
 
-    def __init__(self, extents: Extents, ranges: _Ranges, checksums: _Checksums, size: int, requested: int) -> None:
+    def __init__(self, extents: Extents, ranges: _Ranges, manifest: Manifest, size: int, requested: int) -> None:
         self.size = size
         self.requested = requested
         self.max_bytes = _max_bytes(size)
@@ -49,7 +48,8 @@ class ReadPlan:
         first = extents.uses[extents.use_starts[:-1]]
         self.row: list[int] = ranges.row[first].tolist()
         self.shard: list[int] = ranges.shard[first].tolist()
-        self.checksum: list[int] = checksums.at(ranges.row[first], extents.begin - ranges.shard[first]).tolist()
+        start = extents.begin - ranges.shard[first]
+        self.checksum: list[int] = _checksums_at(manifest, ranges.row[first], start).tolist()
         self.target: list[int] = _targets(extents, ranges, first).tolist()
         self._ranges, self._first = ranges, first.tolist()
         self._use_starts, self._uses = extents.use_starts.tolist(), extents.uses.tolist()
@@ -120,15 +120,10 @@ def _targets(extents: Extents, ranges: _Ranges, first: Int64) -> Int64:
     return np.where(alone & inside & plain, ranges.address[first] + extents.begin - ranges.low[first], 0)
 
 
-@dataclass(eq=False)
-class _Checksums:
-    manifest: Manifest
-
-    def at(self, row: Int64, start: Int64) -> UInt64:
-        """Return the checksums of the chunks that contain byte ``start`` of these shards."""
-        manifest = self.manifest
-        chunk = manifest.files.chunk_size[manifest.shard_file[row]]
-        return manifest.checksums[manifest.checksum_starts[row] + start // chunk]
+def _checksums_at(manifest: Manifest, row: Int64, start: Int64) -> UInt64:
+    """Return the checksums of the chunks that contain byte ``start`` of these shards."""
+    chunk = manifest.files.chunk_size[manifest.shard_file[row]]
+    return manifest.checksums[manifest.checksum_starts[row] + start // chunk]
 
 
 class _Shards:
@@ -166,7 +161,7 @@ def plan_checks(manifest: Manifest, rows: Int64, size: int) -> ReadPlan:
     shards = _Shards(manifest, rows[manifest.shard_nbytes[rows] > 0], checked=True)
     every = np.arange(len(shards.rows))
     ranges = _Ranges([], every, shards.rows, shards.begin, np.zeros_like(every), shards.begin, shards.end)
-    return ReadPlan(shards.extents(every, shards.begin, shards.end, size), ranges, _Checksums(manifest), size, 0)
+    return ReadPlan(shards.extents(every, shards.begin, shards.end, size), ranges, manifest, size, 0)
 
 
 def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, size: int) -> ReadPlan:
@@ -185,7 +180,7 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     device = DeviceCopyIn(part.out for part in parts) if any(parts[i].out.is_cuda for i in other.tolist()) else None
     for i in other.tolist():
         found += _box_ranges(manifest, shards, i, parts[i], bool(plain[i]), boxes, size, device)
-    rest = np.array(found, np.int64).reshape(-1, len(_Range._fields))
+    rest = np.array(found, np.int64).reshape(-1, 5)
     source, begin, end, low, high = (
         np.concatenate([column, more])
         for column, more in zip(
@@ -197,15 +192,11 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     address[low == high] = 0
     ranges = _Ranges(parts, source, shards.rows[source], shards.begin[source], address, low, high, boxes)
     extents = shards.extents(source, begin, end, size)
-    return ReadPlan(extents, ranges, _Checksums(manifest), size, int(nbytes.sum()))
+    return ReadPlan(extents, ranges, manifest, size, int(nbytes.sum()))
 
 
-class _Range(NamedTuple):
-    source: int
-    begin: int
-    end: int
-    low: int
-    high: int
+_Range = tuple[int, int, int, int, int]
+"""Columns ``source``, ``begin``, ``end``, ``low`` and ``high`` of a range of a file."""
 
 
 def _box_ranges(
@@ -217,8 +208,8 @@ def _box_ranges(
     boxes: dict[int, BoxPlace],
     size: int,
     device: DeviceCopyIn | None,
-) -> Iterator[_Range]:
-    """Yield the ranges for a part of a shard, or for a whole shard that does not go to plain memory."""
+) -> list[_Range]:
+    """Return the ranges for a part of a shard, or for a whole shard that does not go to plain memory."""
     stored = manifest.shards.box_of(part.row)
     begin, length = int(shards.begin[i]), int(shards.nbytes[i])
     itemsize, grain = int(shards.itemsize[i]), int(shards.grain[i])
@@ -230,13 +221,12 @@ def _box_ranges(
     else:
         meta = manifest.tensors.meta_of(int(manifest.shards.tensor[part.row]))
         boxes[i] = BoxPlace(begin, stored, meta, part, device)
-    pending: tuple[int, int] | None = None
+    ranges: list[list[int]] = []
     for box in [part.box] if is_contiguous else split_box(part.box, stored, itemsize, size, max(grain, _gap(size))):
         first, last = byte_span(box, stored, itemsize)
         first, last = first // grain * grain, min(-(-last // grain) * grain, length)
-        if pending is not None and first > pending[1]:
-            yield _Range(i, begin + pending[0], begin + pending[1], low, high)
-            pending = None
-        pending = (first if pending is None else pending[0], last)
-    if pending is not None:
-        yield _Range(i, begin + pending[0], begin + pending[1], low, high)
+        if ranges and first <= ranges[-1][1]:
+            ranges[-1][1] = last
+        else:
+            ranges.append([first, last])
+    return [(i, begin + first, begin + last, low, high) for first, last in ranges]

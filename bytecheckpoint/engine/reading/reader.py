@@ -23,7 +23,7 @@ from .bounce import BouncePool
 from .chunk_check import ChunkCheck
 from .fetch import Fetcher
 from .placement import ReadPart
-from .read_plan import plan_reads
+from .read_plan import ReadPlan, plan_reads
 from .stored_files import OpenFiles, StoredFiles, read_stored_file
 from .task_queue import TaskQueue
 
@@ -92,15 +92,7 @@ class Reader:
         groups = plan.groups(_EXTENTS_PER_TASK * plan.size)
         files = OpenFiles(self.source, Counter(plan.file[plan.starts[group[0]]] for group in groups))
 
-        fetcher = Fetcher(
-            self.source,
-            plan,
-            files,
-            self.bounce_pool,
-            checked=self.verify,
-            on_read=self._count_read,
-            timings=self.timings,
-        )
+        fetcher = self.fetcher(plan, files, checked=self.verify)
 
         # A closure over the queue would form a reference cycle, and the tensors would outlive this call.
         def task(index: int, queue: TaskQueue) -> None:
@@ -122,8 +114,17 @@ class Reader:
         """Return one stored shard, to fetch its bytes unchanged."""
         return StoredShard(self, row)
 
-    def _count_read(self, nbytes: int) -> None:
-        self.stats.add(read=nbytes)
+    def fetcher(self, plan: ReadPlan, files: OpenFiles, *, checked: bool) -> Fetcher:
+        """Return what fetches the extents of ``plan`` from ``files``, and counts the bytes."""
+        return Fetcher(
+            self.source,
+            plan,
+            files,
+            self.bounce_pool,
+            checked=checked,
+            on_read=lambda nbytes: self.stats.add(read=nbytes),
+            timings=self.timings,
+        )
 
     def _heads(self, files: Sequence[int]) -> list[int]:
         """Return the files whose header has not been checked yet. The header identifies a file that was swapped."""

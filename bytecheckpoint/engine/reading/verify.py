@@ -31,7 +31,6 @@ class _Task:
     """
 
     file: int
-    is_head: bool
     nbytes: int
     check: Callable[[], _Faults]
 
@@ -63,23 +62,14 @@ def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]
 def _tasks(reader: Reader) -> Iterator[_Task]:
     manifest = reader.manifest
     for file, head_length in enumerate(manifest.files.head_length.tolist()):
-        head = partial(_check_head, reader, file)
-        yield _Task(file, True, head_length, head)
+        yield _Task(file, head_length, partial(_check_head, reader, file))
         plan = plan_checks(manifest, manifest.shards_in(file), reader.read_size)
         files = OpenFiles(reader.source, {file: len(plan)})
-        fetcher = Fetcher(
-            reader.source,
-            plan,
-            files,
-            reader.bounce_pool,
-            checked=True,
-            on_read=lambda nbytes: reader.stats.add(read=nbytes),
-            timings=reader.timings,
-        )
+        fetcher = reader.fetcher(plan, files, checked=True)
         for group in plan.groups(_EXTENTS_PER_TASK * plan.size):
             blocks = range(plan.starts[group[0]], plan.starts[group[-1] + 1])
             nbytes = sum(plan.end[block] - plan.begin[block] for block in blocks)
-            yield _Task(file, False, nbytes, partial(_check_shards, fetcher, plan, group))
+            yield _Task(file, nbytes, partial(_check_shards, fetcher, plan, group))
 
 
 def _check_head(reader: Reader, file: int) -> _Faults:

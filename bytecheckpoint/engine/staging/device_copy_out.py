@@ -52,9 +52,7 @@ class DeviceCopyOut:
         copy_head(image, start, stop, block, offset)
         small: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         touched: set[torch.device] = set()
-        for tensor, first, last, at in parts(image, start, stop):
-            if only is not None and not only(tensor):
-                continue
+        for tensor, first, last, at in parts(image, start, stop, only):
             begin = offset + at
             stream = self._streams.get(tensor.device)
             if stream is None:

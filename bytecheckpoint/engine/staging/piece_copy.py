@@ -16,10 +16,13 @@ from ..tensor_bytes import as_bytes, copy_elements, copy_memory
 __all__ = ["copy_flat_range", "copy_head", "copy_piece", "is_plain", "parts"]
 
 
-def parts(image: FileImage, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+def parts(
+    image: FileImage, start: int, stop: int, only: Callable[[torch.Tensor], bool] | None = None
+) -> Iterator[tuple[torch.Tensor, int, int, int]]:
     """Yield the parts of the image's tensors that are in bytes ``[start, stop)`` of the file, in order.
 
     Each item is a tensor, the range of its bytes (first, last), and the position of that range relative to ``start``.
+    ``only`` selects tensors.
     """
     low, high = start - len(image.head), stop - len(image.head)
     begin = max(bisect_right(image.offsets, low) - 1, 0)
@@ -28,7 +31,7 @@ def parts(image: FileImage, start: int, stop: int) -> Iterator[tuple[torch.Tenso
     for shard, offset, nbytes in zip(image.shards[begin:end], image.offsets[begin:end], image.nbytes[begin:end]):
         first = low - offset if offset < low else 0
         last = nbytes if offset + nbytes <= high else high - offset
-        if first < last:
+        if first < last and (only is None or only(shard.tensor)):
             yield shard.tensor, first, last, offset + first - low
 
 
@@ -43,10 +46,8 @@ def copy_piece(
     """Copy bytes ``[start, stop)`` of the file to byte ``offset`` of ``block``; ``only`` selects tensors."""
     copy_head(image, start, stop, block, offset)
     base = block.address + offset
-    for tensor, first, last, at in parts(image, start, stop):
-        if only is not None and not only(tensor):
-            continue
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+    for tensor, first, last, at in parts(image, start, stop, only):
+        if tensor.is_cpu and is_plain(tensor):
             copy_memory(base + at, tensor.data_ptr() + first, last - first)
         else:
             copy_flat_range(block.tensor[offset + at : offset + at + last - first], tensor, first)
