@@ -12,7 +12,7 @@ from copy import copy
 from functools import lru_cache, partial
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,10 +22,11 @@ from ..tensors.mesh_layout import MeshLayout, MeshPlace
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import MeshShard, Shard, basic_meta
 from .layout import ParamLayout, ParamPart
-from .placements import LocalBox, Run, boxes_of_runs, cut_order, held_runs, split_factor
+from .placements import LocalBox, MeshSharding, split_factor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from typing_extensions import TypeIs
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "empty_like_dtensor",
     "is_dtensor",
     "local_tensor",
+    "sharding_of",
     "tensor_meta",
 ]
 
@@ -59,53 +61,44 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
 
 
 def dtensor_boxes(fqn: str, dtensor: DTensor) -> Sequence[LocalBox]:
-    """``local_boxes`` of a DTensor, checked against its local shape. Raises ``UnsupportedTensorError``."""
-    spec, mesh = dtensor._spec, dtensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    """The boxes of a DTensor, checked against its local shape. Raises ``UnsupportedTensorError``."""
+    sharding = sharding_of(dtensor._spec)
+    if sharding is None:
         return ()
-    shape, mesh_shape = tuple(dtensor.shape), tuple(mesh.shape)
-    where = (
-        shape,
-        mesh_shape,
-        tuple(coordinate),
-        dtensor.placements,
-        getattr(spec, "shard_order", None),
-        getattr(spec, "use_strided_shard_as_shard_order", None) is not False
-        or not any(split_factor(placement) > 1 for placement in dtensor.placements),
-    )
     try:
-        expected, boxes = _held(*where)
+        expected, boxes = _held(sharding)
     except (UnsupportedTensorError, TypeError):  # once more, for the tensor's name; or for what cannot be remembered
-        expected, boxes = _extent(held_runs(fqn, *where))
+        expected, boxes = sharding.held(fqn)
     actual = dtensor._local_tensor.shape
     # Empty parts are spelled differently by different torch code ([0], [0, n], [m, 0]); they hold the same nothing.
     if expected != actual and not (prod(expected) == 0 and prod(actual) == 0):
         raise UnsupportedTensorError(
-            f"{fqn}: the DTensor of global shape {list(shape)} with placements {tuple(dtensor.placements)} on a mesh "
-            f"of {list(mesh_shape)} should hold a local tensor of shape {list(expected)} at coordinate "
-            f"{list(coordinate)}, but holds {list(actual)}; which elements these are cannot be known. Distribute it "
-            "with distribute_tensor, parallelize_module or fully_shard, or correct the shape given to from_local"
+            f"{fqn}: the DTensor of global shape {list(sharding.shape)} with placements {sharding.placements} on a "
+            f"mesh of {list(sharding.mesh_shape)} should hold a local tensor of shape {list(expected)} at coordinate "
+            f"{list(sharding.coordinate)}, but holds {list(actual)}; which elements these are cannot be known. "
+            "Distribute it with distribute_tensor, parallelize_module or fully_shard, or correct the shape given to "
+            "from_local"
         )
     return boxes
 
 
-@lru_cache(maxsize=1 << 14)  # layers of a model share their sharding, and so does optimizer state
-def _held(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple[Any, ...],
-    shard_order: tuple[Any, ...] | None,
-    strided_is_order: bool,
-) -> tuple[tuple[int, ...], tuple[LocalBox, ...]]:
-    return _extent(held_runs("tensor", shape, mesh_shape, coordinate, placements, shard_order, strided_is_order))
+_held = lru_cache(maxsize=1 << 14)(MeshSharding.held)  # layers share their sharding, and so does optimizer state
 
 
-def _extent(runs: list[list[Run]]) -> tuple[tuple[int, ...], tuple[LocalBox, ...]]:
-    """The local shape, and the boxes in it."""
-    shape = tuple(sum(length for _, length in axis) for axis in runs)
-    return shape, tuple(boxes_of_runs(runs)) if all(runs) else ()
+def sharding_of(spec: DTensorSpec) -> MeshSharding | None:
+    """How the mesh shards a DTensor; None if this rank is not in the mesh."""
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    strided_is_order = getattr(spec, "use_strided_shard_as_shard_order", None) is not False
+    return MeshSharding(
+        tuple(spec.shape),
+        tuple(spec.mesh.shape),
+        tuple(coordinate),
+        spec.placements,
+        getattr(spec, "shard_order", None),
+        strided_is_order or all(split_factor(placement) == 1 for placement in spec.placements),
+    )
 
 
 def dtensor_shards(fqn: str, dtensor: DTensor, local: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
@@ -121,14 +114,11 @@ def dtensor_shards(fqn: str, dtensor: DTensor, local: torch.Tensor) -> tuple[Bas
 
 def _place(dtensor: DTensor) -> MeshPlace | None:
     """How the mesh shards a DTensor, and this rank's coordinate; None if no ``MeshLayout`` describes it."""
-    spec, mesh = dtensor._spec, dtensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    strided = any(split_factor(placement) > 1 for placement in dtensor.placements)
-    if coordinate is None or (strided and getattr(spec, "use_strided_shard_as_shard_order", None) is False):
+    sharding = sharding_of(dtensor._spec)
+    cuts = sharding.cut_order() if sharding is not None and sharding.strided_is_order else None
+    if sharding is None or cuts is None:
         return None
-    shape = tuple(mesh.shape)
-    cuts = cut_order(dtensor.ndim, shape, dtensor.placements, getattr(spec, "shard_order", None))
-    return None if cuts is None else MeshPlace(MeshLayout(shape, cuts), tuple(coordinate), mesh)
+    return MeshPlace(MeshLayout(sharding.mesh_shape, cuts), sharding.coordinate, dtensor.device_mesh)
 
 
 def dtensor_layout(fqn: str, dtensor: DTensor) -> ParamLayout:

@@ -18,10 +18,9 @@ from torch import nn
 
 from ..errors import StateError, UnsupportedTensorError
 from ..tensors.geometry import Box, decompose, row_major_strides
-from .dtensor import is_dtensor
+from .dtensor import is_dtensor, sharding_of
 from .layout import ParamLayout, ParamPart
 from .module_tree import named_submodules
-from .placements import local_boxes
 
 __all__ = ["FlatParam", "OriginalParam", "flat_params"]
 
@@ -191,9 +190,8 @@ def _placed(fqn: str, spec: Any, local_shape: tuple[int, ...]) -> tuple[tuple[in
         raise UnsupportedTensorError(
             f"{fqn}: FSDP flattened a {type(spec).__name__}, which this library does not support; use a DTensor instead"
         )
-    boxes = local_boxes(
-        tuple(spec.shape), tuple(spec.mesh.shape), spec.mesh.get_coordinate(), spec.placements, name=fqn
-    )
+    sharding = sharding_of(spec)
+    boxes = sharding.held(fqn)[1] if sharding is not None else ()
     if len(boxes) > 1 or (boxes and boxes[0].box.lengths != local_shape) or (not boxes and 0 not in local_shape):
         raise UnsupportedTensorError(
             f"{fqn}: the tensor-parallel part {local_shape} of {tuple(spec.shape)} that FSDP flattened is not one box"

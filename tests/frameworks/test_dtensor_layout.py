@@ -14,11 +14,16 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bytecheckpoint.errors import UnsupportedTensorError
-from bytecheckpoint.frameworks.dtensor import _contiguous
-from bytecheckpoint.frameworks.placements import LocalBox, local_boxes
+from bytecheckpoint.frameworks.dtensor import _contiguous, dtensor_boxes
+from bytecheckpoint.frameworks.placements import LocalBox, MeshSharding
 from bytecheckpoint.tensors.geometry import Box
 
 SIZES = st.integers(0, 9)
+
+
+def local_boxes(shape, mesh, coordinate, placements, **options):
+    """The boxes of the rank at ``coordinate``."""
+    return list(MeshSharding(shape, mesh, coordinate, tuple(placements), **options).held("w")[1])
 
 
 def coordinates(mesh):
@@ -139,7 +144,7 @@ def test_interleaved_strided_shard_is_several_boxes(times, mesh_size, factor, di
 
 def test_interleaved_strided_shard_of_uneven_parts_is_refused():
     with pytest.raises(UnsupportedTensorError, match=r"w: .*split factor 2 .*9 elements"):
-        local_boxes((9,), (2,), (0,), [_StridedShard(0, split_factor=2)], name="w")
+        local_boxes((9,), (2,), (0,), [_StridedShard(0, split_factor=2)])
 
 
 def test_strided_shard_without_an_order_is_not_read_as_one():
@@ -150,16 +155,20 @@ def test_strided_shard_without_an_order_is_not_read_as_one():
 
 def test_partial_and_unknown_placements_are_refused_with_advice():
     with pytest.raises(UnsupportedTensorError, match=r"w: .*partial sum.*redistribute"):
-        local_boxes((4,), (2,), (0,), [Partial()], name="w")
+        local_boxes((4,), (2,), (0,), [Partial()])
     strange = SimpleNamespace(is_partial=lambda: False)
     with pytest.raises(UnsupportedTensorError, match="is not supported"):
-        local_boxes((4,), (2,), (0,), [strange], name="w")
+        local_boxes((4,), (2,), (0,), [strange])
     with pytest.raises(UnsupportedTensorError, match="dimension that a 1-d tensor does not have"):
-        local_boxes((4,), (2,), (0,), [Shard(1)], name="w")
+        local_boxes((4,), (2,), (0,), [Shard(1)])
 
 
-def test_no_coordinate_scalars_and_negative_dims():
-    assert local_boxes((4,), (2,), None, [Shard(0)]) == []
+def test_rank_outside_the_mesh_holds_nothing():
+    mesh = SimpleNamespace(get_coordinate=lambda: None)
+    assert dtensor_boxes("w", SimpleNamespace(_spec=SimpleNamespace(mesh=mesh))) == ()
+
+
+def test_scalars_and_negative_dims():
     assert local_boxes((), (2,), (1,), [Replicate()]) == [LocalBox(Box((), ()), ())]
     assert local_boxes((4, 4), (2,), (1,), [Shard(-1)]) == [LocalBox(Box((0, 2), (4, 2)), (0, 0))]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.frameworks.placements import cut_order, local_boxes
+from bytecheckpoint.frameworks.placements import MeshSharding
 from bytecheckpoint.frameworks.tensors import tensor_shards
 from bytecheckpoint.planners.save.mesh_boxes import mesh_boxes, mesh_members
 from bytecheckpoint.tensors.geometry import Box
@@ -47,23 +47,26 @@ def test_boxes_of_all_ranks_at_once_match_those_of_each_rank(
     case: tuple[tuple[int, ...], tuple[int, ...], list[Any]],
 ) -> None:
     shape, mesh, placements = case
-    cuts = cut_order(len(shape), mesh, placements, None)
+    cuts = MeshSharding(shape, mesh, (0,) * len(mesh), tuple(placements)).cut_order()
     if cuts is None:
         return
     coordinates = list(product(*(range(size) for size in mesh)))
     offsets, lengths = mesh_boxes(MeshLayout(mesh, cuts), shape, np.array(coordinates))
     for row, coordinate in enumerate(coordinates):
-        expected = [part.box for part in local_boxes(shape, mesh, coordinate, placements)]
+        expected = [part.box for part in MeshSharding(shape, mesh, coordinate, tuple(placements)).held()[1]]
         found = Box(tuple(offsets[row].tolist()), tuple(lengths[row].tolist()))
         assert ([found] if found.numel else []) == expected
 
 
 def test_order_of_cuts() -> None:
+    def cut_order(shape: tuple[int, ...], *placements: Any) -> tuple[tuple[int, ...], ...] | None:
+        return MeshSharding(shape, (2, 3), (0, 0), placements).cut_order()
+
     shard = ShardPlacement(0)
-    assert cut_order(2, (2, 3), [Replicate(), shard], None) == ((1,), ())
-    assert cut_order(1, (2, 3), [shard, shard], None) == ((0, 1),)
-    assert cut_order(1, (2, 3), [_StridedShard(0, split_factor=3), shard], None) == ((1, 0),)
-    assert cut_order(1, (2, 3), [_StridedShard(0, split_factor=2), shard], None) is None
+    assert cut_order((4, 4), Replicate(), shard) == ((1,), ())
+    assert cut_order((4,), shard, shard) == ((0, 1),)
+    assert cut_order((4,), _StridedShard(0, split_factor=3), shard) == ((1, 0),)
+    assert cut_order((4,), _StridedShard(0, split_factor=2), shard) is None
 
 
 def test_members_of_a_mesh() -> None:
