@@ -35,27 +35,31 @@ __all__ = [
     "dtensor_shards",
     "empty_like_dtensor",
     "is_dtensor",
+    "loaded_class",
     "local_tensor",
     "sharding_of",
     "tensor_meta",
+    "with_memory",
 ]
 
 
+def loaded_class(module: str, name: str) -> type | tuple[()]:
+    """A class for ``isinstance``; if its module is not loaded, no object is an instance. Imports nothing."""
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls if isinstance(cls, type) else ()
+
+
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Whether this is a DTensor. Imports nothing: if the module of DTensor is not loaded, none exists."""
+    """Whether this is a DTensor. Imports nothing."""
     if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
         return False
-    module = sys.modules.get("torch.distributed.tensor")
-    cls = getattr(module, "DTensor", None)
-    return isinstance(cls, type) and isinstance(tensor, cls)
+    return isinstance(tensor, loaded_class("torch.distributed.tensor", "DTensor"))
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
     """The local tensor, detached. Makes no copy and starts no collective, but waits for one in progress."""
     local: torch.Tensor = dtensor._local_tensor
-    functional = sys.modules.get("torch.distributed._functional_collectives")
-    pending = getattr(functional, "AsyncCollectiveTensor", None)
-    if isinstance(pending, type) and isinstance(local, pending):
+    if isinstance(local, loaded_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")):
         local = local.wait()  # type: ignore[attr-defined]
     return local.detach()
 
@@ -150,6 +154,13 @@ def empty_like_dtensor(
     spec.tensor_meta = TensorMeta(dtensor.shape, dtensor.stride(), dtype)
     empty = torch.empty_like(local.detach(), dtype=dtype, device=device)
     return DTensor(empty, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def with_memory(meta: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """An uninitialised tensor like a meta tensor. The default ``device`` is that of a DTensor's mesh, or the CPU."""
+    if is_dtensor(meta):
+        return empty_like_dtensor(meta, device=device)
+    return torch.empty_like(meta.detach(), device=device or "cpu")
 
 
 def tensor_meta(fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> BasicMeta:

@@ -7,7 +7,6 @@ private attributes of FSDP-1.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from torch import nn
 
 from ..errors import StateError, UnsupportedTensorError
 from ..tensors.geometry import Box, decompose, row_major_strides
-from .dtensor import is_dtensor, sharding_of
+from .dtensor import is_dtensor, loaded_class, sharding_of
 from .layout import ParamLayout, ParamPart
 from .module_tree import named_submodules
 
@@ -167,7 +166,7 @@ class FlatParam:
 
 def flat_params(modules: Sequence[nn.Module]) -> list[FlatParam]:
     """Every flat parameter in these modules, in their order."""
-    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    wrapper = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     names: dict[int, list[tuple[int, str]]] = {}
     handles: dict[int, Any] = {}
     position = 0
@@ -175,10 +174,8 @@ def flat_params(modules: Sequence[nn.Module]) -> list[FlatParam]:
         for name, module in named_submodules(root):
             names.setdefault(id(module), []).append((position, name))
             position += 1
-            if isinstance(wrapper, type) and isinstance(module, wrapper):
-                handle = module._handle
-                if handle is not None:
-                    handles[id(handle)] = handle
+            if isinstance(module, wrapper) and module._handle is not None:
+                handles[id(module._handle)] = module._handle
     return [FlatParam(handle, names) for handle in handles.values()]
 
 

@@ -84,9 +84,9 @@ def _add_flat(section: SectionSource | SectionTarget, flat: FlatParam, chosen: M
         raise UnsupportedTensorError(
             f"{where}: FSDP's flat parameter is on the meta device; materialise the model before saving or loading"
         )
-    layout = flat.layout.renamed(chosen.__getitem__)
-    section.metas.update(layout.metas(shard.dtype))
-    section.shards.extend(layout.shards(shard))
+    metas, shards = flat.layout.describe(shard, chosen.__getitem__)
+    section.metas.update(metas)
+    section.shards.extend(shards)
     for original in flat.originals:
         name = chosen[original.fqns[0]]
         section.aliases.update({fqn: name for fqn in original.fqns if fqn != name})

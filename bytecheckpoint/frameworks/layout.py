@@ -7,7 +7,7 @@ DDP or plain modules. DTensors describe themselves (see ``dtensor.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -70,22 +70,20 @@ class ParamLayout(NamedTuple):
         whole = part.order is None and part.shape == self.local_shape == part.box.lengths
         return part.fqn if whole and part.fqn in self.fqns else None
 
-    def metas(self, dtype: torch.dtype, prefix: str = "", suffix: str = "") -> dict[str, BasicMeta]:
-        """``BasicMeta`` of every name, for a tensor of this dtype with the parameter's layout."""
-        return {f"{prefix}{fqn}{suffix}": basic_meta(dtype, shape) for fqn, shape in self.fqns.items()}
-
     def renamed(self, rename: Callable[[str], str]) -> ParamLayout:
         """The same layout under other names."""
         parts = tuple(part._replace(fqn=rename(part.fqn)) for part in self.parts)
         return self._replace(parts=parts, fqns={rename(fqn): shape for fqn, shape in self.fqns.items()})
 
-    def shards(self, tensor: torch.Tensor, prefix: str = "", suffix: str = "") -> Iterator[Shard]:
-        """Views of ``tensor`` (of ``local_shape``), each under ``prefix + fqn + suffix``. Never copies."""
+    def describe(self, tensor: torch.Tensor, rename: Callable[[str], str]) -> tuple[dict[str, BasicMeta], list[Shard]]:
+        """Metadata of every name, and views of ``tensor`` (of ``local_shape``), under new names. Never copies."""
         if len(self.parts) == 1 and self.parts[0].order is None and self.parts[0].box.lengths == tuple(tensor.shape):
             views = [tensor]
         else:
             flat = tensor.view(-1)
             views = [part.view(flat) for part in self.parts]
         kind = Shard if self.is_replica else IrregularShard
-        for part, local in zip(self.parts, views):
-            yield kind(f"{prefix}{part.fqn}{suffix}", basic_meta(tensor.dtype, part.shape), part.box, local)
+        names = {fqn: rename(fqn) for fqn in self.fqns}
+        metas = {names[fqn]: basic_meta(tensor.dtype, shape) for fqn, shape in self.fqns.items()}
+        placed = [(names[part.fqn], part.box, view) for part, view in zip(self.parts, views)]
+        return metas, [kind(name, metas[name], box, view) for name, box, view in placed]

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import StateError
 from .base import Context
-from .dtensor import empty_like_dtensor, is_dtensor
+from .dtensor import is_dtensor, with_memory
 from .module_tree import Slot
 
 __all__ = ["materialize"]
@@ -31,17 +31,11 @@ def materialize(slots: Sequence[Slot], context: Context) -> torch.Tensor:
         if id(old) in done:
             _put(slot, done[id(old)])
             continue
-        made = _with_memory(old, context.device) if filled is None else filled.detach()
+        made = with_memory(old, context.device) if filled is None else filled.detach()
         filled = made if filled is None else filled
         done[id(old)] = _swap(slot, _same_kind(old, made), context)
         _put(slot, done[id(old)])
     return done[id(slots[0].tensor)]
-
-
-def _with_memory(meta: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    if is_dtensor(meta):
-        return empty_like_dtensor(meta, device=device)
-    return torch.empty_like(meta.detach(), device=device or torch.device("cpu"))
 
 
 def _same_kind(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -23,9 +23,12 @@ from .module_tree import (
     named_submodules,
 )
 from .tensors import tensor_shards
-from .tree import StatefulAdapter
+from .tree_capture import Capture
+from .tree_target import TreeBuilder
 
 __all__ = ["ModuleAdapter", "choose_stored_name", "parameter_layouts"]
+
+_EXTRA_STATE: Path = ("_extra_state",)
 
 
 def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
@@ -85,25 +88,27 @@ class ModuleAdapter(Adapter):
             if not group[0].is_parameter and not is_dtensor(group[0].tensor):
                 source.pinned.add(fqn)
         extra = _ExtraState(modules)
-        if extra:
-            extra.capture_into(source, context)
+        if extra.owners:
+            capture = Capture(context, source)
+            capture.visit(extra, _EXTRA_STATE)
+            capture.finish()
+            source.digests.clear()  # replicas of extra state are not compared
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         modules = modules_of(obj)
         target = SectionTarget()
-        steps: list[Callable[[Mapping[Path, Any]], None]] = []
         for group in group_tied(self.slots(modules)):
             _add_target(target, group, context, stored)
         _note_transient_meta(modules, context)
-        steps.append(lambda values: _drop_gathered_copies(modules))
         extra = _ExtraState(modules)
-        if extra:
-            steps.append(extra.target_into(target, context, stored))
+        restore = TreeBuilder(context, stored, target).visit(extra, _EXTRA_STATE) if extra.owners else None
 
         def apply(values: Mapping[Path, Any]) -> None:
-            for step in steps:
-                step(values)
+            for sub in (sub for module in modules for sub in fsdp2_modules(module)):
+                sub.reshard()  # otherwise the next forward pass would use gathered copies of the old values
+            if restore is not None:
+                restore(values)
 
         target.apply = apply
         return target
@@ -149,13 +154,6 @@ def _note_transient_meta(modules: Sequence[nn.Module], context: Context) -> None
         )
 
 
-def _drop_gathered_copies(modules: Sequence[nn.Module]) -> None:
-    """Make FSDP-2 drop its gathered copies, or the next forward pass would use them instead of the loaded values."""
-    for module in modules:
-        for sub in fsdp2_modules(module):
-            sub.reshard()
-
-
 class _ExtraState:
     """The modules' extra state as one object with ``state_dict`` and ``load_state_dict``."""
 
@@ -168,37 +166,9 @@ class _ExtraState:
                     self.owners[fqn] = sub
                 seen.add(id(sub))
 
-    def __bool__(self) -> bool:
-        return bool(self.owners)
-
     def state_dict(self) -> dict[str, Any]:
-        return {"_extra_state": {fqn: module.get_extra_state() for fqn, module in self.owners.items()}}
+        return {fqn: module.get_extra_state() for fqn, module in self.owners.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for fqn, extra in state.get("_extra_state", {}).items():
+        for fqn, extra in state.items():
             self.owners[fqn].set_extra_state(extra)
-
-    def capture_into(self, source: SectionSource, context: Context) -> None:
-        extra = StatefulAdapter().capture(self, context)
-        source.metas.update(extra.metas)
-        source.shards.extend(extra.shards)
-        source.values.update(extra.values)
-        source.aliases.update(extra.aliases)
-        source.per_rank |= extra.per_rank
-
-    def target_into(
-        self, target: SectionTarget, context: Context, stored: StoredSection
-    ) -> Callable[[Mapping[Path, Any]], None]:
-        part = StoredSection(
-            {fqn: meta for fqn, meta in stored.metas.items() if fqn.startswith("_extra_state.")},
-            {path: value for path, value in stored.values.items() if path[:1] == ("_extra_state",)},
-            {fqn: name for fqn, name in stored.aliases.items() if fqn.startswith("_extra_state.")},
-        )
-        extra = StatefulAdapter().target(self, context, part)
-        target.metas.update(extra.metas)
-        target.shards.extend(extra.shards)
-        target.aliases.update(extra.aliases)
-        target.requested_values |= extra.requested_values
-        target.optional |= extra.optional
-        target.ignorable |= extra.ignorable
-        return lambda values: extra.apply({p: v for p, v in values.items() if p[:1] == ("_extra_state",)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import NameCollisionError
-from .dtensor import is_dtensor, local_tensor
+from .dtensor import is_dtensor, loaded_class, local_tensor
 from .tensors import is_sharded_tensor
 
 __all__ = [
@@ -47,8 +46,7 @@ def modules_of(obj: object) -> list[nn.Module]:
     if isinstance(obj, (list, tuple)):
         found = [modules_of(item) for item in obj]
         return [module for part in found for module in part] if all(found) else []
-    base = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
-    if isinstance(base, type) and isinstance(obj, base):
+    if isinstance(obj, loaded_class("torch.distributed.pipelining.stage", "_PipelineStageBase")):
         return modules_of(getattr(obj, "submod", None))
     return []
 
@@ -158,15 +156,19 @@ def tie_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def has_fsdp1(module: nn.Module) -> bool:
-    """Whether the tree contains an FSDP-1 wrapper. Imports nothing."""
-    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return isinstance(cls, type) and any(isinstance(sub, cls) for sub in _all_modules(module))
+    """Whether the tree contains an FSDP-1 wrapper."""
+    return bool(_instances(module, "FullyShardedDataParallel"))
 
 
 def fsdp2_modules(module: nn.Module) -> list[Any]:
     """The submodules that ``fully_shard`` was applied to."""
-    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [sub for sub in _all_modules(module) if isinstance(sub, cls)] if isinstance(cls, type) else []
+    return _instances(module, "FSDPModule")
+
+
+def _instances(module: nn.Module, name: str) -> list[Any]:
+    """The modules of the tree that are instances of a class of FSDP, each once. Imports nothing."""
+    cls = loaded_class("torch.distributed.fsdp", name)
+    return [sub for sub in _all_modules(module) if isinstance(sub, cls)] if cls else []
 
 
 def fsdp2_params(module: nn.Module) -> Iterator[Any]:

@@ -7,8 +7,9 @@ The names come from the modules in the same state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,18 +32,16 @@ class NamedParam:
     layout: ParamLayout
     optimizer: Any
     group: dict[str, Any]
-    names: tuple[str, ...] = field(init=False)
-    _local: ParamLayout | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        self.names = tuple(self.layout.fqns)
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Every name in the parameter."""
+        return tuple(self.layout.fqns)
 
-    @property
+    @cached_property
     def local_layout(self) -> ParamLayout:
         """The layout of a plain tensor with the shape of the parameter's local memory."""
-        if self._local is None:
-            self._local = dtensor_layout(self.names[0], self.param) if is_dtensor(self.param) else self.layout
-        return self._local
+        return dtensor_layout(self.names[0], self.param) if is_dtensor(self.param) else self.layout
 
     @property
     def is_remote(self) -> bool:
@@ -70,8 +69,7 @@ def named_params(optimizers: Sequence[Any], context: Context) -> list[NamedParam
     parameter without a name or in two groups, and ``NameCollisionError`` for two parameters with the same name.
     """
     slots = list(_slots(optimizers))
-    owners = _owners(context)
-    chosen = _common_section(slots, owners)
+    layouts = _owned_layouts({id(param) for *_, param in slots}, context)
     result: list[NamedParam] = []
     seen: dict[int, str] = {}
     taken: dict[str, str] = {}
@@ -81,7 +79,16 @@ def named_params(optimizers: Sequence[Any], context: Context) -> list[NamedParam
                 f"section {context.section!r}: the same parameter appears twice, as {seen[id(param)]} and as {where}"
             )
         seen[id(param)] = where
-        layout = _layout(where, group, index, param, owners, chosen, context)
+        layout = layouts.get(id(param))
+        if layout is None:
+            given = group.get("param_names")
+            if given is None or len(given) != len(group["params"]) or getattr(param, "_fsdp_flattened", False):
+                raise StateError(
+                    f"section {context.section!r}: {where} of shape {tuple(param.shape)} has no name. Add the module "
+                    "that owns it to the state (for example as 'model'), or build the optimizer from "
+                    "named_parameters()"
+                )
+            layout = ParamLayout.whole(clean_name(given[index]), tuple(param.shape))
         for name in layout.fqns:
             if name in taken:
                 raise NameCollisionError(
@@ -105,40 +112,14 @@ def _slots(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any, dict[str, Any]
                 yield f"{prefix}group {group_number}, parameter {index}", optimizer, group, index, param
 
 
-def _owners(context: Context) -> dict[str, Mapping[int, ParamLayout]]:
-    """Layouts of the parameters of every section that is a model, by ``id`` of the parameter."""
-    owners: dict[str, Mapping[int, ParamLayout]] = {}
-    for section, value in context.state.items():
-        if modules_of(value):
-            owners[section] = context.layouts_of(value)
-    return owners
-
-
-def _common_section(
-    slots: Sequence[tuple[str, Any, dict[str, Any], int, torch.Tensor]], owners: Mapping[str, Mapping[int, ParamLayout]]
-) -> str | None:
-    owned = {id(param) for *_, param in slots if any(id(param) in layouts for layouts in owners.values())}
-    return next((section for section, layouts in owners.items() if owned and owned <= layouts.keys()), None)
-
-
-def _layout(
-    where: str,
-    group: Mapping[str, Any],
-    index: int,
-    param: torch.Tensor,
-    owners: Mapping[str, Mapping[int, ParamLayout]],
-    chosen: str | None,
-    context: Context,
-) -> ParamLayout:
-    if chosen is not None and id(param) in owners[chosen]:
-        return owners[chosen][id(param)]
+def _owned_layouts(params: set[int], context: Context) -> Mapping[int, ParamLayout]:
+    """Layouts of those parameters that a model of the state owns, with their final names, by ``id``."""
+    owners = {name: context.layouts_of(value) for name, value in context.state.items() if modules_of(value)}
+    owned = params.intersection(chain.from_iterable(owners.values()))
+    found: dict[int, ParamLayout] = {}
     for section, layouts in owners.items():
-        if id(param) in layouts:
-            return layouts[id(param)].renamed(partial(_qualified, section))
-    given = group.get("param_names")
-    if given is None or len(given) != len(group["params"]) or getattr(param, "_fsdp_flattened", False):
-        raise StateError(
-            f"section {context.section!r}: {where} of shape {tuple(param.shape)} has no name. Add the module that "
-            "owns it to the state (for example as 'model'), or build the optimizer from named_parameters()"
-        )
-    return ParamLayout.whole(clean_name(given[index]), tuple(param.shape))
+        if owned <= layouts.keys():
+            return layouts
+        own = owned & layouts.keys() - found.keys()
+        found.update({key: layouts[key].renamed(partial(_qualified, section)) for key in own})
+    return found

@@ -8,8 +8,9 @@ values in which a ``Container("tensor")`` replaces each tensor, which is stored 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,16 +22,16 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionSource, Shard, StoredSection
 from .dtensor import is_dtensor
 from .layout import ParamLayout
-from .optimizer_groups import group_path
 from .optimizer_params import NamedParam
 from .tensors import dense_view, tensor_shards, whole_shard
 
 __all__ = [
     "TENSOR_LEAF",
+    "StoredParam",
     "StoredState",
     "capture_state",
     "empty_state_path",
-    "expected_keys",
+    "group_path",
     "is_whole",
     "lay_out",
     "map_leaves",
@@ -57,6 +58,11 @@ def empty_state_path(fqn: str) -> Path:
     return ("state", fqn)
 
 
+def group_path(fqn: str) -> Path:
+    """The path of the hyper-parameters of the parameter ``fqn``."""
+    return ("param_groups", fqn)
+
+
 def is_whole(layout: ParamLayout) -> bool:
     """Whether this rank holds one complete parameter, so that state of any shape is complete, too."""
     return (
@@ -81,10 +87,7 @@ def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str
             meta, shards = whole_shard(name, tensor)
             return {name: meta}, shards
         dense = dense_view(state_name(named.names[0], key), tensor)
-        return (
-            layout.metas(dense.dtype, _PREFIX, f".{key}"),
-            list(layout.shards(dense, _PREFIX, f".{key}")),
-        )
+        return layout.describe(dense, lambda fqn: state_name(fqn, key))
     if named.is_remote:
         return {}, []
     if tensor.ndim and layout is not None and not is_whole(layout):
@@ -151,58 +154,76 @@ def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSo
 
 
 @dataclass
-class StoredState:
-    """What a checkpoint stores of each parameter's state: metas of tensors and values, by name and key."""
+class StoredParam:
+    """What a checkpoint stores of one parameter's state: metas of tensors and values, by key.
 
-    section: StoredSection
-    tensors: dict[str, dict[str, BasicMeta]] = field(default_factory=dict)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    stateless: set[str] = field(default_factory=set)
-    _keys: dict[str, list[str]] = field(default_factory=dict)
+    ``paths`` are those of all its values and hyper-parameters. ``expected`` is state that the parameter must have,
+    although it is not stored: the meta of each tensor, and None for each value.
+    """
 
-    @classmethod
-    def of(cls, section: StoredSection, names: set[str]) -> StoredState:
-        """``names`` are the target's parameters; those of the checkpoint come from its hyper-parameters."""
-        stored = cls(section)
-        known = names | {str(path[1]) for path in section.values if path[:1] == ("param_groups",) and len(path) == 2}
+    tensors: dict[str, BasicMeta] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    paths: list[Path] = field(default_factory=list)
+    expected: dict[str, BasicMeta | None] = field(default_factory=dict)
+    is_stateless: bool = False
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The keys of ``optimizer.state[param]``, without those of tensors inside a nested entry."""
+        nested = tuple(f"{key}." for key, value in self.values.items() if isinstance(value, (dict, list, tuple)))
+        return [key for key in self.tensors if not key.startswith(nested)] + list(self.values)
+
+
+class StoredState(dict[str, StoredParam]):
+    """What a checkpoint stores of every parameter, by name; an empty ``StoredParam`` for any other name."""
+
+    def __init__(self, section: StoredSection, params: Iterable[NamedParam]) -> None:
+        """``params`` are the target's; the names of the checkpoint come from its hyper-parameters and values."""
+        super().__init__()
         for path, value in section.values.items():
-            if path[0] == "state" and len(path) == 3:
-                stored.values.setdefault(str(path[1]), {})[str(path[2])] = value
-                known.add(str(path[1]))
-            elif path[0] == "state" and len(path) == 2:
-                stored.stateless.add(str(path[1]))
+            match path:
+                case ("state", fqn, key):
+                    self.setdefault(str(fqn), StoredParam()).values[str(key)] = value
+                case ("state", fqn):
+                    self.setdefault(str(fqn), StoredParam()).is_stateless = True
+                case ("param_groups", fqn):
+                    self.setdefault(str(fqn), StoredParam())
+                case _:
+                    continue
+            self[str(fqn)].paths.append(path)
+        known = self.keys() | {name for named in params for name in named.names}
         for name, meta in section.metas.items():
             owner = _owner(name, known)
             if owner is not None:
-                stored.tensors.setdefault(owner, {})[name[len(_PREFIX) + len(owner) + 1 :]] = meta
-        return stored
+                self.setdefault(owner, StoredParam()).tensors[name[len(_PREFIX) + len(owner) + 1 :]] = meta
+        self._expect(params)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.tensors and not self.values
+    def __missing__(self, fqn: str) -> StoredParam:
+        return StoredParam()
 
-    def has(self, fqn: str) -> bool:
-        """Whether the saved optimizer had this parameter."""
-        return group_path(fqn) in self.section.values or bool(self.keys(fqn))
+    def _expect(self, params: Iterable[NamedParam]) -> None:
+        """Expect state of a parameter, because similar parameters in the checkpoint have it.
 
-    def keys(self, fqn: str) -> list[str]:
-        """The keys of ``optimizer.state[param]``, without those of tensors inside a nested entry."""
-        if fqn not in self._keys:
-            values = self.values.get(fqn, {})
-            nested = tuple(f"{key}." for key, value in values.items() if isinstance(value, (dict, list, tuple)))
-            self._keys[fqn] = [key for key in self.tensors.get(fqn, {}) if not key.startswith(nested)] + list(values)
-        return self._keys[fqn]
-
-    def names_of(self, fqn: str) -> Iterator[str | Path]:
-        """Every tensor name and value path that belongs to this parameter."""
-        yield from (state_name(fqn, key) for key in self.tensors.get(fqn, {}))
-        yield from (state_path(fqn, key) for key in self.values.get(fqn, {}))
-        yield from (path for path in (group_path(fqn), empty_state_path(fqn)) if path in self.section.values)
-
-    def all_names(self) -> set[str]:
-        """Every parameter for which anything is stored."""
-        grouped = {str(path[1]) for path in self.section.values if path[:1] == ("param_groups",) and len(path) == 2}
-        return grouped | self.tensors.keys() | self.values.keys() | self.stateless
+        Only torch's optimizers are considered, which give the same entries to all parameters of one group and one kind
+        (matrix or not). Other optimizers may differ on purpose.
+        """
+        kinds: dict[tuple[int, bool], list[tuple[StoredParam, tuple[int, ...]]]] = {}
+        for named in params:
+            if type(named.optimizer).__module__.startswith("torch.optim"):
+                for fqn, shape in named.layout.fqns.items():
+                    if self[fqn].keys:
+                        kinds.setdefault((id(named.group), len(shape) > 1), []).append((self[fqn], shape))
+        for members in kinds.values():
+            templates: dict[str, tuple[BasicMeta | None, tuple[int, ...]]] = {}
+            for stored, shape in members:
+                for key in stored.keys:
+                    templates.setdefault(key, (stored.tensors.get(key), shape))
+            for stored, shape in members:
+                for key in templates.keys() - stored.keys:
+                    meta, peer_shape = templates[key]
+                    if meta is not None and meta.shape == peer_shape:
+                        meta = BasicMeta(meta.dtype, shape)
+                    stored.expected[key] = meta
 
 
 def _owner(name: str, known: set[str]) -> str | None:
@@ -213,30 +234,3 @@ def _owner(name: str, known: set[str]) -> str | None:
             if name[len(_PREFIX) : end] in known:
                 return name[len(_PREFIX) : end]
     return None
-
-
-def expected_keys(params: Iterable[NamedParam], stored: StoredState) -> dict[str, dict[str, BasicMeta | None]]:
-    """State that a parameter must have, because similar parameters in the checkpoint have it.
-
-    Only torch's optimizers are considered, which give the same entries to all parameters of one group and one kind
-    (matrix or not). Other optimizers may differ on purpose. A tensor maps to the meta it must have, a value to None.
-    """
-    kinds: dict[tuple[int, bool], list[tuple[str, tuple[int, ...]]]] = {}
-    for named in params:
-        if type(named.optimizer).__module__.startswith("torch.optim"):
-            for fqn, shape in named.layout.fqns.items():
-                if stored.keys(fqn):
-                    kinds.setdefault((id(named.group), len(shape) > 1), []).append((fqn, shape))
-    expected: dict[str, dict[str, BasicMeta | None]] = {}
-    for members in kinds.values():
-        templates: dict[str, tuple[BasicMeta | None, tuple[int, ...]]] = {}
-        for fqn, shape in members:
-            for key in stored.keys(fqn):
-                templates.setdefault(key, (stored.tensors.get(fqn, {}).get(key), shape))
-        for fqn, shape in members:
-            for key in templates.keys() - stored.keys(fqn):
-                meta, peer_shape = templates[key]
-                if meta is not None and meta.shape == peer_shape:
-                    meta = BasicMeta(meta.dtype, shape)
-                expected.setdefault(fqn, {})[key] = meta
-    return expected

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import MismatchError
 from ..tensors.metadata import BasicMeta
-from ..tensors.shards import Path, SectionTarget, Shard, torch_dtype
+from ..tensors.shards import Path, SectionTarget, torch_dtype
 from .dtensor import empty_like_dtensor, is_dtensor
 from .optimizer_params import NamedParam
 from .optimizer_state import (
     TENSOR_LEAF,
+    StoredParam,
     StoredState,
     empty_state_path,
     is_whole,
@@ -45,35 +46,26 @@ class StateFiller:
             for step in self._steps:
                 step(values)
 
-    def add(self, named: NamedParam, expected: Mapping[str, Mapping[str, BasicMeta | None]]) -> None:
+    def add(self, named: NamedParam) -> None:
         """Add destinations for everything stored for this parameter."""
         state = named.optimizer.state
         existing = state.get(named.param, {})
-        keys = dict.fromkeys(key for fqn in named.names for key in (*self.stored.keys(fqn), *expected.get(fqn, {})))
-        if self.stored.stateless:
-            stateless = self.stored.stateless.intersection(named.names)
-            self.target.requested_values.update(empty_state_path(fqn) for fqn in stateless)
+        stored = {fqn: self.stored[fqn] for fqn in named.names}
+        keys = dict.fromkeys(key for one in stored.values() for key in (*one.keys, *one.expected))
+        stateless = [empty_state_path(fqn) for fqn, one in stored.items() if one.is_stateless]
+        self.target.requested_values.update(stateless)
         if named.is_remote:
-            self._declare(named)
+            for fqn, one in stored.items():
+                self.target.metas.update({state_name(fqn, key): meta for key, meta in one.tensors.items()})
+                self.target.requested_values.update(state_path(fqn, key) for key in one.values)
         elif keys:
             for key in dict.fromkeys((*keys, *existing)):
-                entry = existing.get(key)
-                if isinstance(entry, torch.Tensor) and entry.ndim and not self._values_of(named, key):
-                    self._add_tensor(named, key, entry)
-                    continue
-                templates = {fqn: expected[fqn][key] for fqn in named.names if key in expected.get(fqn, {})}
-                self._add_entry(named, key, entry, templates)
-        elif self.stored.stateless.issuperset(named.names):
+                self._add_entry(named, stored, key, existing.get(key))
+        elif len(stateless) == len(stored):
             # The saved optimizer had no state for this parameter, so the loaded one has none either.
             self._steps.append(lambda values: state.pop(named.param, None) and None)
         else:
             self._keep(named, existing)
-
-    def _declare(self, named: NamedParam) -> None:
-        for fqn in named.names:
-            for key, meta in self.stored.tensors.get(fqn, {}).items():
-                self.target.metas[state_name(fqn, key)] = meta
-            self.target.requested_values.update(state_path(fqn, key) for key in self.stored.values.get(fqn, {}))
 
     def _keep(self, named: NamedParam, existing: Mapping[Any, Any]) -> None:
         """Nothing is stored for the parameter, so its state may stay."""
@@ -82,52 +74,39 @@ class StateFiller:
                 self._add_tensor(named, key, value)
                 self.target.optional.update(state_name(fqn, key) for fqn in named.names)
             else:
-                self.target.requested_values.update(state_path(fqn, key) for fqn in named.names)
-                self.target.optional.update(state_path(fqn, key) for fqn in named.names)
+                paths = [state_path(fqn, key) for fqn in named.names]
+                self.target.requested_values.update(paths)
+                self.target.optional.update(paths)
 
-    def _add_entry(self, named: NamedParam, key: str, existing: Any, templates: Mapping[str, BasicMeta | None]) -> None:
-        metas = {fqn: meta for fqn in named.names if (meta := self.stored.tensors.get(fqn, {}).get(key))}
-        values = self._values_of(named, key)
-        requested = {**{fqn: meta for fqn, meta in templates.items() if meta is not None}, **metas}
-        if not requested and not values:
-            if isinstance(existing, torch.Tensor):
-                self._add_tensor(named, key, existing)
-            else:
-                self.target.requested_values.update(state_path(fqn, key) for fqn in named.names)
+    def _add_entry(self, named: NamedParam, stored: Mapping[str, StoredParam], key: str, existing: Any) -> None:
+        values = [one.values[key] for one in stored.values() if key in one.values]
+        if isinstance(existing, torch.Tensor) and existing.ndim and not values:
+            self._add_tensor(named, key, existing)
             return
-        first = self.stored.values[values[0]][key] if values else None
-        if isinstance(first, (dict, list, tuple)):
-            self._add_nested(named, key, existing, first)
-        elif self._is_scalar(named, key, requested, existing, has_values=bool(values)):
-            self._add_scalar(named, key, existing, requested, metas.keys(), values)
+        metas = {fqn: meta for fqn, one in stored.items() if (meta := one.tensors.get(key))}
+        expected = {fqn: meta for fqn, one in stored.items() if (meta := one.expected.get(key))}
+        requested = {**expected, **metas}
+        if values and isinstance(values[0], (dict, list, tuple)):
+            self._add_nested(named, key, existing, values[0])
+        elif values or (requested and self._is_scalar(named, key, requested, existing)):
+            self._add_scalar(named, key, existing, requested, metas.keys())
         elif isinstance(existing, torch.Tensor):
             self._add_tensor(named, key, existing)
-        else:
+        elif requested:
             tensor = self._make(named, key, next(iter(requested.values())))
             self._add_tensor(named, key, tensor)
             if metas:
                 self._steps.append(lambda loaded: _state_of(named).__setitem__(key, tensor))
-
-    def _values_of(self, named: NamedParam, key: str) -> list[str]:
-        """The names of the parameter under which ``key`` is stored as a value."""
-        if not self.stored.values:
-            return []
-        return [fqn for fqn in named.names if key in self.stored.values.get(fqn, {})]
+        else:
+            self.target.requested_values.update(state_path(fqn, key) for fqn in named.names)
 
     def _add_tensor(self, named: NamedParam, key: str, tensor: torch.Tensor) -> None:
         metas, shards = lay_out(named, key, tensor)
-        self._add_shards(metas, shards)
-
-    def _add_shards(self, metas: Mapping[str, BasicMeta], shards: Iterable[Shard]) -> None:
         self.target.metas.update(metas)
         self.target.shards.extend(shards)
 
     @staticmethod
-    def _is_scalar(
-        named: NamedParam, key: str, requested: Mapping[str, BasicMeta], existing: Any, *, has_values: bool
-    ) -> bool:
-        if has_values:
-            return True
+    def _is_scalar(named: NamedParam, key: str, requested: Mapping[str, BasicMeta], existing: Any) -> bool:
         if isinstance(existing, torch.Tensor) and (existing.ndim or is_dtensor(existing)):
             return False
         # An entry of a 0-d parameter has its shape; only the step count certainly is a scalar.
@@ -136,13 +115,7 @@ class StateFiller:
     # -------------------------------------------------------------------------------------------- numbers and 0-d
 
     def _add_scalar(
-        self,
-        named: NamedParam,
-        key: str,
-        existing: Any,
-        requested: Mapping[str, BasicMeta],
-        stored: Container[str],
-        values: list[str],
+        self, named: NamedParam, key: str, existing: Any, requested: Mapping[str, BasicMeta], stored: Container[str]
     ) -> None:
         """Load a number or 0-d tensor stored under each name of the parameter. All must be equal and fit the entry.
 
@@ -152,15 +125,12 @@ class StateFiller:
         for fqn, meta in requested.items():
             name = state_name(fqn, key)
             room = torch.zeros(meta.shape, dtype=torch_dtype(meta))
-            found, shards = whole_shard(name, room)
-            self._add_shards({name: found}, shards)
+            self.target.metas[name], shards = whole_shard(name, room)
+            self.target.shards.extend(shards)
             if fqn in stored:
                 loaded[name] = room
-        paths = [state_path(fqn, key) for fqn in values]
+        paths = [state_path(fqn, key) for fqn in named.names if fqn not in requested]
         self.target.requested_values.update(paths)
-        for fqn in named.names:
-            if fqn not in requested and fqn not in values:
-                self.target.requested_values.add(state_path(fqn, key))
         where = state_name(named.names[0], key)
 
         def put(arrived: _Values) -> None:
@@ -241,7 +211,7 @@ class StateFiller:
 
         def place(dotted: str, leaf: Any) -> Any:
             if leaf == TENSOR_LEAF:
-                meta = self.stored.tensors.get(named.names[0], {}).get(dotted)
+                meta = self.stored[named.names[0]].tensors.get(dotted)
                 if meta is None:
                     raise MismatchError(
                         f"{where}.{dotted}: the checkpoint lists this tensor in a list or dict but does not contain it",

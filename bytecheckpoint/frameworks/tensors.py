@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ from ..errors import UnsupportedTensorError
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import IrregularShard, Shard, whole_tensor
-from .dtensor import dtensor_shards, is_dtensor, local_tensor, tensor_meta
+from .dtensor import dtensor_shards, is_dtensor, loaded_class, local_tensor, tensor_meta
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -37,8 +36,7 @@ def is_sharded_tensor(tensor: object) -> TypeIs[ShardedTensor]:
     """Whether this is a ``ShardedTensor`` of torch. Imports nothing."""
     if type(tensor) in _PLAIN:
         return False
-    cls = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
-    return isinstance(cls, type) and isinstance(tensor, cls)
+    return isinstance(tensor, loaded_class("torch.distributed._shard.sharded_tensor", "ShardedTensor"))
 
 
 def tensor_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:

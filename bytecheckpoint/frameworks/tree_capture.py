@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionSource, Shard
 from .base import Context
 from .dtensor import is_dtensor
+from .module_tree import has_fsdp1
 from .per_rank import PerRankState
 from .tensors import is_sharded_tensor, tensor_shards
 from .tree_paths import PathIndex, kind_of
@@ -29,11 +29,11 @@ _HASH_PIECE_BYTES = 1 << 28  # copied from a device at a time, to bound host mem
 
 
 class Capture:
-    """One walk over a tree. ``source`` is complete after ``finish``."""
+    """One walk over a tree, which adds to ``source``. It is complete after ``finish``."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, source: SectionSource | None = None) -> None:
         self.context = context
-        self.source = SectionSource()
+        self.source = SectionSource() if source is None else source
         self.paths: dict[str, Path] = {}
         self._memory = SameMemory()
 
@@ -110,13 +110,12 @@ class Capture:
 
 def state_of(obj: Any, where: str) -> Mapping[Any, Any]:
     """``obj.state_dict()``. Raises ``UnserializableError`` for an object whose state would be wrong inside a tree."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if isinstance(obj, torch.optim.Optimizer):
         raise UnserializableError(
             f"{where} is an optimizer inside a tree, where its state could not be resharded; make it a separate "
             f"section, as in {{'optimizer': optimizer}} or {{'optimizer': [first, second]}}"
         )
-    if fsdp is not None and isinstance(obj, torch.nn.Module) and any(isinstance(m, fsdp) for m in obj.modules()):
+    if isinstance(obj, torch.nn.Module) and has_fsdp1(obj):
         raise UnserializableError(
             f"{where} is an FSDP-1 module inside a tree, where saving would gather it on every rank; make it a "
             f"separate section, as in {{'ema': module}}"

@@ -19,7 +19,7 @@ from ..errors import MismatchError, UnserializableError
 from ..format.values import MAX_DEPTH, Container, Path, path_name
 from .per_rank import PerRank
 
-__all__ = ["PathIndex", "build_tree", "is_branch", "is_stateful", "kind_of"]
+__all__ = ["PathIndex", "build_tree", "is_stateful", "kind_of"]
 
 _KEPT_MAPPINGS = (dict, OrderedDict)
 
@@ -33,7 +33,7 @@ def is_stateful(obj: object) -> bool:
     )
 
 
-def kind_of(node: object, where: str, *, root: bool = False) -> str:
+def kind_of(node: Any, where: str, *, root: bool = False) -> str:
     """The kind of a node: ``per_rank``, ``tensor``, ``stateful``, ``mapping``, ``list``, ``tuple`` or ``leaf``.
 
     Raises ``UnserializableError`` for a mapping type that could not be rebuilt. The root may have any type, since it is
@@ -53,39 +53,32 @@ def kind_of(node: object, where: str, *, root: bool = False) -> str:
             )
         if not node or not all(type(key) is str or type(key) is int for key in node):
             return "leaf"
-        if type(node) is OrderedDict and not root and not _holds_objects(node, where):
+        if type(node) is OrderedDict and not root and not _holds_objects(node.values(), where, 1, mappings=False):
             # Flattening would lose its order.
             return "leaf"
         return "mapping"
-    if type(node) in (list, tuple) and is_branch(node, where):
+    if type(node) in (list, tuple) and _holds_objects(node, where, 0, mappings=True):
         return type(node).__name__
     return "leaf"
 
 
-def is_branch(items: Any, where: str, depth: int = 0) -> bool:
-    """Whether a list or tuple contains more than plain values, at any depth of lists and tuples."""
+def _holds_objects(items: Iterable[Any], where: str, depth: int, *, mappings: bool) -> bool:
+    """Whether items contain more than plain values: a tensor, a stateful object or a ``PerRank``, at any depth.
+
+    With ``mappings``, a mapping is one of these; otherwise, it counts if it contains one.
+    """
     if depth > MAX_DEPTH:
         raise UnserializableError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
     for item in items:
         kind = type(item)
         if kind in (int, float, str, bool, bytes, Counter) or item is None:
             continue
-        if isinstance(item, (torch.Tensor, Mapping, PerRank)) or is_stateful(item):
+        if isinstance(item, (torch.Tensor, PerRank)) or is_stateful(item) or (mappings and isinstance(item, Mapping)):
             return True
-        if kind in (list, tuple) and is_branch(item, where, depth + 1):
-            return True
-    return False
-
-
-def _holds_objects(node: Any, where: str, depth: int = 0) -> bool:
-    """Whether the node contains a tensor, a stateful object or a ``PerRank`` at any depth."""
-    if depth > MAX_DEPTH:
-        raise UnserializableError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
-    if isinstance(node, (torch.Tensor, PerRank)) or is_stateful(node):
-        return True
-    if isinstance(node, Mapping) or type(node) in (list, tuple):
-        items = node.values() if isinstance(node, Mapping) else node
-        return any(_holds_objects(item, where, depth + 1) for item in items)
+        if isinstance(item, Mapping) or kind in (list, tuple):
+            nested = item.values() if isinstance(item, Mapping) else item
+            if _holds_objects(nested, where, depth + 1, mappings=mappings):
+                return True
     return False
 
 

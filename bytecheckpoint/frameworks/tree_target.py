@@ -16,13 +16,13 @@ from ..errors import MismatchError, StateError
 from ..format.values import Container, path_name
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from .base import Context
-from .dtensor import empty_like_dtensor, is_dtensor
+from .dtensor import with_memory
 from .per_rank import PerRank
 from .tensors import tensor_shards
 from .tree_capture import ROOT_TENSOR, Capture, SameMemory, is_distributed, state_of
 from .tree_paths import PathIndex, build_tree, kind_of
 
-__all__ = ["build_target"]
+__all__ = ["TreeBuilder", "build_target"]
 
 Values = Mapping[Path, Any]
 Restore = Callable[[Values], Any]
@@ -30,20 +30,19 @@ Restore = Callable[[Values], Any]
 
 def build_target(obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
     """The ``SectionTarget`` of a tree or stateful object that is a section."""
-    builder = _Builder(context, stored)
-    restore = builder.visit(obj)
+    target = SectionTarget()
+    restore = TreeBuilder(context, stored, target).visit(obj)
 
     def apply(values: Values) -> None:
         restored = obj if restore is None else restore(values)
-        if restored is not obj:
-            _replace_section(context, restored)
+        if restored is not obj and isinstance(context.state, MutableMapping):
+            context.state[context.section] = restored
 
-    builder.target.apply = apply
-    builder.target.ignorable |= {
-        path for path, value in stored.values.items() if type(value) is Container
-    } - builder.target.requested_values
+    target.apply = apply
+    markers = {path for path, value in stored.values.items() if type(value) is Container}
+    target.ignorable |= markers - target.requested_values
     _check_replaceable(obj, context)
-    return builder.target
+    return target
 
 
 def _check_replaceable(obj: Any, context: Context) -> None:
@@ -56,18 +55,13 @@ def _check_replaceable(obj: Any, context: Context) -> None:
         )
 
 
-def _replace_section(context: Context, value: Any) -> None:
-    if isinstance(context.state, MutableMapping):
-        context.state[context.section] = value
+class TreeBuilder:
+    """One walk over a target tree, which adds to ``target``."""
 
-
-class _Builder:
-    """One walk over a target tree."""
-
-    def __init__(self, context: Context, stored: StoredSection) -> None:
+    def __init__(self, context: Context, stored: StoredSection, target: SectionTarget) -> None:
         self.context = context
         self.stored = stored
-        self.target = SectionTarget()
+        self.target = target
         self._memory = SameMemory()
 
     def visit(self, node: Any, path: Path = (), *, skip: bool = False) -> Restore | None:
@@ -185,7 +179,9 @@ class _Builder:
         if not tensor.is_meta or fqn not in self.stored.metas:
             self._fill(fqn, tensor)
             return None
-        filled = _materialize(tensor, self.context.device)
+        filled = with_memory(tensor, self.context.device)
+        if isinstance(tensor, torch.nn.Parameter):
+            filled = torch.nn.Parameter(filled, tensor.requires_grad)
         self._fill(fqn, filled)
         return lambda values: filled
 
@@ -293,13 +289,3 @@ class _Template(Capture):
     def _tensor(self, tensor: torch.Tensor, path: Path, *, own: bool) -> None:
         self.tensors[path] = tensor
         self.source.metas[path_name(path)] = tensor_shards(path_name(path), tensor)[0]
-
-
-def _materialize(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """A tensor with memory for a meta tensor. The caller puts it in the meta tensor's place."""
-    made = (
-        empty_like_dtensor(tensor, device=device)
-        if is_dtensor(tensor)
-        else torch.empty_like(tensor.detach(), device=device or "cpu")
-    )
-    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made

@@ -363,7 +363,7 @@ def prove(rank, world_size, kind):
             assert shard.tensor.data_ptr() in held
     for param, layout in ((p, parameter_layouts(model)[id(p)]) for p in model.parameters()):
         local = param.to_local() if isinstance(param, DTensor) else param
-        for shard in layout.shards(local.detach()):
+        for shard in layout.describe(local.detach(), str)[1]:
             assert torch.equal(shard.tensor, index_of(shard.meta.shape)[shard.box.slices()]), shard
 
     values = {fqn: index_of(meta.shape) + 100 for fqn, meta in source.metas.items()}
