@@ -19,6 +19,16 @@ __all__ = ["StoredTensor", "hub_shapes"]
 StoredTensor = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""
 
+_DECODERS = (
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
 _Config = Mapping[str, Any]
 _Linear = Callable[[str, int, int], Iterator[StoredTensor]]
 
@@ -26,12 +36,12 @@ _Linear = Callable[[str, int, int], Iterator[StoredTensor]]
 def hub_shapes(config: _Config) -> list[StoredTensor]:
     """The stored tensors in layer order. Raises ``StateError`` for an architecture without a rule."""
     architecture = next(iter(config.get("architectures") or ()), None)
-    if architecture not in _RULES:
+    if architecture not in _DECODERS:
         raise StateError(
             f"the stored tensors of architecture {architecture!r} cannot be derived from its configuration (supported: "
-            f"{', '.join(_RULES)}); pass their names, shapes and dtypes"
+            f"{', '.join(_DECODERS)}); pass their names, shapes and dtypes"
         )
-    return list(_RULES[architecture](config))
+    return list(_decoder(config))
 
 
 def _decoder(config: _Config) -> Iterator[StoredTensor]:
@@ -158,17 +168,3 @@ def _dtype(config: _Config) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise StateError(f"the model's configuration names the dtype {name!r}, which torch does not have")
     return dtype
-
-
-_RULES: dict[Any, Callable[[_Config], Iterator[StoredTensor]]] = dict.fromkeys(
-    [
-        "DeepseekV3ForCausalLM",
-        "Glm4MoeForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-    ],
-    _decoder,
-)

@@ -79,7 +79,7 @@ class Recorder:
     def tensors(self, metas: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, tensor)`` for each stored tensor: the argument of ``load_weights``."""
         for name, shape, dtype in metas:
-            yield name, _Recorded(self, name, torch.empty(shape, dtype=dtype, device="meta"), dtype)
+            yield name, _Recorded(self, name, torch.empty(shape, dtype=dtype, device="meta"))
 
     def add_copy(self, copy: Copy) -> None:
         """Record a copy at the moment when the loader makes it."""
@@ -112,33 +112,31 @@ def tensor_in_use(error: BaseException) -> str:
 
 
 class _Recorded(torch.Tensor):
-    """A tensor without memory. ``twin``, a view of a meta tensor, has its offset and strides.
+    """A tensor without memory. ``twin``, a view of a meta tensor of the stored dtype, has its offset and strides.
 
-    ``stored`` is the dtype of the stored bytes; ``dtype`` is what the loader has cast the tensor to.
+    ``dtype`` is what the loader has cast the tensor to.
     """
 
     fqn: str
     recorder: Recorder
     twin: torch.Tensor
-    stored: torch.dtype
 
     @staticmethod
-    def __new__(
-        cls, recorder: Recorder, fqn: str, twin: torch.Tensor, stored: torch.dtype, dtype: torch.dtype | None = None
-    ) -> _Recorded:
+    def __new__(cls, recorder: Recorder, fqn: str, twin: torch.Tensor, dtype: torch.dtype | None = None) -> _Recorded:
         device = torch.device("cpu")
         made = torch.Tensor._make_wrapper_subclass(
             cls, twin.shape, strides=twin.stride(), dtype=dtype or twin.dtype, device=device
         )
-        made.recorder, made.fqn, made.twin, made.stored = recorder, fqn, twin, stored
+        made.recorder, made.fqn, made.twin = recorder, fqn, twin
         return made
 
     @property
     def strided(self) -> StridedView:
-        return _strided(self.twin)
+        twin = self.twin
+        return StridedView(int(twin.storage_offset()), tuple(twin.shape), tuple(twin.stride()))
 
     def _with_twin(self, twin: torch.Tensor, dtype: torch.dtype | None = None) -> _Recorded:
-        return _Recorded(self.recorder, self.fqn, twin, self.stored, dtype or self.dtype)
+        return _Recorded(self.recorder, self.fqn, twin, dtype or self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<{self.fqn} {self.strided} {self.dtype}>"
@@ -165,19 +163,12 @@ class _Recorded(torch.Tensor):
             if func in _CASTS and _is_cast_only(kwargs) and _keeps_values(first.dtype, kwargs.get("dtype")):
                 return first._with_twin(first.twin, kwargs.get("dtype"))
         if func is _aten.copy_.default and isinstance(args[1], _Recorded) and not isinstance(first, _Recorded):
-            return _record_copy(*args[:2])
+            # copy_ broadcasts; the recorded view then has strides of 0.
+            target = args[0]
+            source = args[1]._with_twin(args[1].twin.expand(target.shape))
+            source.recorder.add_copy(Copy(source.fqn, source.strided, target.detach()))
+            return target
         return func(*_with_values(args), **{key: _with_values(value) for key, value in kwargs.items()})
-
-
-def _record_copy(target: torch.Tensor, source: _Recorded) -> torch.Tensor:
-    # copy_ broadcasts; the recorded view then has strides of 0.
-    twin = source.twin.expand(target.shape)
-    source.recorder.add_copy(Copy(source.fqn, _strided(twin), target.detach()))
-    return target
-
-
-def _strided(twin: torch.Tensor) -> StridedView:
-    return StridedView(int(twin.storage_offset()), tuple(twin.shape), tuple(twin.stride()))
 
 
 def _is_cast_only(kwargs: dict[str, Any]) -> bool:

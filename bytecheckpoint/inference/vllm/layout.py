@@ -11,11 +11,12 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import vllm
@@ -87,7 +88,7 @@ def layout_of(
         found = _read_cache(path)
         if found is not None:
             return found
-    with _built(config, at, real=False) as built:
+    with _built(config, at) as built:
         recorder = Recorder(_no_values)
         recorded: Mapping[str, torch.Tensor] = dict(recorder.tensors(tensors))
         if stored is not None:
@@ -110,15 +111,20 @@ def engine_model(model: str | os.PathLike[str], at: EngineRank, *, real: bool = 
 
 
 @contextmanager
-def _built(config: Any, at: EngineRank, *, real: bool) -> Iterator[nn.Module]:
+def _built(config: Any, at: EngineRank, *, real: bool = False) -> Iterator[nn.Module]:
+    # Isolate vLLM's table of layers on other pipeline stages: its keys are ids of models, which Python reuses.
+    missing_layers = getattr(models_utils, "_model_to_pp_missing_layer_names", {})
     with ExitStack() as stack:
-        stack.enter_context(_stand_ins(at, config.model_config.is_moe))
-        stack.enter_context(_own_missing_layer_names())
-        stack.enter_context(_kernel_stand_ins())
+        stack.enter_context(mock.patch.multiple(parallel_state, **_stand_ins(at, config.model_config)))
+        stack.enter_context(mock.patch.dict(missing_layers, clear=True))
+        # vLLM chooses a kernel when it builds an 8-bit layer and fails if this machine's processor supports none,
+        # although the layer's parameters do not depend on the kernel before ``process_weights_after_loading``.
+        choose_linear = mock.patch.object(linear_kernels, "choose_scaled_mm_linear_kernel", return_value=_LinearStandIn)
+        stack.enter_context(choose_linear)
+        for module in (fp8_experts, int8_experts):
+            stack.enter_context(mock.patch.object(module, "backend_to_kernel_cls", return_value=[_ExpertsStandIn]))
         stack.enter_context(set_current_vllm_config(config))
-        with set_default_torch_dtype(config.model_config.dtype), ExitStack() as building:
-            if not real:
-                building.enter_context(_MetaParameters())
+        with set_default_torch_dtype(config.model_config.dtype), nullcontext() if real else _MetaParameters():
             built = initialize_model(vllm_config=config)
         yield built
 
@@ -159,36 +165,10 @@ class _MetaParameters(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def _own_missing_layer_names() -> Iterator[None]:
-    """Isolate vLLM's table of layers on other pipeline stages: its keys are ids of models, which Python reuses."""
-    known: dict[int, Any] = getattr(models_utils, "_model_to_pp_missing_layer_names", {})
-    before = dict(known)
-    known.clear()
-    try:
-        yield
-    finally:
-        known.clear()
-        known.update(before)
-
-
-class _StandInGroup:
-    """The queries of a process group that need no communication."""
-
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self._ranks, self._rank = list(ranks), rank
-
-    def rank(self) -> int:
-        return self._ranks.index(self._rank)
-
-    def size(self) -> int:
-        return len(self._ranks)
-
-
 def _stand_in(name: str, ranks: Sequence[int], rank: int) -> Any:
     """A vLLM group coordinator for ``rank`` that has no peers."""
     group = parallel_state.GroupCoordinator.__new__(parallel_state.GroupCoordinator)
-    members = _StandInGroup(ranks, rank)
+    members = SimpleNamespace(rank=lambda: ranks.index(rank), size=lambda: len(ranks))
     group.unique_name = f"{name}:stand-in"
     group.rank, group.ranks, group.group_ranks = rank, list(ranks), [list(ranks)]
     group.world_size, group.rank_in_group = members.size(), members.rank()
@@ -200,18 +180,15 @@ def _stand_in(name: str, ranks: Sequence[int], rank: int) -> Any:
     return group
 
 
-@contextmanager
-def _stand_ins(at: EngineRank, has_experts: bool) -> Iterator[None]:
-    """Replace vLLM's groups with stand-ins for those that an engine would create for this rank."""
+def _stand_ins(at: EngineRank, model_config: ModelConfig) -> dict[str, Any]:
+    """Stand-ins for the groups of vLLM that an engine would create for this rank, by the name of the variable."""
     if parallel_state.model_parallel_is_initialized():
         raise StateError("an engine runs in this process; compute layouts in another process")
     everyone, stage = range(at.tp * at.pp), at.rank // at.tp
     tensor, alone = range(stage * at.tp, (stage + 1) * at.tp), range(at.rank, at.rank + 1)
     members = {"_WORLD": everyone, "_TP": tensor, "_ETP": tensor, "_PP": everyone[at.rank % at.tp :: at.tp]}
-    members |= {"_DP": alone, "_DCP": alone, "_PCP": alone} | ({"_EP": tensor} if has_experts else {})
-    groups = {name: _stand_in(name, ranks, at.rank) for name, ranks in members.items()}
-    with _replaced(parallel_state, _NODE_COUNT=1, **groups):
-        yield
+    members |= {"_DP": alone, "_DCP": alone, "_PCP": alone} | ({"_EP": tensor} if model_config.is_moe else {})
+    return {"_NODE_COUNT": 1} | {name: _stand_in(name, ranks, at.rank) for name, ranks in members.items()}
 
 
 class _LinearStandIn:
@@ -231,33 +208,6 @@ class _ExpertsStandIn(FusedMoEExperts):  # type: ignore[misc]
     @staticmethod
     def is_monolithic() -> bool:
         return False
-
-
-@contextmanager
-def _kernel_stand_ins() -> Iterator[None]:
-    """Build 8-bit layers without the kernels of this machine.
-
-    vLLM chooses a kernel when it builds a layer and fails if this machine's processor supports none, although the
-    layer's parameters do not depend on the kernel before ``process_weights_after_loading``.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(linear_kernels, choose_scaled_mm_linear_kernel=lambda *_, **__: _LinearStandIn))
-        for module in (fp8_experts, int8_experts):
-            stack.enter_context(_replaced(module, backend_to_kernel_cls=lambda _: [_ExpertsStandIn]))
-        yield
-
-
-@contextmanager
-def _replaced(module: ModuleType, **attributes: Any) -> Iterator[None]:
-    """Replace attributes of a module of vLLM, and restore them on exit."""
-    before = {name: getattr(module, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(module, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
 
 
 def _no_values(name: str, view: StridedView) -> torch.Tensor:

@@ -70,9 +70,9 @@ class VllmModel:
         # Layers register themselves in the configuration; the registrations of the serving model must stay.
         config = copy.copy(self._config)
         config.compilation_config = copy.copy(self._config.compilation_config)
-        config.compilation_config.static_forward_context = {}
-        config.compilation_config.static_all_moe_layers = []
         for device in ("meta", "cpu"):
+            config.compilation_config.static_forward_context = {}
+            config.compilation_config.static_all_moe_layers = []
             try:
                 with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
                     made: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
@@ -83,8 +83,6 @@ class VllmModel:
                     raise
                 # Some models compute with new tensors (expert maps), which needs as much memory as the weights.
                 _log.info("push: the model cannot be made without memory; made with", exc_info=True)
-                config.compilation_config.static_forward_context = {}
-                config.compilation_config.static_all_moe_layers = []
         raise AssertionError
 
     def _untie(self, made: nn.Module) -> None:
