@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bytecheckpoint.inference.layouts.parts import Part
-from bytecheckpoint.tensors.geometry import Box, contiguous_runs
+from bytecheckpoint.planners.load.split import byte_span
+from bytecheckpoint.tensors.geometry import Box
 
 __all__ = ["ASSUMPTIONS", "H20", "H800", "SOURCES", "Composition", "Machine", "Prediction", "broadcast", "slices"]
 
@@ -109,10 +110,12 @@ class Composition:
             others = ranks * box.numel / math.prod(shape)
             if others > 1.5:
                 shared, share = shared + nbytes, share + nbytes / round(others)
-            elif contiguous_runs(box, Box.whole(shape))[1] < box.numel:
-                columns += nbytes
             else:
-                plain += nbytes
+                first, stop = byte_span(box, Box.whole(shape), 1)
+                if stop - first > box.numel:
+                    columns += nbytes
+                else:
+                    plain += nbytes
         return cls(ranks, plain, columns, shared, share)
 
 

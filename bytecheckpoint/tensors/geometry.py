@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..errors import PlanError
 
-__all__ = ["Box", "Int64", "contiguous_runs", "decompose", "find_overlap", "inseparable", "row_major_strides"]
+__all__ = ["Box", "Int64", "decompose", "find_overlap", "inseparable", "row_major_strides"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -180,47 +180,11 @@ def _box(prefix: tuple[int, ...], start: int, stop: int, rest: tuple[int, ...]) 
     return Box((*prefix, start, *(0 for _ in rest)), (*(1 for _ in prefix), stop - start, *rest))
 
 
-def contiguous_runs(inner: Box, outer: Box) -> tuple[Int64, int]:
-    """Find the elements of one box in the row-major memory of another.
-
-    Args:
-        inner: The box to find.
-        outer: A box that contains it.
-
-    Returns:
-        The indices, in elements, at which contiguous runs start, and the length of every run. The runs are in the
-        row-major order of ``inner``, so that concatenated they are its contents.
-
-    Raises:
-        PlanError: ``inner`` is not inside ``outer``.
-    """
-    if not outer.contains(inner):
-        raise PlanError(f"box {inner} is not inside {outer}")
-    local = inner.relative_to(outer)
-    if inner.numel == 0:
-        return np.empty(0, np.int64), 0
-    strides = row_major_strides(outer.lengths)
-    # The run spans every trailing dimension taken whole, and the last one that is not.
-    split = outer.ndim
-    run = 1
-    while split > 0:
-        split -= 1
-        run *= local.lengths[split]
-        if local.lengths[split] != outer.lengths[split]:
-            break
-    base = sum(o * s for o, s in zip(local.offsets, strides))
-    starts = np.array([base], np.int64)
-    for d in range(split):
-        steps = np.arange(local.lengths[d], dtype=np.int64) * strides[d]
-        starts = (starts[:, None] + steps[None, :]).reshape(-1)
-    return starts, run
-
-
 def find_overlap(offsets: Int64, lengths: Int64) -> tuple[int, int] | None:
     """Return two boxes (rows of the ``[n, d]`` arrays) that share an element, or None if all are disjoint.
 
-    Boxes are split along each axis in turn into groups that the axis separates; boxes that no axis separates are
-    compared pair by pair. The cost is nearly linear for the tilings of meshes and flat ranges.
+    Only boxes that no axis separates are compared pair by pair. The cost is nearly linear for the tilings of meshes and
+    flat ranges.
 
     Args:
         offsets: The offsets of the boxes, ``[n, d]``.
@@ -232,40 +196,19 @@ def find_overlap(offsets: Int64, lengths: Int64) -> tuple[int, int] | None:
     Raises:
         PlanError: More than 4096 boxes form a group that no axis separates, which no sharding produces.
     """
-    alive = np.flatnonzero((lengths > 0).all(axis=1))
-    pending = [(alive, 0, 0)]
-    ndim = offsets.shape[1]
-    while pending:
-        rows, axis, stuck = pending.pop()
-        if len(rows) < 2:
-            continue
-        if ndim == 0:
-            return int(rows[0]), int(rows[1])
-        if stuck == ndim:
-            pair = _overlap_pairwise(rows, offsets, lengths)
-            if pair is not None:
-                return pair
-            continue
-        start = offsets[rows, axis]
-        order = np.argsort(start, kind="stable")
-        rows, start = rows[order], start[order]
-        reach = np.maximum.accumulate(start + lengths[rows, axis])
-        cuts = np.flatnonzero(start[1:] >= reach[:-1]) + 1
-        stuck = 0 if len(cuts) else stuck + 1
-        pending.extend((group, (axis + 1) % ndim, stuck) for group in np.split(rows, cuts) if len(group) > 1)
-    return None
-
-
-def _overlap_pairwise(rows: Int64, offsets: Int64, lengths: Int64) -> tuple[int, int] | None:
-    if len(rows) > _MAX_PAIRWISE:
-        raise PlanError(
-            f"{len(rows)} boxes of one tensor interlock so that no axis separates them; refusing to compare all pairs"
-        )
-    starts, stops = offsets[rows], offsets[rows] + lengths[rows]
-    for i in range(len(rows) - 1):
-        hit = ((starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i])).all(axis=1)
-        if hit.any():
-            return int(rows[i]), int(rows[i + 1 + int(np.argmax(hit))])
+    filled = np.flatnonzero((lengths > 0).all(axis=1))
+    for group in inseparable(offsets[filled], lengths[filled], np.zeros(len(filled), np.int64)):
+        if len(group) > _MAX_PAIRWISE:
+            raise PlanError(
+                f"{len(group)} boxes of one tensor interlock so that no axis separates them; refusing to compare all "
+                "pairs"
+            )
+        rows = filled[group]
+        starts, stops = offsets[rows], offsets[rows] + lengths[rows]
+        for i in range(len(rows) - 1):
+            hit = ((starts[i] < stops[i + 1 :]) & (starts[i + 1 :] < stops[i])).all(axis=1)
+            if hit.any():
+                return int(rows[i]), int(rows[i + 1 + int(np.argmax(hit))])
     return None
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import PlanError
-from bytecheckpoint.tensors.geometry import Box, contiguous_runs, decompose, find_overlap
+from bytecheckpoint.tensors.geometry import Box, decompose, find_overlap
 
 Boxes = Callable[[tuple[int, ...]], st.SearchStrategy[Box]]
 
@@ -82,22 +82,6 @@ def test_boxes_are_sets_of_cells(boxes_within: Boxes, data: st.DataObject, shape
     if cells(a) and cells(b):
         assert a.contains(b) == (cells(b) <= cells(a))
     assert a.shift(b.offsets).relative_to(Box(b.offsets, a.lengths)) == a
-
-
-@given(st.data(), shapes)
-@settings(deadline=None)
-def test_contiguous_runs_are_the_contents(boxes_within: Boxes, data: st.DataObject, shape: tuple[int, ...]) -> None:
-    outer = Box.whole(shape).shift(data.draw(st.tuples(*(st.integers(0, 9) for _ in shape))))
-    inner = data.draw(boxes_within(shape)).shift(outer.offsets)
-    memory = np.arange(outer.numel).reshape(shape)
-    starts, run = contiguous_runs(inner, outer)
-    found = (starts[:, None] + np.arange(run)).reshape(-1)
-    assert found.tolist() == memory[inner.relative_to(outer).slices()].reshape(-1).tolist()
-
-
-def test_contiguous_runs_refuses_a_box_outside() -> None:
-    with pytest.raises(PlanError, match="not inside"):
-        contiguous_runs(Box((0,), (3,)), Box((1,), (4,)))
 
 
 @given(st.data(), shapes, st.integers(0, 6))
