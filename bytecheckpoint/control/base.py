@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import msgpack
+from typing_extensions import Self
 
 from ..errors import DisagreementError
 from .agreement import describe_disagreement
@@ -26,29 +27,28 @@ class Operation(ABC):
     Any exchange may raise ``RankFailedError`` (another rank reported a failure or its process ended),
     ``DeadlineError`` or ``DisagreementError``. The operation has then failed on every rank, and each further exchange
     raises the same error. The next operation works. Use an operation from one thread at a time; only ``streams`` may
-    be used by several threads at once.
+    be used by several threads at once. A context manager that closes itself.
 
     Example:
-        >>> operation = communicator.operation("save", deadline_s=60)
-        >>> try:
+        >>> with communicator.operation("save", deadline_s=60) as operation:
         ...     plans = operation.gather("plan", local_plan)
         ...     share = operation.scatter("plan", make_shares(plans) if operation.rank == 0 else None)
         ...     with operation.phase("write"):
         ...         write(share)
         ...     operation.barrier("written")
-        ... finally:
-        ...     operation.close()
     """
 
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This process's rank, from 0."""
+    rank: int
+    """This process's rank, from 0."""
 
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """The number of ranks."""
+    world_size: int
+    """The number of ranks."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     @abstractmethod
     def set_description(self, text: str) -> None:
@@ -211,15 +211,11 @@ class Operation(ABC):
 class Communicator(ABC):
     """The connection between the ranks of one job. Made once per process and set of ranks, then reused. Thread-safe."""
 
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This process's rank, from 0."""
+    rank: int
+    """This process's rank, from 0."""
 
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """The number of ranks."""
+    world_size: int
+    """The number of ranks."""
 
     @abstractmethod
     def operation(self, kind: str, *, deadline_s: float) -> Operation:

@@ -30,7 +30,9 @@ class SocketCommunicator(Communicator):
     """
 
     def __init__(self, router: Router, network: Network) -> None:
-        self._router, self._network = router, network
+        self.router, self._network = router, network
+        self.rank, self.world_size = router.rank, router.tree.world_size
+        self.pid = os.getpid()
         self._lock = threading.Lock()
         self._numbers: collections.Counter[str] = collections.Counter()
 
@@ -66,43 +68,25 @@ class SocketCommunicator(Communicator):
         if group_size is None and os.environ.get(GROUP_VARIABLE):
             group_size = int(os.environ[GROUP_VARIABLE])
         here = identity or PeerIdentity.of_this_process(rank)
-        connections = connect_ranks(store, here, Tree.of(world_size, group_size), deadline_s)
-        return cls(connections.router, connections.network)
-
-    @property
-    def rank(self) -> int:
-        return self._router.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._router.tree.world_size
-
-    @property
-    def tree(self) -> Tree:
-        """The arrangement of the ranks."""
-        return self._router.tree
+        return cls(*connect_ranks(store, here, Tree.of(world_size, group_size), deadline_s))
 
     def operation(self, kind: str, *, deadline_s: float) -> SocketOperation:
         with self._lock:
             number = self._numbers[kind]
             self._numbers[kind] += 1
-        return SocketOperation(self._router, self._network, f"{kind}/{number}", deadline_s)
-
-    def unfinished_operations(self) -> int:
-        """Count the operations that this rank has left and some rank below it has not."""
-        return self._router.unfinished_operations()
+        return SocketOperation(self.router, self._network, f"{kind}/{number}", deadline_s)
 
     def close(self) -> None:
-        self._router.wait_until_finished(LINGER_S)
+        self.router.wait_until_finished(LINGER_S)
         self._close_connections()
 
     def close_if_unused(self) -> bool:
         """Close unless an operation is in progress on this rank or below; return whether it is closed. Never waits."""
-        if self._router.open_operations() or self._router.unfinished_operations():
+        if self.router.has_operations():
             return False
         self._close_connections()
         return True
 
     def _close_connections(self) -> None:
-        self._router.announce_closing()
+        self.router.announce_closing()
         self._network.close()

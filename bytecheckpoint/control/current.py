@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed
@@ -20,13 +19,6 @@ from .single import SingleProcess
 __all__ = ["current_communicator"]
 
 
-@dataclass(frozen=True)
-class _GroupCommunicator:
-    pid: int
-    group: weakref.ref[Any]
-    communicator: SocketCommunicator
-
-
 class _GroupCommunicators:
     """The communicators that this process made for default process groups. Thread-safe.
 
@@ -36,9 +28,10 @@ class _GroupCommunicators:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._current: _GroupCommunicator | None = None
-        self._retired: list[_GroupCommunicator] = []
-        self._inherited: list[_GroupCommunicator] = []
+        self._group: weakref.ref[Any] | None = None
+        self._current: SocketCommunicator | None = None
+        self._retired: list[SocketCommunicator] = []
+        self._inherited: list[SocketCommunicator] = []
 
     def get(self, deadline_s: float) -> Communicator:
         with self._lock:
@@ -48,23 +41,22 @@ class _GroupCommunicators:
                 return SingleProcess()
             if self._current is None:
                 rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-                communicator = SocketCommunicator.connect(_shared_store(), rank, world_size, deadline_s=deadline_s)
-                self._current = _GroupCommunicator(os.getpid(), weakref.ref(group), communicator)
-            return self._current.communicator
+                self._current = SocketCommunicator.connect(_shared_store(), rank, world_size, deadline_s=deadline_s)
+                self._group = weakref.ref(group)
+            return self._current
 
     def close(self) -> None:
         for made in [*self._retired, *([self._current] if self._current is not None else [])]:
             if made.pid == os.getpid():
-                made.communicator.close()
+                made.close()
 
     def _retire_others(self, group: Any) -> None:
-        if self._current is not None and (self._current.group() is not group or self._current.pid != os.getpid()):
+        is_current = self._group is not None and self._group() is group
+        if self._current is not None and not (is_current and self._current.pid == os.getpid()):
             self._retired.append(self._current)
             self._current = None
         self._inherited += [made for made in self._retired if made.pid != os.getpid()]
-        self._retired = [
-            made for made in self._retired if made.pid == os.getpid() and not made.communicator.close_if_unused()
-        ]
+        self._retired = [made for made in self._retired if made.pid == os.getpid() and not made.close_if_unused()]
 
 
 _communicators = _GroupCommunicators()

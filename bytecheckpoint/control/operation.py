@@ -6,11 +6,11 @@ import collections
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 from ..errors import ControlError, DisagreementError
 from .agreement import format_ranks
 from .base import Operation
-from .failure import FailureRecord
 from .messages import WaitStep, pack_branch, unpack_branch
 from .network import Network
 from .outcome import Outcome
@@ -30,7 +30,7 @@ __all__ = ["SocketOperation"]
 
 
 class SocketOperation(Operation):
-    """One operation on one rank. A context manager that closes itself.
+    """One operation on one rank.
 
     A rank sends its payload to its parent together with those of the ranks below it, and passes on to its children
     what arrives for them (``tree.py``).
@@ -40,28 +40,14 @@ class SocketOperation(Operation):
         """Enter the operation. ``prefix`` is ``<kind>/<number>``, and for one that follows another
         ``<prefix of the other>/<number>><kind>/0``."""
         self._router, self._network, self._deadline_s = router, network, deadline_s
+        self.rank, self.world_size = router.rank, router.tree.world_size
         self._state = router.begin(prefix)
-        self._kind = self._state.kind
         self._outcome = Outcome(router, self._state, deadline_s)
         self._note_interval_s = min(LONGEST_NOTE_INTERVAL_S, deadline_s / NOTES_PER_DEADLINE)
         self._streams: SocketStreams | None = None
         self._is_closed = False
         self._phases: collections.Counter[str] = collections.Counter()
         self._following = 0
-
-    def __enter__(self) -> SocketOperation:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    @property
-    def rank(self) -> int:
-        return self._router.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._router.tree.world_size
 
     def set_description(self, text: str) -> None:
         self._state.description = text
@@ -135,7 +121,7 @@ class SocketOperation(Operation):
     def streams(self) -> Streams:
         if self._streams is None:
             self._enter("streams")
-            self._streams = SocketStreams(self._router, self._network, self._state, self._outcome, self._deadline_s)
+            self._streams = SocketStreams(self._network, self._outcome)
         return self._streams
 
     def follow(self, kind: str, *, deadline_s: float) -> SocketOperation:
@@ -162,7 +148,7 @@ class SocketOperation(Operation):
         if self._outcome.error is not None:
             raise self._outcome.error
         if self._is_closed:
-            raise ControlError(f"this {self._kind} is closed; {phase} cannot begin")
+            raise ControlError(f"this {self._state.kind} is closed; {phase} cannot begin")
         self._state.phase = phase
         self._outcome.raise_failure()
         self._phases[phase] += 1
@@ -191,7 +177,7 @@ class SocketOperation(Operation):
                 self._outcome.raise_record(router.loss_record(state, peer, phase))
             now = time.monotonic()
             if now > deadline:
-                self._outcome.raise_record(self._deadline_record(phase, missing, is_for_children), is_late=True)
+                self._raise_deadline(phase, missing, is_for_children)
             if router.children and now > next_note:
                 next_note = now + self._note_interval_s
                 self._send_note(phase, missing, is_for_children)
@@ -219,14 +205,11 @@ class SocketOperation(Operation):
     def _note_of(self, peer: int) -> list[WaitStep]:
         return self._router.note(self._state, peer, NOTE_LIFETIME_INTERVALS * self._note_interval_s)
 
-    def _deadline_record(self, phase: str, missing: list[int], is_for_children: bool) -> FailureRecord:
-        here = self._router.here
-        late = self._late_ranks(missing) if is_for_children else missing
-        message = (
-            f"{self._kind}: rank {here.rank} on {here.host} waited {self._deadline_s:g} s in {phase} for rank(s) "
-            f"{format_ranks(late)} of {self.world_size}"
-        )
-        for step in [] if is_for_children else self._note_of(self._router.parent):
-            message += f", which itself waits in {step.phase} for rank(s) {format_ranks(step.missing)}"
-        message += ". Check what they were doing at that time, or set a longer deadline."
-        return FailureRecord.from_deadline(message, phase, here)
+    def _raise_deadline(self, phase: str, missing: list[int], is_for_children: bool) -> NoReturn:
+        if is_for_children:
+            self._outcome.raise_deadline(phase, self._late_ranks(missing))
+        context = [
+            f", which itself waits in {step.phase} for rank(s) {format_ranks(step.missing)}"
+            for step in self._note_of(self._router.parent)
+        ]
+        self._outcome.raise_deadline(phase, missing, "".join(context))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 from ..errors import BytecheckpointError, DeadlineError
+from .agreement import format_ranks
 from .failure import FailureRecord
 from .router import OperationState, Router
-from .timings import (
-    DIRECT_REPORT_S,
-    LATE_REPORT_S,
-    LATE_REPORT_THROUGH_LEADER_S,
-    REPORT_THROUGH_LEADER_S,
-)
+from .timings import DIRECT_REPORT_S, LATE_REPORT_S, LATE_REPORT_THROUGH_LEADER_S, REPORT_THROUGH_LEADER_S
 
 __all__ = ["Outcome"]
 
@@ -23,7 +20,7 @@ class Outcome:
     """Thread-safe: the operation and its streams share it."""
 
     def __init__(self, router: Router, state: OperationState, deadline_s: float) -> None:
-        self._router, self._state, self._deadline_s = router, state, deadline_s
+        self.router, self.state, self.deadline_s = router, state, deadline_s
         self._lock = threading.Lock()
         self._own: tuple[FailureRecord, BytecheckpointError] | None = None
         self.error: BytecheckpointError | None = None
@@ -32,8 +29,8 @@ class Outcome:
         """Raise the error, or the failure that has arrived."""
         if self.error is not None:
             raise self.error
-        if self._state.failure is not None:
-            raise self._record_first_failure(self._state.failure)
+        if self.state.failure is not None:
+            raise self._record_first_failure(self.state.failure)
 
     def report_exception(self, error: BaseException, phase: str) -> BytecheckpointError:
         """Report an exception of this rank; return the error to raise.
@@ -41,8 +38,8 @@ class Outcome:
         If this failure is the operation's first, an error of this library is returned unchanged, and any other as the
         cause of a ``RankFailedError``.
         """
-        record = FailureRecord.from_exception(error, phase, self._router.here)
-        record = replace(record, about=self._state.description)
+        record = FailureRecord.from_exception(error, phase, self.router.here)
+        record = replace(record, about=self.state.description)
         raised = error
         if not isinstance(raised, BytecheckpointError):
             raised = record.rank_failed()
@@ -55,8 +52,18 @@ class Outcome:
 
     def raise_record(self, record: FailureRecord, *, is_late: bool = False) -> NoReturn:
         """Report a failure and raise the operation's first. ``is_late``: a deadline has passed; do not wait long."""
-        record = replace(record, about=self._state.description)
+        record = replace(record, about=self.state.description)
         raise self._record_first_failure(self._report(record, is_late=is_late))
+
+    def raise_deadline(self, phase: str, late: Sequence[int], context: str = "") -> NoReturn:
+        """Report that this rank waited too long for the ``late`` ranks, and raise the operation's first failure."""
+        here = self.router.here
+        message = (
+            f"{self.state.kind}: rank {here.rank} on {here.host} waited {self.deadline_s:g} s in {phase} for rank(s) "
+            f"{format_ranks(late)} of {self.router.tree.world_size}{context}. Check what they were doing at that time, "
+            "or set a longer deadline."
+        )
+        self.raise_record(FailureRecord.from_deadline(message, phase, here), is_late=True)
 
     def set(self, error: BytecheckpointError) -> None:
         """Set an error that all ranks raise without a report."""
@@ -76,22 +83,22 @@ class Outcome:
 
     def _report(self, record: FailureRecord, *, is_late: bool) -> FailureRecord:
         """Send a failure to rank 0; return the failure of the operation, which may be another."""
-        router = self._router
-        if self._state.has_left:
+        router = self.router
+        if self.state.has_left:
             return record
         if router.parent == 0:
-            self._report_to(record, LATE_REPORT_S if is_late else self._deadline_s, is_late=is_late)
+            self._report_to(record, LATE_REPORT_S if is_late else self.deadline_s, is_late=is_late)
         else:
             through_leader_s = LATE_REPORT_THROUGH_LEADER_S if is_late else REPORT_THROUGH_LEADER_S
             self._report_to(record, through_leader_s, is_late=is_late)
-            if self._state.failure is None:
+            if self.state.failure is None:
                 direct_s = LATE_REPORT_S if is_late else DIRECT_REPORT_S
                 self._report_to(record, direct_s, is_late=is_late, to_root=True)
         # Without an answer, the ranks below at least raise the same failure as this one.
-        return router.settle(self._state, record)
+        return router.settle(self.state, record)
 
     def _report_to(self, record: FailureRecord, timeout_s: float, *, is_late: bool, to_root: bool = False) -> None:
-        router, state = self._router, self._state
+        router, state = self.router, self.state
         peer = 0 if to_root else router.parent
         if state.failure is None and (router.rank == 0 or not router.is_lost(peer)):
             router.report(state, record, to_root=to_root)

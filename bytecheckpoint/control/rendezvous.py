@@ -15,7 +15,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -35,7 +34,7 @@ from .timings import (
 )
 from .tree import Tree
 
-__all__ = ["ADDRESS_VARIABLE", "Connections", "connect_ranks"]
+__all__ = ["ADDRESS_VARIABLE", "connect_ranks"]
 
 ADDRESS_VARIABLE = "BYTECHECKPOINT_CONTROL_ADDRESS"
 """Environment variable of rank 0: an address at which every host can reach it, if it cannot find one."""
@@ -46,15 +45,7 @@ _LEAST_S = 0.01
 _OTHER_HOST = "192.0.2.1"  # an address reserved for documentation: certainly not one of this host
 
 
-@dataclass(frozen=True)
-class Connections:
-    """A connected rank."""
-
-    router: Router
-    network: Network
-
-
-def connect_ranks(store: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> Connections:
+def connect_ranks(store: Any, here: PeerIdentity, tree: Tree, deadline_s: float) -> tuple[Router, Network]:
     """Connect to the other ranks. Every rank calls it at about the same time.
 
     Raises ``DeadlineError`` naming the missing ranks, ``ControlError`` where a rank cannot be reached.
@@ -82,7 +73,7 @@ class _Arrival:
         self._deadline_s, self._deadline = deadline_s, time.monotonic() + deadline_s
         self._longest_pause_s = max(REGISTRATION_POLL_S, tree.world_size * REGISTRATION_POLL_PER_RANK_S)
 
-    def connect(self) -> Connections:
+    def connect(self) -> tuple[Router, Network]:
         rank, parent = self._here.rank, self._parent
         self._poll(lambda: self._unregistered(self._children), f"register with rank {rank}")
         key, is_local, parent_endpoint = self._register() if rank else (secrets.token_bytes(_KEY_BYTES), False, None)
@@ -104,7 +95,7 @@ class _Arrival:
         except BaseException:
             network.close()
             raise
-        return Connections(router, network)
+        return router, network
 
     def _register(self) -> tuple[bytes, bool, Endpoint]:
         """Register with the parent; return the key, whether all ranks share a loopback interface, and where it is."""

@@ -110,15 +110,14 @@ class Router:
             self._forget_if_over(state)
             self._wake_waiters()
 
-    def open_operations(self) -> int:
-        """Count the operations that this rank is in."""
+    def has_operations(self) -> bool:
+        """Whether this rank or one below is in an operation that this rank has begun."""
         with self._lock:
-            return sum(state.has_begun and not state.has_left for state in self._states.values())
+            return any(state.has_begun for state in self._states.values())
 
     def unfinished_operations(self) -> int:
         """Count the operations that this rank has left and some rank below has not."""
-        with self._lock:
-            return self._unfinished()
+        return sum(state.has_left for state in list(self._states.values()))
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until a condition holds, which is checked under the lock after each message; return whether it does."""
@@ -142,7 +141,7 @@ class Router:
 
     def wait_until_finished(self, timeout_s: float) -> None:
         """Wait until all ranks below have left the operations that this rank has left."""
-        self._wait_checking(lambda: not self._unfinished(), timeout_s)
+        self._wait_checking(lambda: not self.unfinished_operations(), timeout_s)
 
     def wait_for_others(self, state: OperationState, timeout_s: float) -> None:
         """Wait until all ranks below have left this operation."""
@@ -376,9 +375,6 @@ class Router:
     def _peer_above(self) -> int:
         """The parent; rank 0 if the parent is lost."""
         return 0 if self.parent in self._lost else self.parent
-
-    def _unfinished(self) -> int:
-        return sum(state.has_left for state in self._states.values())
 
     def _wake_waiters(self) -> None:
         for wake in self._waiters:

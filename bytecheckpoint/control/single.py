@@ -14,13 +14,7 @@ __all__ = ["SingleOperation", "SingleProcess"]
 class SingleOperation(Operation):
     """Complete every exchange at once and let exceptions propagate unchanged."""
 
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        return 1
+    rank, world_size = 0, 1
 
     def set_description(self, text: str) -> None:
         """Do nothing: no failure is reported."""
@@ -64,13 +58,7 @@ class SingleOperation(Operation):
 class SingleProcess(Communicator):
     """A world of one rank."""
 
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        return 1
+    rank, world_size = 0, 1
 
     def operation(self, kind: str, *, deadline_s: float) -> SingleOperation:
         return SingleOperation()

@@ -17,11 +17,9 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from ..errors import ControlError
-from .agreement import format_ranks
 from .failure import FailureRecord
 from .network import Network
 from .outcome import Outcome
-from .router import OperationState, Router
 from .streams import Buffer, Streams
 from .timings import END_CONFIRMATION_S, STREAM_POLL_S
 
@@ -33,23 +31,12 @@ _SEND_BYTES = 8 << 20
 class SocketStreams(Streams):
     """The streams of one operation on one rank."""
 
-    def __init__(
-        self, router: Router, network: Network, state: OperationState, outcome: Outcome, deadline_s: float
-    ) -> None:
-        self._router, self._network, self._state, self._outcome = router, network, state, outcome
-        self._deadline_s = deadline_s
+    def __init__(self, network: Network, outcome: Outcome) -> None:
+        self._network, self._outcome = network, outcome
+        self._router, self._state = outcome.router, outcome.state
         self._lock = threading.Lock()
         self._outgoing: dict[tuple[int, str], socket.socket] = {}
-        self._sent = self._received = 0
         self._is_closed = False
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._received
 
     def send(self, to: int, channel: str, data: Buffer) -> None:
         view, done = memoryview(data).cast("B"), 0
@@ -63,7 +50,7 @@ class SocketStreams(Streams):
                 except BlockingIOError:
                     wait.until_ready(connection, select.POLLOUT)
         with self._lock:
-            self._sent += len(view)
+            self.bytes_sent += len(view)
 
     def receive(self, source: int, channel: str, into: Buffer) -> None:
         view, done = memoryview(into).cast("B"), 0
@@ -81,7 +68,7 @@ class SocketStreams(Streams):
                 done += count
                 wait.restart()
         with self._lock:
-            self._received += len(view)
+            self.bytes_received += len(view)
 
     def close(self) -> None:
         """Close the outgoing connections; what the operating system has accepted is still delivered. Never raises."""
@@ -97,7 +84,7 @@ class SocketStreams(Streams):
             raise ControlError(f"this {self._state.kind} is closed; {action} cannot be used")
         if peer == self._router.rank or not 0 <= peer < self._router.tree.world_size:
             raise ValueError(f"{action}: this is rank {self._router.rank} of {self._router.tree.world_size}")
-        return _PeerWait(self._router, self._state, self._outcome, peer, action, self._deadline_s)
+        return _PeerWait(self._outcome, peer, action)
 
     def _connection_to(self, to: int, channel: str, wait: _PeerWait) -> socket.socket:
         with self._lock:
@@ -124,16 +111,14 @@ class SocketStreams(Streams):
 class _PeerWait:
     """One thread's wait for one peer, with a deadline that restarts with each progress."""
 
-    def __init__(
-        self, router: Router, state: OperationState, outcome: Outcome, peer: int, action: str, deadline_s: float
-    ) -> None:
+    def __init__(self, outcome: Outcome, peer: int, action: str) -> None:
         self.action = action
-        self._router, self._state, self._outcome = router, state, outcome
-        self._peer, self._deadline_s = peer, deadline_s
+        self._outcome, self._peer = outcome, peer
+        self._router, self._state = outcome.router, outcome.state
         self.restart()
 
     def restart(self) -> None:
-        self._deadline = time.monotonic() + self._deadline_s
+        self._deadline = time.monotonic() + self._outcome.deadline_s
 
     def check(self) -> None:
         """Raise a failure that has arrived, the loss of the peer, or that the deadline has passed."""
@@ -142,13 +127,7 @@ class _PeerWait:
         if self._router.is_lost(self._peer):
             self._outcome.raise_record(self._router.loss_record(self._state, self._peer, self.action))
         if time.monotonic() > self._deadline:
-            here = self._router.here
-            message = (
-                f"{self._state.kind}: rank {here.rank} on {here.host} waited {self._deadline_s:g} s in {self.action} "
-                f"for rank(s) {format_ranks([self._peer])} of {self._router.tree.world_size}. Check what they were "
-                "doing at that time, or set a longer deadline."
-            )
-            self._outcome.raise_record(FailureRecord.from_deadline(message, self.action, here), is_late=True)
+            self._outcome.raise_deadline(self.action, [self._peer])
 
     def until_ready(self, connection: socket.socket, event: int) -> None:
         """Wait until the connection is ready."""

@@ -20,6 +20,12 @@ class Streams(ABC):
     has failed on all ranks, and they are closed with it.
     """
 
+    bytes_sent = 0
+    """Bytes sent so far on all channels."""
+
+    bytes_received = 0
+    """Bytes received so far on all channels."""
+
     @abstractmethod
     def send(self, to: int, channel: str, data: Buffer) -> None:
         """Send bytes to a rank; return when the operating system has accepted all of them.
@@ -48,16 +54,6 @@ class Streams(ABC):
             ValueError: ``source`` is this rank or no rank of the job.
         """
 
-    @property
-    @abstractmethod
-    def bytes_sent(self) -> int:
-        """Bytes sent so far on all channels."""
-
-    @property
-    @abstractmethod
-    def bytes_received(self) -> int:
-        """Bytes received so far on all channels."""
-
 
 class NoStreams(Streams):
     """The streams of a job of one process, which has no peers."""
@@ -67,11 +63,3 @@ class NoStreams(Streams):
 
     def receive(self, source: int, channel: str, into: Buffer) -> None:
         raise ValueError(f"cannot receive from rank {source}: this is a job of one process")
-
-    @property
-    def bytes_sent(self) -> int:
-        return 0
-
-    @property
-    def bytes_received(self) -> int:
-        return 0

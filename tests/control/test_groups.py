@@ -60,9 +60,9 @@ def has_no_unfinished_operations(communicator):
     """Check once all ranks have left; a leader informs rank 0 a moment after its group has left."""
     dist.barrier()
     give_up = time.monotonic() + time_limit(20)
-    while communicator.unfinished_operations() and time.monotonic() < give_up:
+    while communicator.router.unfinished_operations() and time.monotonic() < give_up:
         time.sleep(0.005)
-    finished = not communicator.unfinished_operations()
+    finished = not communicator.router.unfinished_operations()
     dist.barrier()
     return finished
 
@@ -244,7 +244,7 @@ def wait_for_others_to_leave(rank, world_size):
 
 def environment(rank, world_size):
     communicator = current_communicator()
-    return communicator.tree.group_size, exchange(communicator)
+    return communicator.router.tree.group_size, exchange(communicator)
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 4, 5, 6])
