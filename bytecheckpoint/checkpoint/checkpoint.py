@@ -28,7 +28,7 @@ from ..tensors.metadata import BasicMeta, ShardMeta
 from ..tensors.shards import Path, torch_dtype
 from ..tensors.tables import BoxTable
 from .manifest_file import read_manifest
-from .values import encoded_values
+from .values import stored_values
 
 __all__ = ["Checkpoint", "StoredTensor", "VerifyReport"]
 
@@ -169,6 +169,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
     Attributes:
         backend: Storage backend whose root is the checkpoint.
         manifest: The decoded manifest.
+        reader: The reader that ``read`` uses.
 
     Example:
         >>> checkpoint = bcp.open("s3://runs/7b/step-1000")
@@ -194,7 +195,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self.backend = backend
         self.manifest = manifest
         self._engine = engine
-        self._reader = Reader(backend, manifest, engine.io, verify=verify, bounce_pool=engine.bounce_pool)
+        self.reader = Reader(backend, manifest, engine.io, verify=verify, bounce_pool=engine.bounce_pool)
         self._aliases = dict(manifest.aliases)
 
     @classmethod
@@ -216,14 +217,9 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return cls(backend, read_manifest(backend), engine, verify=verify)
 
     @property
-    def reader(self) -> Reader:
-        """The reader that ``read`` uses."""
-        return self._reader
-
-    @property
     def stats(self) -> ReadStats:
         """Bytes read through this handle and bytes requested, without plain values and ``verify``."""
-        return self._reader.stats
+        return self.reader.stats
 
     @property
     def url(self) -> str:
@@ -313,11 +309,10 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """
         if self.manifest.section_index(section) is None:
             raise NameNotFoundError(f"{self.url} has no section {section!r}; it has {', '.join(self.sections)}")
-        shared, own = encoded_values(self.backend, self.manifest, section, rank)
-        return {
-            path: decode_value(encoded, where=f"{section}.{path_name(path)}")
-            for path, encoded in {**shared, **own}.items()
-        }
+        values = stored_values(self.backend, self.manifest, section=section, ranks=(rank,))
+        shared_first = sorted(values, key=lambda value: value.rank is not None)
+        encoded = {value.path: value.encoded for value in shared_first}
+        return {path: decode_value(data, where=f"{section}.{path_name(path)}") for path, data in encoded.items()}
 
     def read(self, parts: Sequence[tuple[int, Box, torch.Tensor]]) -> None:
         """Fill tensors with boxes of stored tensors, and check the bytes.
@@ -332,7 +327,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """
         requested = BoxTable.build([(row, box) for row, box, _ in parts])
         plan = plan_load(self.manifest.tensors, self.manifest.shards, requested)
-        self._reader.read(
+        self.reader.read(
             [
                 ReadPart(stored, box, box_view(parts[index][2], box, parts[index][1]))
                 for index, stored, box in plan.rows()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Container, Iterator
+from typing import Any, NamedTuple
 
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import StateError
@@ -13,11 +12,10 @@ from ..format.values import decode_value, decode_values_file, path_name
 from ..storage_backends.base import StorageBackend
 from ..tensors.shards import Path
 
-__all__ = ["StoredValue", "encoded_values", "stored_values", "values_files"]
+__all__ = ["StoredValue", "stored_values", "values_files"]
 
 
-@dataclass(frozen=True)
-class StoredValue:
+class StoredValue(NamedTuple):
     """One plain value. ``rank`` is None if all ranks share it. Equal values have equal ``encoded`` bytes."""
 
     section: str
@@ -44,27 +42,21 @@ def values_files(manifest: Manifest) -> list[int]:
     return [row for row, kind in enumerate(manifest.files.kind) if kind not in ("tensors", COMPANION)]
 
 
-def stored_values(backend: StorageBackend, manifest: Manifest) -> Iterator[StoredValue]:
-    """Yield all values, in the order of files and entries. Raises ``CorruptionError`` and ``FormatError``."""
-    for row in values_files(manifest):
-        section = manifest.section_name(int(manifest.files.section[row]))
-        document = read_stored_file(backend, manifest, row, head_only=False)
-        for path, is_shared, encoded in decode_values_file(document):
-            yield StoredValue(section, path, None if is_shared else int(manifest.files.rank[row]), encoded)
+def stored_values(
+    backend: StorageBackend, manifest: Manifest, *, section: str | None = None, ranks: Container[int] | None = None
+) -> Iterator[StoredValue]:
+    """Yield all values, or those of one section, in the order of files and entries. Reads each file once.
 
-
-def encoded_values(
-    backend: StorageBackend, manifest: Manifest, section: str, rank: int
-) -> tuple[dict[Path, bytes], dict[Path, bytes]]:
-    """Return a section's encoded values by path: those that all ranks share, and those that ``rank`` owns."""
-    index = manifest.section_index(section)
+    Of the values that single ranks own, only those of ``ranks`` if that is given. Raises ``CorruptionError`` and
+    ``FormatError``.
+    """
     files = manifest.files
-    shared: dict[Path, bytes] = {}
-    own: dict[Path, bytes] = {}
     for row in values_files(manifest):
-        if files.section[row] != index or (files.kind[row] == "rank_values" and files.rank[row] != rank):
+        owner, of_section = int(files.rank[row]), manifest.section_name(int(files.section[row]))
+        if section not in (None, of_section):
+            continue
+        if files.kind[row] == "rank_values" and ranks is not None and owner not in ranks:
             continue
         document = read_stored_file(backend, manifest, row, head_only=False)
         for path, is_shared, encoded in decode_values_file(document):
-            (shared if is_shared else own)[path] = encoded
-    return shared, own
+            yield StoredValue(of_section, path, None if is_shared else owner, encoded)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checkpoint.values import encoded_values
+from ..checkpoint.values import StoredValue, stored_values
 from ..errors import StateError
 from ..format.manifest import Manifest
 from ..format.values import decode_value, path_name
@@ -95,8 +95,9 @@ class SectionReader:
             world_size=self._world_size,
         )
         tensors = self._tensors(section, choices)
-        shared = self._shared_values(section)
-        own = self._own_values(section, choices)
+        values = list(stored_values(self._backend, self._manifest, section=section, ranks=choices.ranks))
+        shared = self._shared_values(section, {value.path: value.encoded for value in values if value.rank is None})
+        own = self._own_values(section, choices, values)
         aliases = self._add_aliases(section, tensors)
         return OpenSection(
             name=section,
@@ -155,9 +156,8 @@ class SectionReader:
                 aliases[alias] = self.names.of_tensor(section, full_name[len(prefix) :])
         return aliases
 
-    def _shared_values(self, section: str) -> dict[Path, bytes]:
+    def _shared_values(self, section: str, encoded: Mapping[Path, bytes]) -> dict[Path, bytes]:
         """Encoded values that all ranks share."""
-        encoded, _ = encoded_values(self._backend, self._manifest, section, -1)
         stored_as: dict[Path, Path] = {}
         for path in encoded:
             name = self.names.of_path(section, path)
@@ -165,15 +165,13 @@ class SectionReader:
                 raise _renamed_twice(section, path_name(stored_as[name]), path_name(path), path_name(name))
         return {name: encoded[path] for name, path in stored_as.items()}
 
-    def _own_values(self, section: str, choices: RankChoices) -> dict[Path, bytes]:
+    def _own_values(self, section: str, choices: RankChoices, values: Sequence[StoredValue]) -> dict[Path, bytes]:
         """Encoded values that were stored for single ranks, each from the rank that its policy selects."""
         own: dict[Path, bytes] = {}
-        saved = {int(rank) for rank in self._manifest.files.rank}
-        for rank in sorted(saved.intersection(choices.ranks)):
-            for path, data in encoded_values(self._backend, self._manifest, section, rank)[1].items():
-                name = self.names.of_path(section, path)
-                if self._selects(section, name) and choices.choose(path, path) == rank:
-                    own[name] = data
+        for rank, value in sorted(((v.rank, v) for v in values if v.rank is not None), key=lambda pair: pair[0]):
+            name = self.names.of_path(section, value.path)
+            if self._selects(section, name) and choices.choose(value.path, value.path) == rank:
+                own[name] = value.encoded
         return own
 
     def _decoded(self, section: str, encoded: Mapping[Path, bytes]) -> dict[Path, Any]:
