@@ -34,7 +34,7 @@ class FailsOnce:
 def save_and_load(rank, world_size, folder, layout):
     store = dist.distributed_c10d._get_default_store()
     communicator = SocketCommunicator.connect(store, rank, world_size, group_size=2)
-    assert communicator.tree.children(2) == [3]
+    assert communicator.router.tree.children(2) == [3]
     with bcp.Checkpointer(communicator=communicator) as checkpointer:
         saved = build("fsdp2-4", 1, steps=2)
         part = FailsOnce(rank == 3)

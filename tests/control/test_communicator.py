@@ -84,10 +84,10 @@ def many_operations(rank, world_size, number):
         dist.barrier()
         # Rank 0 receives the last messages a moment after the other ranks have left.
         give_up = time.monotonic() + time_limit(20)
-        while current_communicator().unfinished_operations() and time.monotonic() < give_up:
+        while current_communicator().router.unfinished_operations() and time.monotonic() < give_up:
             time.sleep(0.005)
         dist.barrier()
-    return current_communicator().unfinished_operations()
+    return current_communicator().router.unfinished_operations()
 
 
 class Unpicklable(Exception):
