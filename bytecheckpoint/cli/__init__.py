@@ -5,10 +5,9 @@ from __future__ import annotations
 import click
 
 from ..version import VERSION
-from .diff import diff_command
 from .huggingface import export_command, import_command
 from .inspection import inspect_command, ls_command, verify_command
-from .maintenance import copy_command, reshard_command, rm_command, trace_command
+from .maintenance import copy_command, diff_command, reshard_command, rm_command, trace_command
 from .options import EXIT_CODES
 from .push import push_command
 

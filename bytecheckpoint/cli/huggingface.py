@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import click
+import torch
 
 from .. import api
-from ..convert.export import export_safetensors
+from ..convert.export import Expected, export_safetensors
 from ..convert.importing import import_safetensors
 from ..foreign.safetensors_folder import SafetensorsFolder
-from .expected_names import read_expected
-from .options import command, options_for, parse_size, prefix_renaming
+from .options import command, options_for, parse_size, rename_option
 from .output import Output, size_text
 
 __all__ = ["export_command", "import_command"]
 
 TiedNames = Literal["drop", "copy"]
 """Whether an export writes only one of several tied names, or all of them."""
-
-_RENAME_HELP = "Replace a prefix of names (module.= removes it). Repeatable; the first matching one is used."
 
 
 @command("export")
@@ -37,7 +39,7 @@ _RENAME_HELP = "Replace a prefix of names (module.= removes it). Repeatable; the
     help="Require exactly these names: a JSON list, a JSON map from names to shapes, an index, a safetensors file or "
     "folder, or a config.json (which needs the transformers package).",
 )
-@click.option("--rename", multiple=True, metavar="OLD=NEW", help=_RENAME_HELP)
+@rename_option
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Do not export names that match. Repeatable.")
 @click.option(
     "--tied",
@@ -55,8 +57,8 @@ def export_command(
     max_file_size: int,
     cast: str | None,
     expect: str | None,
-    rename: Sequence[str],
-    exclude: Sequence[str],
+    rename: Callable[[str], str] | None,
+    exclude: tuple[str, ...],
     tied: TiedNames,
 ) -> None:
     """Write the model of checkpoint SOURCE to the folder TARGET, in the layout of Hugging Face libraries.
@@ -72,25 +74,15 @@ def export_command(
             section=section,
             max_file_bytes=max_file_size,
             cast=cast,
-            expected=None if expect is None else read_expected(expect),
-            rename=prefix_renaming(tuple(rename)),
-            exclude=tuple(exclude),
+            expected=None if expect is None else _read_expected(expect),
+            rename=rename,
+            exclude=exclude,
             tied=tied,
             progress=progress,
             storage_options=options_for(target, options),
         )
-    out.document(
-        {
-            "source": found.url,
-            "url": report.url,
-            "files": [{"name": name, "bytes": size} for name, size in report.files],
-            "tensors": report.tensors,
-            "total_size": report.total_size,
-            "dropped": dict(report.dropped),
-            "cast": report.cast,
-            "bytes_read": report.bytes_read,
-        }
-    )
+    files = [{"name": name, "bytes": size} for name, size in report.files]
+    out.document({"source": found.url, **asdict(report), "files": files})
     out.table(("FILE", ">SIZE"), [(name, size_text(size)) for name, size in report.files])
     for name, kept in report.dropped.items():
         out.line(f"{name} is tied to {kept} and was not written")
@@ -102,7 +94,7 @@ def export_command(
 @click.argument("target")
 @click.option("--section", default="model", show_default=True, help="The section in which to store the tensors.")
 @click.option("--step", type=click.IntRange(0), help="The training step to store.")
-@click.option("--rename", multiple=True, metavar="OLD=NEW", help=_RENAME_HELP)
+@rename_option
 def import_command(
     out: Output,
     options: Mapping[str, Any],
@@ -110,7 +102,7 @@ def import_command(
     target: str,
     section: str,
     step: int | None,
-    rename: Sequence[str],
+    rename: Callable[[str], str] | None,
 ) -> None:
     """Create a checkpoint at TARGET from SOURCE: a safetensors file, or a folder with one such file or an index.
 
@@ -123,21 +115,71 @@ def import_command(
             target,
             section=section,
             step=step,
-            rename=prefix_renaming(tuple(rename)),
+            rename=rename,
             progress=progress,
             source_options=options_for(source, options),
             storage_options=options_for(target, options),
         )
-    out.document(
-        {
-            "source": source,
-            "url": report.url,
-            "section": report.section,
-            "files": list(report.files),
-            "tensors": report.tensors,
-            "total_size": report.total_size,
-        }
-    )
+    out.document({"source": source, **asdict(report)})
     out.line(
         f"{report.url}: {report.tensors} tensors, {size_text(report.total_size)}, from {len(report.files)} file(s)"
     )
+
+
+def _read_expected(source: str) -> Expected:
+    """Return names, with shapes if ``source`` contains them.
+
+    ``source`` is a JSON list of names, a JSON map from names to shapes (or null), an index of safetensors files, a
+    Hugging Face ``config.json``, or a safetensors file or folder. Raises ``click.BadParameter`` for anything else, and
+    what ``SafetensorsFolder`` raises.
+    """
+    path = Path(source)
+    if source.endswith(".safetensors") or path.is_dir() or "://" in source:
+        return SafetensorsFolder(source).shapes
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _bad(f"{source} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"{source} is not JSON: {error}") from None
+    if isinstance(document, list) and all(isinstance(name, str) for name in document):
+        return document
+    if isinstance(document, dict) and isinstance(document.get("weight_map"), dict):
+        return list(document["weight_map"])
+    if isinstance(document, dict) and ("architectures" in document or "model_type" in document):
+        return _of_config(path, document)
+    if isinstance(document, dict) and all(map(_is_shape, document.values())):
+        return document
+    raise _bad(f"{source} is not a list of names, a map from names to shapes, an index, or a config.json")
+
+
+def _of_config(path: Path, document: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return parameters and persistent buffers of the configured model, which is built on the meta device."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise _bad(
+            f"{path}: reading a config.json needs the transformers package; install it, or pass a list of names"
+        ) from None
+    names = document.get("architectures") or []
+    kind = getattr(transformers, str(names[0]), None) if names else None
+    if kind is None:
+        raise _bad(
+            f"{path}: transformers does not support the architecture {', '.join(map(str, names)) or '(none given)'}"
+        )
+    config = kind.config_class.from_pretrained(str(path.parent))
+    with torch.device("meta"):
+        model = kind(config)
+    model.tie_weights()
+    tensors = dict(model.named_parameters())  # tied parameters once, under their first name
+    stored = model.state_dict()
+    tensors |= {name: tensor for name, tensor in model.named_buffers() if name in stored}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _is_shape(value: object) -> bool:
+    return value is None or (isinstance(value, list) and all(type(n) is int and n >= 0 for n in value))
+
+
+def _bad(message: str) -> click.BadParameter:
+    return click.BadParameter(message, param_hint="--expect")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +19,7 @@ from .output import Output, plain, size_text
 
 __all__ = ["inspect_command", "ls_command", "verify_command"]
 
+_FIELDS_OF_ANY_FOLDER = ("name", "url", "status", "problem", "attempts")
 _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
 
 
@@ -56,24 +58,10 @@ def ls_command(out: Output, options: Mapping[str, Any], root: str, depth: int) -
 
 
 def _listing(one: Listing) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "name": one.name,
-        "url": one.url,
-        "status": one.status,
-        "problem": one.problem,
-        "attempts": list(one.attempts),
-    }
-    if one.status == "checkpoint":
-        document |= {
-            "step": one.step,
-            "created": one.created,
-            "world_size": one.world_size,
-            "sections": list(one.sections),
-            "tensors": one.tensors,
-            "files": one.files,
-            "bytes": one.size,
-        }
-    return document
+    document = asdict(one)
+    document["bytes"] = document.pop("size")
+    is_checkpoint = one.status == "checkpoint"
+    return document if is_checkpoint else {key: document[key] for key in _FIELDS_OF_ANY_FOLDER}
 
 
 @command("inspect")
@@ -103,22 +91,25 @@ def inspect_command(
     """Show the contents of CHECKPOINT: tensors, shapes, dtypes, shards, sizes, and which rank wrote what."""
     found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
     document = _summary(found)
-    rows = [
+    selected = [
         row
         for row, name in enumerate(found.manifest.tensors.names)
         if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
     ]
-    document["tensors"] = [_tensor(found, row, shards) for row in rows] if tensors or shards else []
+    document["tensors"] = [_tensor(found, row, shards) for row in selected] if tensors or shards else []
     if files:
         document["files"] = _files(found)
     if values:
         document["values"] = _values(found)
     out.document(document)
-    _print_summary(out, found)
-    if tensors and not shards:
-        _print_tensors(out, document["tensors"])
+    _print_summary(out, document)
     if shards:
         _print_shards(out, document["tensors"])
+    elif tensors:
+        rows = [
+            (t["name"], t["dtype"], t["shape"], t["shard_count"], size_text(t["bytes"])) for t in document["tensors"]
+        ]
+        out.table(("TENSOR", "DTYPE", "SHAPE", ">SHARDS", ">SIZE"), rows)
     if files:
         _print_files(out, document["files"])
     for value in document.get("values", []):
@@ -138,15 +129,7 @@ def verify_command(out: Output, options: Mapping[str, Any], checkpoint: str) -> 
     found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
     with out.progress("verify", found.manifest.file_bytes) as progress:
         report = found.verify(progress)
-    out.document(
-        {
-            "url": report.url,
-            "ok": report.ok,
-            "files": report.files,
-            "bytes_checked": report.bytes_checked,
-            "problems": list(report.problems),
-        }
-    )
+    out.document({**asdict(report), "ok": report.ok})
     for problem in report.problems:
         out.line(problem)
     if not report.ok:
@@ -234,10 +217,9 @@ def _values(found: Checkpoint) -> list[dict[str, Any]]:
     ]
 
 
-def _print_summary(out: Output, found: Checkpoint) -> None:
-    document = _summary(found)
-    out.line(f"{found.url}")
-    out.line(f"  step {_text(found.step)}, saved {found.created} by {found.world_size} rank(s)")
+def _print_summary(out: Output, document: Mapping[str, Any]) -> None:
+    out.line(document["url"])
+    out.line(f"  step {_text(document['step'])}, saved {document['created']} by {document['world_size']} rank(s)")
     out.line(f"  format {document['format_version']}, bytecheckpoint {document['library_version']}")
     out.line(f"  {size_text(document['bytes'])} in {document['file_count']} file(s) of {document['attempt']}")
     if document["metadata"]:
@@ -245,14 +227,9 @@ def _print_summary(out: Output, found: Checkpoint) -> None:
     out.line()
     rows = [(s["name"], s["kind"], s["tensors"], size_text(s["tensor_bytes"])) for s in document["sections"]]
     out.table(("SECTION", "KIND", ">TENSORS", ">SIZE"), rows)
-    for alias, name in found.aliases.items():
+    for alias, name in document["aliases"].items():
         out.line(f"{alias} is tied to {name}")
     out.line()
-
-
-def _print_tensors(out: Output, tensors: Sequence[Mapping[str, Any]]) -> None:
-    rows = [(t["name"], t["dtype"], t["shape"], t["shard_count"], size_text(t["bytes"])) for t in tensors]
-    out.table(("TENSOR", "DTYPE", "SHAPE", ">SHARDS", ">SIZE"), rows)
 
 
 def _print_shards(out: Output, tensors: Sequence[Mapping[str, Any]]) -> None:

@@ -1,8 +1,9 @@
-"""``bcp reshard``, ``bcp copy`` and ``bcp rm``, which change what is stored, and ``bcp trace``."""
+"""``bcp diff``, ``bcp reshard``, ``bcp copy`` and ``bcp rm``, which handle whole checkpoints, and ``bcp trace``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,13 +11,58 @@ import click
 
 from .. import api
 from ..convert.copy import copy, remove
-from ..convert.reshard import Layout, ReshardReport, reshard
+from ..convert.diff import DiffReport, diff
+from ..convert.reshard import Layout, reshard
 from ..errors import UsageError
 from ..telemetry.trace_files import merge_traces
 from .options import EXIT_NEGATIVE, command, options_for
 from .output import Output, size_text
 
-__all__ = ["copy_command", "reshard_command", "rm_command", "trace_command"]
+__all__ = ["copy_command", "diff_command", "reshard_command", "rm_command", "trace_command"]
+
+
+@command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option(
+    "--values/--no-values",
+    "values",
+    default=True,
+    help="Compare elements and plain values, or only names, shapes and dtypes.",
+)
+@click.option("--rtol", type=float, default=0.0, help="Tolerance, relative to the value in B.")
+@click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
+def diff_command(
+    out: Output, options: Mapping[str, Any], a: str, b: str, values: bool, rtol: float, atol: float
+) -> None:
+    """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, elements and plain values.
+
+    Elements are equal if their bits are equal or their difference is within the tolerances. Shards with equal checksums
+    are not read; run verify to check the files against the checksums. Exits with 1 if there is a difference.
+    """
+    left = api.open(a, storage_options=options_for(a, options))
+    right = api.open(b, storage_options=options_for(b, options))
+    with out.progress("diff", left.manifest.nbytes) as progress:
+        report = diff(left, right, values=values, rtol=rtol, atol=atol, progress=progress)
+    out.document({**asdict(report), "same": report.same})
+    _print_differences(out, report)
+    if not report.same:
+        raise click.exceptions.Exit(EXIT_NEGATIVE)
+
+
+def _print_differences(out: Output, report: DiffReport) -> None:
+    for url, names in ((report.a, report.only_a), (report.b, report.only_b)):
+        for name in names:
+            out.line(f"{name}: only in {url}")
+    for one in report.tensors:
+        metas = one.a if one.a == one.b else f"{one.a} and {one.b}"
+        counted = "" if one.differing is None else f", {one.differing} of {one.elements} elements differ"
+        largest = "" if not one.differing else f", by at most {one.max_abs:.6g}"
+        out.line(f"{one.name}: {one.kind}: {metas}{counted}{largest}")
+    for value in report.values:
+        out.line(f"{value.name}: value: {value.a} and {value.b}")
+    read = f"{report.compared} compared, {report.skipped} of them by checksum, {size_text(report.bytes_read)} read"
+    out.line(f"{'identical' if report.same else 'different'}: {read}")
 
 
 @command("reshard")
@@ -58,7 +104,8 @@ def reshard_command(
             progress=progress,
             storage_options=options_for(target, options),
         )
-    out.document(_reshard_document(found.url, report))
+    new_files = [{"name": f.name, "section": f.section, "shards": f.shards, "bytes": f.size} for f in report.files]
+    out.document({"source": found.url, **asdict(report), "files": new_files, "bytes": report.size})
     rows = [(file.name, file.section, file.shards, size_text(file.size)) for file in report.files]
     out.table(("FILE", "SECTION", ">SHARDS", ">SIZE"), rows)
     done = "would be" if dry_run else "were"
@@ -115,19 +162,3 @@ def trace_command(out: Output, options: Mapping[str, Any], directory: Path, outp
     events = merge_traces(paths, target)
     out.document({"trace": str(target), "ranks": len(paths), "events": events})
     out.line(f"{target}: {events} events of {len(paths)} process(es); open it in ui.perfetto.dev")
-
-
-def _reshard_document(source: str, report: ReshardReport) -> dict[str, Any]:
-    return {
-        "source": source,
-        "url": report.url,
-        "layout": report.layout,
-        "dry_run": report.dry_run,
-        "files": [
-            {"name": file.name, "section": file.section, "shards": file.shards, "bytes": file.size}
-            for file in report.files
-        ],
-        "bytes": report.size,
-        "bytes_to_read": report.bytes_to_read,
-        "bytes_read": report.bytes_read,
-    }

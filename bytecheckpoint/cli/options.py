@@ -17,20 +17,14 @@ from ..errors import (
     CheckpointNotFoundError,
     MismatchError,
     NotACheckpointError,
+    StateError,
     StorageError,
+    UsageError,
 )
 from .output import Output, printable
 
-__all__ = [
-    "EXIT_CODES",
-    "EXIT_CORRUPT",
-    "EXIT_NEGATIVE",
-    "command",
-    "exit_code",
-    "options_for",
-    "parse_size",
-    "prefix_renaming",
-]
+__all__ = ["EXIT_CODES", "EXIT_CORRUPT", "EXIT_NEGATIVE", "command", "exit_code", "options_for", "parse_size"]
+__all__ += ["rename_option"]
 
 EXIT_CODES = """\b
 Exit codes:
@@ -45,18 +39,14 @@ Exit codes:
 """
 
 EXIT_NEGATIVE = 1
+EXIT_USAGE = 2
 EXIT_CORRUPT = 4
+EXIT_OTHER = 6
 EXIT_INTERRUPTED = 130
 _SIZE_UNITS = {
     "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
+    **{unit: 1000**power for power, unit in enumerate("KMGT", 1)},
+    **{f"{unit}I": 1024**power for power, unit in enumerate("KMGT", 1)},
 }
 
 Run = Callable[..., None]
@@ -92,12 +82,14 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code for an error, the same for all commands."""
     codes: list[tuple[type[BaseException], int]] = [
         (MismatchError, EXIT_NEGATIVE),
+        (StateError, EXIT_OTHER),
+        (UsageError, EXIT_USAGE),
         (CheckpointNotFoundError, 3),
         (NotACheckpointError, 3),
         (CheckpointError, EXIT_CORRUPT),
         (StorageError, 5),
     ]
-    return next((code for kind, code in codes if isinstance(error, kind)), 6)
+    return next((code for kind, code in codes if isinstance(error, kind)), EXIT_OTHER)
 
 
 @contextmanager
@@ -154,9 +146,11 @@ def parse_size(context: click.Context, parameter: click.Parameter, value: str) -
     return size
 
 
-def prefix_renaming(pairs: tuple[str, ...]) -> Callable[[str], str] | None:
+def _prefix_renaming(
+    context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]
+) -> Callable[[str], str] | None:
     """Return a function that applies the first of the ``OLD=NEW`` pairs whose prefix matches."""
-    rules: Mapping[str, str] = dict(_pair(pair) for pair in pairs)
+    rules = dict(_pair(pair) for pair in pairs)
     if not rules:
         return None
 
@@ -172,3 +166,13 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals:
         raise click.UsageError(f"--rename must be OLD=NEW (prefixes of names), not {text!r}")
     return old, new
+
+
+rename_option = click.option(
+    "--rename",
+    multiple=True,
+    metavar="OLD=NEW",
+    callback=_prefix_renaming,
+    help="Replace a prefix of names (module.= removes it). Repeatable; the first matching one is used.",
+)
+"""The parameter ``rename`` of a command: a function, or None."""

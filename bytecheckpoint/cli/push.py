@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..inference.push import (
 from ..inference.push.engines.vllm import PauseMode
 from ..inference.push.transports.group import GroupBackend
 from ..runtime.limits import DEFAULT_DEADLINE_S
-from .options import command, options_for, prefix_renaming
+from .options import command, options_for, rename_option
 from .output import Output, size_text
 
 __all__ = ["push_command"]
@@ -37,7 +37,7 @@ __all__ = ["push_command"]
     help="The engines' name for the weights; by default the checkpoint's step, or the version of SOURCE.",
 )
 @click.option("--section", default="model", show_default=True, help="The section of the checkpoint.")
-@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace a prefix of names. Repeatable.")
+@rename_option
 @click.option(
     "--pause",
     type=click.Choice(["wait", "abort", "keep"]),
@@ -82,7 +82,7 @@ def push_command(
     urls: tuple[str, ...],
     version: str | None,
     section: str,
-    rename: tuple[str, ...],
+    rename: Callable[[str], str] | None,
     pause: PauseMode,
     adapter: str | None,
     native: bool,
@@ -130,10 +130,9 @@ def push_command(
             stack.callback(what.close)
         else:
             what = api.open(source, storage_options=storage_options)
-        renaming, strict = prefix_renaming(rename), not partial
         with out.stages() as progress:
             report = pusher.push(
-                what, version=version, section=section, rename=renaming, strict=strict, progress=progress
+                what, version=version, section=section, rename=rename, strict=not partial, progress=progress
             )
     out.document({"source": what.name if from_engine else what.url, **report.plain()})
     _show(out, report)

@@ -198,7 +198,7 @@ def test_every_error_has_an_exit_code() -> None:
         "StorageFullError": 5,
         "UnsupportedURLError": 5,
         "StateError": 6,
-        "UsageError": 6,
+        "UsageError": 2,
         "NameNotFoundError": 6,
         "CommitUnknownError": 6,
     }

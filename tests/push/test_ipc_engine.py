@@ -301,7 +301,7 @@ def test_from_the_command_line(engine: ToyEngine, tmp_path: Path) -> None:
     assert "the engines serve version 70" in done.output
     _assert_serves(engine, 7)
     done = CliRunner().invoke(cli, command)
-    assert done.exit_code == 6
+    assert done.exit_code == 2
     assert "needs the names of its workers' devices" in done.stderr
     done = CliRunner().invoke(cli, [*command, "--native"])
     assert done.exit_code == 2

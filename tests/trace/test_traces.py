@@ -90,7 +90,7 @@ def test_an_environment_variable_traces_a_job(tmp_path: Path) -> None:
 
 def test_the_command_reports_an_empty_folder(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["trace", str(tmp_path)])
-    assert done.exit_code == 6
+    assert done.exit_code == 2
     assert "BYTECHECKPOINT_TRACE" in done.output
 
 
