@@ -45,14 +45,7 @@ class ManifestV1:
             },
             "files": {
                 "name": pack_names(files.name),
-                "size": pack_numbers(files.size),
-                "section": pack_numbers(files.section),
-                "rank": pack_numbers(files.rank),
-                "kind": _pack_choices(files.kind),
-                "head_length": pack_numbers(files.head_length),
-                "head_checksum": pack_numbers(files.head_checksum),
-                "chunk_size": pack_numbers(files.chunk_size),
-                "codec": _pack_choices(files.codec),
+                **{key: pack(getattr(files, key)) for key, (pack, _) in _FILES.items()},
             },
             "tensors": {
                 "name": pack_names(tensors.names),
@@ -85,7 +78,7 @@ class ManifestV1:
         sections = [
             SectionInfo(name, kind) for name, kind in _same_length("sections", *_names(top, "sections", "name", "kind"))
         ]
-        files = _unpack_files(_fields("files", top["files"], _FILES))
+        files = _unpack_files(_fields("files", top["files"], ("name", *_FILES)))
         tensors, scope, counts = _unpack_tensors(
             _fields("tensors", top["tensors"], _TENSORS), [section.name for section in sections]
         )
@@ -126,26 +119,14 @@ _TOP = (
     *("library_version", "step", "created", "world_size", "attempt", "metadata"),
     *("sections", "files", "tensors", "shards", "aliases"),
 )
-_FILES = ("name", "size", "section", "rank", "kind", "head_length", "head_checksum", "chunk_size", "codec")
 _TENSORS = ("name", "section", "dtype", "ndim", "shape", "scope", "shards")
 _SHARDS = ("offsets", "lengths", "file", "offset", "checksums")
 
 
 def _unpack_files(column: Mapping[str, Any]) -> FileTable:
     names = unpack_names("files.name", column["name"])
-    count = len(names)
-    number: Callable[[str], Int64] = lambda key: unpack_numbers(f"files.{key}", column[key], count)  # noqa: E731
-    return FileTable(
-        names,
-        number("size"),
-        number("section"),
-        number("rank"),
-        _unpack_choices("files.kind", column["kind"], count),
-        number("head_length"),
-        unpack_uint64("files.head_checksum", column["head_checksum"], count),
-        number("chunk_size"),
-        _unpack_choices("files.codec", column["codec"], count),
-    )
+    unpacked = {key: unpack(f"files.{key}", column[key], len(names)) for key, (_, unpack) in _FILES.items()}
+    return FileTable(name=names, **unpacked)
 
 
 def _unpack_tensors(column: Mapping[str, Any], sections: list[str]) -> tuple[TensorTable, Int64, Int64]:
@@ -179,6 +160,22 @@ def _unpack_choices(what: str, column: object, count: int) -> list[str]:
     if int(index.max(initial=-1)) >= len(of):
         raise FormatError(f"manifest column {what}: choice {int(index.max())} of {len(of)}")
     return [of[i] for i in index.tolist()]
+
+
+# The columns of ``FileTable`` after the names, in the order of the document: how each is packed, and unpacked to a
+# number of rows.
+_NUMBERS = (pack_numbers, unpack_numbers)
+_CHOICES = (_pack_choices, _unpack_choices)
+_FILES: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[str, object, int], Any]]] = {
+    "size": _NUMBERS,
+    "section": _NUMBERS,
+    "rank": _NUMBERS,
+    "kind": _CHOICES,
+    "head_length": _NUMBERS,
+    "head_checksum": (pack_numbers, unpack_uint64),
+    "chunk_size": _NUMBERS,
+    "codec": _CHOICES,
+}
 
 
 def pack_metadata(metadata: dict[str, Any]) -> bytes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, cast
 
 import msgpack
@@ -51,18 +50,20 @@ class _Encoder:
             return self.items(value, where, depth)
         if kind is dict:
             return {self.key(k, where, depth): self.lower(v, _below(where, k), depth + 1) for k, v in value.items()}
-        encoder = _ENCODERS.get(kind)
-        if encoder is not None:
-            return encoder(self, value, where, depth)
+        found = _EXTENSIONS.get(kind)
+        if found is not None:
+            code, payload = found
+            return self.ext(code, payload(self, value, where, depth), where)
         if isinstance(value, np.generic) and kind.__module__ == "numpy":
-            dtype = _numpy_dtype(value.dtype, where)
-            return self.ext(Ext.NUMPY_SCALAR, [dtype, value.tobytes()], where)
-        if kind.__module__ == "torch" and kind.__name__ in _TORCH_ENCODERS:
-            return _TORCH_ENCODERS[kind.__name__](self, value, where)
+            return self.ext(Ext.NUMPY_SCALAR, [_numpy_dtype(value.dtype, where), value.tobytes()], where)
+        if kind.__module__ == "torch" and kind.__name__ in _TORCH_EXTENSIONS:
+            code, torch_payload = _TORCH_EXTENSIONS[kind.__name__]
+            return self.ext(code, torch_payload(value), where)
         return self.pickle(value, where)
 
-    def ext(self, code: Ext, parts: object, where: str) -> msgpack.ExtType:
-        return msgpack.ExtType(int(code), _packb(parts, where))
+    def ext(self, code: Ext, payload: bytes | list[Any], where: str) -> msgpack.ExtType:
+        """Make an extension; a list is packed as a document."""
+        return msgpack.ExtType(int(code), payload if isinstance(payload, bytes) else _packb(payload, where))
 
     def items(self, values: Iterable[object], where: str, depth: int) -> list[object]:
         return [self.lower(item, f"{where}.{index}", depth + 1) for index, item in enumerate(values)]
@@ -71,9 +72,15 @@ class _Encoder:
         lowered = ((self.key(k, where, depth), self.lower(v, _below(where, k), depth + 1)) for k, v in values.items())
         return [part for pair in lowered for part in pair]
 
-    def sorted_items(self, values: Iterable[object], where: str, depth: int) -> list[object]:
+    def sorted_items(self, values: Collection[object], where: str, depth: int) -> bytes:
         packed = sorted(self.pack(item, f"{where}.<element>", depth + 1) for item in values)
-        return [_Raw(item) for item in packed]
+        return cast(bytes, msgpack.Packer().pack_array_header(len(packed))) + b"".join(packed)
+
+    def bounds(self, value: range | slice, where: str, depth: int) -> list[object]:
+        return self.items([value.start, value.stop, value.step], where, depth)
+
+    def deque(self, value: deque[Any], where: str, depth: int) -> list[object]:
+        return [value.maxlen, self.items(value, where, depth)]
 
     def key(self, key: Any, where: str, depth: int) -> object:
         check_key(key, where)
@@ -94,18 +101,8 @@ class _Encoder:
         return msgpack.ExtType(int(Ext.PICKLE), pickle_bytes(value, where))
 
 
-class _Raw:
-    """A part that is already packed."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-
 def _packb(value: object, where: str) -> bytes:
     try:
-        if type(value) is list and value and type(value[0]) is _Raw:
-            header = cast(bytes, msgpack.Packer().pack_array_header(len(value)))
-            return header + b"".join(item.data for item in value)
         return cast(bytes, msgpack.packb(value, strict_types=True))
     except (ValueError, OverflowError) as error:
         raise UnserializableError(f"{where} cannot be stored: {error}; split it into smaller values") from error
@@ -136,57 +133,28 @@ def _numpy_dtype(dtype: np.dtype[Any], where: str) -> str:
     return str(dtype.str)
 
 
-def _encode_ndarray(encoder: _Encoder, value: np.ndarray[Any, Any], where: str, depth: int) -> object:
-    dtype = _numpy_dtype(value.dtype, where)
-    return encoder.ext(Ext.NDARRAY, [dtype, list(value.shape), value.tobytes(order="C")], where)
-
-
-def _encode_bounds(code: Ext, encoder: _Encoder, value: Any, where: str, depth: int) -> object:
-    return encoder.ext(code, encoder.items([value.start, value.stop, value.step], where, depth), where)
-
-
-def _encode_items(code: Ext, encoder: _Encoder, value: Any, where: str, depth: int) -> object:
-    return encoder.ext(code, encoder.items(value, where, depth), where)
-
-
-def _encode_sorted(code: Ext, encoder: _Encoder, value: Any, where: str, depth: int) -> object:
-    return encoder.ext(code, encoder.sorted_items(value, where, depth), where)
-
-
-def _encode_pairs(code: Ext, encoder: _Encoder, value: Any, where: str, depth: int) -> object:
-    return encoder.ext(code, encoder.pairs(value, where, depth), where)
-
-
-def _encode_container(encoder: _Encoder, value: Container, where: str, depth: int) -> object:
-    return encoder.ext(Ext.CONTAINER, [value.kind, value.length], where)
-
-
-def _encode_deque(encoder: _Encoder, value: deque[Any], where: str, depth: int) -> object:
-    return encoder.ext(Ext.DEQUE, [value.maxlen, encoder.items(value, where, depth)], where)
-
-
-_ENCODERS: dict[type, Callable[[_Encoder, Any, str, int], object]] = {
-    complex: lambda encoder, value, where, depth: msgpack.ExtType(
-        int(Ext.COMPLEX), struct.pack(">dd", value.real, value.imag)
+# The extension of each type, and the function that makes its payload.
+_EXTENSIONS: dict[type, tuple[Ext, Callable[[_Encoder, Any, str, int], bytes | list[Any]]]] = {
+    complex: (Ext.COMPLEX, lambda encoder, value, where, depth: struct.pack(">dd", value.real, value.imag)),
+    bytearray: (Ext.BYTEARRAY, lambda encoder, value, where, depth: bytes(value)),
+    tuple: (Ext.TUPLE, _Encoder.items),
+    set: (Ext.SET, _Encoder.sorted_items),
+    frozenset: (Ext.FROZENSET, _Encoder.sorted_items),
+    OrderedDict: (Ext.ORDERED_DICT, _Encoder.pairs),
+    Counter: (Ext.COUNTER, _Encoder.pairs),
+    deque: (Ext.DEQUE, _Encoder.deque),
+    range: (Ext.RANGE, _Encoder.bounds),
+    slice: (Ext.SLICE, _Encoder.bounds),
+    np.ndarray: (
+        Ext.NDARRAY,
+        lambda encoder, value, where, depth: [_numpy_dtype(value.dtype, where), list(value.shape), value.tobytes()],
     ),
-    bytearray: lambda encoder, value, where, depth: msgpack.ExtType(int(Ext.BYTEARRAY), bytes(value)),
-    tuple: partial(_encode_items, Ext.TUPLE),
-    set: partial(_encode_sorted, Ext.SET),
-    frozenset: partial(_encode_sorted, Ext.FROZENSET),
-    OrderedDict: partial(_encode_pairs, Ext.ORDERED_DICT),
-    Counter: partial(_encode_pairs, Ext.COUNTER),
-    deque: _encode_deque,
-    range: partial(_encode_bounds, Ext.RANGE),
-    slice: partial(_encode_bounds, Ext.SLICE),
-    np.ndarray: _encode_ndarray,
-    Container: _encode_container,
+    Container: (Ext.CONTAINER, lambda encoder, value, where, depth: [value.kind, value.length]),
 }
 
 # By name, so that this module does not import torch.
-_TORCH_ENCODERS: dict[str, Callable[[_Encoder, Any, str], object]] = {
-    "dtype": lambda encoder, value, where: msgpack.ExtType(
-        int(Ext.TORCH_DTYPE), str(value).removeprefix("torch.").encode()
-    ),
-    "device": lambda encoder, value, where: encoder.ext(Ext.TORCH_DEVICE, [value.type, value.index], where),
-    "Size": lambda encoder, value, where: encoder.ext(Ext.TORCH_SIZE, [int(n) for n in value], where),
+_TORCH_EXTENSIONS: dict[str, tuple[Ext, Callable[[Any], bytes | list[Any]]]] = {
+    "dtype": (Ext.TORCH_DTYPE, lambda value: str(value).removeprefix("torch.").encode()),
+    "device": (Ext.TORCH_DEVICE, lambda value: [value.type, value.index]),
+    "Size": (Ext.TORCH_SIZE, lambda value: [int(n) for n in value]),
 }
