@@ -127,7 +127,7 @@ def diff(
     if rtol < 0 or atol < 0:
         raise UsageError(f"tolerances cannot be negative: rtol {rtol}, atol {atol}")
     names_a, names_b = _names(a), _names(b)
-    with Rewriter(a) as read_a, Rewriter(b) as read_b:
+    with Rewriter.of(a) as read_a, Rewriter.of(b) as read_b:
         comparison = _Comparison(a, b, read_a, read_b, _closeness(rtol, atol))
         found: list[TensorDiff] = []
         for name in sorted(names_a.keys() & names_b.keys()):

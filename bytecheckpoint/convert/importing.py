@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import xxhash
 
 from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.manifest_file import commit
-from ..engine.checksums import ChunkHasher, chunk_size_for
 from ..errors import NameCollisionError, UsageError
-from ..foreign.manifest import TensorFile, whole_tensor_manifest
-from ..foreign.safetensors_folder import SafetensorsFolder, meta_of
-from ..format.manifest import timestamp
-from ..format.safetensors import HeaderEntry, build_header
+from ..foreign.safetensors import describe_folder
+from ..foreign.safetensors_folder import SafetensorsFolder
+from ..format.manifest import Manifest, timestamp
 from ..frameworks.sections import check_state, split_rank_name
 from ..load.options import Rename, renaming
 from ..storage_backends import open_backend
-from ..storage_backends.base import StorageBackend
-from ..version import HEADER_METADATA, VERSION
-from .rewriter import PIECE_BYTES, Progress, cleanup_on_failure, refuse_checkpoint
+from ..tensors.geometry import Box
+from ..version import HEADER_METADATA
+from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
 
 __all__ = ["ImportReport", "import_safetensors"]
 
@@ -91,22 +87,13 @@ def import_safetensors(
     target = open_backend(target_url, **dict(storage_options or {}))
     refuse_checkpoint(target, source.backend.url)
     names = _section_names(source, renaming(rename))
+    manifest = replace(describe_folder(source, section, names), step=step, created=timestamp())
     attempt = new_attempt()
+    outputs = [_output(manifest, section, number, attempt) for number in range(len(manifest.files))]
     with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
-        files = [
-            _copy_file(source, key, target, f"{attempt}/{section}-{number:05d}.safetensors", names, progress)
-            for number, key in enumerate(source.headers)
-        ]
-        manifest = whole_tensor_manifest(
-            section,
-            files,
-            chunk_size=chunk_size_for(source.nbytes),
-            step=step,
-            created=timestamp(),
-            attempt=attempt,
-            library_version=VERSION,
-        )
-        commit(target, manifest)
+        with Rewriter(source.backend, manifest, verify=False) as rewriter:
+            new = rewriter.write_all(target, attempt, outputs, progress)
+        commit(target, new)
     return ImportReport(target.url, section, tuple(source.headers), len(names), source.nbytes)
 
 
@@ -123,31 +110,9 @@ def _section_names(source: SafetensorsFolder, rename: Callable[[str], str]) -> d
     return names
 
 
-def _copy_file(
-    source: SafetensorsFolder,
-    key: str,
-    target: StorageBackend,
-    new_key: str,
-    names: Mapping[str, str],
-    progress: Progress,
-) -> TensorFile:
-    header = source.headers[key]
-    metas = [meta_of(record, f"{source.backend.url}/{key}") for record in header.entries]
-    tensors = [(names[record.name], meta, record.begin) for record, meta in zip(header.entries, metas)]
-    head = build_header([HeaderEntry(name, m.dtype, m.shape, m.nbytes) for name, m, _ in tensors], HEADER_METADATA)
-    size = len(head) + sum(meta.nbytes for meta in metas)
-    hasher = ChunkHasher(
-        [record.begin for record in header.entries], [meta.nbytes for meta in metas], chunk_size_for(source.nbytes)
-    )
-    buffer = memoryview(bytearray(PIECE_BYTES))
-    with target.create(new_key, size) as writer:
-        writer.write(0, head)
-        for record in header.entries:
-            for begin in range(record.begin, record.end, PIECE_BYTES):
-                piece = buffer[: min(PIECE_BYTES, record.end - begin)]
-                source.backend.read_into(key, header.data_start + begin, piece)
-                writer.write(len(head) + begin, piece)
-                hasher.update(begin, piece)
-                progress(len(piece))
-        writer.complete()
-    return TensorFile(new_key, size, len(head), xxhash.xxh3_64_intdigest(head), tensors, hasher.checksums())
+def _output(manifest: Manifest, section: str, number: int, attempt: str) -> OutputFile:
+    """Lay out the new file for the tensors of one source file."""
+    metas, fqn_of = manifest.tensors.meta_of, manifest.tensors.fqn_of
+    rows = manifest.shards.tensor[manifest.shards_in(number)].tolist()
+    tensors = [OutputTensor(fqn_of(row), row, Box.whole(metas(row).shape), metas(row).dtype) for row in rows]
+    return OutputFile.lay_out(f"{attempt}/{section}-{number:05d}.safetensors", section, tensors, HEADER_METADATA)

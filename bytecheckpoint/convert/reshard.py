@@ -11,25 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
-
 from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.values import values_files
-from ..engine.checksums import chunk_size_for
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import UsageError
-from ..format.manifest import FileTable, Manifest
+from ..format.manifest import Manifest
 from ..format.safetensors import shard_name
 from ..runtime.choices import check_choice
 from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
 from ..tensors.geometry import Box
-from ..tensors.tables import BoxTable
-from ..version import HEADER_METADATA, VERSION
+from ..version import HEADER_METADATA
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
 
 __all__ = ["Layout", "PlannedFile", "ReshardReport", "reshard"]
@@ -128,21 +122,20 @@ def reshard(
     outputs = list(_plan(manifest, files, layout, attempt))
     plans = [PlannedFile(out.key, out.section, len(out.tensors), out.size) for out in outputs]
     # Companions describe the old files and would be wrong for the new ones.
-    values = values_files(manifest)
-    for row in values:
+    values = {row: f"{attempt}/{manifest.files.name[row].rpartition('/')[2]}" for row in values_files(manifest)}
+    for row, key in values.items():
         section = manifest.section_name(int(manifest.files.section[row]))
-        plans.append(PlannedFile(_values_key(manifest, row, attempt), section, 0, int(manifest.files.size[row])))
+        plans.append(PlannedFile(key, section, 0, int(manifest.files.size[row])))
     bytes_to_read = manifest.nbytes + int(manifest.files.head_length.sum())
     bytes_read = 0
     if not dry_run:
         with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
-            with Rewriter(checkpoint) as rewriter:
-                chunk_size = _chunk_size(outputs)
-                checksums = [rewriter.write(target, out, progress, chunk_size=chunk_size) for out in outputs]
+            with Rewriter.of(checkpoint) as rewriter:
+                new = rewriter.write_all(target, attempt, outputs, progress, kept=values)
             bytes_read = rewriter.bytes_read
-            for row in values:
-                bytes_read += _copy_values(checkpoint, target, row, attempt, progress)
-            commit(target, _manifest(checkpoint, attempt, outputs, checksums, values))
+            for row, key in values.items():
+                bytes_read += _copy_values(checkpoint, target, row, key, progress)
+            commit(target, new)
     return ReshardReport(target.url, layout, dry_run, tuple(plans), bytes_to_read, bytes_read)
 
 
@@ -189,65 +182,11 @@ def _balance(tensors: Sequence[OutputTensor], parts: Sequence[list[OutputTensor]
         heapq.heappush(loads, (load + tensor.nbytes, index))
 
 
-def _chunk_size(outputs: Sequence[OutputFile]) -> int:
-    return chunk_size_for(sum(out.data_size for out in outputs))
-
-
-def _values_key(manifest: Manifest, row: int, attempt: str) -> str:
-    return f"{attempt}/{manifest.files.name[row].rpartition('/')[2]}"
-
-
-def _copy_values(checkpoint: Checkpoint, target: StorageBackend, row: int, attempt: str, progress: Progress) -> int:
+def _copy_values(checkpoint: Checkpoint, target: StorageBackend, row: int, key: str, progress: Progress) -> int:
     """Copy a file of plain values, whose bytes are the same in every layout."""
     document = read_stored_file(checkpoint.backend, checkpoint.manifest, row, head_only=False)
-    with target.create(_values_key(checkpoint.manifest, row, attempt), len(document)) as writer:
+    with target.create(key, len(document)) as writer:
         writer.write(0, document)
         writer.complete()
     progress(len(document))
     return len(document)
-
-
-def _manifest(
-    checkpoint: Checkpoint,
-    attempt: str,
-    outputs: Sequence[OutputFile],
-    checksums: Sequence[npt.NDArray[np.uint64]],
-    values: Sequence[int],
-) -> Manifest:
-    old = checkpoint.manifest
-    kept = np.array(values, np.int64)
-    index = {section.name: i for i, section in enumerate(old.sections)}
-    tensors = [(file, tensor) for file, out in enumerate(outputs) for tensor in out.tensors]
-    new = len(outputs)
-
-    def column(added: Sequence[int], column: Any) -> Any:
-        return np.concatenate([np.array(added, column.dtype), column[kept]])
-
-    files = FileTable(
-        name=[out.key for out in outputs] + [_values_key(old, row, attempt) for row in values],
-        size=column([out.size for out in outputs], old.files.size),
-        section=column([index[out.section] for out in outputs], old.files.section),
-        rank=column([0] * new, old.files.rank),  # one process writes them
-        kind=["tensors"] * new + [old.files.kind[row] for row in values],
-        head_length=column([len(out.head) for out in outputs], old.files.head_length),
-        head_checksum=column([xxhash.xxh3_64_intdigest(out.head) for out in outputs], old.files.head_checksum),
-        chunk_size=column([_chunk_size(outputs)] * new, old.files.chunk_size),
-        codec=["raw"] * (new + len(values)),
-    )
-    return Manifest.assemble(
-        library_version=VERSION,
-        step=old.step,
-        created=old.created,
-        world_size=old.world_size,
-        attempt=attempt,
-        metadata=old.metadata,
-        sections=old.sections,
-        files=files,
-        tensors=old.tensors,
-        scope=old.scope,
-        shards=BoxTable.build([(tensor.row, tensor.box) for _, tensor in tensors]),
-        shard_file=np.array([file for file, _ in tensors], np.int64),
-        shard_offset=np.concatenate([np.empty(0, np.int64), *(out.offsets() for out in outputs)]),
-        checksums=np.concatenate([np.empty(0, np.uint64), *checksums]),
-        aliases=list(old.aliases),
-    )

@@ -10,22 +10,23 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..engine.checksums import ChunkHasher
+from ..engine.checksums import ChunkHasher, chunk_size_for
 from ..engine.reading.reader import Reader, ReadPart
 from ..engine.tensor_bytes import box_view, byte_view
 from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError
-from ..format.manifest import MANIFEST_KEY
+from ..format.manifest import MANIFEST_KEY, FileTable, Manifest
 from ..format.safetensors import HeaderEntry, build_header
 from ..planners import plan_load, split_box
 from ..storage_backends.base import StorageBackend
@@ -34,9 +35,9 @@ from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
 from ..tensors.tables import BoxTable, Int64
+from ..version import VERSION
 
 __all__ = [
-    "PIECES_AHEAD",
     "PIECE_BYTES",
     "OutputFile",
     "OutputTensor",
@@ -111,29 +112,31 @@ class OutputFile:
 class Rewriter:
     """Reads, casts and writes tensors of one checkpoint. Use it as a context manager.
 
-    Every byte is checked against the manifest. ``bytes_read`` counts the bytes that were fetched.
+    Every byte is checked against the manifest unless ``verify`` is false. ``bytes_read`` counts the fetched bytes.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raise ``StateError`` if the checkpoint has no checksums."""
-        checkpoint.require_checksums()
-        self._manifest = checkpoint.manifest
+    def __init__(self, backend: StorageBackend, manifest: Manifest, *, verify: bool = True) -> None:
+        self._manifest = manifest
         self._io = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="bcp-rewrite-io")
         # A separate pool: its tasks wait for tasks of the pool above.
         self._ahead = ThreadPoolExecutor(2, thread_name_prefix="bcp-rewrite")
-        self._reader = Reader(checkpoint.backend, checkpoint.manifest, self._io)
+        self._reader = Reader(backend, manifest, self._io, verify=verify)
         # Allocated once: malloc keeps the memory that threads free. One more than are read ahead, for the piece that is
         # being written; each has room for a piece and its cast. Unused pages cost nothing.
         self._memories = [
             torch.frombuffer(mmap.mmap(-1, 2 * PIECE_BYTES), dtype=torch.uint8) for _ in range(PIECES_AHEAD + 1)
         ]
 
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Rewriter:
+        """Rewrite a checkpoint. Raises ``StateError`` if it has no checksums."""
+        checkpoint.require_checksums()
+        return cls(checkpoint.backend, checkpoint.manifest)
+
     def __enter__(self) -> Rewriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._ahead.shutdown(wait=True, cancel_futures=True)
         self._io.shutdown(wait=True, cancel_futures=True)
 
@@ -142,33 +145,58 @@ class Rewriter:
         """Bytes fetched from the checkpoint so far."""
         return self._reader.stats.read
 
-    def read(self, row: int, box: Box, dtype: DType | None = None, memory: torch.Tensor | None = None) -> torch.Tensor:
-        """Return one box of the tensor in manifest row ``row``, contiguous, cast to ``dtype`` if that is given.
-
-        The result lies in ``memory`` (flat uint8) if that is given and large enough. Raises ``CorruptionError``.
-        """
-        meta = self._manifest.tensors.meta_of(row)
-        out = _tensor_in(memory, 0, box, torch_dtype(meta))
-        shards = self._manifest.shards_of(row)
-        stored = self._manifest.shards.take(np.arange(shards.start, shards.stop, dtype=np.int64))
-        plan = plan_load(self._manifest.tensors, stored, BoxTable.build([(row, box)]))
-        self._reader.read([ReadPart(shards.start + i, part, box_view(out, part, box)) for _, i, part in plan.rows()])
-        if dtype is None or dtype == meta.dtype:
-            return out
-        return _tensor_in(memory, PIECE_BYTES, box, torch_dtype(BasicMeta(dtype, ()))).copy_(out)
+    def read(self, row: int, box: Box) -> torch.Tensor:
+        """Return one box of the tensor in manifest row ``row``, contiguous. Raises ``CorruptionError``."""
+        return self._read_all([OutputTensor("", row, box, self._manifest.tensors.meta_of(row).dtype)])[0]
 
     def pieces(self, tensors: Sequence[OutputTensor]) -> Iterator[torch.Tensor]:
         """Yield the pieces of all tensors in the order of their bytes. A piece is valid until the next is requested."""
-        waiting: deque[Future[torch.Tensor]] = deque()
+        waiting: deque[Future[list[torch.Tensor]]] = deque()
         memories = itertools.cycle(self._memories)
-        for tensor in tensors:
-            itemsize = self._manifest.tensors.meta_of(tensor.row).dtype.itemsize
-            for box in split_box(tensor.box, tensor.box, max(itemsize, tensor.dtype.itemsize), PIECE_BYTES, 0):
-                waiting.append(self._ahead.submit(self.read, tensor.row, box, tensor.dtype, next(memories)))
-                if len(waiting) >= PIECES_AHEAD:
-                    yield waiting.popleft().result()
+        for batch in self._batches(tensors):
+            waiting.append(self._ahead.submit(self._read_all, batch, next(memories)))
+            if len(waiting) >= PIECES_AHEAD:
+                yield from waiting.popleft().result()
         while waiting:
-            yield waiting.popleft().result()
+            yield from waiting.popleft().result()
+
+    def _batches(self, tensors: Sequence[OutputTensor]) -> Iterator[list[OutputTensor]]:
+        """Split large tensors, and combine small ones: a batch has at most ``PIECE_BYTES``, stored as well as cast."""
+        batch: list[OutputTensor] = []
+        room = PIECE_BYTES
+        for tensor in tensors:
+            itemsize = max(self._manifest.tensors.meta_of(tensor.row).dtype.itemsize, tensor.dtype.itemsize)
+            for box in split_box(tensor.box, tensor.box, itemsize, PIECE_BYTES, 0):
+                nbytes = _aligned(box.numel * itemsize)
+                if batch and nbytes > room:
+                    yield batch
+                    batch, room = [], PIECE_BYTES
+                batch.append(replace(tensor, box=box))
+                room -= nbytes
+        if batch:
+            yield batch
+
+    def _read_all(self, batch: Sequence[OutputTensor], memory: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Return the tensors, contiguous and cast, in ``memory`` (flat uint8) if that is given and large enough."""
+        metas = [self._manifest.tensors.meta_of(tensor.row) for tensor in batch]
+        dtypes = [torch_dtype(BasicMeta(tensor.dtype, ())) for tensor in batch]
+        starts = itertools.accumulate(
+            (_aligned(one.box.numel * max(meta.dtype.itemsize, one.dtype.itemsize)) for one, meta in zip(batch, metas)),
+            initial=0,
+        )
+        places = list(zip(batch, starts))
+        found = [_tensor_in(memory, at, one.box, torch_dtype(meta)) for (one, at), meta in zip(places, metas)]
+        shards = [self._manifest.shards_of(row) for row in sorted({tensor.row for tensor in batch})]
+        rows = np.concatenate([np.arange(part.start, part.stop, dtype=np.int64) for part in shards])
+        requested = BoxTable.build([(tensor.row, tensor.box) for tensor in batch])
+        plan = plan_load(self._manifest.tensors, self._manifest.shards.take(rows), requested)
+        self._reader.read(
+            [ReadPart(int(rows[i]), box, box_view(found[n], box, batch[n].box)) for n, i, box in plan.rows()]
+        )
+        return [
+            tensor if tensor.dtype == dtype else _tensor_in(memory, PIECE_BYTES + at, one.box, dtype).copy_(tensor)
+            for tensor, dtype, (one, at) in zip(found, dtypes, places)
+        ]
 
     def write(
         self, target: StorageBackend, file: OutputFile, progress: Progress, *, chunk_size: int = PIECE_BYTES
@@ -193,6 +221,60 @@ class Rewriter:
                 writer.write(0, file.head)
             writer.complete()
         return hasher.checksums()
+
+    def write_all(
+        self,
+        target: StorageBackend,
+        attempt: str,
+        files: Sequence[OutputFile],
+        progress: Progress,
+        kept: Mapping[int, str] | None = None,
+    ) -> Manifest:
+        """Write all files of a new checkpoint, and return its manifest, which is not committed.
+
+        ``kept`` maps rows of old files that the caller copies to their new keys.
+        """
+        old, new, kept = self._manifest, len(files), kept or {}
+        chunk_size = chunk_size_for(sum(file.data_size for file in files))
+        checksums = [self.write(target, file, progress, chunk_size=chunk_size) for file in files]
+        index = {section.name: i for i, section in enumerate(old.sections)}
+        tensors = [(number, tensor) for number, file in enumerate(files) for tensor in file.tensors]
+
+        def column(added: Sequence[int], column: Any) -> Any:
+            return np.concatenate([np.array(added, column.dtype), column[np.array(list(kept), np.int64)]])
+
+        table = FileTable(
+            name=[file.key for file in files] + list(kept.values()),
+            size=column([file.size for file in files], old.files.size),
+            section=column([index[file.section] for file in files], old.files.section),
+            rank=column([0] * new, old.files.rank),  # one process writes them
+            kind=["tensors"] * new + [old.files.kind[row] for row in kept],
+            head_length=column([len(file.head) for file in files], old.files.head_length),
+            head_checksum=column([xxhash.xxh3_64_intdigest(file.head) for file in files], old.files.head_checksum),
+            chunk_size=column([chunk_size] * new, old.files.chunk_size),
+            codec=["raw"] * (new + len(kept)),
+        )
+        return Manifest.assemble(
+            library_version=VERSION,
+            step=old.step,
+            created=old.created,
+            world_size=old.world_size,
+            attempt=attempt,
+            metadata=old.metadata,
+            sections=old.sections,
+            files=table,
+            tensors=old.tensors,
+            scope=old.scope,
+            shards=BoxTable.build([(tensor.row, tensor.box) for _, tensor in tensors]),
+            shard_file=np.array([number for number, _ in tensors], np.int64),
+            shard_offset=np.concatenate([np.empty(0, np.int64), *(file.offsets() for file in files)]),
+            checksums=np.concatenate([np.empty(0, np.uint64), *checksums]),
+            aliases=list(old.aliases),
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16  # the largest element has 16 bytes
 
 
 def _tensor_in(memory: torch.Tensor | None, start: int, box: Box, dtype: torch.dtype) -> torch.Tensor:

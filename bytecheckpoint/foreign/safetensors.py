@@ -11,11 +11,12 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..engine.checksums import chunk_size_for
 from ..engine.resources import IOEngine
 from ..errors import CheckpointNotFoundError, NotACheckpointError
-from ..format.manifest import Manifest
-from .manifest import TensorFile, whole_tensor_manifest
+from ..format.manifest import FileTable, Manifest, SectionInfo
+from ..tensors.geometry import Box
+from ..tensors.tables import BoxTable, TensorTable
 from .safetensors_folder import SafetensorsFolder, meta_of
 
-__all__ = ["ForeignCheckpoint", "open_safetensors"]
+__all__ = ["ForeignCheckpoint", "describe_folder", "open_safetensors"]
 
 _SECTION = "model"
 
@@ -27,7 +28,7 @@ class ForeignCheckpoint(Checkpoint):
 
     def __init__(self, folder: SafetensorsFolder, engine: IOEngine) -> None:
         """Create a handle on the files of ``folder``."""
-        super().__init__(folder.backend, _manifest(folder), engine, verify=False)
+        super().__init__(folder.backend, describe_folder(folder, _SECTION), engine, verify=False)
 
 
 def open_safetensors(
@@ -44,14 +45,53 @@ def open_safetensors(
     return ForeignCheckpoint(folder, engine)
 
 
-def _manifest(folder: SafetensorsFolder) -> Manifest:
-    """Return a manifest as a save in one process would have written it, but with meaningless checksums."""
+def describe_folder(folder: SafetensorsFolder, section: str, names: Mapping[str, str] | None = None) -> Manifest:
+    """Return a manifest as a save in one process would have written it, but with meaningless checksums.
+
+    ``names`` gives each tensor's name inside the section, if that is not its name in the files. Raises
+    ``UnsupportedTensorError`` for a dtype that torch does not have.
+    """
+    headers = list(folder.headers.values())
+    tensors = [
+        (
+            file,
+            record.begin,
+            names[record.name] if names else record.name,
+            meta_of(record, f"{folder.backend.url}/{key}"),
+        )
+        for file, (key, header) in enumerate(folder.headers.items())
+        for record in header.entries
+    ]
     chunk_size = chunk_size_for(folder.nbytes)
-    files = []
-    for key, header in folder.headers.items():
-        url = f"{folder.backend.url}/{key}"
-        tensors = [(record.name, meta_of(record, url), record.begin) for record in header.entries]
-        chunks = sum(-(-meta.nbytes // chunk_size) for _, meta, _ in tensors)
-        end = header.data_start + max((record.end for record in header.entries), default=0)
-        files.append(TensorFile(key, end, header.data_start, 0, tensors, np.zeros(chunks, np.uint64)))
-    return whole_tensor_manifest(_SECTION, files, chunk_size=chunk_size)
+    head_length = np.array([header.data_start for header in headers], np.int64)
+    data_length = np.array([max((record.end for record in header.entries), default=0) for header in headers], np.int64)
+    none, zeros = np.empty(0, np.int64), np.zeros(len(headers), np.int64)
+    return Manifest.assemble(
+        library_version="",
+        step=None,
+        created="",
+        world_size=1,
+        attempt="",
+        metadata={},
+        sections=[SectionInfo(section, "module")],
+        files=FileTable(
+            name=list(folder.headers),
+            size=head_length + data_length,
+            section=zeros,
+            rank=zeros,
+            kind=["tensors"] * len(headers),
+            head_length=head_length,
+            head_checksum=zeros.astype(np.uint64),
+            chunk_size=zeros + chunk_size,
+            codec=["raw"] * len(headers),
+        ),
+        tensors=TensorTable.build([(section, name, meta) for _, _, name, meta in tensors])
+        if tensors
+        else TensorTable([], [section], none, none, none, none),
+        scope=np.full(len(tensors), -1, np.int64),
+        shards=BoxTable.build([(row, Box.whole(meta.shape)) for row, (_, _, _, meta) in enumerate(tensors)]),
+        shard_file=np.array([file for file, _, _, _ in tensors], np.int64),
+        shard_offset=np.array([begin for _, begin, _, _ in tensors], np.int64),
+        checksums=np.zeros(sum(-(-meta.nbytes // chunk_size) for _, _, _, meta in tensors), np.uint64),
+        aliases=[],
+    )
