@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 
-from ..checkpoint.discovery import find_newest
 from ..checkpointer import Checkpointer
 from ..control.agreement import describe_disagreement
 from ..control.base import Operation
@@ -49,45 +48,20 @@ class CoordinationRounds:
 
         Other ranks may already have entered that operation (``followed_by``: "save" or "load").
         """
-        op = self.begin()
-        try:
-            yield op
-        except BaseException as error:
-            op.close()
-            if followed_by:
-                next_op = op.follow(followed_by, deadline_s=self._deadline_s)
-                next_op.fail("coordinate", error)
-                next_op.close()
-            raise
-        finally:
-            op.close()
+        with self.begin() as op:
+            try:
+                yield op
+            except BaseException as error:
+                op.close()
+                if followed_by:
+                    with op.follow(followed_by, deadline_s=self._deadline_s) as next_op:
+                        next_op.fail("coordinate", error)
+                raise
 
     def report_failure(self, error: BaseException) -> None:
         """Report the error that ended training on this rank. The other ranks raise it in their next round."""
-        op = self.begin()
-        op.fail("training", error)
-        op.close()
-
-    def find_newest(
-        self,
-        op: Operation,
-        root: str,
-        excluded: Sequence[str],
-        *,
-        allow_fresh: bool,
-        storage_options: Mapping[str, Any],
-    ) -> str | None:
-        """Return the name of the newest valid checkpoint, the same on all ranks. Raises like ``find_newest``.
-
-        Only rank 0 lists the root, because ranks may see different states of a network file system.
-        """
-        response = None
-        with op.phase("find"):
-            if op.rank == 0:
-                found = find_newest(root, excluding=excluded, allow_fresh=allow_fresh, storage_options=storage_options)
-                response = msgpack.packb(None if found is None else found.name)
-        name: str | None = msgpack.unpackb(op.broadcast("found", response))
-        return name
+        with self.begin() as op:
+            op.fail("training", error)
 
 
 class SavesInFlight:

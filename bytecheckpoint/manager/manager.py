@@ -6,16 +6,17 @@ import logging
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeAlias
 
+import msgpack
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.discovery import find_newest
 from ..checkpointer import Checkpointer, default_checkpointer
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
@@ -313,9 +314,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:
@@ -324,10 +323,20 @@ class CheckpointManager:
                 self._rounds.report_failure(error)
             self._release()
 
-    def _find_newest(self, op: Operation, excluded: list[str] | tuple[()], allow_fresh: bool) -> str | None:
-        return self._rounds.find_newest(
-            op, self.root, excluded, allow_fresh=allow_fresh, storage_options=self._storage_options
-        )
+    def _find_newest(self, op: Operation, excluded: Sequence[str], allow_fresh: bool) -> str | None:
+        """Return the name of the newest valid checkpoint, the same on all ranks. Raises like ``find_newest``.
+
+        Only rank 0 lists the root, because ranks may see different states of a network file system.
+        """
+        response = None
+        with op.phase("find"):
+            if op.rank == 0:
+                found = find_newest(
+                    self.root, excluding=excluded, allow_fresh=allow_fresh, storage_options=self._storage_options
+                )
+                response = msgpack.packb(None if found is None else found.name)
+        name: str | None = msgpack.unpackb(op.broadcast("found", response))
+        return name
 
     def _coordinate(
         self, op: Operation, step: int, is_due: bool, metrics: Mapping[str, float] | None

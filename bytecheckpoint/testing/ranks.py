@@ -148,12 +148,16 @@ class RankPool:
         size = self.world_size if world_size is None else world_size
         if not 1 <= size <= self.world_size:
             raise UsageError(f"world_size must be between 1 and {self.world_size}, the size of the pool, not {size}")
-        function = _reference(fn)
-        arguments = pickle.dumps(args)
-        timeout_s = time_limit(timeout_s)
+        function, arguments, timeout_s = _reference(fn), pickle.dumps(args), time_limit(timeout_s)
         try:
-            self._start(size)
-            return self._run(function, arguments, size, timeout_s, dict(env or {}), backend, dict(expect_death or {}))
+            store = self._start(size) / f"store-{next(self._counter)}"
+            calls = [
+                Call(function, arguments, rank, size, backend, str(store), timeout_s, dict(env or {}))
+                for rank in range(size)
+            ]
+            results = self._run(calls, dict(expect_death or {}))
+            store.unlink(missing_ok=True)
+            return results
         except BaseException:
             self._kill()
             raise
@@ -165,7 +169,8 @@ class RankPool:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def _start(self, size: int) -> None:
+    def _start(self, size: int) -> Path:
+        """Start the ranks that are missing, and return the pool's folder."""
         # An idle rank sends nothing, so a readable pipe means that the rank has ended.
         if any(rank.connection.poll() for rank in self._ranks):
             self._kill()
@@ -190,40 +195,34 @@ class RankPool:
             child_end.close()
             self._ranks.append(_Rank(process, own_end, output, stack))
 
-    def _run(
-        self,
-        function: FunctionReference,
-        arguments: bytes,
-        size: int,
-        timeout_s: float,
-        env: dict[str, str],
-        backend: str | None,
-        expect_death: dict[int, int],
-    ) -> list[Any]:
-        assert self._folder is not None
-        store = self._folder / f"store-{next(self._counter)}"
-        call = _OneCall(self._ranks[:size], expect_death, time.monotonic() + timeout_s, timeout_s)
-        for number, rank in enumerate(call.ranks):
+        return self._folder
+
+    def _run(self, calls: Sequence[Call], expect_death: dict[int, int]) -> list[Any]:
+        function, timeout_s = calls[0].function, calls[0].timeout_s
+        call = _OneCall(self._ranks[: len(calls)], expect_death, time.monotonic() + timeout_s, timeout_s)
+        for rank, message in zip(call.ranks, calls):
             os.truncate(rank.stack_file, 0)
             # collect() finds a rank that dies now.
             with contextlib.suppress(BrokenPipeError):
-                rank.connection.send(Call(function, arguments, number, size, backend, str(store), timeout_s, env))
+                rank.connection.send(message)
         call.collect({"returned", "raised"})
         if not call.failed:
             call.release()
             call.collect({"idle"})
         if call.failed:
-            raise call.failure(f"{function.module}.{function.qualname} on {size} ranks")
-        store.unlink(missing_ok=True)
+            raise call.failure(f"{function.module}.{function.qualname} on {len(calls)} ranks")
         if call.dead:
             self._kill()
-        return [pickle.loads(call.results[number]) if number in call.results else None for number in range(size)]  # noqa: S301 - bytes of this process's own children
+        # The bytes come from this process's own children.
+        return [pickle.loads(call.results[n]) if n in call.results else None for n in range(len(calls))]  # noqa: S301
 
     def _kill(self) -> None:
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             if rank.process.exitcode is None:
-                _kill_group(rank.process.pid)
+                # Each rank has created a process group, which contains its children too.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(rank.process.pid, signal.SIGKILL)
                 rank.process.kill()
         for rank in ranks:
             rank.process.join()
@@ -379,14 +378,6 @@ def _reference(fn: Callable[..., Any]) -> FunctionReference:
     if loaded is not None and load_function(reference) is not fn:
         raise TypeError(f"{module}.{qualname} is not {fn!r}, so ranks would call another function")
     return reference
-
-
-def _kill_group(pid: int) -> None:
-    # Each rank has created a process group, which contains its children too.
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _signal_name(number: int) -> str:
