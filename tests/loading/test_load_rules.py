@@ -13,8 +13,11 @@ from small_training import differing, memory, plain_model, stepped, training
 from torch import nn
 
 import bytecheckpoint as bcp
+from bytecheckpoint import checkpointer
 from bytecheckpoint.errors import MismatchError, StateError, UsageError
+from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.telemetry import LOAD_STEPS
+from bytecheckpoint.testing import CountingBackend
 
 # -- renaming ----------------------------------------------------------------------------------------------------------
 
@@ -297,3 +300,22 @@ def test_a_meta_model_stays_one_when_a_fault_is_found(saved: Path) -> None:
     with pytest.raises(MismatchError):
         bcp.load(saved, {"model": model})
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+# -- reads -------------------------------------------------------------------------------------------------------------
+
+
+def test_each_values_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bcp.save(tmp_path, {"extra": {"own": bcp.PerRank(3), "shared": 5}})
+    opened: list[CountingBackend] = []
+
+    def open_counting(url: str, **options: Any) -> CountingBackend:
+        opened.append(CountingBackend(open_backend(url, **options)))
+        return opened[-1]
+
+    monkeypatch.setattr(checkpointer, "open_backend", open_counting)
+    extra = {"own": bcp.PerRank(0), "shared": 0}
+    bcp.load(tmp_path, {"extra": extra})
+    assert extra["shared"] == 5
+    (backend,) = opened
+    assert [backend.count("read_into", key) for key in ("*/extra*.rank.msgpack", "*/extra*.msgpack")] == [1, 2]
