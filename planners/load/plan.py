@@ -71,26 +71,16 @@ def plan_load(tensors: TensorTable, stored: BoxTable, requested: BoxTable) -> Lo
     low = np.searchsorted(stored.tensor, names)
     high = np.searchsorted(stored.tensor, names, side="right")
     few = (high - low) * sizes <= _FEW_PAIRS
-    of_few = np.repeat(few, sizes)
+    of_few = order[np.repeat(few, sizes)]
+    every = np.arange(len(stored), dtype=np.int64)
     found = [_Found.none()]
-    found += _intersect_all(
-        stored, requested, order[of_few], np.repeat(low[few], sizes[few]), np.repeat((high - low)[few], sizes[few])
+    found += _intersect(
+        stored, requested, of_few, np.repeat(low[few], sizes[few]), np.repeat((high - low)[few], sizes[few]), every
     )
-    left = ~few
-    left[np.searchsorted(names, requested.tensor[_find_incomplete(requested, order[of_few], found)])] = True
-    faults: list[str] = []
-    for tensor, begin, size, first, last in zip(
-        *(column[left].tolist() for column in (names, begins, sizes, low, high))
-    ):
+    for begin, size, first, last in zip(*(column[~few].tolist() for column in (begins, sizes, low, high))):
         rows = order[begin : begin + size]
-        one = _OneTensor(stored, first, last, requested, rows)
-        hits = list(one.intersections())
-        found.extend(hits)
-        fault = one.fault(hits)
-        if fault:
-            faults.append(f"{tensors.names[tensor]}: {fault}")
-    if faults:
-        raise PlanError("the stored boxes do not cover what is requested:\n  " + "\n  ".join(faults))
+        found += _intersect(stored, requested, rows, *_candidates(stored, first, last, requested, rows))
+    _reject_missing(tensors, stored, requested, found)
     return _join(requested, found)
 
 
@@ -109,8 +99,34 @@ class _Found:
         return cls(empty, empty, empty.reshape(0, 0), empty.reshape(0, 0))
 
 
-def _intersect_all(stored: BoxTable, requested: BoxTable, rows: Int64, low: Int64, counts: Int64) -> Iterator[_Found]:
-    """Yield every intersection of the requested ``rows`` with the ``counts`` stored boxes from ``low`` on."""
+def _candidates(
+    stored: BoxTable, first: int, last: int, requested: BoxTable, rows: Int64
+) -> tuple[Int64, Int64, Int64]:
+    """Find the stored boxes ``[first, last)`` of one tensor that may intersect each of the requested ``rows``.
+
+    Returns what ``_intersect`` takes: they are ``order[low : low + count]`` for the numbers of each row.
+    """
+    order = np.arange(first, last, dtype=np.int64)
+    ndim = int(requested.starts[rows[0] + 1] - requested.starts[rows[0]])
+    if ndim == 0:
+        return np.zeros(len(rows), np.int64), np.full(len(rows), len(order), np.int64), order
+    begin, extent = _matrix(requested, rows, ndim)
+    start, size = _matrix(stored, order, ndim)
+    axis = int(np.argmax([len(np.unique(start[:, axis])) for axis in range(ndim)]))
+    by_start = np.argsort(start[:, axis], kind="stable")
+    reach = np.maximum.accumulate((start + size)[by_start, axis])
+    low = np.searchsorted(reach, begin[:, axis], side="right")
+    high = np.searchsorted(start[by_start, axis], (begin + extent)[:, axis], side="left")
+    return low, np.maximum(high - low, 0), order[by_start]
+
+
+def _intersect(
+    stored: BoxTable, requested: BoxTable, rows: Int64, low: Int64, counts: Int64, order: Int64
+) -> Iterator[_Found]:
+    """Yield every intersection of the requested ``rows`` with the stored boxes ``order[low : low + counts]`` of each.
+
+    A bounded number of pairs is compared at a time.
+    """
     ndims = requested.starts[rows + 1] - requested.starts[rows]
     for ndim in np.unique(ndims).tolist():
         pick = np.flatnonzero(ndims == ndim)
@@ -121,7 +137,7 @@ def _intersect_all(stored: BoxTable, requested: BoxTable, rows: Int64, low: Int6
             to = max(at + 1, int(np.searchsorted(total, done + _MAX_PAIRS, side="right")))
             some = pick[at:to]
             rows_requested = np.repeat(rows[some], counts[some])
-            rows_stored = ragged_positions(low[some], counts[some])
+            rows_stored = order[ragged_positions(low[some], counts[some])]
             begin, extent = _matrix(requested, rows_requested, ndim)
             start, size = _matrix(stored, rows_stored, ndim)
             offsets = np.maximum(begin, start)
@@ -131,89 +147,34 @@ def _intersect_all(stored: BoxTable, requested: BoxTable, rows: Int64, low: Int6
             at = to
 
 
-def _find_incomplete(requested: BoxTable, rows: Int64, found: list[_Found]) -> Int64:
-    """Return those of the requested ``rows`` whose intersections do not add up to the box."""
-    missing = np.zeros(len(requested), np.int64)
-    missing[rows] = requested.numel()[rows]
+def _reject_missing(tensors: TensorTable, stored: BoxTable, requested: BoxTable, found: list[_Found]) -> None:
+    """Raise ``PlanError`` if the intersections of a requested box do not add up to it.
+
+    The message names, for each such tensor, its first incomplete box and the missing part.
+    """
+    missing = requested.numel()
     for part in found:
         np.subtract.at(missing, part.requested, part.lengths.prod(axis=1))
-    return np.flatnonzero(missing)
+    short = np.flatnonzero(missing)
+    if len(short) == 0:
+        return
+    faults: list[str] = []
+    for tensor, first, count in zip(*np.unique(requested.tensor[short], return_index=True, return_counts=True)):
+        box = requested.box_of(int(short[first]))
+        more = f" (and {count - 1} more requested boxes)" if count > 1 else ""
+        faults.append(f"{tensors.names[tensor]}: requested {box}, {_first_missing(stored, int(tensor), box)}{more}")
+    raise PlanError("the stored boxes do not cover what is requested:\n  " + "\n  ".join(faults))
 
 
-class _OneTensor:
-    """The boxes of one tensor that has many boxes or a fault."""
-
-    def __init__(self, stored: BoxTable, first: int, last: int, requested: BoxTable, rows: Int64) -> None:
-        # There is at least one requested row, but there may be no stored one.
-        ndim = int(requested.starts[rows[0] + 1] - requested.starts[rows[0]])
-        self.rows = rows
-        self.first = first
-        self.begin, lengths = _matrix(requested, rows, ndim)
-        self.end = self.begin + lengths
-        self.numel = lengths.prod(axis=1)
-        self.start, lengths = _matrix(stored, np.arange(first, last, dtype=np.int64), ndim)
-        self.stop = self.start + lengths
-
-    def intersections(self) -> Iterator[_Found]:
-        """Yield every intersection, a bounded number of pairs at a time."""
-        low, high, order = self._candidates()
-        counts = high - low
-        total = np.cumsum(counts)
-        at = 0
-        while at < len(counts):
-            done = int(total[at - 1]) if at else 0
-            to = max(at + 1, int(np.searchsorted(total, done + _MAX_PAIRS, side="right")))
-            yield from self._pairs(low[at:to], counts[at:to], at, order)
-            at = to
-
-    def _candidates(self) -> tuple[Int64, Int64, Int64]:
-        """Return, for each requested box, the slice ``[low, high)`` of stored boxes that may intersect it.
-
-        The slices refer to the stored boxes in the order that is returned last.
-        """
-        count = len(self.start)
-        order = np.arange(count, dtype=np.int64)
-        ndim = self.start.shape[1]
-        if ndim == 0 or count * len(self.rows) <= _FEW_PAIRS:
-            return np.zeros(len(self.rows), np.int64), np.full(len(self.rows), count, np.int64), order
-        axis = int(np.argmax([len(np.unique(self.start[:, axis])) for axis in range(ndim)]))
-        order = np.argsort(self.start[:, axis], kind="stable")
-        reach = np.maximum.accumulate(self.stop[order, axis])
-        low = np.searchsorted(reach, self.begin[:, axis], side="right")
-        high = np.searchsorted(self.start[order, axis], self.end[:, axis], side="left")
-        return low, np.maximum(low, high), order
-
-    def _pairs(self, low: Int64, counts: Int64, at: int, order: Int64) -> Iterator[_Found]:
-        rows_requested = np.repeat(np.arange(at, at + len(counts)), counts)
-        rows_stored = order[ragged_positions(low, counts)]
-        offsets = np.maximum(self.begin[rows_requested], self.start[rows_stored])
-        lengths = np.minimum(self.end[rows_requested], self.stop[rows_stored]) - offsets
-        hit = np.flatnonzero((lengths > 0).all(axis=1))
-        if len(hit):
-            yield _Found(self.rows[rows_requested[hit]], self.first + rows_stored[hit], offsets[hit], lengths[hit])
-
-    def fault(self, found: list[_Found]) -> str | None:
-        """Describe the first incomplete requested box and its missing part; None if all boxes are complete."""
-        missing = self.numel.copy()
-        for part in found:
-            # The rows of one tensor ascend, because they were selected by a stable sort.
-            np.subtract.at(missing, np.searchsorted(self.rows, part.requested), part.lengths.prod(axis=1))
-        short = np.flatnonzero(missing).tolist()
-        if not short:
-            return None
-        index = short[0]
-        box = Box(tuple(self.begin[index].tolist()), tuple((self.end - self.begin)[index].tolist()))
-        more = f" (and {len(short) - 1} more requested boxes)" if len(short) > 1 else ""
-        return f"requested {box}, {self._first_missing(box)}{more}"
-
-    def _first_missing(self, box: Box) -> str:
-        if len(self.start) == 0:
-            return "of which nothing is stored"
-        try:
-            hole = first_uncovered(box, self.start, self.stop - self.start)
-        except PlanError as error:
-            return str(error)
-        return "but stored boxes overlap there" if hole is None else f"of which {hole} is not stored"
+def _first_missing(stored: BoxTable, tensor: int, box: Box) -> str:
+    rows = np.flatnonzero(stored.tensor == tensor)
+    if len(rows) == 0:
+        return "of which nothing is stored"
+    try:
+        hole = first_uncovered(box, *_matrix(stored, rows, box.ndim))
+    except PlanError as error:
+        return str(error)
+    return "but stored boxes overlap there" if hole is None else f"of which {hole} is not stored"
 
 
 def _matrix(boxes: BoxTable, rows: Int64, ndim: int) -> tuple[Int64, Int64]:
