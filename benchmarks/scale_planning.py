@@ -152,7 +152,7 @@ def measure(name: str, ranks: int, tensors: int) -> dict[str, object]:
     plan = plan_columns(table, boxes, rank, source, world_size=ranks)
     seconds = time.perf_counter() - began
     began = time.perf_counter()
-    sent = sum(len(plan.assignment(one).to_bytes()) for one in range(ranks))
+    sent = sum(len(plan.assignment_bytes(one)) for one in range(ranks))
     return {
         "case": name,
         "ranks": ranks,

@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
-from ..tensors.tables import Int64, ragged_positions, ragged_starts
+from ..tensors.dtypes import DTYPES
+from ..tensors.tables import Int64, TensorTable, ragged_positions, ragged_starts
 
 __all__ = [
+    "MAX_LENGTH",
     "Bool",
     "Fields",
     "check_range",
@@ -26,11 +28,16 @@ __all__ = [
     "pack_flags",
     "pack_message",
     "pack_words",
+    "tensor_fields",
     "unpack_words",
 ]
 
 Bool = npt.NDArray[np.bool_]
 
+MAX_LENGTH = 2**62
+"""No offset, length or place in a message is this large."""
+
+_MAX_NDIM = 64
 _MAX_LISTED = 64
 _WORDS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<i8"}
 _WIDTHS: Int64 = np.array([*_WORDS], np.int64)
@@ -149,6 +156,18 @@ def check_range(kind: str, name: str, values: Int64, low: int, high: int) -> Int
     return values
 
 
+def tensor_fields(tensors: TensorTable) -> dict[str, object]:
+    """Return the fields of a message for ``Fields.tensors``."""
+    return {
+        "names": tensors.names,
+        "tensor_sections": tensors.sections,
+        "section": pack_column(tensors.section),
+        "dtype": pack_column(tensors.dtype),
+        "ndim": pack_column(tensors.ndim),
+        "shape": pack_column(tensors.shape),
+    }
+
+
 class Fields:
     """The fields of one received message. Each accessor checks the type and raises ``PlanError`` if it differs."""
 
@@ -216,6 +235,23 @@ class Fields:
         if len(flat) % 2:
             raise self.malformed(f"field {name!r} holds half a pair")
         return list(zip(flat[::2], flat[1::2]))
+
+    def tensors(self) -> TensorTable:
+        """Return the table of ``tensor_fields``. Every name is unique and begins with its section."""
+        names, sections = self.strings("names"), self.strings("tensor_sections")
+        count = len(names)
+        if len(set(names)) != count:
+            raise self.malformed("a tensor is listed twice")
+        section = self.in_range("section", self.integers("section", count), 0, len(sections))
+        dtype = self.in_range("dtype", self.integers("dtype", count), 0, len(DTYPES))
+        ndim = self.in_range("ndim", self.integers("ndim", count), 0, _MAX_NDIM + 1)
+        shape = self.in_range("shape", self.integers("shape", int(ndim.sum())), 0, MAX_LENGTH)
+        prefixes = [f"{section}." for section in sections]
+        of_name = [prefixes[code] for code in section.tolist()]
+        if not all(map(str.startswith, names, of_name)):
+            name = next(name for name, prefix in zip(names, of_name) if not name.startswith(prefix))
+            raise self.malformed(f"the name of tensor {name!r} does not begin with its section")
+        return TensorTable(names, sections, section, dtype, ndim, shape)
 
     def in_range(self, name: str, values: Int64, low: int, high: int) -> Int64:
         """Return ``values`` if all are in ``[low, high)``; otherwise raise ``PlanError``."""

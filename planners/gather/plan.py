@@ -15,9 +15,9 @@ import numpy as np
 
 from ...errors import PlanError
 from ...format.safetensors import shard_name
-from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions
 from ..save.assignment import Assignment
-from ..save.plan import SavePlan, lay_out_files, rows_by_rank
+from ..save.plan import SavePlan, add_whole, lay_out_files, rows_by_rank
 from ..wire import Bool
 from .share import PIECE_ALIGNMENT, PIECE_SIZE, GatherShare, item_places
 
@@ -80,7 +80,7 @@ class GatherPlan:
         Returns:
             Its values, and its files without gathered tensors.
         """
-        return self.stored.assignment(rank, self._files_alone(rank))
+        return Assignment.from_bytes(self.assignment_bytes(rank))
 
     def assignment_bytes(self, rank: int) -> bytes:
         """Return ``assignment``, packed for ``Assignment.from_bytes``.
@@ -287,19 +287,10 @@ def _holdings(tensor: Int64, rank: Int64, nbytes: Int64, world_size: int) -> tup
 
 def _whole(plan: SavePlan, kept: Int64, merged: Int64, owner_of: Int64) -> SavePlan:
     """Return ``plan`` with one whole box, written by its owner, for each tensor in ``merged``; ``kept`` rows remain."""
-    tensors, old = plan.tensors, plan.shards.take(kept)
-    shape = tensors.shape[ragged_positions(tensors.starts[merged], tensors.ndim[merged])]
-    tensor = np.concatenate((old.tensor, merged))
-    joined = BoxTable(
-        tensor,
-        np.concatenate((old.offsets, np.zeros_like(shape))),
-        np.concatenate((old.lengths, shape)),
-        ragged_starts(tensors.ndim[tensor]),
+    tensors, gathered = plan.tensors, np.full(len(merged), -1, np.int64)
+    shards, owner, source = add_whole(
+        tensors, plan.shards.take(kept), plan.owner[kept], plan.source[kept], merged, owner_of[merged], gathered
     )
-    order = np.argsort(tensor, kind="stable")
-    shards = joined.take(order)
-    owner = np.concatenate((plan.owner[kept], owner_of[merged]))[order]
-    source = np.concatenate((plan.source[kept], np.full(len(merged), -1, np.int64)))[order]
     stored = lay_out_files(tensors, shards, shards.nbytes(tensors), owner, source)
     stored.scope, stored.values = plan.scope, plan.values
     stored.aliases, stored.sections = plan.aliases, plan.sections

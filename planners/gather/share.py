@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...tensors.dtypes import DTYPES
 from ...tensors.tables import BoxTable, Int64, TensorTable
 from ..dedup import matrices
 from ..save.local_plan import LocalPlan
-from ..wire import Fields, pack_column, pack_message
+from ..wire import MAX_LENGTH, Fields, pack_column, pack_message, tensor_fields
 
 __all__ = ["PIECE_ALIGNMENT", "PIECE_SIZE", "FragmentSlices", "GatherShare", "item_places", "split_fragments"]
 
@@ -21,8 +20,6 @@ PIECE_ALIGNMENT = 16
 """Piece sizes are multiples of this many bytes, so that no element lies in two pieces."""
 
 _KIND = "gather share"
-_MAX_PLACE = 2**62
-_MAX_NDIM = 64
 
 
 @dataclass(eq=False)
@@ -123,7 +120,7 @@ class GatherShare:
         Returns:
             Bytes that any machine can unpack.
         """
-        items, boxes = self.items, self.boxes
+        boxes = self.boxes
         return pack_message(
             _KIND,
             {
@@ -131,12 +128,7 @@ class GatherShare:
                 "sent": pack_column(self.sent),
                 "to": pack_column(self.to),
                 "place": pack_column(self.place),
-                "names": items.names,
-                "sections": items.sections,
-                "section": pack_column(items.section),
-                "dtype": pack_column(items.dtype),
-                "ndim": pack_column(items.ndim),
-                "shape": pack_column(items.shape),
+                **tensor_fields(self.items),
                 "item": pack_column(boxes.tensor),
                 "offsets": pack_column(boxes.offsets),
                 "lengths": pack_column(boxes.lengths),
@@ -161,21 +153,15 @@ class GatherShare:
             PlanError: ``to_bytes`` cannot have written the bytes.
         """
         fields = Fields(_KIND, data)
-        piece = fields.in_range("piece_size", fields.integers("piece_size", 1), PIECE_ALIGNMENT, _MAX_PLACE)
+        piece = fields.in_range("piece_size", fields.integers("piece_size", 1), PIECE_ALIGNMENT, MAX_LENGTH)
         sent = fields.in_range("sent", fields.integers("sent"), 0, len(plan.shards))
         to = fields.in_range("to", fields.integers("to", len(sent)), 0, world_size)
-        place = fields.in_range("place", fields.integers("place", len(sent)), 0, _MAX_PLACE)
-        names, sections = fields.strings("names"), fields.strings("sections")
-        count = len(names)
-        section = fields.in_range("section", fields.integers("section", count), 0, len(sections))
-        dtype = fields.in_range("dtype", fields.integers("dtype", count), 0, len(DTYPES))
-        ndim = fields.in_range("ndim", fields.integers("ndim", count), 0, _MAX_NDIM + 1)
-        shape = fields.in_range("shape", fields.integers("shape", int(ndim.sum())), 0, _MAX_PLACE)
-        items = TensorTable(names, sections, section, dtype, ndim, shape)
-        item = fields.in_range("item", fields.integers("item"), 0, count)
-        total = int(ndim[item].sum())
+        place = fields.in_range("place", fields.integers("place", len(sent)), 0, MAX_LENGTH)
+        items = fields.tensors()
+        item = fields.in_range("item", fields.integers("item"), 0, len(items))
+        total = int(items.ndim[item].sum())
         offsets, lengths = (
-            fields.in_range(name, fields.integers(name, total), 0, _MAX_PLACE) for name in ("offsets", "lengths")
+            fields.in_range(name, fields.integers(name, total), 0, MAX_LENGTH) for name in ("offsets", "lengths")
         )
         source = fields.in_range("source", fields.integers("source", len(item)), 0, world_size)
         row = fields.in_range("row", fields.integers("row", len(item)), 0, len(plan.shards) + 1) - 1

@@ -175,14 +175,6 @@ def _contribution(data: bytes, number: int, place: int, size: int) -> int:
     return int(here ^ xxhash.xxh3_128_intdigest(data, seed=number << 32 | (place + 1) % size))
 
 
-@dataclass(frozen=True, eq=False)
-class _DifferingItem:
-    """An item that differs between ranks: its holders, and the index of its mark on each."""
-
-    ranks: Int64
-    mark: Int64
-
-
 @dataclass(eq=False)
 class ContentComparison:
     """The result of ``compare_contents``, on rank 0.
@@ -202,7 +194,7 @@ class ContentComparison:
     _bits: int
     _sets: list[Int64]
     _members: list[tuple[Int64, list[tuple[int, Int64]], Int64]]
-    _differing: list[_DifferingItem]
+    _marks: list[tuple[Int64, Int64]]
 
     def checks(self) -> list[bytes]:
         """Return how each rank summarizes its contents before the next save with the plan.
@@ -241,12 +233,12 @@ class ContentComparison:
         return reduce(xor, sums, 0) == 0 and self._still_differ([one[_SUM_BYTES:] for one in summaries])
 
     def _still_differ(self, summaries: Sequence[bytes]) -> bool:
-        if not self._differing:
+        if not self._marks:
             return True
         rows = np.frombuffer(b"".join(one.ljust(_MARKS_BYTES, b"\0") for one in summaries), np.uint8)
         bits = np.unpackbits(rows.reshape(len(summaries), _MARKS_BYTES), axis=1, bitorder="little")
-        for item in self._differing:
-            marks = bits[item.ranks[:, None], item.mark[:, None] * self._bits + np.arange(self._bits)]
+        for ranks, index in self._marks:
+            marks = bits[ranks[:, None], index[:, None] * self._bits + np.arange(self._bits)]
             # Marks of different contents may be equal by chance; planning again detects that.
             if (marks == marks[0]).all():
                 return False
@@ -298,7 +290,7 @@ def compare_contents(held: Sequence[HeldContents], world_size: int) -> ContentCo
             (one.ranks, _by_set(in_set[rows], items.item[listed_rows[rows]]), np.array(others, np.int64))
             for one, rows, others in zip(held, by_group, differing_items)
         ],
-        [_make_differing(held, places) for _, places in differing],
+        [_marks_of(held, places) for _, places in differing],
     )
 
 
@@ -379,7 +371,8 @@ def _all_equal(contents: Sequence[ContentDigests]) -> Bool:
     return equal
 
 
-def _make_differing(held: Sequence[HeldContents], places: list[tuple[int, int]]) -> _DifferingItem:
+def _marks_of(held: Sequence[HeldContents], places: list[tuple[int, int]]) -> tuple[Int64, Int64]:
+    """Return the holders of a differing item, and the index of its mark on each."""
     ranks = np.concatenate([held[group].ranks for group, _ in places])
     marks = [np.full(len(held[group].ranks), mark, np.int64) for group, mark in places]
-    return _DifferingItem(ranks, np.concatenate(marks))
+    return ranks, np.concatenate(marks)

@@ -15,7 +15,19 @@ import numpy as np
 from ...tensors.dtypes import DTYPES
 from ...tensors.mesh_layout import MeshLayout
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_starts
-from ..wire import Bool, Fields, check_range, malformed, pack_column, pack_flags, pack_message, pack_words, unpack_words
+from ..wire import (
+    MAX_LENGTH,
+    Bool,
+    Fields,
+    check_range,
+    malformed,
+    pack_column,
+    pack_flags,
+    pack_message,
+    pack_words,
+    tensor_fields,
+    unpack_words,
+)
 
 __all__ = [
     "OWN_BOXES",
@@ -33,8 +45,6 @@ OWN_BOXES, WHOLE = -1, 0
 """How ranks with the same ``PlanTable`` hold a tensor that no mesh splits: each lists its boxes, or holds it all."""
 
 _TABLE, _BOXES = "plan table", "boxes"
-_MAX_NDIM = 64
-_MAX_LENGTH = 2**62
 
 
 ValueKey = tuple[str, bytes]
@@ -112,17 +122,12 @@ class PlanTable:
         Returns:
             Bytes that any machine can unpack.
         """
-        tensors, values = self.tensors, self.values
+        values = self.values
         return pack_message(
             _TABLE,
             {
-                "names": tensors.names,
-                "tensor_sections": tensors.sections,
-                "section": pack_column(tensors.section),
+                **tensor_fields(self.tensors),
                 "dtypes": list(DTYPES),
-                "dtype": pack_column(tensors.dtype),
-                "ndim": pack_column(tensors.ndim),
-                "shape": pack_column(tensors.shape),
                 "own": pack_flags(self.own),
                 "pinned": pack_flags(self.pinned),
                 "compared": pack_flags(self.compared),
@@ -160,7 +165,10 @@ class PlanTable:
             PlanError: ``to_bytes`` cannot have written the bytes.
         """
         fields = Fields(_TABLE, data)
-        tensors = _tensors(fields)
+        # Codes are positions in the sender's dtype table, which depends on the version of the library.
+        if fields.strings("dtypes") != list(DTYPES):
+            raise fields.malformed("the sender has another list of dtypes")
+        tensors = fields.tensors()
         layouts = _layouts(fields)
         held = OWN_BOXES + fields.in_range("held", fields.integers("held", len(tensors)), 0, len(layouts) + 2)
         dims = np.array([0, *(len(layout.cuts) for layout in layouts)], np.int64)
@@ -300,8 +308,8 @@ def unpack_boxes(messages: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTa
     )
     counts[senders] = rows
     check_range(_BOXES, "tensor", tensor, 0, len(tensors))
-    check_range(_BOXES, "offsets", offsets, 0, _MAX_LENGTH)
-    check_range(_BOXES, "lengths", lengths, 0, _MAX_LENGTH)
+    check_range(_BOXES, "offsets", offsets, 0, MAX_LENGTH)
+    check_range(_BOXES, "lengths", lengths, 0, MAX_LENGTH)
     boxes = BoxTable.from_columns(tensors, tensor, offsets, lengths)
     # Each peer must send as many numbers as its own boxes have, or they would be attributed to another peer.
     expected = np.diff(boxes.starts[ragged_starts(rows)])
@@ -332,27 +340,6 @@ def _layouts(fields: Fields) -> list[MeshLayout]:
         except ValueError as error:
             raise fields.malformed(str(error)) from error
     return layouts
-
-
-def _tensors(fields: Fields) -> TensorTable:
-    names = fields.strings("names")
-    sections = fields.strings("tensor_sections")
-    count = len(names)
-    if len(set(names)) != count:
-        raise fields.malformed("a tensor is listed twice")
-    # Codes are positions in the sender's dtype table, which depends on the version of the library.
-    if fields.strings("dtypes") != list(DTYPES):
-        raise fields.malformed("the sender has another list of dtypes")
-    section = fields.in_range("section", fields.integers("section", count), 0, len(sections))
-    dtype = fields.in_range("dtype", fields.integers("dtype", count), 0, len(DTYPES))
-    ndim = fields.in_range("ndim", fields.integers("ndim", count), 0, _MAX_NDIM + 1)
-    shape = fields.in_range("shape", fields.integers("shape", int(ndim.sum())), 0, _MAX_LENGTH)
-    prefixes = [f"{section}." for section in sections]
-    of_name = [prefixes[code] for code in section.tolist()]
-    if not all(map(str.startswith, names, of_name)):
-        name = next(name for name, prefix in zip(names, of_name) if not name.startswith(prefix))
-        raise fields.malformed(f"the name of tensor {name!r} does not begin with its section")
-    return TensorTable(names, sections, section, dtype, ndim, shape)
 
 
 def _values(fields: Fields) -> ValueNames:

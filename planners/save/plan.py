@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import PlanError
-from ...tensors.geometry import Box
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from ..coverage import tiling_faults
 from ..dedup import ElementNumbers, Replicas, differs, group_replicas, number_elements
@@ -23,12 +22,13 @@ from .assignment import Assignment, pack_assignment
 from .balance import choose_writers
 from .local_plan import LocalPlan, ValueKey
 from .merge import PlannedValues, merge_aliases, merge_pinned, merge_sections, merge_tensors, merge_values, ranks_text
-from .plan_groups import HeldRows, PlanGroup, group_plans, held_rows
+from .plan_groups import HeldRows, PlanGroup, group_plans, held_rows, whole_boxes
 from .rank_sets import RankSets, distinct_sets
 
 __all__ = [
     "PlannedFile",
     "SavePlan",
+    "add_whole",
     "consecutive_offsets",
     "lay_out_files",
     "plan_columns",
@@ -112,13 +112,7 @@ class SavePlan:
         Returns:
             The assignment.
         """
-        rows = self.file_rows(rank) if files is None else files
-        values = self._value_rows(rank)
-        return Assignment(
-            [(self.files[row].section, self.source[self._shards_of(row)]) for row in rows],
-            self.values.index[values],
-            self.values.shared[values],
-        )
+        return Assignment.from_bytes(self.assignment_bytes(rank, files))
 
     def assignment_bytes(self, rank: int, files: Sequence[int] | None = None) -> bytes:
         """Return ``assignment``, packed for ``Assignment.from_bytes``. The columns of all ranks are packed at once.
@@ -165,9 +159,6 @@ class SavePlan:
             sections = dict.fromkeys(section for section, is_shared in named if is_shared == shared)
             found += [(section, kind, None) for section in sections]
         return found
-
-    def _shards_of(self, file: int) -> Int64:
-        return self.order[self.file_starts[file] : self.file_starts[file + 1]]
 
     @cached_property
     def _files_of(self) -> dict[int, list[int]]:
@@ -397,18 +388,26 @@ def _with_empty(
     empty = empty[np.lexsort((empty, lowest[empty], held.boxes.tensor[empty]))]
     tensor, first = np.unique(held.boxes.tensor[empty], return_index=True)
     rows = empty[first]
-    whole = [(row, Box.whole(tensors.shape_of(row))) for row in tensor.tolist()]
-    added = BoxTable.build(whole)
+    shards, owner, source = add_whole(tensors, shards, owner, source, tensor, lowest[rows], held.source[rows])
+    return shards, shards.nbytes(tensors), owner, source
+
+
+def add_whole(
+    tensors: TensorTable, shards: BoxTable, owner: Int64, source: Int64, added: Int64, by: Int64, its_row: Int64
+) -> tuple[BoxTable, Int64, Int64]:
+    """Add one whole box for each of the tensors ``added``, with its owner ``by`` and its source ``its_row``.
+
+    The columns, by row of ``shards``, are returned sorted by tensor.
+    """
+    offsets, lengths = whole_boxes(tensors, added)
     joined = BoxTable.from_columns(
         tensors,
-        np.concatenate((shards.tensor, added.tensor)),
-        np.concatenate((shards.offsets, added.offsets)),
-        np.concatenate((shards.lengths, added.lengths)),
+        np.concatenate((shards.tensor, added)),
+        np.concatenate((shards.offsets, offsets)),
+        np.concatenate((shards.lengths, lengths)),
     )
     order = np.argsort(joined.tensor, kind="stable")
-    sizes = np.concatenate((nbytes, np.zeros(len(tensor), np.int64)))
-    owners, sources = np.concatenate((owner, lowest[rows])), np.concatenate((source, held.source[rows]))
-    return joined.take(order), sizes[order], owners[order], sources[order]
+    return joined.take(order), np.concatenate((owner, by))[order], np.concatenate((source, its_row))[order]
 
 
 def lay_out_files(tensors: TensorTable, shards: BoxTable, nbytes: Int64, owner: Int64, source: Int64) -> SavePlan:

@@ -13,7 +13,7 @@ from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable
 from .mesh_boxes import mesh_boxes, mesh_members
 from .rank_sets import RankSets
 
-__all__ = ["HeldRows", "PlanGroup", "group_plans", "held_rows"]
+__all__ = ["HeldRows", "PlanGroup", "group_plans", "held_rows", "whole_boxes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +99,8 @@ class HeldRows:
     source: Int64
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    tensor: Int64
-    offsets: Int64
-    lengths: Int64
-    member_set: Int64
-    source: Int64
+_Part = tuple[Int64, Int64, Int64, Int64, Int64]
+"""Columns of ``HeldRows``: tensor, offsets and lengths of the boxes, then set and source."""
 
 
 def held_rows(
@@ -116,15 +111,12 @@ def held_rows(
     ``rows`` has, by group, the new row of each row of its table (for shared tensors), ``own`` those of its own tensors
     as ``[own tensor, rank]``.
     """
-    parts = [
-        part for group, new, own_new in zip(groups, rows, own) for part in _parts(group, tensors, new, own_new, sets)
-    ]
     empty: Int64 = np.empty(0, np.int64)
-    columns = [
-        np.concatenate([empty, *(getattr(part, name) for part in parts)])
-        for name in ("tensor", "offsets", "lengths", "member_set", "source")
-    ]
-    return HeldRows(BoxTable.from_columns(tensors, *columns[:3]), columns[3], columns[4])
+    parts: list[_Part] = [(empty, empty, empty, empty, empty)]
+    for group, new, own_new in zip(groups, rows, own):
+        parts += _parts(group, tensors, new, own_new, sets)
+    tensor, offsets, lengths, member_set, source = map(np.concatenate, zip(*parts))
+    return HeldRows(BoxTable.from_columns(tensors, tensor, offsets, lengths), member_set, source)
 
 
 def _parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64, sets: RankSets) -> Iterator[_Part]:
@@ -132,15 +124,12 @@ def _parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64, sets
     source = np.cumsum(table.held != OWN_BOXES) - 1
     everyone = sets.add(ranks, np.array([0, len(ranks)], np.int64))
     whole = np.flatnonzero((table.held == WHOLE) & ~table.own)
-    yield _whole(tensors, rows[whole], np.repeat(everyone, len(whole)), source[whole])
+    yield rows[whole], *whole_boxes(tensors, rows[whole]), np.repeat(everyone, len(whole)), source[whole]
     own_rows = np.flatnonzero(table.own)
     alone = table.held[own_rows] == WHOLE
-    yield _whole(
-        tensors,
-        own[alone].reshape(-1),
-        np.tile(ranks, int(alone.sum())),
-        np.repeat(source[own_rows[alone]], len(ranks)),
-    )
+    names = own[alone].reshape(-1)
+    own_source = np.repeat(source[own_rows[alone]], len(ranks))
+    yield names, *whole_boxes(tensors, names), np.tile(ranks, int(alone.sum())), own_source
     for number, (layout, coordinates) in enumerate(zip(table.layouts, group.coordinates), 1):
         cut = np.flatnonzero((table.held == number) & ~table.own)
         members = mesh_members(layout, ranks, coordinates)
@@ -150,7 +139,7 @@ def _parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64, sets
         for shape, which in _by_shape(shapes):
             offsets, lengths = mesh_boxes(layout, shape, members.coordinates)
             many = cut[which]
-            yield _Part(
+            yield (
                 np.repeat(rows[many], len(numbers)),
                 np.tile(offsets.reshape(-1), len(many)),
                 np.tile(lengths.reshape(-1), len(many)),
@@ -166,12 +155,13 @@ def _parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64, sets
         at = np.searchsorted(ranks, group.rank[is_own])
         tensor[is_own] = own[place[boxes.tensor[is_own]], at]
     common = int((table.held != OWN_BOXES).sum())
-    yield _Part(tensor, boxes.offsets, boxes.lengths, group.rank, common + group.index)
+    yield tensor, boxes.offsets, boxes.lengths, group.rank, common + group.index
 
 
-def _whole(tensors: TensorTable, rows: Int64, member_set: Int64, source: Int64) -> _Part:
+def whole_boxes(tensors: TensorTable, rows: Int64) -> tuple[Int64, Int64]:
+    """Return offsets and lengths of the boxes that are these tensors, ragged."""
     shape = tensors.shape[ragged_positions(tensors.starts[:-1][rows], tensors.ndim[rows])]
-    return _Part(rows, np.zeros_like(shape), shape, member_set, source)
+    return np.zeros_like(shape), shape
 
 
 def _by_shape(shapes: Int64) -> Iterator[tuple[tuple[int, ...], Int64]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -164,9 +165,7 @@ def classify_requests(
             nbytes = request.box.numel * meta.dtype.itemsize
             classes.setdefault(key, []).append(_Member(request, index, stripe, nbytes))
     found = [_make_class(salt, key[:2], sorted(members, key=_order)) for key, members in classes.items()]
-    times: dict[bytes, int] = {}
-    for one in found:
-        times[one.summary.digest] = times.get(one.summary.digest, 0) + 1
+    times = Counter(one.summary.digest for one in found)
     found = [one for one in found if one.nbytes >= max(min_bytes, 1) and times[one.summary.digest] == 1]
     return sorted(found, key=lambda one: (-one.nbytes, one.summary.digest))[:_MAX_CLASSES]
 
