@@ -1,4 +1,4 @@
-"""What the two ways to exchange shared reads have in common: jobs, and streams that are verified on arrival.
+"""What the two ways to exchange shared reads have in common: streams that are verified on arrival.
 
 The reader of a piece checks it against the manifest. Its xxh3 in the reader's memory then travels with it, and every
 receiver compares it. The manifest's own checksums do not fit: pieces hold elements in the requested dtype and begin
@@ -12,7 +12,6 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 import xxhash
 
@@ -21,29 +20,22 @@ from ...errors import CorruptionError
 from ...planners import PartBox, Ring
 from .pieces import StoredPieces
 
-__all__ = ["Exchange", "SharedJob", "checksum_of"]
+__all__ = ["Exchange", "checksum_of"]
 
 _HASH = struct.Struct("<Q")
 
 
-@dataclass(frozen=True)
-class SharedJob:
-    """Reads that ``shares.ranks`` share: ``shares.segments[i]`` is what ``shares.ranks[i]`` reads."""
-
-    name: str
-    shares: Ring
-    pieces: StoredPieces
-    exchange: type[Exchange]
-
-
 class Exchange(ABC):
-    """One rank's part in one job. Its methods raise what reading and the streams raise, and ``CorruptionError``."""
+    """One rank's part in reads that ``shares.ranks`` share: ``shares.ranks[i]`` reads ``shares.segments[i]``.
 
-    def __init__(self, job: SharedJob, op: Operation, readers: Executor) -> None:
-        self._job, self._pieces, self._ranks = job, job.pieces, job.shares.ranks
+    The methods raise what reading and the streams raise, and ``CorruptionError``.
+    """
+
+    def __init__(self, name: str, shares: Ring, pieces: StoredPieces, op: Operation, readers: Executor) -> None:
+        self._name, self._shares, self._pieces, self._ranks = name, shares, pieces, shares.ranks
         self._index = self._ranks.index(op.rank)
         self._streams, self._readers = op.streams(), readers
-        self._timings, self._verify = job.pieces.reader.timings, job.pieces.reader.verify
+        self._timings, self._verify = pieces.reader.timings, pieces.reader.verify
         self._received = [0] * len(self._ranks)  # by sender, so that each counter has one writing thread
 
     @property
@@ -65,21 +57,21 @@ class Exchange(ABC):
     def _send(self, to: int, views: Iterable[memoryview], checksum: int) -> None:
         """Send bytes, and their checksum, to ``ranks[to]``."""
         for view in views:
-            self._streams.send(self._ranks[to], self._job.name, view)
+            self._streams.send(self._ranks[to], self._name, view)
         if self._verify:
-            self._streams.send(self._ranks[to], self._job.name, _HASH.pack(checksum))
+            self._streams.send(self._ranks[to], self._name, _HASH.pack(checksum))
 
     def _receive(self, source: int, reader: int, views: Iterator[memoryview], part_boxes: Sequence[PartBox]) -> int:
         """Fill ``views`` from ``ranks[source]`` with bytes that ``ranks[reader]`` read; returns their checksum."""
         hasher = xxhash.xxh3_64()
         for view in views:
-            self._streams.receive(self._ranks[source], self._job.name, view)
+            self._streams.receive(self._ranks[source], self._name, view)
             if self._verify:
                 hasher.update(view)
         if not self._verify:
             return 0
         sent = bytearray(_HASH.size)
-        self._streams.receive(self._ranks[source], self._job.name, sent)
+        self._streams.receive(self._ranks[source], self._name, sent)
         (checksum,) = _HASH.unpack(sent)
         if hasher.intdigest() != checksum:
             more = f" (or one of {len(part_boxes) - 1} more boxes)" if len(part_boxes) > 1 else ""

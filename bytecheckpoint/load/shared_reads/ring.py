@@ -18,8 +18,8 @@ import torch
 from ...control.base import Operation
 from ...engine.tensor_bytes import as_bytes, byte_view, copy_elements
 from ...errors import ControlError
-from ...planners import Batch, Packet, PartBox
-from .exchange import Exchange, SharedJob, checksum_of
+from ...planners import Batch, Packet, PartBox, Ring
+from .exchange import Exchange, checksum_of
 from .pieces import StoredPieces
 
 __all__ = ["RingExchange"]
@@ -30,11 +30,11 @@ _MIN_UNPACKED_BYTES = 64 << 10  # a smaller part box is cheaper to pack with its
 class RingExchange(Exchange):
     """One rank in one ring."""
 
-    def __init__(self, job: SharedJob, op: Operation, readers: Executor) -> None:
-        super().__init__(job, op, readers)
+    def __init__(self, name: str, shares: Ring, pieces: StoredPieces, op: Operation, readers: Executor) -> None:
+        super().__init__(name, shares, pieces, op, readers)
         size = len(self._ranks)
         self._next, self._previous = (self._index + 1) % size, (self._index - 1) % size
-        self._segments = [job.shares.packets(segment) for segment in range(size)]
+        self._segments = [shares.packets(segment) for segment in range(size)]
         self._checksums: dict[tuple[int, int], int] = {}  # of the packets in this rank's memory, by segment and index
         self._changed = threading.Condition()
         self._stopped = False
@@ -45,7 +45,7 @@ class RingExchange(Exchange):
 
     def reads(self) -> Iterator[Callable[[], None]]:
         index = 0
-        for batch in self._job.shares.segments[self._index]:
+        for batch in self._shares.segments[self._index]:
             yield partial(self._read, batch, index)
             index += len(batch.packets)
 
@@ -56,13 +56,13 @@ class RingExchange(Exchange):
 
     def _send_all(self) -> None:
         packer = _Packer(self._pieces)
-        for segment, index in self._job.shares.link(self._index):
+        for segment, index in self._shares.link(self._index):
             checksum = self._wait_for_packet(segment, index)
             self._send(self._next, packer.views(self._segments[segment][index]), checksum)
 
     def _receive_all(self) -> None:
         packer = _Packer(self._pieces)
-        for segment, index in self._job.shares.link(self._previous):
+        for segment, index in self._shares.link(self._previous):
             packet = self._segments[segment][index]
             nbytes = sum(part_box.nbytes for part_box in packet)
             with self._timings.measure("exchange", nbytes):

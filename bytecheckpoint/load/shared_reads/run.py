@@ -6,8 +6,8 @@ A load negotiates together with its other messages (``make_offer``, ``answer_off
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,7 @@ from ...planners import Request, RequestClass, find_rings, find_scatters, plan_l
 from ...runtime.choices import check_choice
 from ...tensors.geometry import Box
 from ...tensors.tables import BoxTable
-from .exchange import SharedJob
+from .exchange import Exchange
 from .negotiation import Answer, ReadOffer, ShareReads, answer_offers, make_offer
 from .pieces import Part, StoredPiece, StoredPieces
 from .ring import RingExchange
@@ -42,7 +42,7 @@ class PlannedReads:
     """One rank's reads. ``nbytes`` counts the requested bytes as they are stored."""
 
     reader: Reader
-    jobs: Sequence[SharedJob]
+    shared: Sequence[Callable[[Operation, Executor], Exchange]]
     own: Sequence[ReadPart]
     nbytes: int
 
@@ -60,12 +60,12 @@ def plan_reads(reader: Reader, parts: Sequence[Part], offer: ReadOffer, answer: 
     pieces = [StoredPiece(*piece) for piece in plan.rows()]
     groups = offer.groups(answer)
     shared: set[int] = set()
-    jobs: list[SharedJob] = []
+    exchanges: list[Callable[[Operation, Executor], Exchange]] = []
     for ranks, classes in find_rings(offer.rank, offer.classes, groups).items():
         members = {part for one in classes for part in one.requests}
         stored = StoredPieces(reader, parts, [piece for piece in pieces if piece.part in members])
         name = f"read/{classes[0].summary.digest.hex()}"
-        jobs.append(SharedJob(name, plan_ring(ranks, stored.shared_parts()), stored, RingExchange))
+        exchanges.append(partial(RingExchange, name, plan_ring(ranks, stored.shared_parts()), stored))
         shared |= members
     for ranks, classes in find_scatters(offer.rank, offer.classes, groups).items():
         framed = _pieces_of_frames(reader, parts, classes)
@@ -73,14 +73,14 @@ def plan_reads(reader: Reader, parts: Sequence[Part], offer: ReadOffer, answer: 
             stored = StoredPieces(reader, parts, framed)
             name = f"scatter/{classes[0].summary.digest.hex()}"
             shares = plan_ring(ranks, stored.shared_parts(), packet_bytes=_FRAME_PACKET_BYTES)
-            jobs.append(SharedJob(name, shares, stored, ScatterExchange))
+            exchanges.append(partial(ScatterExchange, name, shares, stored))
             shared.update(part for one in classes for part in one.requests)
     own = [
         ReadPart(piece.shard, piece.box, box_view(parts[piece.part].memory, piece.box, parts[piece.part].box))
         for piece in pieces
         if piece.part not in shared
     ]
-    return PlannedReads(reader, jobs, own, int(plan.boxes.nbytes(manifest.tensors).sum()))
+    return PlannedReads(reader, exchanges, own, int(plan.boxes.nbytes(manifest.tensors).sum()))
 
 
 def _pieces_of_frames(
@@ -104,11 +104,11 @@ def run_reads(op: Operation, planned: PlannedReads) -> int:
     ranks, and the same cause on all ranks that share reads with one that failed.
     """
     read_own = partial(planned.reader.read, planned.own)
-    if not planned.jobs:
+    if not planned.shared:
         read_own()
         return 0
     with ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="bcp-share-read") as readers:
-        exchanges = [job.exchange(job, op, readers) for job in planned.jobs]
+        exchanges = [join(op, readers) for join in planned.shared]
         tasks = [task for exchange in exchanges for task in exchange.tasks()]
         with ThreadPoolExecutor(max(len(tasks), 1), thread_name_prefix="bcp-share") as links:
             futures: list[Future[None]] = []

@@ -32,14 +32,14 @@ class ScatterExchange(Exchange):
 
     def tasks(self) -> Iterator[Callable[[], None]]:
         yield self._read_and_send
-        for peer, batches in enumerate(self._job.shares.segments):
+        for peer, batches in enumerate(self._shares.segments):
             if peer != self._index and batches:
                 yield partial(self._receive_all, peer)
 
     def _read_and_send(self) -> None:
         reads: deque[tuple[Batch, Future[list[torch.Tensor]]]] = deque()
         try:
-            for batch in self._job.shares.segments[self._index]:
+            for batch in self._shares.segments[self._index]:
                 reads.append((batch, self._readers.submit(self._read, batch)))
                 if len(reads) > _BATCHES_AHEAD:
                     self._distribute(*reads.popleft())
@@ -70,7 +70,7 @@ class ScatterExchange(Exchange):
                 self._send(peer, views, checksum_of(views) if self._verify else 0)
 
     def _receive_all(self, peer: int) -> None:
-        for batch in self._job.shares.segments[peer]:
+        for batch in self._shares.segments[peer]:
             message = _Message.of(self._pieces, batch, self._index)
             if not message.nbytes:
                 continue
