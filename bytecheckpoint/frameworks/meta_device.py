@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,11 +55,11 @@ def _swap(slot: Slot, made: torch.Tensor, context: Context) -> torch.Tensor:
     try:
         torch.utils.swap_tensors(slot.tensor, made)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        holders = [name for name, optimizer in _optimizers(context.state) if _holds(optimizer, slot.tensor)]
+        holders = list(_holders(slot.tensor, context.state))
         if holders:
             raise StateError(
                 f"{slot.fqn}: giving this meta-device parameter memory would disconnect it from the optimizer in "
-                f"{', '.join(map(repr, holders))} ({error}). Call module.to_empty(device=...) before you build the "
+                f"{', '.join(holders)} ({error}). Call module.to_empty(device=...) before you build the "
                 "optimizer"
             ) from error
         context.undo.append(partial(_put, slot, slot.tensor))
@@ -77,12 +77,10 @@ def _put(slot: Slot, tensor: torch.Tensor) -> None:
     held[slot.attribute] = tensor
 
 
-def _optimizers(state: Mapping[str, Any]) -> Iterable[tuple[str, torch.optim.Optimizer]]:
+def _holders(tensor: torch.Tensor, state: Mapping[str, Any]) -> Iterator[str]:
+    """The sections with an optimizer that steps this parameter."""
     for name, value in state.items():
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(item, torch.optim.Optimizer):
-                yield name, item
-
-
-def _holds(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> bool:
-    return any(param is tensor for group in optimizer.param_groups for param in group["params"])
+            groups = item.param_groups if isinstance(item, torch.optim.Optimizer) else []
+            if any(param is tensor for group in groups for param in group["params"]):
+                yield repr(name)

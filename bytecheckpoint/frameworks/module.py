@@ -67,7 +67,7 @@ class ModuleAdapter(Adapter):
 
     def slots(self, modules: Sequence[nn.Module]) -> list[Slot]:
         """The tensors to store. A subclass leaves out those that its wrapper keeps elsewhere."""
-        return _persistent(modules)
+        return [slot for slot in named_slots(modules) if slot.persistent]
 
     def parameter_layouts(self, obj: Any) -> dict[int, ParamLayout]:
         return parameter_layouts(obj)
@@ -112,10 +112,6 @@ class ModuleAdapter(Adapter):
 
         target.apply = apply
         return target
-
-
-def _persistent(modules: Sequence[nn.Module]) -> list[Slot]:
-    return [slot for slot in named_slots(modules) if slot.persistent]
 
 
 def _add_target(target: SectionTarget, group: list[Slot], context: Context, stored: StoredSection) -> None:

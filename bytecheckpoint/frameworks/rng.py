@@ -146,41 +146,36 @@ def _to_array(state: torch.Tensor) -> ByteArray:
     return array
 
 
-def _accelerator() -> tuple[str, Any] | None:
-    """The device type in use and its torch module; None if there is none or the process has not used it."""
+def _accelerators() -> tuple[str, int]:
+    """The type and the number of this process's accelerators; empty and 0 if there are none."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is None:
-        return None
-    module = torch.get_device_module(device.type)
-    in_use = getattr(module, "is_initialized", lambda: True)()
-    return (device.type, module) if in_use and hasattr(module, "get_rng_state") else None
+    return (device.type, torch.accelerator.device_count()) if device is not None else ("", 0)
 
 
 def _accelerator_states() -> dict[str, Any]:
-    found = _accelerator()
-    if found is None:
+    """The states of all accelerators; empty if the process has not used them."""
+    kind, count = _accelerators()
+    if not kind:
         return {}
-    kind, module = found
-    return {
-        "type": kind,
-        "states": [_to_array(module.get_rng_state(i)) for i in range(torch.accelerator.device_count())],
-    }
+    module = torch.get_device_module(kind)
+    if not getattr(module, "is_initialized", lambda: True)() or not hasattr(module, "get_rng_state"):
+        return {}
+    return {"type": kind, "states": [_to_array(module.get_rng_state(index)) for index in range(count)]}
 
 
 def _restore_accelerators(stored: Mapping[str, Any], *, exact: bool) -> None:
     if not stored:
         return
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if device is not None else 0
+    kind, count = _accelerators()
     states = stored["states"]
-    if device is None or device.type != stored["type"] or count != len(states):
-        here = f"{count} {device.type}" if device is not None else "no accelerator"
+    if kind != stored["type"] or count != len(states):
+        here = f"{count} {kind}" if kind else "no accelerator"
         message = f"the generators of {len(states)} {stored['type']} device(s) were stored, but this process has {here}"
         if exact:
             raise StateError(f"{message}; pass RNGState(on_resize='reseed') to load what fits")
         _log.warning("%s; only matching generators are restored", message)
-    if device is not None and device.type == stored["type"]:
-        module = torch.get_device_module(device.type)
+    if kind == stored["type"]:
+        module = torch.get_device_module(kind)
         for index, state in enumerate(states[:count]):
             module.set_rng_state(torch.from_numpy(state), index)
 

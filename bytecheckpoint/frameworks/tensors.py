@@ -46,12 +46,8 @@ def tensor_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard
     meta shards; the caller decides whether that is an error. Raises ``UnsupportedTensorError`` for a tensor without
     dense memory.
     """
-    if type(tensor) not in _PLAIN:
-        return _subclass_shards(fqn, tensor)
-    return whole_shard(fqn, tensor)
-
-
-def _subclass_shards(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]:
+    if type(tensor) in _PLAIN:  # almost all tensors
+        return whole_shard(fqn, tensor)
     if is_dtensor(tensor):
         return dtensor_shards(fqn, tensor, dense_view(fqn, local_tensor(tensor)))
     if is_sharded_tensor(tensor):

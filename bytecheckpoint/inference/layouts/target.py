@@ -77,13 +77,10 @@ class TargetLayout:
     def parts(self) -> list[Part]:
         """The parts that the rank requests, in the order of the stored tensors and without duplicates."""
         order = {tensor.name: number for number, tensor in enumerate(self.stored)}
-        return sorted(self._parts, key=lambda part: (order[part.name], part.box, part.dtype))
-
-    @cached_property
-    def _parts(self) -> list[Part]:
         seen = (self.stored[number] for number in self.seen)
         whole = (Part(tensor.name, tensor.shape, Box.whole(tensor.shape), tensor.dtype) for tensor in seen)
-        return without_duplicates([*whole, *(part for part, _ in self._copied)])
+        parts = without_duplicates([*whole, *(part for part, _ in self._copied)])
+        return sorted(parts, key=lambda part: (order[part.name], part.box, part.dtype))
 
     @cached_property
     def _copied(self) -> list[tuple[Part, bool]]:
@@ -99,12 +96,13 @@ class TargetLayout:
 
     def figures(self) -> Figures:
         """Sizes in bytes of the model, the rank and its requests."""
+        parts = self.parts()
         exact = {part for part, is_exact in self._copied if is_exact}
         return Figures(
             stored=sum(tensor.nbytes for tensor in self.stored),
             parameters=sum(tensor.nbytes for tensor in self.parameters),
-            requested=sum(part.nbytes for part in self._parts),
-            fast=sum(part.nbytes for part in self._parts if part in exact),
+            requested=sum(part.nbytes for part in parts),
+            fast=sum(part.nbytes for part in parts if part in exact),
         )
 
     def digest(self) -> str:
