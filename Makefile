@@ -1,4 +1,4 @@
-# Every target installs what it needs into environments inside this directory; nothing else is changed.
+# Every target installs what it needs into environments inside this directory, and changes nothing outside it.
 # Requires CPython 3.10 or newer with the venv module, and (the first time) a package index that pip can reach.
 #
 #   PYTHON=python3.12 make test        use another interpreter
@@ -28,7 +28,7 @@ VLLM_VENV := $(VENV)-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 SOURCES := bytecheckpoint planners storage_backends tests examples benchmarks
 
-# Small tensors on few cores: more threads only fight each other.
+# With small tensors on few cores, more threads only compete.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -37,7 +37,7 @@ LINT_PARTS := style types contracts
 TEST_PARTS := $(LINT_PARTS) test-main $(if $(filter yes,$(WITH_VLLM)),test-vllm)
 CHECK_PARTS := $(LINT_PARTS) test-fast
 
-# The tests of `make check`: save, load, format, planners, golden files, command line, and the rules of this repository.
+# The tests of `make check`: format, planners, golden files, command line, parts of save and load, repository rules.
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
@@ -52,8 +52,8 @@ help:
 	@echo "make test-vllm  the tests with a real vLLM, in a second environment (part of make test on Linux x86-64;"
 	@echo "                WITH_VLLM=no skips it)"
 	@echo "make format     format the code and apply the linter's fixes"
-	@echo "make bench      every benchmark against the floors and the peers, and docs/performance.md (about half an hour;"
-	@echo "                BENCH_ARGS='--peers all' for more peers, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
+	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"
+	@echo "                BENCH_ARGS='--peers all' for more systems, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
 	@echo "make clean      remove what the other targets created"
 
 # Run the parts named in $(1), print a summary, and fail if one of them failed.
