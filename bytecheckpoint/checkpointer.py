@@ -44,9 +44,9 @@ TRACE_VARIABLE = "BYTECHECKPOINT_TRACE"
 class Checkpointer:
     """Saves and loads checkpoints with its own staging memory, threads, plan cache and connections to other ranks.
 
-    ``bytecheckpoint.save`` and the other module-level functions share one instance. Create your own to set a memory
-    budget or to use other ranks. Saves of one instance are committed in the order of their calls. Use an instance from
-    one thread at a time, and close it (or use it as a context manager) to release threads and memory.
+    ``bytecheckpoint.save`` and the other module-level functions share one instance. Create another instance to set a
+    memory budget or to use other ranks. Saves of one instance are committed in the order of their calls. Use an
+    instance from one thread at a time, and close it (or use it as a context manager) to release threads and memory.
 
     Example:
         >>> with bcp.Checkpointer(memory_budget=8 << 30) as checkpointer:
@@ -70,7 +70,7 @@ class Checkpointer:
                 copied as fast as it is written. None allows ``slots`` asynchronous saves of the largest size so far,
                 each the size of this rank's share of the state; synchronous saves need about 80 MB. Staging memory is
                 kept until ``close``.
-            slots: Number of asynchronous saves that staging memory has room for if there is no budget.
+            slots: Number of asynchronous saves for which staging memory is allocated if there is no budget.
             merge_memory: Limit of the additional memory of the merge stage (``layout`` of ``save``), in bytes; at least
                 32 MiB.
             communicator: The ranks that save and load together. None uses those of the default process group, or a
@@ -130,8 +130,8 @@ class Checkpointer:
             deadline_s: Seconds that each single wait may take: for another rank, for staging memory, or for storage.
             chunk_size: Bytes under one checksum. By default 256 KiB, and more if the checkpoint exceeds 1 TiB.
             when_busy: What an asynchronous save does if earlier ones still occupy the staging memory. "wait" waits
-                until they have written enough. "skip" makes no save on any rank if it would have to wait on one of
-                them; ``SaveHandle.skipped`` is then True.
+                until they have written enough. "skip" skips the save on all ranks if any of them would have to wait;
+                ``SaveHandle.skipped`` is then True.
             layout: How to store tensors that are sharded across ranks. "shards" stores each shard as it is. "merged"
                 merges irregular shards (flat parameters of FSDP-1 and ZeRO) into whole tensors. "whole" merges all
                 shards, and also writes the index and configuration with which Hugging Face libraries and vLLM load the

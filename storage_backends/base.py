@@ -189,7 +189,7 @@ class StorageBackend(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The root, in a form that ``open_backend`` accepts and that a person recognises."""
+        """The root, in a form that ``open_backend`` accepts and that a person recognizes."""
 
     @abstractmethod
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:

@@ -41,7 +41,7 @@ class VerifyReport:
         url: URL of the checkpoint.
         files: Number of files that were checked.
         bytes_checked: Number of bytes that were checked.
-        problems: A message for each fault. If there are none, every stored byte is the one that was saved.
+        problems: A message for each fault. If there are none, all stored bytes equal the saved ones.
     """
 
     url: str

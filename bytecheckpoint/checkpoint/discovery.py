@@ -84,7 +84,7 @@ def find_newest(
         if trailing_number(name) >= 0 and any(trailing_number(found.name) >= 0 for found in complete):
             continue
         if name in excluding:
-            problems.append(f"{name}: an earlier try to load it failed")
+            problems.append(f"{name}: loading it failed before")
             continue
         try:
             backend = open_backend(join(top.url, name), **options)
@@ -98,7 +98,7 @@ def find_newest(
         except CheckpointError as error:
             if _has_traces_of_saves(top, name):
                 problems.append(f"{name}: {error}")
-                _log.warning("skipped an incomplete checkpoint: %s", error)
+                _log.warning("skipped an invalid checkpoint: %s", error)
     if complete:
         return max(complete, key=lambda found: (found.step, found.name))
     if problems and not allow_fresh:
@@ -160,8 +160,8 @@ class Listing:
         status: "checkpoint"; "partial" if saves began there and none was committed; "broken" if its manifest cannot be
             read; "other" for anything else.
         problem: Why the folder is not a checkpoint.
-        attempts: Attempts that are not part of a committed checkpoint: a save that is under way writes them, or one
-            that died left them.
+        attempts: Attempts that are not part of a committed checkpoint. They belong to saves that failed or are in
+            progress.
         step: The step that was stored with the checkpoint.
         created: Time of the save: UTC, RFC 3339.
         world_size: Ranks that saved the checkpoint.

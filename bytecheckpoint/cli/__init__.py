@@ -1,4 +1,4 @@
-"""The ``bcp`` command: inspect, verify, compare, rewrite, export, import, copy and remove checkpoints."""
+"""The ``bcp`` command: inspect, verify, compare, rewrite, export, import, copy, remove and push checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["cli", "main"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}, epilog=EXIT_CODES)
 @click.version_option(VERSION, prog_name="bcp")
 def cli() -> None:
-    """Inspect, verify, compare, rewrite, export, import, copy and remove checkpoints.
+    """Inspect, verify, compare, rewrite, export, import, copy, remove and push checkpoints.
 
     A checkpoint is given as a path or a URL (s3://bucket/run/step-100). With --json, every command prints one JSON
     document, and nothing else, to standard output. Errors go to standard error.

@@ -75,7 +75,9 @@ def _listing(one: Listing) -> dict[str, Any]:
     help="Only tensors that match (model.*). Repeatable.",
 )
 @click.option("--tensors/--no-tensors", "tensors", default=True, help="Show the table of tensors.")
-@click.option("--shards", is_flag=True, help="Show every shard: its box, and the location of its bytes.")
+@click.option(
+    "--shards", is_flag=True, help="Show every shard: its box, the location of its bytes, and the rank that wrote it."
+)
 @click.option("--files", is_flag=True, help="Show every file: its size, and the rank that wrote it.")
 @click.option("--values", is_flag=True, help="Show plain values. Pickled values are listed, but never loaded.")
 def inspect_command(

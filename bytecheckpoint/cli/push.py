@@ -72,7 +72,7 @@ __all__ = ["push_command"]
     help="A worker's GPU, with --protocol; by default all. Repeatable.",
 )
 @click.option(
-    "--deadline", type=float, default=DEFAULT_DEADLINE_S, show_default=True, help="The bound of each wait, in seconds."
+    "--deadline", type=float, default=DEFAULT_DEADLINE_S, show_default=True, help="Limit of each wait, in seconds."
 )
 @click.option("--partial", is_flag=True, help="Push even if SOURCE does not fill all parameters of the engine.")
 def push_command(
@@ -93,12 +93,14 @@ def push_command(
     deadline: float,
     partial: bool,
 ) -> None:
-    """Make running engines serve the weights of SOURCE. Each worker gets only its own part of them.
+    """Push the weights of SOURCE into running engines. Each worker receives only its own part of them.
 
     SOURCE is a checkpoint, or the address (http://, https://) of an engine that was pushed to. The workers of that
     engine then send what they serve to the other engines, and keep answering requests.
 
-    Every byte is verified before weights change. If anything goes wrong, the engines keep serving what they served.
+    Every byte is verified before weights change, and after a failure the engines keep serving the previous weights.
+    If weights are streamed, a failure can leave an engine paused until the next push.
+
     Start vLLM with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
     bytecheckpoint.inference.vllm.worker.WorkerExtension, or for --native with --weight-transfer-config
     '{"backend": "bcp"}'. For --protocol checkpoint-engine, use checkpoint-engine's own extension.

@@ -1,7 +1,7 @@
 """Rewrite a checkpoint for another number of files: whole tensors, or tensors split along their first dimension.
 
 Loading never requires this, because any layout can be loaded into any other. It combines many small files into few, or
-splits a large file, so that each reader of a known world finds its part in one place.
+splits a large file, so that each rank of a known world size finds its part in one file.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def reshard(
     Args:
         checkpoint: The checkpoint to rewrite.
         target_url: Where to put the new checkpoint.
-        files: Most tensor files per section.
+        files: Maximum number of tensor files per section.
         layout: "whole" keeps each tensor in one piece and balances the files by bytes. "sharded" splits each tensor
             along its first dimension, as ``torch.chunk`` does, with one part per file; a tensor with fewer rows has
             fewer parts. Tensors of single ranks are never split.

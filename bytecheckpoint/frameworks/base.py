@@ -29,7 +29,8 @@ class Context:
 
     Attributes:
         section: The name of the object's section in the state.
-        state: The whole state of the call, in which an optimizer finds the modules whose parameters it steps.
+        state: The whole state of the call, in which the adapter of an optimizer finds the modules whose parameters the
+            optimizer updates.
         rank: This process's rank in the call, from 0 to ``world_size - 1``.
         world_size: The number of ranks in the call.
         allow_pickle: Whether the caller accepts values that only pickle can store.
@@ -162,7 +163,7 @@ class Adapter(ABC):
             obj: An object that ``recognizes`` accepts.
 
         Returns:
-            The layouts by ``id`` of the parameter objects that an optimizer steps. Empty if ``obj`` is not a model.
+            The layouts by ``id`` of the parameter objects that an optimizer updates. Empty if ``obj`` is not a model.
         """
         return {}
 

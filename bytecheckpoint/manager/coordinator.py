@@ -2,7 +2,8 @@
 
 A decision that depends on a clock, a signal or a request is made by rank 0 alone, from the status of every rank. Ranks
 exchange it in a *coordination round*: one small message per rank to rank 0, one response. Rounds take place whenever a
-save is due by its step, and every few seconds in between; all other turns of the training loop exchange nothing.
+save is due by its step, and every few seconds in between; in all other iterations of the training loop, ranks exchange
+nothing.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class RoundTimer:
 
 
 class _RankStatus(NamedTuple):
-    """What one rank sends to rank 0. ``turn`` counts calls of ``save``; the signal is 0 if there was none."""
+    """What one rank sends to rank 0. ``turn`` numbers the calls of ``save``; the signal is 0 if there was none."""
 
     step: int
     turn: int

@@ -59,7 +59,7 @@ class Housekeeping:
     """Runs on rank 0, in its own thread.
 
     It touches only folders that are named as the manager names them, and never files of a committed checkpoint that
-    stays. ``expect``, ``forget`` and ``follow`` are called from the training thread.
+    is kept. ``expect``, ``forget`` and ``follow`` are called from the training thread.
     """
 
     def __init__(self, root: str, options: Mapping[str, Any], retention: Retention, job: bytes) -> None:
@@ -77,12 +77,12 @@ class Housekeeping:
             self._expected[name] += 1
 
     def forget(self, name: str) -> None:
-        """The save into ``name`` has ended."""
+        """End the protection of ``name``: the save into it has ended."""
         with self._lock:
             self._expected[name] -= 1
 
     def follow(self, save: SaveHandle, name: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Once this save is committed, remove what may go then. Returns at once."""
+        """Once this save is committed, remove the checkpoints that no rule keeps. Returns at once."""
         self._thread.submit(self._after_save, save, name, step, metrics)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints of one job below one root: when to save, what to keep, where to resume, how to leave."""
+"""Manage the checkpoints of one job: when to save, which to keep, where to resume, and how to exit on preemption."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves on a schedule, keeps the right checkpoints, resumes from the newest valid one, and handles preemption.
+    """Saves on a schedule, applies retention rules, resumes from the newest valid checkpoint, and handles preemption.
 
     Create one manager per root and job, on every rank. Call every method on every rank, from the training thread;
     only ``request_save`` may be called on a single rank and from any thread. Checkpoints are the folders
@@ -59,7 +59,7 @@ class CheckpointManager:
             ``save(..., force=True)``, ``request_save`` and preemption save.
         keep: Which checkpoints to keep. An int ``n`` is short for ``Retention(last=n)``; None keeps all. Others are
             removed on rank 0, in a background thread, after a new checkpoint is committed.
-        preemption: Signals on which all ranks save and leave; by default SIGTERM. None handles no signals.
+        preemption: Signals on which all ranks save and exit; by default SIGTERM. None handles no signals.
         async_save: Whether ``save`` returns once the state is copied. The other save options mean the same as in
             ``bytecheckpoint.save``.
         max_in_flight: How many asynchronous saves may run at a time.
@@ -79,7 +79,7 @@ class CheckpointManager:
 
     Attributes:
         root: The root, as a string.
-        preempted: Whether a preemption signal made all ranks save and leave.
+        preempted: Whether a preemption signal made all ranks save.
 
     Raises:
         UsageError: An argument is invalid.
@@ -245,10 +245,10 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> SaveHandle | None:
-        """Save ``state`` if a save is due. Call it once per turn of the training loop, after the training step.
+        """Save ``state`` if a save is due. Call it once per iteration of the training loop, after the training step.
 
-        Most calls return None immediately. A rank that does not call ``save`` while the others wait for it is named by
-        their ``DeadlineError``.
+        Most calls return None immediately. If a rank does not call ``save`` while the others wait for it, their
+        ``DeadlineError`` names that rank.
 
         Args:
             step: The number of the training step; the same on all ranks.
@@ -286,7 +286,7 @@ class CheckpointManager:
         return handle
 
     def request_save(self) -> None:
-        """Request a save by all ranks in one of the next turns. May be called on any rank, from any thread."""
+        """Request a save by all ranks in one of the next iterations. May be called on any rank, from any thread."""
         self._coordinator.request()
 
     def wait(self) -> None:

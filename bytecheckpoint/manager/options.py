@@ -57,9 +57,9 @@ class Retention:
     Args:
         last: Keep this many of the checkpoints that were committed last.
         every_steps: Keep all checkpoints whose step is a multiple of this number.
-        best: Keep this many of the checkpoints with the best ``metric``. Of equal ones, the later step wins.
-        metric: Which of the ``metrics`` given to ``CheckpointManager.save`` decides; required with ``best``.
-            Checkpoints without this metric, or with NaN, are never among the best.
+        best: Keep this many of the checkpoints with the best ``metric``. Of equal ones, those of later steps are kept.
+        metric: The key in the ``metrics`` of ``CheckpointManager.save`` to compare; required with ``best``. Checkpoints
+            without this metric, or with NaN, are never among the best.
         mode: ``"min"`` if a lower metric is better, ``"max"`` if a higher one is.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Record signals for the next turn of the training loop; the handler itself only takes a note."""
+"""Record signals until the next coordination round; the handler itself only stores the time of arrival."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SignalWatch:
             raise UsageError(f"no handler can be installed for signal {number!r}: {error}") from error
 
     def close(self) -> None:
-        """Restore the previous handlers, except where someone else has installed another one since."""
+        """Restore the previous handlers, except where other code has installed another one since."""
         self._closed = True
         for number in self._previous:
             if signal.getsignal(number) == self._record:

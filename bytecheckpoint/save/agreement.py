@@ -1,4 +1,4 @@
-"""The ``agree`` step: the ranks verify that they make the same call and find out whether an earlier plan still holds.
+"""The ``agree`` step: the ranks verify that they make the same call, and find out whether an earlier plan is valid.
 
 Each rank looks up the plan under which it saved such a state before. It sends rank 0 a few bytes: that it has a plan,
 and a digest of everything that other ranks must not have changed (``planners.contents``). If every rank has the same

@@ -35,7 +35,7 @@ class SaveHandle:
     """A save in progress, or one that has ended. Thread-safe.
 
     The checkpoint exists, durably and for every reader, once ``result`` returns. If ``result`` raises, it does not
-    exist; the one exception is ``CommitUnknownError``, which means that the outcome is not known.
+    exist, except after ``CommitUnknownError`` (the outcome is unknown) and ``SavePendingError`` (the save continues).
 
     Attributes:
         url: Where the checkpoint is saved.
@@ -77,13 +77,13 @@ class SaveHandle:
         return self.done() or (staging is not None and staging.is_settled())
 
     def wait_staged(self, timeout: float | None = None) -> bool:
-        """Wait until ``staged``.
+        """Wait until ``staged`` returns True.
 
         Args:
             timeout: Seconds to wait; None waits without a limit.
 
         Returns:
-            False if that took longer than ``timeout``.
+            False if ``timeout`` seconds passed before.
         """
         staging = self._staging
         if staging is None or self.done():
@@ -107,7 +107,7 @@ class SaveHandle:
             SavePendingError: The save has not ended after ``timeout`` seconds and continues. It is a ``TimeoutError``.
             SaveSkippedError: The save was skipped.
             CommitUnknownError: The checkpoint may or may not exist.
-            BytecheckpointError: What failed, on whichever rank; nothing was committed.
+            BytecheckpointError: The failure, on whichever rank it occurred. Nothing was committed.
         """
         return self._lifecycle.result(timeout)
 

@@ -23,7 +23,7 @@ WhenBusy = Literal["wait", "skip"]
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """What the caller of a save chose.
+    """The options of one save.
 
     Attributes:
         framework: Name of the adapter to use; None infers it from the objects.
@@ -33,7 +33,7 @@ class SaveOptions:
         deadline_s: Limit of every single wait: for another rank, and for staging memory.
         chunk_size: Bytes under one checksum; None chooses by the size of the checkpoint.
         when_busy: What an asynchronous save does when staging memory is short.
-        layout: What is stored of a tensor that several ranks hold in parts.
+        layout: How tensors that are sharded across ranks are stored.
         gate: Copy parameters and optimizer state after the call has returned.
         job: Mark of the job that holds the lease of the root; part of the attempt's name.
         guard: Called on rank 0 right before the manifest is written. If it raises, the save fails.

@@ -2,10 +2,10 @@
 
     check      validate the arguments; rank 0 checks that the path can hold a checkpoint
     describe   adapters list the state's shards and plain values; no tensor is copied
-    agree      all ranks compare path, step and sections, and find out whether an earlier plan still holds
+    agree      all ranks compare path, step and sections, and find out whether an earlier plan is still valid
     plan       otherwise rank 0 deduplicates replicas, balances bytes and lays out files
     stage      copy this rank's share into the arena; after it the caller may change every tensor
-    merge      (if the layout asks for whole tensors) fragments travel to one owner per tensor, which writes it
+    merge      (if ``layout`` requests whole tensors) fragments travel to one owner per tensor, which writes it
     write      write data files, hashed and durable; release the memory of each piece as soon as it is written
     confirm    rank 0 receives the checksums of every file
     commit     rank 0 writes the manifest with one atomic put: from here on the checkpoint exists
@@ -13,7 +13,7 @@
 
 The first five steps run on the caller's thread, the others on the background thread. An asynchronous save returns after
 ``stage``; a synchronous save waits for the end and copies each piece just before it is written. A failure before
-``commit`` leaves what was stored before, and every rank raises the same cause (DESIGN laws 1 to 3).
+``commit`` leaves what was stored before, and every rank raises the same cause.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def save(
 ) -> SaveHandle:
     """Save ``state`` and return the handle; a synchronous save has ended then.
 
-    ``op`` is this save among the ranks. It is closed when the save ends, successfully or not. A failure of
-    any rank is raised here, or by the handle if the caller does not wait.
+    ``op`` is the operation in which all ranks make this save. It is closed when the save ends, successfully or not. A
+    failure of any rank is raised here, or by the handle if the caller does not wait.
     """
     run = SaveRun(engine, backend, op, options, is_async=is_async)
     with run.failing_on_caller():

@@ -36,7 +36,7 @@ class TraceFiles:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Start to write.
+        """Start recording.
 
         Args:
             directory: Where the files go. It is created if it does not exist.
@@ -59,7 +59,7 @@ class TraceFiles:
         self._stop = record(self._add)
 
     def close(self) -> None:
-        """Stop to record, and write what is still buffered."""
+        """Stop recording, and write what is still buffered."""
         self._stop()
         with self._lock:
             for rank in list(self._buffered):

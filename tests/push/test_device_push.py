@@ -91,7 +91,7 @@ def test_options_that_exclude_each_other() -> None:
         Pusher(group="gloo", cuda_ipc=True)
     with (
         Pusher(HttpEngine("http://127.0.0.1:9"), cuda_ipc=True) as pusher,
-        pytest.raises(StateError, match="or by CUDA IPC; make another Pusher"),
+        pytest.raises(StateError, match="or by CUDA IPC; create another Pusher"),
     ):
         pusher.push(HttpEngine("http://127.0.0.1:9"))
 

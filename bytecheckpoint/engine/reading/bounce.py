@@ -1,4 +1,4 @@
-"""BounceBuffer buffers: memory that bytes pass through between a store and their tensors, reused from load to load."""
+"""Bounce buffers: memory that bytes pass through between a store and their tensors, reused from load to load."""
 
 from __future__ import annotations
 

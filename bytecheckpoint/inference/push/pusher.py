@@ -26,16 +26,17 @@ __all__ = ["Pusher"]
 class Pusher:
     """Pushes weights into running inference engines.
 
-    Every rank of the training job makes one and calls the same methods in the same order. What engines request, the
+    Every rank of the training job creates one and calls the same methods in the same order. What engines request, the
     plan, and what workers hold are kept from push to push; a restarted worker is asked again.
 
     Args:
-        engines: The engines to push to. Only rank 0 needs them, because only rank 0 talks to them.
-        deadline_s: The bound of each wait, in seconds.
-        memory_bytes: The host memory that a worker may use in addition to its model; by default what is free. Twice
-            the size of its weights is best. With the size of its weights there is no rollback from a version that
-            cannot be applied. With less, weights are streamed: the worker loads them while they arrive, and the engine
-            is paused meanwhile. With ``group="nccl"`` or ``cuda_ipc``, it is memory of the device.
+        engines: The engines to push to. Only rank 0 needs them, because only rank 0 sends them requests.
+        deadline_s: The limit of each wait, in seconds.
+        memory_bytes: The host memory that a worker may use in addition to its model; by default four fifths of the free
+            memory, divided among the workers of the host. With twice the size of its weights, a worker can roll back
+            from a version that cannot be applied; with the size of its weights, it cannot. With less, weights are
+            streamed: the engine is paused, and the worker loads them while they arrive. With ``group="nccl"`` or
+            ``cuda_ipc``, it is memory of the device.
         chunk_bytes: The size limit of a chunk, the unit of planning and of checksums.
         tcp_only: Do not use shared memory with workers on the same host.
         group: Form a process group of senders and workers with this backend, "gloo" or "nccl". A chunk that several
@@ -101,8 +102,8 @@ class Pusher:
     ) -> PushReport:
         """Make every engine serve new weights. Returns when all of them do.
 
-        If this raises, on any rank, every engine serves the version before, and the next push works. Where an engine
-        cannot (as when weights are streamed), the error says so, and the engine is left paused.
+        If this raises, on any rank, every engine serves the previous version, and the next push works. If an engine
+        cannot serve that version (as when weights are streamed), it is left paused, and the error says so.
 
         Args:
             what: A module, a state as for ``bytecheckpoint.save``, an open checkpoint, or another ``Engine`` that was
@@ -110,7 +111,7 @@ class Pusher:
             version: The engines' name for these weights. By default a checkpoint's step, the version of the other
                 engine, or one more than the last version.
             section: The section of the state or checkpoint to push.
-            framework: Forces the adapter for ``what``; by default inferred.
+            framework: Name of the adapter to use for ``what``; by default it is inferred.
             rename: Maps the names of the state to those that the engine's model loads.
             strict: Require that every element of every engine parameter is filled, that an engine takes a tensor
                 completely or not at all, and that an engine that sends has the exact values.
@@ -127,7 +128,7 @@ class Pusher:
             EngineError: An engine failed.
             DeadlineError: An engine did not answer in time.
             ControlError: Another rank failed.
-            UsageError: An argument does not fit.
+            UsageError: An argument is invalid.
         """
         ranks = self._communicator or current_communicator(deadline_s=self._deadline_s)
         op = ranks.operation("push", deadline_s=self._deadline_s)
@@ -135,9 +136,9 @@ class Pusher:
             coordinator = self._coordinator if op.rank == 0 else None
             with op.phase("push.begin"):
                 if op.rank == 0 and not self._has_engines:
-                    raise UsageError("rank 0 has no engine to push to; give Pusher its engines there")
+                    raise UsageError("rank 0 has no engine to push to; pass the engines to Pusher on rank 0")
                 if self._uses_devices and isinstance(what, Engine):
-                    raise StateError("engines cannot send to others over a group or by CUDA IPC; make another Pusher")
+                    raise StateError("engines cannot send to others over a group or by CUDA IPC; create another Pusher")
                 if version is not None or not isinstance(what, Engine):
                     version = self._named(version, what)
                     op.set_description(f"push of version {version!r}")
@@ -189,11 +190,11 @@ class Pusher:
         if isinstance(version, (int, str)):
             return version
         if version is not None:
-            raise UsageError(f"a version is a number or a text, not {version!r}")
+            raise UsageError(f"version must be an int or a str, not {version!r}")
         if isinstance(what, Checkpoint) and what.step is not None:
             return what.step
         if isinstance(self._version, str):
-            raise UsageError(f"after version {self._version!r} the next one needs a name; give version=")
+            raise UsageError(f"there is no default version after {self._version!r}; pass version=")
         return 0 if self._version is None else self._version + 1
 
     def __enter__(self) -> Pusher:

@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 class Receiver:
     """Answers the requests of a push in one worker of an engine.
 
-    Only the thread that runs the model may call it. The TCP servers and the sending to other engines use threads of
-    their own.
+    Only the thread that runs the model may call it. The TCP servers, and transfers to other engines, use
+    separate threads.
 
     Args:
         model: The worker's model.

@@ -27,7 +27,7 @@ class Engine(ABC):
 
         Args:
             request: Text, without line breaks.
-            timeout_s: The bound of the wait, in seconds.
+            timeout_s: The limit of the wait, in seconds.
 
         Returns:
             One response per worker, always in the same order.
@@ -42,7 +42,7 @@ class Engine(ABC):
         """Stop generating, before weights change.
 
         Args:
-            timeout_s: The bound of the wait, in seconds.
+            timeout_s: The limit of the wait, in seconds.
 
         Raises:
             DeadlineError: The engine did not pause in time.
@@ -55,7 +55,7 @@ class Engine(ABC):
 
         Args:
             version: The version that the engine serves now, or None if it is unknown or unchanged.
-            timeout_s: The bound of the wait, in seconds.
+            timeout_s: The limit of the wait, in seconds.
             changed: Whether weights changed; the engine then drops what it cached with the old ones.
 
         Raises:

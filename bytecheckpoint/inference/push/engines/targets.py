@@ -40,7 +40,7 @@ class TargetEngine(Engine):
 
 
 class DraftEngine(TargetEngine):
-    """The draft model with which an engine speculates. It is pushed like any model.
+    """The draft model of an engine that uses speculative decoding. It is pushed like any model.
 
     Args:
         engine: A vLLM engine with ``--speculative-config '{"method": "draft_model", ...}'`` and the worker extension.

@@ -46,12 +46,12 @@ class HttpEngine(Engine):
     """A vLLM server.
 
     Start it with ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
-    bytecheckpoint.inference.vllm.worker.WorkerExtension``. Proxies of the environment are not used.
+    bytecheckpoint.inference.vllm.worker.WorkerExtension``. Proxy settings of the environment are ignored.
 
     Args:
         url: The address of the server.
-        pause: What happens to running requests when weights change: "wait" until they are answered with the old
-            weights, "abort" them, or "keep" them and continue with the new weights on top of what the old ones cached.
+        pause: What happens to running requests when weights change. "wait" finishes them with the old weights, "abort"
+            aborts them, and "keep" continues them with the new weights and the KV cache of the old ones.
     """
 
     def __init__(self, url: str, *, pause: PauseMode = "wait") -> None:
@@ -83,7 +83,7 @@ class HttpEngine(Engine):
         Args:
             step: The name of the step.
             document: Its arguments.
-            timeout_s: The bound of the wait, in seconds.
+            timeout_s: The limit of the wait, in seconds.
 
         Raises:
             DeadlineError: vLLM did not answer in time.
@@ -150,7 +150,7 @@ class LocalEngine(Engine):
         Args:
             step: The name of the step.
             document: Its arguments.
-            timeout_s: The bound of the wait, in seconds.
+            timeout_s: The limit of the wait, in seconds.
 
         Raises:
             DeadlineError: vLLM did not answer in time.
