@@ -94,6 +94,6 @@ def _shared_store() -> Any:
     if store is None:
         raise ControlError(
             f"the default process group ({torch.distributed.get_backend()}) has no store through which the ranks could "
-            "exchange addresses; initialise it with store= or init_method="
+            "exchange addresses; initialize it with store= or init_method="
         )
     return store

@@ -95,7 +95,7 @@ class IOEngine:
     def check_usable(self, *, waits: bool = False) -> None:
         """Raise ``UsageError`` after ``close``, or if the background thread would wait for itself (``waits``)."""
         if self._closed:
-            raise UsageError("this Checkpointer was closed; make a new one")
+            raise UsageError("this Checkpointer is closed; create a new one")
         if waits and self.is_background_thread:
             raise UsageError(
                 "a synchronous save inside the done callback of another save would wait for the thread that runs the "

@@ -138,7 +138,7 @@ def dtensor_layout(fqn: str, dtensor: DTensor) -> ParamLayout:
 def empty_like_dtensor(
     dtensor: DTensor, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> DTensor:
-    """An uninitialised DTensor of the same mesh, placements and shape, which requires no gradient.
+    """An uninitialized DTensor of the same mesh, placements and shape, which requires no gradient.
 
     The default ``device`` is that of ``dtensor``, or of its mesh if ``dtensor`` is on the meta device. Runs no
     collective.

@@ -82,7 +82,7 @@ def _add_flat(section: SectionSource | SectionTarget, flat: FlatParam, chosen: M
     shard = dense_view(where, flat.local_shard())
     if shard.is_meta:
         raise UnsupportedTensorError(
-            f"{where}: FSDP's flat parameter is on the meta device; materialise the model before saving or loading"
+            f"{where}: FSDP's flat parameter is on the meta device; materialize the model before saving or loading"
         )
     metas, shards = flat.layout.describe(shard, chosen.__getitem__)
     section.metas.update(metas)

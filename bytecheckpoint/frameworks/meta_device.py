@@ -18,7 +18,7 @@ __all__ = ["materialize"]
 
 
 def materialize(slots: Sequence[Slot], context: Context) -> torch.Tensor:
-    """Give the meta tensor of these (tied) slots uninitialised memory, and return the tensor that has it.
+    """Give the meta tensor of these (tied) slots uninitialized memory, and return the tensor that has it.
 
     The tensor object stays the same, so optimizers and tied names keep referring to it. If torch cannot swap it, a new
     object replaces it in the modules. Raises ``StateError`` if an optimizer of the state refers to the old object.

@@ -79,7 +79,7 @@ class ModuleAdapter(Adapter):
             fqn = group[0].fqn
             if group[0].tensor.is_meta:
                 raise UnsupportedTensorError(
-                    f"{context.section}: {fqn} is on the meta device and has no values; load or initialise it first"
+                    f"{context.section}: {fqn} is on the meta device and has no values; load or initialize it first"
                 )
             source.metas[fqn], shards = tensor_shards(fqn, group[0].tensor)
             source.shards.extend(shards)
@@ -146,7 +146,7 @@ def _note_transient_meta(modules: Sequence[nn.Module], context: Context) -> None
     if empty:
         context.notes.append(
             f"{context.section}: these non-persistent buffers are still on the meta device; they are never stored, so "
-            f"initialise them yourself: {', '.join(empty)}"
+            f"initialize them yourself: {', '.join(empty)}"
         )
 
 

@@ -86,7 +86,7 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         raise UnsupportedTensorError(f"{fqn}: a tensor of layout {kind} cannot be stored; store {way_out} instead")
     if tensor.is_quantized:
         raise UnsupportedTensorError(
-            f"{fqn}: a quantised tensor cannot be stored; store .dequantize(), or .int_repr() with its scales"
+            f"{fqn}: a quantized tensor cannot be stored; store .dequantize(), or .int_repr() with its scales"
         )
     with torch._C.DisableTorchFunctionSubclass():
         dense = tensor.detach()

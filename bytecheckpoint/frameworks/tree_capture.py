@@ -89,7 +89,7 @@ class Capture:
         self.paths[fqn] = path
         if tensor.is_meta:
             raise UnsupportedTensorError(
-                f"{self._where(path)} is on the meta device and has no values to store; materialise it first"
+                f"{self._where(path)} is on the meta device and has no values to store; materialize it first"
             )
         # A single rank's tensor is stored under a name with its rank, which has no tied names.
         first = None if own else self._memory.first_name(fqn, tensor)

@@ -91,7 +91,7 @@ def agree(
     is_busy: bool = False,
     job: bytes = b"",
 ) -> SaveShare | NewPlan | SkipSave:
-    """Find out whether an earlier plan still holds; if not, send rank 0 what it needs to make a new one.
+    """Find out whether an earlier plan is still valid; if not, send rank 0 what it needs to make a new one.
 
     Args:
         op: The save among the ranks.

@@ -41,7 +41,7 @@ class RanksFailed(Exception):
     Attributes:
         tracebacks: The traceback of each rank that raised, by rank.
         stacks: The stacks of all threads of each rank that crashed or had to be killed, by rank.
-        deaths: How each rank ended whose death was not expected, by rank.
+        deaths: How each rank ended that was not expected to end, by rank.
         outputs: The standard output and error of every rank, by rank.
     """
 
@@ -303,7 +303,9 @@ class _OneCall:
             return True
         if kind == "returned":
             if number in self._expect_death:
-                self._deaths[number] = f"returned, but should have died by {_signal_name(self._expect_death[number])}"
+                self._deaths[number] = (
+                    f"returned, but should have been killed by {_signal_name(self._expect_death[number])}"
+                )
                 self._record_failure(number, at)
             else:
                 self.results[number] = payload
@@ -319,7 +321,7 @@ class _OneCall:
         code = rank.process.exitcode
         if number in self._expect_death and code == -self._expect_death[number]:
             return
-        self._deaths[number] = f"died by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        self._deaths[number] = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
         self._stacks[number] = _with_source(rank.stack_file.read_text(errors="replace"))
         # The time of a death is unknown. The last poll precedes everything that other ranks raised because of it.
         self._record_failure(number, self._polled_at)

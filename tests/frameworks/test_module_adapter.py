@@ -263,7 +263,7 @@ def test_meta_target_gets_memory_and_stays_the_same_object():
 
 
 def test_meta_tensors_cannot_be_saved():
-    with pytest.raises(UnsupportedTensorError, match=r"model: weight is on the meta device.*initialise"):
+    with pytest.raises(UnsupportedTensorError, match=r"model: weight is on the meta device.*initialize"):
         ADAPTER.capture(nn.Linear(2, 2, device="meta"), context())
 
 

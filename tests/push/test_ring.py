@@ -107,7 +107,7 @@ def test_waves_are_runs_that_fit_into_slots(sizes: list[int], limit: int) -> Non
 
 
 def test_a_chunk_that_does_not_fit() -> None:
-    with pytest.raises(EngineError, match="one chunk needs 320; give Pusher more memory_bytes"):
+    with pytest.raises(EngineError, match="one chunk needs 320; raise memory_bytes of Pusher"):
         _ring_of(_layout([10, 300]), 319)
     assert _ring_of(_layout([10, 300]), 320).slots == 1
 

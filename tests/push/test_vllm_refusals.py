@@ -84,7 +84,7 @@ def test_experts_that_move(tmp_path: Path) -> None:
 def test_the_draft_model_of_pipeline_stages(tmp_path: Path) -> None:
     made("llama", 0).save_pretrained(tmp_path)
     with _worker(tmp_path, EngineRank(pp=2)) as engine, Pusher(DraftEngine(engine)) as pusher:
-        with pytest.raises(StateError, match="has pipeline stages, of which the last alone has the draft model"):
+        with pytest.raises(StateError, match="because only its last stage has the draft model"):
             pusher.push(made("llama", 1))
 
 

@@ -134,7 +134,7 @@ def _nested() -> torch.Tensor:
         (lambda: torch.eye(3).to_sparse_csr(), "to_dense"),
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "dequantize"),
         (_nested, "as separate tensors"),
-        (lambda: torch.ones(3, device="meta"), "materialise"),
+        (lambda: torch.ones(3, device="meta"), "materialize"),
         (lambda: torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
         (lambda: nn.LazyLinear(3).weight, "forward pass"),
     ],

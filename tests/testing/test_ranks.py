@@ -140,7 +140,8 @@ def test_tracebacks_of_all_failing_ranks_and_their_output(pool):
 
 
 def failures_in_order(failed):
-    return [int(number) for number in re.findall(r"^--- rank (\d) (?:raised|died)", str(failed.value), re.MULTILINE)]
+    found = re.findall(r"^--- rank (\d) (?:raised|was killed)", str(failed.value), re.MULTILINE)
+    return [int(number) for number in found]
 
 
 def test_the_cause_comes_before_its_consequences(pool):
@@ -176,13 +177,13 @@ def test_a_hang_shows_the_line_that_hangs(pool):
 
 
 def test_a_killed_rank_is_named(pool):
-    with pytest.raises(RanksFailed, match="rank 2 died by SIGKILL") as failed:
+    with pytest.raises(RanksFailed, match="rank 2 was killed by SIGKILL") as failed:
         pool.run(die_on, 2, int(signal.SIGKILL), backend=None)
-    assert failed.value.deaths == {2: "died by SIGKILL"}
+    assert failed.value.deaths == {2: "was killed by SIGKILL"}
 
 
 def test_a_crash_shows_its_stack(pool):
-    with pytest.raises(RanksFailed, match="rank 0 died by SIGSEGV") as failed:
+    with pytest.raises(RanksFailed, match="rank 0 was killed by SIGSEGV") as failed:
         pool.run(die_on, 0, int(signal.SIGSEGV), world_size=1)
     assert "os.kill(os.getpid(), number)" in failed.value.stacks[0]
 
@@ -195,7 +196,7 @@ def test_an_expected_death_leaves_the_others_results(pool):
 
 
 def test_an_expected_death_must_happen(pool):
-    with pytest.raises(RanksFailed, match="rank 1 returned, but should have died by SIGKILL"):
+    with pytest.raises(RanksFailed, match="rank 1 returned, but should have been killed by SIGKILL"):
         pool.run(die_on, 0, 0, world_size=2, expect_death={1: signal.SIGKILL})
 
 

@@ -36,7 +36,9 @@ class Arena:
         if budget is not None and budget < 2 * PAGE:
             raise UsageError(f"a memory budget must be at least {2 * PAGE} bytes, not {budget!r}")
         if slots < 1:
-            raise UsageError(f"slots (saves that staging memory has room for) must be at least 1, not {slots!r}")
+            raise UsageError(
+                f"slots (the saves for which staging memory is allocated) must be at least 1, not {slots!r}"
+            )
         self.budget = budget
         self.block_size = BLOCK if budget is None else min(BLOCK, budget // 2 // PAGE * PAGE)
         self._slots = slots

@@ -150,7 +150,7 @@ def _check_complete(made: nn.Module, recorder: Recorder, own: UnrecordedWrites) 
     if holes:
         listed = list_faults((f"{name}: {range_text}" for name, range_text in holes), limit=10)
         raise MismatchError(
-            f"the senders have nothing for all or a part of {len(holes)} parameter(s) of the engine's model:{listed}\n"
+            f"the senders do not completely fill {len(holes)} parameter(s) of the engine's model:{listed}\n"
             "  nothing was sent; with strict=False, these keep arbitrary values",
             [("missing", name, range_text) for name, range_text in holes],
         )

@@ -76,8 +76,8 @@ class MemoryPolicy:
         longest = max(map(align, layout.sizes), default=ALIGNMENT_BYTES)
         if longest > limit:
             raise EngineError(
-                f"a worker may use {limit:,} bytes for a push, and one chunk needs {longest:,}; give Pusher more "
-                "memory_bytes, or smaller chunk_bytes"
+                f"a worker may use {limit:,} bytes for a push, and one chunk needs {longest:,}; raise "
+                "memory_bytes of Pusher, or lower its chunk_bytes"
             )
         limit = min(limit, max(layout.nbytes, longest))
         slot_bytes = max(longest, min(_SLOT_BYTES, limit // _SLOTS) // ALIGNMENT_BYTES * ALIGNMENT_BYTES)

@@ -110,9 +110,7 @@ def _check_complete(model: nn.Module, copies: Sequence[Copy], own: Sequence[torc
         listed = "".join(f"\n  {name}: {elements}" for name, elements in holes[:10])
         more = f"\n  and {len(holes) - 10} more" if len(holes) > 10 else ""
         faults = [("missing", name, elements) for name, elements in holes]
-        raise MismatchError(
-            f"the checkpoint has nothing for all or a part of {len(holes)} parameter(s):{listed}{more}", faults
-        )
+        raise MismatchError(f"the checkpoint does not completely fill {len(holes)} parameter(s):{listed}{more}", faults)
 
 
 def _summary(delivered: DeliveryReport) -> str:

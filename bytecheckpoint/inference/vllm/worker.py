@@ -82,7 +82,7 @@ class VllmModel:
                 if device == "cpu":
                     raise
                 # Some models compute with new tensors (expert maps), which needs as much memory as the weights.
-                _log.info("push: the model cannot be made without memory; made with", exc_info=True)
+                _log.info("push: the model cannot be built on the meta device, so it gets memory", exc_info=True)
         raise AssertionError
 
     def _untie(self, made: nn.Module) -> None:
@@ -189,7 +189,7 @@ def _check_replicas(vllm_config: Any) -> None:
     if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
         raise StateError(
             f"this engine has {parallel.data_parallel_size} data-parallel replicas behind one address, and vLLM "
-            "passes on the answers of the first alone; start it with --data-parallel-external-lb, and push to each"
+            "returns only the answers of the first; start it with --data-parallel-external-lb, and push to each"
         )
 
 
@@ -215,7 +215,7 @@ def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, 
         if [size for size in scales.shape if size > 1] != [size for size in grid if size > 1]:
             raise MismatchError(
                 f"{name} of shape {list(tensor.shape)} has scales of shape {list(scales.shape)}, and its blocks of "
-                f"{blocks[0]}x{blocks[1]} need {list(grid)}; weights that a model has fused can be quantised as one "
+                f"{blocks[0]}x{blocks[1]} need {list(grid)}; weights that a model has fused can be quantized as one "
                 "only where no block has elements of two of them"
             )
         found[scale_name(name)] = scales.view(grid)
@@ -266,12 +266,14 @@ def answer(vllm_config: Any, model: nn.Module, text: str, runner: Any = None) ->
 
 def _receiver_of_draft(vllm_config: Any, runner: Any) -> Receiver:
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise StateError("this engine has pipeline stages, of which the last alone has the draft model; not supported")
+        raise StateError(
+            "an engine with pipeline stages is not supported, because only its last stage has the draft model"
+        )
     drafter = getattr(runner, "drafter", None)
     # Other draft models share layers with the serving model, which a reload would change.
     if not isinstance(drafter, DraftModelProposer):
         raise StateError(
-            "this engine has no draft model that is one by itself and can be reached: start it with "
+            "this engine has no separate draft model that accepts pushes: start it with "
             "--speculative-config of the method draft_model, and with the worker extension"
         )
     return receiver_of(drafter._create_draft_vllm_config(), runner.get_draft_model())

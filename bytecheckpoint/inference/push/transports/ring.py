@@ -101,7 +101,7 @@ class RingBuffer(ChunkReader):
                     if self._waves.wave_of[chunk] < self._taken:
                         raise EngineError(
                             f"the engine's loader reads {self._name_of(chunk)} more often than when it was recorded; "
-                            "give Pusher more memory_bytes, so that weights need not be streamed"
+                            "raise memory_bytes of Pusher, so that weights need not be streamed"
                         )
                     return self._slot(chunk)
                 self._set_aside_until(max(self._waves.wave_of[chunk], self._requested_wave))
