@@ -34,8 +34,9 @@ _INTRODUCTION = """\
 <!-- Written by `python -m benchmarks.report`; do not edit. -->
 
 Every number is a multiple of a *floor*: the time that the machine itself takes for the same bytes, measured in the same
-run. Contestants take turns (A B C A B C ...), each in a separate process that keeps running, as a trainer does. The
-first round warms up and is dropped; medians are shown. A load counts only if it restores every tensor bit for bit.
+run. The compared systems take turns (A B C A B C ...), each in a separate process that keeps running, as a trainer
+does. The first round warms up and is dropped; medians are shown. A load counts only if it restores every tensor bit
+for bit.
 
 - **stall** is the time that training loses: the time of the call, plus the slowdown of later steps (compared with their
   average over 0.3 s) until the save is durable. Floor: *memcpy*, one thread, into warm memory. A synchronous save
@@ -141,7 +142,7 @@ def _where(run: Mapping[str, Any]) -> str:
     """Describe when, how and on what machine a run was made, if it is not the run of the whole page."""
     machine, settings = run["machine"], run["settings"]
     lines = [
-        f"Run of {run['created']}: {settings['rounds']} rounds, {settings['threads']} torch thread(s) per process;",
+        f"Run of {run['created']}: {settings['rounds']} rounds, torch threads per process: {settings['threads']};",
         f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Linux {machine['kernel']},",
         f"{machine['file_system']}, huge pages: {machine['huge_pages']}. To reproduce:",
         "",
@@ -159,7 +160,7 @@ def _about(document: Mapping[str, Any]) -> str:
             versions |= contestant["versions"]
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
-        f"Run of {document['created']}: {settings['rounds']} rounds, {settings['threads']} torch thread(s) a process;",
+        f"Run of {document['created']}: {settings['rounds']} rounds, torch threads per process: {settings['threads']};",
         f"{machine['cores']} cores ({machine['processor']}), {machine['memory_gib']} GiB, Linux {machine['kernel']},",
         f"{machine['file_system']}, huge pages: {machine['huge_pages']}.",
         *textwrap.wrap(f"Versions: {listed}.", 118),

@@ -37,7 +37,7 @@ ENTRIES: dict[str, Entry] = {
     for entry in (
         Entry("bytecheckpoint", "library:Library"),
         Entry("bytecheckpoint async", "library:Library", {"background": True}, parts=_SAVE),
-        Entry("bytecheckpoint gated", "library:Gated", parts=_SAVE, note="the copy goes on behind the training step"),
+        Entry("bytecheckpoint gated", "library:Gated", parts=_SAVE, note="the copy overlaps with the training step"),
         Entry("bytecheckpoint unverified", "library:Library", {"verify": False}, parts=_LOAD, note="no checksums"),
         Entry("DCP", "dcp:Dcp"),
         Entry("DCP 4 threads", "dcp:Dcp", {"threads": 4}, parts=_SAVE),
