@@ -2,9 +2,9 @@
 
     python examples/rl_loop.py --steps 4
 
-Needs vLLM and transformers; for CPUs, see docs/push.md. In each step the engine samples with the weights of the last
-push, and the trainer rewards even tokens, makes a step and pushes. The engine's greedy tokens must equal those of the
-trainer's weights.
+Needs vLLM and transformers; ``make test-vllm`` installs both, for CPUs, into ``.venv-vllm``. In each step the engine
+samples with the weights of the last push, and the trainer rewards even tokens, makes a step and pushes. The engine's
+greedy tokens must equal those of the trainer's weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a small GPT on any layout, saving as it goes, and resume on any other.
+"""Train a small GPT on any layout, save checkpoints on the way, and resume on any other layout.
 
     torchrun --nproc-per-node 4 examples/train_gpt.py --parallel fsdp2 --root runs/gpt
     torchrun --nproc-per-node 2 examples/train_gpt.py --parallel tp    --root runs/gpt     # resumes where that stopped

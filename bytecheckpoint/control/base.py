@@ -27,7 +27,7 @@ class Operation(ABC):
     Any exchange may raise ``RankFailedError`` (another rank reported a failure or its process ended),
     ``DeadlineError`` or ``DisagreementError``. The operation has then failed on every rank, and each further exchange
     raises the same error. The next operation works. Use an operation from one thread at a time; only ``streams`` may
-    be used by several threads at once. A context manager that closes itself.
+    be used by several threads at once. Use it as a context manager, or call ``close``.
 
     Example:
         >>> with communicator.operation("save", deadline_s=60) as operation:

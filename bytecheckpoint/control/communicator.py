@@ -56,7 +56,7 @@ class SocketCommunicator(Communicator):
             deadline_s: How long to wait for the other ranks, in seconds.
             group_size: The number of ranks per group (``tree.py``), equal on every rank. By default, the environment
                 variable ``BYTECHECKPOINT_CONTROL_GROUP_SIZE``, or else a size that depends on ``world_size``.
-            identity: This process, if it is not to be found out. For tests.
+            identity: The identity of this process; by default the library determines it.
 
         Returns:
             The communicator; the caller closes it.

@@ -1,4 +1,4 @@
-"""Open other systems' checkpoints in place."""
+"""Open safetensors files that other libraries wrote as if they were checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save on a schedule, keep the right checkpoints, resume from the newest valid one, and handle preemption."""
+"""Save on a schedule, apply retention rules, resume from the newest valid checkpoint, and handle preemption."""
 
 from __future__ import annotations
 

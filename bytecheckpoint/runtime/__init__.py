@@ -1,4 +1,4 @@
-"""Exit hooks, interruptible waits, and garbage collector pauses."""
+"""Exit hooks, garbage collector pauses, shared limits, and checks of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0's part of a push: talk to the engines, plan for all senders, and run the two-phase commit."""
+"""Rank 0's part of a push: send requests to engines, plan for all senders, and run the two-phase commit."""
 
 from __future__ import annotations
 

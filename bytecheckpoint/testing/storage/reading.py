@@ -1,4 +1,4 @@
-"""Parts of objects that are read."""
+"""Tests of reads of parts of objects."""
 
 from __future__ import annotations
 
