@@ -239,7 +239,7 @@ def test_the_coordinator_is_killed(holder: ToyEngine, engine: ToyEngine) -> None
 
 
 def _die_before_it_begins(rank: int, world_size: int, holder: str, engine: str, deadline_s: float) -> None:
-    joining.Join._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    joining.Join._send = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
     _join(holder, engine, deadline_s)
 
 

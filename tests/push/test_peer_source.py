@@ -15,6 +15,7 @@ from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push.layout import Write
 from bytecheckpoint.inference.push.messages import Table
 from bytecheckpoint.inference.push.peer_source import _Transfer
+from bytecheckpoint.inference.push.sender import Assignment, Sender
 from bytecheckpoint.inference.push.sources import Source
 from bytecheckpoint.inference.push.transports.base import Place, Transport
 from bytecheckpoint.inference.push.writing import Job
@@ -69,15 +70,11 @@ def test_a_transport_that_breaks_in_several_threads() -> None:
         memory = weakref.ref(source.memory)
         give = _Transfer(None, source, 60.0)  # type: ignore[arg-type]
         del source
-        give.begin(
-            JOBS,
-            b"",
-            [(None, None)] * len(JOBS),
-            {0: lambda _: Broken()},
-            joining=frozenset(),
-            deadline_s=60.0,
-            lease_s=60.0,
-        )
+        sender = Sender(60.0, tcp_only=False)
+        sender.jobs = JOBS
+        known = [(None, None)] * len(JOBS)
+        assignment = Assignment([None], [], [], on_device=False, is_group=False, known=known)
+        give.begin(sender, assignment, {0: Broken()}, {}, joining=frozenset(), lease_s=60.0)
         with pytest.raises(EngineError, match="the other end has gone"):
             _wait_for(give)
         give.join()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import msgpack
 import xxhash
 
-from ...errors import ControlError, DeadlineError, EngineError
+from ...errors import BytecheckpointError, ControlError, DeadlineError, EngineError
 from .commit import apply_on, revert_on
+from .daemon import run_daemon
 from .engines.base import Budget, Engine, ask
 from .layout import Holding
 from .memory import DOUBLE, MODES, STREAMED, Mode
@@ -32,6 +34,8 @@ T = TypeVar("T")
 _SLOWEST_BYTES_S = 50e6  # no working worker loads slower; other checks detect a stalled one
 _CLEANUP_S, _LATE_S = 5.0, 0.5
 
+_log = logging.getLogger(__name__)
+
 
 class PushCoordinator:
     """Keeps what engines request, and the plan, from push to push, for as long as both sides stay the same."""
@@ -47,35 +51,28 @@ class PushCoordinator:
         cuda_ipc: bool = False,
     ) -> None:
         self._engines, self._chunk_bytes = list(engines), chunk_bytes
-        self._memory_bytes, self._deadline_s = memory_bytes, deadline_s
-        self._sources: tuple[tuple[bytes, ...], Table, dict[str, list[Holding]]] | None = None
+        self._memory_bytes, self.deadline_s = memory_bytes, deadline_s
+        self._fingerprints: list[bytes] = []
+        self._held: dict[str, list[Holding]] = {}
+        self.table = Table(())
         self._requests: dict[bytes, tuple[list[Worker], list[TensorRequest]]] = {}
-        self._bound: tuple[Any, BoundPlan] | None = None
+        self._bound_to: Any = None
         self._was_strict = False
         self._cuda_ipc = cuda_ipc
         self._group, self._rendezvous = group, None if group is None else GroupRendezvous(group, deadline_s)
         self._transaction = ""
         self._answers: list[dict[str, Any]] = []
         self.mode: Mode = DOUBLE
+        self.bound: BoundPlan
 
     def has_sources(self, fingerprints: Sequence[bytes]) -> bool:
         """Return whether the senders' descriptions are those of the last push."""
-        return self._sources is not None and self._sources[0] == tuple(fingerprints)
+        return self._fingerprints == list(fingerprints)
 
     def set_sources(self, fingerprints: Sequence[bytes], descriptions: Sequence[bytes]) -> None:
         """Set what the senders hold. Raises ``DisagreementError``."""
-        table, held = merge_descriptions(descriptions)
-        self._sources = tuple(fingerprints), table, held
-
-    @property
-    def table(self) -> Table:
-        assert self._sources is not None
-        return self._sources[1]
-
-    @property
-    def bound(self) -> BoundPlan:
-        assert self._bound is not None
-        return self._bound[1]
+        self.table, self._held = merge_descriptions(descriptions)
+        self._fingerprints = list(fingerprints)
 
     def describe(self, strict: bool, budget: Budget) -> None:
         """Ask the engines what they request of the senders' table, unless the answer is known.
@@ -97,27 +94,26 @@ class PushCoordinator:
 
     def plan(self, senders: int) -> None:
         """Plan the push, unless the last plan still fits. Raises ``PlanError`` for elements that no sender holds."""
-        assert self._sources is not None
-        fingerprints, table, held = self._sources
-        workers, requests = self._requests[table.digest]
-        key = (fingerprints, table.digest, [worker.receiver for worker in workers])
-        if self._bound is None or self._bound[0] != key:
+        workers, requests = self._requests[self.table.digest]
+        key = (self._fingerprints, self.table.digest, [worker.receiver for worker in workers])
+        if self._bound_to != key:
             parts = [of_worker for request in requests for of_worker in request.parts]
             blocks = blocks_by_name(requests)
-            exchange = plan_exchange(held, table, blocks, senders)
-            held = holdings_of_blocks(held, blocks, senders)
+            exchange = plan_exchange(self._held, self.table, blocks, senders)
+            held = holdings_of_blocks(self._held, blocks, senders)
             plan = plan_push(parts, held, senders, chunk_bytes=self._chunk_bytes, blocks=blocks)
             tables = [request.table.digest for request in requests]
-            self._bound = key, BoundPlan(plan, workers, tables, blocks, exchange)
+            self.bound, self._bound_to = BoundPlan(plan, workers, tables, blocks, exchange), key
 
-    def prepare(self, strict: bool, budget: Budget, replan: Callable[[], None]) -> None:
-        """Begin the transaction on every worker. When a worker has restarted, ask the engines again and ``replan``."""
-        if self._prepare(budget):
-            return
-        self.describe(strict, budget)
-        replan()
+    def prepare(self, strict: bool, budget: Budget, replan: Callable[[], None]) -> bool:
+        """Begin the transaction on every worker, and return whether weights are streamed. When a worker has restarted,
+        ask the engines again and ``replan``."""
         if not self._prepare(budget):
-            raise ControlError("workers of an engine were restarted twice during one push; push again")
+            self.describe(strict, budget)
+            replan()
+            if not self._prepare(budget):
+                raise ControlError("workers of an engine were restarted twice during one push; push again")
+        return self.mode == STREAMED
 
     def _prepare(self, budget: Budget) -> bool:
         """Return False when a worker does not know what it requested."""
@@ -159,7 +155,7 @@ class PushCoordinator:
             "mode": mode,
             "group": self._group or "",
             "cuda_ipc": self._cuda_ipc,
-            "deadline_s": self._deadline_s,
+            "deadline_s": self.deadline_s,
         }
 
     @property
@@ -197,7 +193,7 @@ class PushCoordinator:
     def listen(self, targets: Iterable[int], budget: Budget) -> dict[int, Any]:
         """Make the engines of these targets listen for TCP senders, and return the endpoints of their workers."""
         engines = {self.bound.workers[target].engine for target in targets}
-        message = {"transaction": self._transaction, "deadline_s": self._deadline_s}
+        message = {"transaction": self._transaction, "deadline_s": self.deadline_s}
         found: dict[int, Any] = {}
         for engine in sorted(engines):
             answers = ask(self._engines[engine], "listen", message, budget.left)
@@ -314,44 +310,47 @@ class StreamApply:
     because the next push may have begun.
     """
 
-    def __init__(self, coordinator: PushCoordinator, version: int | str, deadline_s: float) -> None:
-        self._coordinator, self._deadline_s = coordinator, deadline_s
-        self._error: BaseException | None = None
+    def __init__(self, coordinator: PushCoordinator, version: int | str) -> None:
+        self._coordinator, self._deadline_s = coordinator, coordinator.deadline_s
         self._is_abandoned = threading.Event()
-        self.has_reported = False
-        """Whether ``end`` has raised or returned everything there is to report."""
+        self._has_reported = False  # whether `end` has raised or returned everything there is to report
         longest = max((layout.nbytes for layout in coordinator.bound.plan.layouts), default=0)
         # Longer than the workers' own deadlines, so that they can report what went wrong.
-        budget = Budget(2 * deadline_s + longest / _SLOWEST_BYTES_S)
-        # A daemon thread: the interpreter must be able to end while a worker is stopped.
-        self._thread = threading.Thread(target=self._run, args=(version, budget), name="bcp-push-stream", daemon=True)
-        self._thread.start()
-
-    def _run(self, version: int | str, budget: Budget) -> None:
-        try:
-            self._coordinator.apply(version, budget, "stream", self._is_abandoned.is_set)
-        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-            self._error = error
+        budget = Budget(2 * self._deadline_s + longest / _SLOWEST_BYTES_S)
+        self._applied = run_daemon(
+            lambda: coordinator.apply(version, budget, "stream", self._is_abandoned.is_set), "bcp-push-stream"
+        )
 
     def end(self, broken: tuple[bool, str] | None) -> None:
         """Wait until all engines serve the version, after all senders have finished or a stream has ``broken``
         (whether it was late, and why). Raises what went wrong, with what the engines serve now."""
         is_late, text = broken or (False, "")
         # A worker that made no room in time is unlikely to answer now.
-        self._thread.join(_LATE_S if is_late else _CLEANUP_S if broken else self._deadline_s)
-        self.has_reported = True
-        if self._error is not None:
-            raise self._error
-        is_silent = self._thread.is_alive()
+        wait([self._applied], _LATE_S if is_late else _CLEANUP_S if broken else self._deadline_s)
+        self._has_reported = True
+        is_silent = not self._applied.done()
+        if not is_silent:
+            self._applied.result()
         if is_silent or broken:
             text = text or f"the engines did not apply the stream within {self._deadline_s:g} s"
-            raise (DeadlineError if is_silent else EngineError)(f"{text}\n  {self.state_after_failure()}")
+            raise (DeadlineError if is_silent else EngineError)(f"{text}\n  {self._state_after_failure(_LATE_S)}")
         self._coordinator.finish(Budget(self._deadline_s))
 
-    def state_after_failure(self) -> str:
-        """Return what the engines serve after a sender's failure. Abandons engines that do not answer."""
-        self._thread.join(_LATE_S if self.has_reported else _CLEANUP_S)
-        if self._thread.is_alive():
+    def explain(self, error: BaseException) -> None:
+        """Add to a sender's failure what the engines serve after it, unless ``end`` has raised that."""
+        if self._has_reported:
+            return
+        after = self._state_after_failure(_CLEANUP_S)
+        if isinstance(error, BytecheckpointError):
+            error.args = (f"{error}\n  {after}",)
+        else:
+            _log.error("push: %s", after)
+
+    def _state_after_failure(self, wait_s: float) -> str:
+        """Return what the engines serve. Abandons engines that do not answer."""
+        wait([self._applied], wait_s)
+        if not self._applied.done():
             self._is_abandoned.set()
             return "the engines have not answered since, and are left paused; the next push resumes them"
-        return "the engines serve the new version" if self._error is None else str(self._error)
+        error = self._applied.exception()
+        return "the engines serve the new version" if error is None else str(error)

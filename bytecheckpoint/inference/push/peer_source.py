@@ -11,11 +11,9 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgpack
 import torch
 import xxhash
 
@@ -28,19 +26,15 @@ from ...tensors.shards import torch_dtype
 from .memory import HeldVersion
 from .messages import SenderLost, without_traceback
 from .quantization.quantizer import Quantizer
+from .sender import Assignment, Sender
 from .sources import Source
 from .transports.base import Transport
-from .transports.connection import Endpoint
-from .transports.shared_memory import Arena, ArenaAddress, SharedMemoryTransport
-from .transports.tcp import StreamBroken, TcpTransport
-from .writing import Job, unpack_writes, write_all
+from .transports.shared_memory import Arena
+from .transports.tcp import StreamBroken
 
 __all__ = ["ArenaSource", "HeldType", "PeerSource", "held_type"]
 
 _JOIN_S = 2.0  # for a thread that must end; one that is connecting ends later
-
-_Openers = dict[int, Callable[[float], Transport]]
-"""For each target, a function that opens a transport within a number of seconds."""
 
 HeldType = tuple[Box, DType]
 
@@ -154,25 +148,18 @@ class PeerSource:
         transfer = self._of(message["transaction"])
         if transfer.has_begun:
             return {"unreached": []}
-        assignment = msgpack.unpackb(message["assignments"][receiver])
-        jobs = unpack_writes(assignment["writes"])
-        targets = sorted({place.target for job in jobs for place in job.places})
-        openers = _openers(targets, assignment, message["endpoints"], message["tcp_only"])
-        if len(openers) < len(targets):
-            return {"unreached": [target for target in targets if target not in openers]}
+        sender = Sender(message["deadline_s"], tcp_only=message["tcp_only"])
+        assignment = sender.take(message["assignments"][receiver])
+        mapped, endpoints = sender.shared_memory(assignment), message["endpoints"]
+        if not assignment.rings:
+            unreached = [target for target in sender.targets if target not in mapped and target not in endpoints]
+            if unreached:
+                return {"unreached": unreached}
         joining = frozenset(message["receivers"])
         for other in self._transfers.values():
             if other is not transfer and other.joining & joining:
                 other.end("another join of the same engine began")
-        transfer.begin(
-            jobs,
-            assignment["task"],
-            assignment["known"],
-            openers,
-            joining=joining,
-            deadline_s=message["deadline_s"],
-            lease_s=message["lease_s"],
-        )
+        transfer.begin(sender, assignment, mapped, endpoints, joining=joining, lease_s=message["lease_s"])
         return {"unreached": []}
 
     def send_status(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,30 +194,6 @@ class PeerSource:
             self._transfers.pop(transaction).end("its coordinator sent no further request")
 
 
-def _openers(
-    targets: list[int], assignment: Mapping[str, Any], endpoints: Mapping[int, Any], tcp_only: bool
-) -> _Openers:
-    """Return openers for the reachable targets."""
-    arenas, rings = assignment["arenas"], assignment["rings"]
-    found: _Openers = {}
-    for target in targets:
-        if rings:
-            slots, _, endpoint = rings[target]
-            memory = None if tcp_only else ArenaAddress.from_plain(arenas[target])
-            found[target] = partial(TcpTransport, Endpoint.from_plain(endpoint), slots=slots, memory=memory)
-        elif target in endpoints:
-            found[target] = partial(TcpTransport, Endpoint.from_plain(endpoints[target]))
-        elif not tcp_only:
-            transport = SharedMemoryTransport.open(ArenaAddress.from_plain(arenas[target]))
-            if transport is not None:
-                found[target] = partial(_opened, transport)
-    return found
-
-
-def _opened(transport: Transport, deadline_s: float) -> Transport:
-    return transport
-
-
 class _Transfer:
     """One transaction. ``arena`` is None when its bytes are no longer read."""
 
@@ -257,21 +220,22 @@ class _Transfer:
 
     def begin(
         self,
-        jobs: list[Job],
-        task: bytes,
-        known: list[Any],
-        openers: _Openers,
+        sender: Sender,
+        assignment: Assignment,
+        mapped: dict[int, Transport],
+        endpoints: Mapping[int, Any],
         *,
         joining: frozenset[str],
-        deadline_s: float,
         lease_s: float,
     ) -> None:
+        """Send in a thread, over the ``mapped`` transports and connections to all other targets."""
         self.joining, self._lease_s = joining, lease_s
-        self._deadline = time.monotonic() + deadline_s
+        self._transports = mapped
+        self._deadline = time.monotonic() + sender.deadline_s
         self._renew()
         # A daemon thread: the interpreter must be able to end while a joining worker is stopped.
         self._thread = threading.Thread(
-            target=self._run, args=(jobs, task, known, openers), name="bcp-push-send", daemon=True
+            target=self._run, args=(sender, assignment, endpoints), name="bcp-push-send", daemon=True
         )
         self._thread.start()
 
@@ -305,9 +269,9 @@ class _Transfer:
     def _ended(self) -> EngineError:
         return EngineError(f"sending to another engine was ended: {self._end_reason}")
 
-    def _run(self, jobs: list[Job], task: bytes, known: list[Any], openers: _Openers) -> None:
+    def _run(self, sender: Sender, assignment: Assignment, endpoints: Mapping[int, Any]) -> None:
         try:
-            self._outcome = self._write(jobs, task, known, openers)
+            self._outcome = self._write(sender, assignment, endpoints)
         except BaseException as error:  # noqa: BLE001 - the coordinator raises it
             # Interrupted transports raise other errors. A stream breaks when another sender has failed, whose
             # error is the cause.
@@ -316,21 +280,21 @@ class _Transfer:
             _break_cycles(error)
             _log.warning("push: sending to another engine ended: %s", self._error)
         finally:
-            openers.clear()
             self._release()
+            sender.close()
 
-    def _write(self, jobs: list[Job], task: bytes, known: list[Any], openers: _Openers) -> bytes:
+    def _write(self, sender: Sender, assignment: Assignment, endpoints: Mapping[int, Any]) -> bytes:
         assert self._source is not None
-        for target, open_transport in openers.items():
+        for target in sender.targets:
             self._check()
-            self._transports[target] = open_transport(max(self._deadline - time.monotonic(), 0.05))
-        quantizer = Quantizer(self._source, task)
-        outcome = write_all(
-            self._source, jobs, quantizer, self._transports, known, self._check, on_written=self._count_written
-        )
+            if target not in self._transports:
+                sender.deadline_s = max(self._deadline - time.monotonic(), 0.05)
+                self._transports[target] = sender.connect(assignment, target, endpoints.get(target))
+        quantizer = Quantizer(self._source, sender.task)
+        outcome = sender.write(self._source, assignment, quantizer, self._transports, self._check, self._count_written)
         if self._end_reason:
             raise self._ended()
-        return outcome.packed()
+        return outcome
 
     def _count_written(self, nbytes: int) -> None:
         self.written += nbytes

@@ -2,340 +2,258 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgpack
 
 from ...control.base import Operation
-from ...errors import BytecheckpointError, EngineError, StateError
+from ...errors import EngineError, StateError
 from .coordinator import PushCoordinator, StreamApply
 from .engines.base import Budget
 from .quantization.quantizer import Quantizer
-from .report import Progress, ProgressReporter, PushReport
-from .sources import Rename, Source, source_of
-from .transports.base import Transport, word_digest
-from .transports.connection import Endpoint
-from .transports.cuda_ipc import compute_device
-from .transports.group import Group, GroupAddress, GroupBroken, join_group
+from .report import ProgressReporter, PushReport
+from .sender import Sender
+from .sources import Source
+from .transports.base import Transport
+from .transports.group import Group, GroupAddress, GroupBroken
 from .transports.group_transport import GroupTransport
-from .transports.shared_memory import ArenaAddress, SharedMemoryTransport
 from .transports.tcp import StreamBroken, TcpTransport
-from .writing import HOST_FORMAT, ChunkFormat, Job, Outcome, unpack_writes, write_all
+from .writing import Outcome
 
-__all__ = ["ENGINE_SHARE", "Push", "Sender"]
+__all__ = ["ENGINE_SHARE", "Push", "RankPush"]
+
+T = TypeVar("T")
 
 ENGINE_SHARE = 0.7
 """The share of the deadline for waits on engines, so that their errors are known before the ranks' own deadlines."""
 
 
-_log = logging.getLogger(__name__)
+@dataclass
+class Push(ABC):
+    """One push on one rank, whoever the senders are. Rank 0 has a ``coordinator``. ``version`` is the caller's."""
 
+    op: Operation
+    coordinator: PushCoordinator | None
+    sender: Sender
+    version: int | str | None
+    strict: bool
+    progress: ProgressReporter
+    _seconds: dict[str, float] = field(default_factory=dict, init=False)
 
-@dataclass(frozen=True)
-class _Assignment:
-    """What a sender must know for one push, besides its jobs. ``rings`` is empty unless weights are streamed."""
+    def __post_init__(self) -> None:
+        self.early_budget = self._budget()  # for the stages before the first byte moves, during which other ranks wait
 
-    arenas: list[ArenaAddress | None]
-    tokens: list[str]
-    rings: list[Any]
-    on_device: bool
-    is_group: bool
-    known: list[Any]
-
-    @property
-    def chunk_format(self) -> ChunkFormat:
-        return ChunkFormat(compute_device(), word_digest) if self.on_device else HOST_FORMAT
-
-
-class Sender:
-    """What one rank keeps from push to push: its jobs, its mappings of arenas, and its group."""
-
-    def __init__(self, deadline_s: float, tcp_only: bool) -> None:
-        self.deadline_s, self.tcp_only = deadline_s, tcp_only
-        self.plan = self.task = b""
-        self.jobs: list[Job] = []
-        self.group: Group | None = None
-        self._mapped: dict[str, SharedMemoryTransport] = {}
-
-    @property
-    def targets(self) -> list[int]:
-        return sorted({place.target for job in self.jobs for place in job.places})
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that this sender writes when no worker holds any of them yet."""
-        return sum(job.nbytes for job in self.jobs)
-
-    def take(self, packed: bytes) -> _Assignment:
-        """Unpack an assignment, and keep its jobs if they are new."""
-        plain = msgpack.unpackb(packed)
-        plan, writes, task = (plain.pop(key) for key in ("plan", "writes", "task"))
-        if writes is not None:
-            self.jobs, self.plan, self.task = unpack_writes(writes), plan, task
-        plain["arenas"] = [address and ArenaAddress.from_plain(address) for address in plain["arenas"]]
-        return _Assignment(**plain)
-
-    def shared_memory(self, assignment: _Assignment) -> dict[int, Transport]:
-        """Return transports to the targets whose arenas this process can map.
-
-        Mappings are kept for as long as the worker keeps the arena: the first write to each page of a new mapping costs
-        as much as the copy itself.
-        """
-        if self.tcp_only:
-            return {}
-        for token in [token for token in self._mapped if token not in assignment.tokens]:
-            self._mapped.pop(token).close()
-        found: dict[int, Transport] = {}
-        for target in self.targets:
-            address = assignment.arenas[target]
-            assert address is not None
-            transport = self._mapped.get(address.token) or SharedMemoryTransport.open(address)
-            if transport is not None:
-                found[target] = self._mapped[address.token] = transport
-        return found
-
-    def join(self, address: GroupAddress, rank: int) -> Group:
-        """Join the group unless this rank is in it already. Raises ``EngineError``."""
-        if self.group is None or self.group.name != address.name:
-            self.leave()
-            self.group = join_group(address, rank)
-        return self.group
-
-    def leave(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
-            group.leave()
-
-    def close(self) -> None:
-        self.leave()
-        for transport in self._mapped.values():
-            transport.close()
-        self._mapped.clear()
-        self.jobs, self.plan, self.task = [], b"", b""
-
-
-class Push:
-    """One push on one rank. Rank 0 has a ``coordinator``."""
-
-    def __init__(
-        self,
-        op: Operation,
-        coordinator: PushCoordinator | None,
-        sender: Sender,
-        strict: bool,
-        progress: Progress | None = None,
-    ) -> None:
-        self._op, self._coordinator, self._sender, self._strict = op, coordinator, sender, strict
-        self._progress = ProgressReporter(progress)
-        self._seconds: dict[str, float] = {}
-        self._early_budget = self._budget()  # for the stages before the first byte moves, during which other ranks wait
-
-    def run(
-        self, what: Any, version: int | str, section: str, framework: str | None, rename: Rename | None
-    ) -> PushReport:
-        op = self._op
+    def run(self) -> PushReport:
+        """Run all stages."""
         with self._stage("describe"):
-            with op.phase("push.describe"):
-                source = source_of(
-                    what, section, framework=framework, rank=op.rank, world_size=op.world_size, rename=rename
-                )
-            plans = self._collect_sources(source, version)
-            with op.phase("push.describe"):
-                if self._coordinator:
-                    self._coordinator.describe(self._strict, self._early_budget)
-        with self._stage("plan"), op.phase("push.plan"):
-            if self._coordinator:
-                self._coordinator.plan(op.world_size)
+            version = self._describe()
+        with self._stage("plan"):
+            self._lead("push.plan", self._plan)
         with self._stage("prepare"):
-            assignment = self._prepare(plans)
-        if assignment.rings:
-            outcomes = self._stream(source, assignment, version)
-        else:
-            outcomes = self._write(source, assignment)
-            self._commit(outcomes, version)
-        return self._report(outcomes, version)
+            is_streamed = self._prepare()
+        with self._stage("stream" if is_streamed else "write"):
+            outcomes = [Outcome.unpack(one) for one in self._send(version, is_streamed=is_streamed)]
+        if not is_streamed:
+            budget = self._budget()
+            with self._stage("verify"):
+                self._lead("push.verify", lambda leader: leader.verify(outcomes, version, budget))
+            with self._stage("apply"):
+                self._lead("push.apply", lambda leader: leader.apply(version, budget))
+        report = self._share("push.report", lambda leader: leader.report(outcomes, version, self._seconds).plain())
+        return PushReport.from_plain(report)
 
-    def _collect_sources(self, source: Source, version: int | str) -> list[bytes]:
-        """Give rank 0 the description of every sender, where it changed. Returns the plan digests of all senders."""
-        op = self._op
-        gathered = op.gather("push.facts", msgpack.packb([source.fingerprint(), self._sender.plan, repr(version)]))
+    @abstractmethod
+    def _describe(self) -> int | str:
+        """Find out what the senders hold and what the engines request of it. Returns the version."""
+
+    @abstractmethod
+    def _plan(self, coordinator: PushCoordinator) -> None:
+        """Plan who sends what."""
+
+    @abstractmethod
+    def _prepare(self) -> bool:
+        """Prepare the engines, and return whether weights are streamed into them."""
+
+    @abstractmethod
+    def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
+        """Send, and apply a version that is streamed. Returns the packed outcomes of the senders on rank 0."""
+
+    def _exchange_facts(self, fingerprint: bytes, what: str) -> list[Any]:
+        """Return the fingerprint and the plan digest of each rank on rank 0. Raises ``StateError`` when ranks push
+        different versions."""
+        gathered = self.op.gather("push.facts", msgpack.packb([fingerprint, self.sender.plan, what]))
         facts = [msgpack.unpackb(one) for one in gathered or ()]
-        fingerprints = [fact[0] for fact in facts]
-        needed = b""
-        with op.phase("push.facts"):
-            if self._coordinator:
-                _check_same_version(fact[2] for fact in facts)
-                needed = b"" if self._coordinator.has_sources(fingerprints) else b"all"
-        if op.broadcast("push.ask", needed if self._coordinator else None):
+        with self.op.phase("push.facts"):
+            distinct = sorted({pushed for _, _, pushed in facts})
+            if len(distinct) > 1:
+                raise StateError(f"ranks push different versions: {', '.join(distinct)}")
+        return facts
+
+    def _prepare_engines(self, coordinator: PushCoordinator) -> bool:
+        return coordinator.prepare(self.strict, self.early_budget, lambda: self._plan(coordinator))
+
+    def _lead(self, phase: str, step: Callable[[PushCoordinator], T]) -> T | None:
+        """Run a step of rank 0 as a phase of all ranks. Returns its result on rank 0."""
+        with self.op.phase(phase):
+            return None if self.coordinator is None else step(self.coordinator)
+
+    def _share(self, phase: str, step: Callable[[PushCoordinator], Any]) -> Any:
+        """Run a step of rank 0, and return its result, which is plain data, on every rank."""
+        found = self._lead(phase, step)
+        packed = self.op.broadcast(phase, msgpack.packb(found) if self.coordinator else None)
+        return msgpack.unpackb(packed, strict_map_key=False)
+
+    def _budget(self) -> Budget:
+        return Budget(self.sender.deadline_s)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        self.progress.begin(name)
+        yield
+        self._seconds[name] = time.perf_counter() - begin
+
+
+@dataclass
+class RankPush(Push):
+    """A push of a job's own tensors: each rank sends those of its source."""
+
+    make_source: Callable[[], Source]
+
+    def _describe(self) -> int | str:
+        op, version = self.op, self.version
+        assert version is not None
+        with op.phase("push.describe"):
+            self._source = self.make_source()
+        facts = self._exchange_facts(self._source.fingerprint(), repr(version))
+        fingerprints = [fingerprint for fingerprint, _, _ in facts]
+        self._plans = [plan for _, plan, _ in facts]  # those that the senders have, by digest
+        if self._share("push.ask", lambda leader: not leader.has_sources(fingerprints)):
             with op.phase("push.sources"):
-                description = source.describe()
-            descriptions = op.gather("push.sources", description)
-            with op.phase("push.sources"):
-                if self._coordinator and descriptions is not None:
-                    self._coordinator.set_sources(fingerprints, descriptions)
-        return [fact[1] for fact in facts]
+                description = self._source.describe()
+            descriptions = op.gather("push.sources", description) or ()
+            self._lead("push.sources", lambda leader: leader.set_sources(fingerprints, descriptions))
+        self._lead("push.describe", lambda leader: leader.describe(self.strict, self.early_budget))
+        return version
 
-    def _prepare(self, plans: list[bytes]) -> _Assignment:
-        op, coordinator, packed = self._op, self._coordinator, None
-        with op.phase("push.prepare"):
-            if coordinator:
-                coordinator.prepare(self._strict, self._early_budget, lambda: coordinator.plan(op.world_size))
-                packed = [coordinator.assignment(rank, plan) for rank, plan in enumerate(plans)]
-        return self._sender.take(op.scatter("push.assignment", packed))
+    def _plan(self, coordinator: PushCoordinator) -> None:
+        coordinator.plan(self.op.world_size)
 
-    def _write(self, source: Source, assignment: _Assignment) -> list[Outcome]:
-        """Write to arenas. Returns the outcomes of all senders on rank 0."""
-        op = self._op
-        with self._stage("write"), ExitStack() as stack:
-            transports = self._open_arenas(assignment, stack)
-            quantizer = self._quantizer(source)
-            self._progress.expect(self._sender.nbytes)
-            with op.phase("push.write"):
-                outcome = write_all(
-                    source,
-                    self._sender.jobs,
-                    quantizer,
-                    transports,
-                    assignment.known,
-                    op.check,
-                    on_written=self._progress.add,
-                )
-            return _outcomes(op.gather("push.write", outcome.packed()))
+    def _prepare(self) -> bool:
+        self._lead("push.prepare", self._prepare_engines)
+        packed = self._lead(
+            "push.prepare", lambda leader: [leader.assignment(rank, plan) for rank, plan in enumerate(self._plans)]
+        )
+        self._assignment = self.sender.take(self.op.scatter("push.assignment", packed))
+        return bool(self._assignment.rings)
 
-    def _quantizer(self, source: Source) -> Quantizer:
+    def _send(self, version: int | str, *, is_streamed: bool) -> Sequence[bytes]:
+        return self._stream(version) if is_streamed else self._write()
+
+    def _write(self) -> Sequence[bytes]:
+        """Write to arenas."""
+        with ExitStack() as stack:
+            transports = self._open_arenas(stack)
+            quantizer = self._quantizer()
+            self.progress.expect(self.sender.nbytes)
+            with self.op.phase("push.write"):
+                outcome = self._write_chunks(quantizer, transports)
+            return self.op.gather("push.write", outcome) or ()
+
+    def _write_chunks(self, quantizer: Quantizer, transports: dict[int, Transport]) -> bytes:
+        return self.sender.write(
+            self._source, self._assignment, quantizer, transports, self.op.check, self.progress.add
+        )
+
+    def _quantizer(self) -> Quantizer:
         """Return a quantizer that has the maxima of the blocks that are split between senders."""
-        op = self._op
+        op = self.op
         with op.phase("push.maxima"):
-            quantizer = Quantizer(source, self._sender.task)
+            quantizer = Quantizer(self._source, self.sender.task)
             partial = quantizer.partial_maxima()
         if quantizer.exchanges:
-            gathered = op.gather("push.maxima", partial)
-            merged = None
-            with op.phase("push.maxima"):
-                if self._coordinator and gathered is not None:
-                    merged = self._coordinator.bound.exchange.merge(gathered)
+            gathered = op.gather("push.maxima", partial) or ()
+            merged = self._lead("push.maxima", lambda leader: leader.bound.exchange.merge(gathered))
             received = op.scatter("push.maxima", merged)
             with op.phase("push.maxima"):
                 quantizer.set_maxima(received)
         return quantizer
 
-    def _open_arenas(self, assignment: _Assignment, stack: ExitStack) -> dict[int, Transport]:
+    def _open_arenas(self, stack: ExitStack) -> dict[int, Transport]:
         """Open a transport to every target of this sender: shared memory, or TCP where the arena cannot be mapped."""
-        op, sender = self._op, self._sender
+        op, sender = self.op, self.sender
         with op.phase("push.transports"):
-            transports = sender.shared_memory(assignment)
+            transports = sender.shared_memory(self._assignment)
         missing = [target for target in sender.targets if target not in transports]
-        gathered = op.gather("push.transports", msgpack.packb(missing))
-        endpoints: dict[int, Any] = {}
-        with op.phase("push.transports"):
-            if self._coordinator and gathered is not None:
-                targets = {target for one in gathered for target in msgpack.unpackb(one)}
-                if targets:
-                    endpoints = self._coordinator.listen(targets, self._budget())
-        packed = op.broadcast("push.endpoints", msgpack.packb(endpoints) if self._coordinator else None)
-        endpoints = msgpack.unpackb(packed, strict_map_key=False)
+        gathered = op.gather("push.transports", msgpack.packb(missing)) or ()
+        unmapped = {target for one in gathered for target in msgpack.unpackb(one)}
+        endpoints = self._share("push.endpoints", lambda leader: leader.listen(unmapped, self._budget()))
         with op.phase("push.transports"):
             for target in missing:
-                transport = TcpTransport(Endpoint.from_plain(endpoints[target]), sender.deadline_s)
+                transport = sender.connect(self._assignment, target, endpoints[target])
                 stack.callback(transport.close)
                 transports[target] = transport
         return transports
 
-    def _commit(self, outcomes: list[Outcome], version: int | str) -> None:
-        op, budget = self._op, self._budget()
-        with self._stage("verify"), op.phase("push.verify"):
-            if self._coordinator:
-                self._coordinator.verify(outcomes, version, budget)
-        with self._stage("apply"), op.phase("push.apply"):
-            if self._coordinator:
-                self._coordinator.apply(version, budget)
-
-    def _stream(self, source: Source, assignment: _Assignment, version: int | str) -> list[Outcome]:
-        """Write to ring buffers while the engines load. Returns the outcomes of all senders on rank 0.
+    def _stream(self, version: int | str) -> Sequence[bytes]:
+        """Write to ring buffers while the engines load.
 
         Rank 0 raises a worker's failure, because it can add what the engines serve after it.
         """
-        op, stream = self._op, None
+        op, stream, is_group = self.op, None, self._assignment.is_group
         try:
-            with self._stage("stream"), ExitStack() as stack:
-                rings = self._open_rings(assignment, stack)
-                quantizer = self._quantizer(source)
-                transports: dict[int, Transport] = dict(rings)
-                if assignment.is_group:
-                    group = self._join_group()
-                    transports = self._group_transports(group, rings, len(assignment.rings))
+            with ExitStack() as stack:
+                rings = self._open_rings(stack)
+                quantizer = self._quantizer()
+                transports = self._group_transports(rings) if is_group else dict[int, Transport](rings)
                 op.gather("push.transports", b"")
-                self._progress.expect(self._sender.nbytes)
+                self.progress.expect(self.sender.nbytes)
                 with op.phase("push.write"):
-                    if self._coordinator:
-                        stream = StreamApply(self._coordinator, version, self._sender.deadline_s)
-                    message = self._write_stream(source, assignment, quantizer, transports, rings)
-                gathered = op.gather("push.write", message)
+                    if self.coordinator:
+                        stream = StreamApply(self.coordinator, version)
+                    message = self._write_stream(quantizer, transports, rings)
+                gathered = op.gather("push.write", message) or ()
                 with op.phase("push.apply"):
-                    broken = _first_broken(gathered or ())
-                    if assignment.is_group and gathered is not None and broken is None:
+                    broken = _first_broken(gathered)
+                    if is_group and gathered and broken is None:
                         for ring in rings.values():
                             with suppress(StreamBroken):  # the engine reports the cause
                                 ring.finish()  # a sender that ends from now on is not missed
-                    if stream is not None and gathered is not None:
+                    if stream is not None:
                         stream.end(broken)
-                return _outcomes(gathered)
+                return gathered
         except BaseException as error:
-            self._sender.leave()  # other members may be waiting for this one
-            if stream is not None and not stream.has_reported:
-                after = stream.state_after_failure()
-                if isinstance(error, BytecheckpointError):
-                    error.args = (f"{error}\n  {after}",)
-                else:
-                    _log.error("push: %s", after)
+            self.sender.leave()  # other members may be waiting for this one
+            if stream is not None:
+                stream.explain(error)
             raise
 
     def _write_stream(
-        self,
-        source: Source,
-        assignment: _Assignment,
-        quantizer: Quantizer,
-        transports: dict[int, Transport],
-        rings: dict[int, TcpTransport],
+        self, quantizer: Quantizer, transports: dict[int, Transport], rings: dict[int, TcpTransport]
     ) -> bytes:
         """Return the packed outcome, or the packed failure of the stream, for rank 0."""
         try:
-            return write_all(
-                source,
-                self._sender.jobs,
-                quantizer,
-                transports,
-                assignment.known,
-                self._op.check,
-                assignment.chunk_format,
-                self._progress.add,
-            ).packed()
+            return self._write_chunks(quantizer, transports)
         except (StreamBroken, GroupBroken) as error:
-            self._sender.leave()
+            self.sender.leave()
             for ring in rings.values():
                 ring.interrupt()  # makes the workers that still wait notice
             packed: bytes = msgpack.packb([error.is_late, str(error)])
             return packed
 
     def _join_group(self) -> Group:
-        op, sender, packed = self._op, self._sender, b""
+        op, sender, coordinator = self.op, self.sender, self.coordinator
         gathered = op.gather("push.group", b"" if sender.group is None else sender.group.name.encode())
-        with op.phase("push.group"):
-            if self._coordinator and gathered is not None:
-                names = [name.decode() for name in gathered]
-                packed = msgpack.packb(self._coordinator.group_address(names).plain())
-        packed = op.broadcast("push.group", packed if self._coordinator else None)
-        address = GroupAddress.from_plain(msgpack.unpackb(packed))
+        names = [name.decode() for name in gathered or ()]
+        address = GroupAddress.from_plain(self._share("push.group", lambda leader: leader.group_address(names).plain()))
         with op.phase("push.group"), ThreadPoolExecutor(1, thread_name_prefix="bcp-push-join") as threads:
-            workers = (
-                threads.submit(self._coordinator.join_group, address, self._budget()) if self._coordinator else None
-            )
+            workers = threads.submit(coordinator.join_group, address, self._budget()) if coordinator else None
             try:
                 group = sender.join(address, op.rank)
             except EngineError:
@@ -346,64 +264,32 @@ class Push:
                 workers.result()
         return group
 
-    def _group_transports(self, group: Group, rings: dict[int, TcpTransport], targets: int) -> dict[int, Transport]:
+    def _group_transports(self, rings: dict[int, TcpTransport]) -> dict[int, Transport]:
+        group = self._join_group()
+
         def check() -> None:
-            self._op.check()
+            self.op.check()
             for ring in rings.values():
                 ring.check()
 
-        first_places = [(job.places[0].target, job.places[0].chunk) for job in self._sender.jobs]
-        return dict.fromkeys(range(targets), GroupTransport(group, self._op.world_size, first_places, check))
+        first_places = [(job.places[0].target, job.places[0].chunk) for job in self.sender.jobs]
+        transport = GroupTransport(group, self.op.world_size, first_places, check)
+        return dict.fromkeys(range(len(self._assignment.rings)), transport)
 
-    def _open_rings(self, assignment: _Assignment, stack: ExitStack) -> dict[int, TcpTransport]:
+    def _open_rings(self, stack: ExitStack) -> dict[int, TcpTransport]:
         """Open transports to the ring buffers of this sender's targets.
 
         With a group, chunks do not use them: rank 0 connects to all workers, and both ends notice each other's failure.
         """
         found: dict[int, TcpTransport] = {}
-        targets: Sequence[int] = self._sender.targets
-        if assignment.is_group:
-            targets = range(len(assignment.rings)) if self._coordinator else ()
-        with self._op.phase("push.transports"):
+        targets: Sequence[int] = self.sender.targets
+        if self._assignment.is_group:
+            targets = range(len(self._assignment.rings)) if self.coordinator else ()
+        with self.op.phase("push.transports"):
             for target in targets:
-                slots, _, endpoint = assignment.rings[target]
-                found[target] = TcpTransport(
-                    Endpoint.from_plain(endpoint),
-                    self._sender.deadline_s,
-                    slots=slots,
-                    memory=None if self._sender.tcp_only else assignment.arenas[target],
-                    on_device=assignment.on_device,
-                )
+                found[target] = self.sender.connect(self._assignment, target)
                 stack.callback(found[target].close)
         return found
-
-    def _report(self, outcomes: list[Outcome], version: int | str) -> PushReport:
-        op, report = self._op, dict[str, Any]()
-        with op.phase("push.report"):
-            if self._coordinator:
-                report = self._coordinator.report(outcomes, version, self._seconds).plain()
-        packed = op.broadcast("push.report", msgpack.packb(report) if self._coordinator else None)
-        return PushReport.from_plain(msgpack.unpackb(packed))
-
-    def _budget(self) -> Budget:
-        return Budget(self._sender.deadline_s)
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        self._progress.begin(name)
-        yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
-
-
-def _check_same_version(versions: Iterator[str]) -> None:
-    distinct = sorted(set(versions))
-    if len(distinct) > 1:
-        raise StateError(f"ranks push different versions: {', '.join(distinct)}")
-
-
-def _outcomes(gathered: Sequence[bytes] | None) -> list[Outcome]:
-    return [Outcome.unpack(one) for one in gathered or ()]
 
 
 def _first_broken(gathered: Sequence[bytes]) -> tuple[bool, str] | None:

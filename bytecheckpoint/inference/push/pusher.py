@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +16,10 @@ from .coordinator import PushCoordinator
 from .engines.base import Budget, Engine
 from .joins import Join
 from .plan import CHUNK_BYTES
-from .protocol import ENGINE_SHARE, Push, Sender
-from .report import Progress, PushReport
-from .sources import Rename
+from .protocol import ENGINE_SHARE, Push, RankPush
+from .report import Progress, ProgressReporter, PushReport
+from .sender import Sender
+from .sources import Rename, source_of
 from .transports.group import GroupBackend, check_backend
 
 __all__ = ["Pusher"]
@@ -86,7 +88,7 @@ class Pusher:
             cuda_ipc=cuda_ipc,
         )
         self._has_engines, self._uses_devices = bool(engines), group is not None or cuda_ipc
-        self._sender = Sender(ENGINE_SHARE * deadline_s, tcp_only)
+        self._sender = Sender(ENGINE_SHARE * deadline_s, tcp_only=tcp_only)
         self._version: int | str | None = None
 
     def push(
@@ -139,15 +141,18 @@ class Pusher:
                     raise UsageError("rank 0 has no engine to push to; pass the engines to Pusher on rank 0")
                 if self._uses_devices and isinstance(what, Engine):
                     raise StateError("engines cannot send to others over a group or by CUDA IPC; create another Pusher")
+                if rename is not None and isinstance(what, Engine):
+                    raise UsageError("rename= applies to tensors; an engine sends them under the names it received")
                 if version is not None or not isinstance(what, Engine):
                     version = self._named(version, what)
                     op.set_description(f"push of version {version!r}")
+            common = (op, coordinator, self._sender, version, strict, ProgressReporter(progress))
             if isinstance(what, Engine):
-                report = Join(op, coordinator, self._sender, strict, what, progress).join(version, rename)
+                push: Push = Join(*common, what)
             else:
-                assert version is not None
-                push = Push(op, coordinator, self._sender, strict, progress)
-                report = push.run(what, version, section, framework, rename)
+                of_rank = partial(source_of, what, section, rank=op.rank, world_size=op.world_size)
+                push = RankPush(*common, partial(of_rank, framework=framework, rename=rename))
+            report = push.run()
             self._version = report.version
             return report
         finally:

@@ -106,9 +106,9 @@ def write_all(
     quantizer: Quantizer,
     transports: Mapping[int, Transport],
     known: Sequence[Sequence[Any]],
+    chunk_format: ChunkFormat,
     check: Callable[[], None],
-    chunk_format: ChunkFormat = HOST_FORMAT,
-    on_written: Callable[[int], None] = lambda nbytes: None,
+    on_written: Callable[[int], None],
 ) -> Outcome:
     """Run a sender's jobs, and finish all transports.
 
@@ -118,8 +118,8 @@ def write_all(
         quantizer: Quantizes the tensors that engines request quantized.
         transports: The transport to each target.
         known: For each place, the digests that the arena and the served version have there (None where unknown).
-        check: Called now and then; raises when the push is over.
         chunk_format: Where and how chunks are made.
+        check: Called now and then; raises when the push is over.
         on_written: Called with the bytes of each finished job.
     """
     digests: list[int] = []

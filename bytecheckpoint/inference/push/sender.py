@@ -1,0 +1,130 @@
+"""One sender: what it keeps from push to push, and how it reaches the workers.
+
+A sender is a rank of the job, or a worker of an engine that others join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from .quantization.quantizer import Quantizer
+from .sources import Source
+from .transports.base import Transport, word_digest
+from .transports.connection import Endpoint
+from .transports.cuda_ipc import compute_device
+from .transports.group import Group, GroupAddress, join_group
+from .transports.shared_memory import ArenaAddress, SharedMemoryTransport
+from .transports.tcp import TcpTransport
+from .writing import HOST_FORMAT, ChunkFormat, Job, unpack_writes, write_all
+
+__all__ = ["Assignment", "Sender"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a sender must know for one push, besides its jobs. ``rings`` is empty unless weights are streamed."""
+
+    arenas: list[ArenaAddress | None]
+    tokens: list[str]
+    rings: list[Any]
+    on_device: bool
+    is_group: bool
+    known: list[Any]
+
+
+class Sender:
+    """A sender's jobs, its mappings of arenas, and its group."""
+
+    def __init__(self, deadline_s: float, *, tcp_only: bool) -> None:
+        self.deadline_s, self.tcp_only = deadline_s, tcp_only
+        self.plan = self.task = b""
+        self.jobs: list[Job] = []
+        self.group: Group | None = None
+        self._mapped: dict[str, SharedMemoryTransport] = {}
+
+    @property
+    def targets(self) -> list[int]:
+        return sorted({place.target for job in self.jobs for place in job.places})
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that this sender writes when no worker holds any of them yet."""
+        return sum(job.nbytes for job in self.jobs)
+
+    def take(self, packed: bytes) -> Assignment:
+        """Unpack an assignment, and keep its jobs if they are new."""
+        plain = msgpack.unpackb(packed)
+        plan, writes, task = (plain.pop(key) for key in ("plan", "writes", "task"))
+        if writes is not None:
+            self.jobs, self.plan, self.task = unpack_writes(writes), plan, task
+        plain["arenas"] = [address and ArenaAddress.from_plain(address) for address in plain["arenas"]]
+        return Assignment(**plain)
+
+    def shared_memory(self, assignment: Assignment) -> dict[int, Transport]:
+        """Return transports to the targets whose arenas this process can map.
+
+        Mappings are kept for as long as the worker keeps the arena: the first write to each page of a new mapping costs
+        as much as the copy itself.
+        """
+        if self.tcp_only or assignment.rings:
+            return {}
+        for token in [token for token in self._mapped if token not in assignment.tokens]:
+            self._mapped.pop(token).close()
+        found: dict[int, Transport] = {}
+        for target in self.targets:
+            address = assignment.arenas[target]
+            assert address is not None
+            transport = self._mapped.get(address.token) or SharedMemoryTransport.open(address)
+            if transport is not None:
+                found[target] = self._mapped[address.token] = transport
+        return found
+
+    def connect(self, assignment: Assignment, target: int, endpoint: Any = None) -> TcpTransport:
+        """Connect to the ring buffer of a target, or to the plain ``endpoint`` of its arena. Raises ``EngineError``."""
+        if not assignment.rings:
+            return TcpTransport(Endpoint.from_plain(endpoint), self.deadline_s)
+        slots, _, endpoint = assignment.rings[target]
+        return TcpTransport(
+            Endpoint.from_plain(endpoint),
+            self.deadline_s,
+            slots=slots,
+            memory=None if self.tcp_only else assignment.arenas[target],
+            on_device=assignment.on_device,
+        )
+
+    def write(
+        self,
+        source: Source,
+        assignment: Assignment,
+        quantizer: Quantizer,
+        transports: Mapping[int, Transport],
+        check: Callable[[], None],
+        on_written: Callable[[int], None],
+    ) -> bytes:
+        """Run the jobs like ``write_all``, and return the packed outcome."""
+        form = ChunkFormat(compute_device(), word_digest) if assignment.on_device else HOST_FORMAT
+        outcome = write_all(source, self.jobs, quantizer, transports, assignment.known, form, check, on_written)
+        return outcome.packed()
+
+    def join(self, address: GroupAddress, rank: int) -> Group:
+        """Join the group unless this rank is in it already. Raises ``EngineError``."""
+        if self.group is None or self.group.name != address.name:
+            self.leave()
+            self.group = join_group(address, rank)
+        return self.group
+
+    def leave(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.leave()
+
+    def close(self) -> None:
+        self.leave()
+        for transport in self._mapped.values():
+            transport.close()
+        self._mapped.clear()
+        self.jobs, self.plan, self.task = [], b"", b""
