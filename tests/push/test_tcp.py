@@ -15,8 +15,8 @@ from bytecheckpoint.inference.layouts.parts import Part
 from bytecheckpoint.inference.push.layout import Layout
 from bytecheckpoint.inference.push.transports.base import Place
 from bytecheckpoint.inference.push.transports.connection import NONCE_BYTES, Endpoint
-from bytecheckpoint.inference.push.transports.shared_memory import Arena, SharedMemoryTransport, attach
-from bytecheckpoint.inference.push.transports.tcp import ArenaSink, ChunkServer, TcpTransport
+from bytecheckpoint.inference.push.transports.shared_memory import Arena, ArenaChunks, SharedMemoryTransport, attach
+from bytecheckpoint.inference.push.transports.tcp import ChunkServer, TcpTransport
 from bytecheckpoint.tensors.dtypes import find_dtype
 from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.testing import time_limit
@@ -36,7 +36,7 @@ def memory() -> torch.Tensor:
 
 @pytest.fixture
 def server(memory: torch.Tensor) -> Iterator[ChunkServer]:
-    started = ChunkServer(ArenaSink(LAYOUT, memory), time_limit(5))
+    started = ChunkServer(ArenaChunks(LAYOUT, memory), time_limit(5))
     yield started
     started.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-push-tcp")]
@@ -109,7 +109,7 @@ def test_a_missing_confirmation(server: ChunkServer) -> None:
 
 
 def test_closing_the_server_ends_open_connections(memory: torch.Tensor) -> None:
-    server = ChunkServer(ArenaSink(LAYOUT, memory), time_limit(60))
+    server = ChunkServer(ArenaChunks(LAYOUT, memory), time_limit(60))
     transport = _transport(server)
     server.close()
     with pytest.raises(EngineError):

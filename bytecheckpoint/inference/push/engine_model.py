@@ -23,11 +23,11 @@ from ..layouts.coverage import UnrecordedWrites, uncovered
 from ..layouts.parts import Part, without_duplicates
 from ..layouts.recording import Copy, Recorder, storage_identity, tensor_in_use
 from ..layouts.strided import StridedView, box_of
-from .layout import ChunkReader, Layout
-from .messages import Table, list_faults
+from .layout import ChunkStore, Layout
+from .messages import Table, check_faults
 from .quantization.blocks import Blocks, check_quantizable
 
-__all__ = ["ArenaChunks", "ChunkedTensors", "EngineModel", "LoadRecord", "record_load"]
+__all__ = ["ChunkedTensors", "EngineModel", "LoadRecord", "record_load"]
 
 
 class EngineModel(Protocol):
@@ -147,35 +147,20 @@ def _wire_dtype(stored: DType, target: torch.Tensor) -> DType:
 
 def _check_complete(made: nn.Module, recorder: Recorder, own: UnrecordedWrites) -> None:
     holes = uncovered(made.named_parameters(), recorder.copies, own.targets)
-    if holes:
-        listed = list_faults((f"{name}: {range_text}" for name, range_text in holes), limit=10)
-        raise MismatchError(
-            f"the senders do not completely fill {len(holes)} parameter(s) of the engine's model:{listed}\n"
-            "  nothing was sent; with strict=False, these keep arbitrary values",
-            [("missing", name, range_text) for name, range_text in holes],
-        )
-
-
-class ArenaChunks(ChunkReader):
-    """Reads chunks from an arena that holds all of them."""
-
-    def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
-        self._layout, self._memory = layout, memory
-
-    def get(self, chunk: int) -> torch.Tensor:
-        begin = self._layout.offsets[chunk]
-        return self._memory[begin : begin + self._layout.sizes[chunk]]
-
-    def release(self, chunk: int) -> None:
-        """Do nothing: the chunk stays in the arena."""
+    check_faults(
+        f"the senders do not completely fill {len(holes)} parameter(s) of the engine's model",
+        [("missing", name, range_text) for name, range_text in holes],
+        then="\n  nothing was sent; with strict=False, these keep arbitrary values",
+        limit=10,
+    )
 
 
 class ChunkedTensors:
-    """The tensors of ``table``, of which ``reader`` provides the parts of ``layout``."""
+    """The tensors of ``table``, of which ``store`` provides the parts of ``layout``."""
 
-    def __init__(self, table: Table, layout: Layout, reader: ChunkReader) -> None:
+    def __init__(self, table: Table, layout: Layout, store: ChunkStore) -> None:
         self._metas = dict(table.rows)
-        self._table, self._layout, self._reader = table, layout, reader
+        self._table, self._layout, self._store = table, layout, store
         self._parts = _by_name(layout.parts)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -219,9 +204,9 @@ class ChunkedTensors:
         for number, held in self._layout.chunks_of_part.get(part, ()):
             common = box.intersect(held)
             if common is not None:
-                chunk = self._reader.get(number).view(self._dtype(part)).view(held.lengths)
+                chunk = self._store.get(number).view(self._dtype(part)).view(held.lengths)
                 copy_elements(out[common.relative_to(box).slices()], chunk[common.relative_to(held).slices()])
-                self._reader.release(number)
+                self._store.release(number)
 
     def _dtype(self, part: int) -> torch.dtype:
         requested = self._layout.parts[part]

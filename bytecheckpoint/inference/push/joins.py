@@ -21,7 +21,7 @@ from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from .coordinator import PushCoordinator, StreamApply
 from .engines.base import Budget, Engine, ask, ask_all, failure_of
-from .messages import SenderLost, first_cause, list_faults
+from .messages import SenderLost, check_faults, first_cause
 from .peer_source import HeldType, held_type
 from .protocol import Push
 from .report import PushReport
@@ -110,13 +110,12 @@ class Join(Push):
                 found = held_type(held[write.name], write.box)
                 if found not in (write.dtype, stored[write.name]):
                     faults[write.name] = f"{write.dtype} is requested of {stored[write.name]}, it has {found}"
-        if faults:
-            listed = list_faults(f"{name}: {text}" for name, text in faults.items())
-            raise MismatchError(
-                f"{self.holder.name} no longer has the exact values of {len(faults)} tensor(s):{listed}\n  nothing "
-                "was sent; push from their original source, or accept the values that it has (strict=False)",
-                [("dtype", name, text) for name, text in faults.items()],
-            )
+        check_faults(
+            f"{self.holder.name} no longer has the exact values of {len(faults)} tensor(s)",
+            [("dtype", name, text) for name, text in faults.items()],
+            then="\n  nothing was sent; push from their original source, or accept the values that it has "
+            "(strict=False)",
+        )
 
     def _prepare(self) -> bool:
         return bool(self._share("push.prepare", self._prepare_engines))
@@ -203,8 +202,8 @@ class Join(Push):
 
 def _types(description: bytes, types: list[str]) -> dict[str, list[HeldType]]:
     """Return the boxes of one worker and their dtypes, by tensor."""
-    _, boxes, _, _ = msgpack.unpackb(description)
+    _, boxes, _, _ = msgpack.unpackb(description, use_list=False)
     found: dict[str, list[HeldType]] = {}
-    for (name, offsets, lengths), dtype in zip(boxes, types, strict=True):
-        found.setdefault(name, []).append((Box(tuple(offsets), tuple(lengths)), find_dtype(dtype)))
+    for (name, *box), dtype in zip(boxes, types, strict=True):
+        found.setdefault(name, []).append((Box(*box), find_dtype(dtype)))
     return found

@@ -7,22 +7,23 @@ Planning, checksums, skipping of unchanged bytes, and error messages all work on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import msgpack
 import torch
 import xxhash
 
+from ...errors import BytecheckpointError
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.parts import Part
 from .messages import pack_parts, unpack_parts
 
-__all__ = ["ALIGNMENT_BYTES", "ChunkReader", "Holding", "Layout", "Waves", "Write", "align", "cut_box"]
+__all__ = ["ALIGNMENT_BYTES", "ChunkStore", "Holding", "Layout", "Waves", "Write", "align", "cut_box"]
 
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element size
 
@@ -44,22 +45,9 @@ def cut_box(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
     else:
         yield box
         return
-    outer = Box((0,) * d, box.lengths[:d])
-    for index in _indices(outer.lengths):
-        for begin in range(0, box.lengths[d], step):
-            at = (*index, begin)
-            lengths = (*(1 for _ in index), min(step, box.lengths[d] - begin), *box.lengths[d + 1 :])
-            offsets = tuple(o + a for o, a in zip(box.offsets, at)) + box.offsets[d + 1 :]
-            yield Box.unchecked(offsets, lengths)
-
-
-def _indices(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    if not lengths:
-        yield ()
-        return
-    for first in range(lengths[0]):
-        for rest in _indices(lengths[1:]):
-            yield (first, *rest)
+    for index in product(*map(range, box.lengths[:d]), range(0, box.lengths[d], step)):
+        offsets = tuple(o + i for o, i in zip(box.offsets, index)) + box.offsets[d + 1 :]
+        yield Box.unchecked(offsets, (*(1,) * d, min(step, box.lengths[d] - index[-1]), *box.lengths[d + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -90,6 +78,10 @@ class Layout:
             found.setdefault(part, []).append((number, box))
         return found
 
+    def span(self, chunk: int) -> slice:
+        """Return where the bytes of a chunk are."""
+        return slice(self.offsets[chunk], self.offsets[chunk] + self.sizes[chunk])
+
     def name_of(self, chunk: int) -> str:
         """Return the name of a chunk in error messages."""
         part, box = self.chunks[chunk]
@@ -97,7 +89,7 @@ class Layout:
 
     @cached_property
     def packed(self) -> bytes:
-        chunks = [[part, list(box.offsets), list(box.lengths)] for part, box in self.chunks]
+        chunks = [(part, *box) for part, box in self.chunks]
         packed: bytes = msgpack.packb([pack_parts(self.parts), chunks])
         return packed
 
@@ -107,20 +99,30 @@ class Layout:
 
     @classmethod
     def unpack(cls, data: bytes) -> Layout:
-        parts, chunks = msgpack.unpackb(data)
-        boxes = tuple((part, Box(tuple(offsets), tuple(lengths))) for part, offsets, lengths in chunks)
-        return cls(tuple(unpack_parts(parts)), boxes)
+        parts, chunks = msgpack.unpackb(data, use_list=False)
+        return cls(tuple(unpack_parts(parts)), tuple((part, Box(*box)) for part, *box in chunks))
 
 
-class ChunkReader(ABC):
-    """Gives the engine's loader access to the bytes of chunks."""
+class ChunkStore(ABC):
+    """The chunks of a version while senders write them (in other threads) and the engine's loader reads them."""
+
+    @abstractmethod
+    def claim(self, chunk: int, nbytes: int) -> torch.Tensor:
+        """Return the memory of an announced chunk; ``nbytes`` is 0 when the sender wrote it there. Raises
+        ``EngineError`` for a chunk that is not allowed now."""
+
+    @abstractmethod
+    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
+        """Accept a chunk that has arrived. Raises ``CorruptionError``."""
+
+    def sender_failed(self, error: BytecheckpointError) -> None:  # noqa: B027 - a job notices its own sender's failure
+        """A sender will deliver nothing more."""
 
     @abstractmethod
     def get(self, chunk: int) -> torch.Tensor:
         """Return the bytes of a chunk, which stay valid until ``release``."""
 
-    @abstractmethod
-    def release(self, chunk: int) -> None:
+    def release(self, chunk: int) -> None:  # noqa: B027 - an arena keeps its chunks
         """End one use of a chunk. ``get`` may return it again."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import xxhash
@@ -14,7 +14,7 @@ from ...engine.tensor_bytes import byte_view
 from ...errors import EngineError
 from .layout import ALIGNMENT_BYTES, Layout, Waves, align
 from .messages import Table
-from .transports.shared_memory import Arena
+from .transports.shared_memory import Arena, ArenaChunks
 
 __all__ = [
     "DOUBLE",
@@ -144,9 +144,8 @@ class HeldVersion:
         return self.arena.memory
 
     @property
-    def address(self) -> list[Any]:
-        assert self.arena is not None
-        return self.arena.address.plain()
+    def chunks(self) -> ArenaChunks:
+        return ArenaChunks(self.layout, self.memory)
 
     @property
     def held(self) -> int:
@@ -160,19 +159,13 @@ class HeldVersion:
 
     def faults(self, digests: list[int]) -> list[int]:
         """Return the chunks whose bytes do not have these digests."""
-        data = byte_view(self.memory)
-        offsets, sizes = self.layout.offsets, self.layout.sizes
-        return [
-            chunk
-            for chunk, digest in enumerate(digests)
-            if xxhash.xxh3_64_intdigest(data[offsets[chunk] : offsets[chunk] + sizes[chunk]]) != digest
-        ]
+        data, span = byte_view(self.memory), self.layout.span
+        return [chunk for chunk, digest in enumerate(digests) if xxhash.xxh3_64_intdigest(data[span(chunk)]) != digest]
 
     def copy_from(self, other: HeldVersion, chunks: list[int]) -> None:
         """Copy chunks from a version of the same layout."""
-        offsets, sizes = self.layout.offsets, self.layout.sizes
         for chunk in chunks:
-            span = slice(offsets[chunk], offsets[chunk] + sizes[chunk])
+            span = self.layout.span(chunk)
             self.memory[span].copy_(other.memory[span])
 
     def release(self) -> None:

@@ -31,8 +31,10 @@ from ..layouts.parts import Part
 __all__ = [
     "PROTOCOL",
     "Failure",
+    "Faults",
     "SenderLost",
     "Table",
+    "check_faults",
     "decode",
     "encode",
     "first_cause",
@@ -46,6 +48,9 @@ PROTOCOL = 5
 """The version of the messages; both sides must have the same."""
 
 E = TypeVar("E", bound=BaseException)
+
+Faults = Sequence[tuple[str, str, str]]
+"""The kind, name and description of each tensor that does not fit, as in ``MismatchError``."""
 
 _MAX_MESSAGE_BYTES = 1 << 30  # unpacked; a table of 100,000 tensors has about 10 MB
 
@@ -79,7 +84,7 @@ class Table:
 
     @cached_property
     def packed(self) -> bytes:
-        packed: bytes = msgpack.packb([[name, meta.dtype.name, list(meta.shape)] for name, meta in self.rows])
+        packed: bytes = msgpack.packb([(name, meta.dtype.name, meta.shape) for name, meta in self.rows])
         return packed
 
     @cached_property
@@ -88,8 +93,8 @@ class Table:
 
     @classmethod
     def unpack(cls, data: bytes) -> Table:
-        rows = msgpack.unpackb(data)
-        return cls(tuple((name, BasicMeta(find_dtype(dtype), tuple(shape))) for name, dtype, shape in rows))
+        rows = msgpack.unpackb(data, use_list=False)
+        return cls(tuple((name, BasicMeta(find_dtype(dtype), shape)) for name, dtype, shape in rows))
 
     def metas(self) -> Iterable[tuple[str, tuple[int, ...], torch.dtype]]:
         """Yield name, shape and dtype, as a ``Recorder`` expects them."""
@@ -103,16 +108,22 @@ def list_faults(lines: Iterable[str], limit: int = 20) -> str:
     return "".join(f"\n  {line}" for line in listed[:limit] + more)
 
 
+def check_faults(text: str, faults: Faults, *, then: str = "", limit: int = 20) -> None:
+    """Raise a ``MismatchError`` that lists the faults, if there are any, between ``text`` and ``then``."""
+    if faults:
+        listed = list_faults((f"{name}: {detail}" for _, name, detail in faults), limit)
+        raise MismatchError(f"{text}:{listed}{then}", list(faults))
+
+
 def pack_parts(parts: Sequence[Part]) -> bytes:
-    rows = [[p.name, list(p.shape), list(p.box.offsets), list(p.box.lengths), p.dtype.name] for p in parts]
-    packed: bytes = msgpack.packb(rows)
+    packed: bytes = msgpack.packb([(part.name, part.shape, *part.box, part.dtype.name) for part in parts])
     return packed
 
 
 def unpack_parts(data: bytes) -> list[Part]:
     return [
-        Part(name, tuple(shape), Box(tuple(offsets), tuple(lengths)), find_dtype(dtype))
-        for name, shape, offsets, lengths, dtype in msgpack.unpackb(data)
+        Part(name, shape, Box(offsets, lengths), find_dtype(dtype))
+        for name, shape, offsets, lengths, dtype in msgpack.unpackb(data, use_list=False)
     ]
 
 

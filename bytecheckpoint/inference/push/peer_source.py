@@ -98,8 +98,7 @@ class ArenaSource(Source):
         return torch.empty(box.lengths, dtype=dtype) if out is None else out
 
     def _chunk(self, number: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        begin = self._layout.offsets[number]
-        data = self._memory[begin : begin + self._layout.sizes[number]]
+        data = self._memory[self._layout.span(number)]
         if number not in self._verified:
             if xxhash.xxh3_64_intdigest(byte_view(data)) != self._digests[number]:
                 raise CorruptionError(

@@ -14,13 +14,13 @@ from typing import Any
 import msgpack
 import xxhash
 
-from ...errors import DisagreementError, MismatchError, PlanError
+from ...errors import DisagreementError, PlanError
 from ...tensors.dtypes import DType
 from ...tensors.geometry import Box
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import Part
 from .layout import Holding, Layout, Waves, Write, cut_box
-from .messages import Table, list_faults
+from .messages import Table, check_faults, list_faults
 from .quantization.blocks import Blocks, cut_blocks, without
 from .quantization.quantizer import Exchange, pack_task
 from .report import WorkerReport
@@ -132,9 +132,7 @@ def check_taken_whole(engine: str, table: Table, requested: Sequence[Sequence[Pa
         if 0 < taken < meta.numel:
             text = f"{meta} is sent, of which the engine takes {taken:,} of {meta.numel:,} elements"
             faults.append(("shape", name, text))
-    if faults:
-        listed = list_faults(f"{name}: {text}" for _, name, text in faults)
-        raise MismatchError(f"{engine} takes only a part of {len(faults)} tensor(s); nothing was sent:{listed}", faults)
+    check_faults(f"{engine} takes only a part of {len(faults)} tensor(s); nothing was sent", faults)
 
 
 class _Chunking:
@@ -350,13 +348,13 @@ def merge_descriptions(descriptions: Sequence[bytes]) -> tuple[Table, dict[str, 
     held: dict[tuple[str, Box], list[int]] = {}
     pinned: set[str] = set()
     for sender, description in enumerate(descriptions):
-        packed, boxes, names, _ = msgpack.unpackb(description)
+        packed, boxes, names, _ = msgpack.unpackb(description, use_list=False)
         for name, meta in Table.unpack(packed).rows:
             if rows.setdefault(name, meta) != meta:
                 raise DisagreementError(f"senders disagree on {name}: {rows[name]} before rank {sender}, {meta} on it")
         pinned.update(names)
-        for name, offsets, lengths in boxes:
-            held.setdefault((name, Box(tuple(offsets), tuple(lengths))), []).append(sender)
+        for name, *box in boxes:
+            held.setdefault((name, Box(*box)), []).append(sender)
     found: dict[str, list[Holding]] = {}
     for (name, box), senders in held.items():
         owners = tuple(sorted(set(senders)))

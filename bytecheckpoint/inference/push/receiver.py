@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
-from .engine_model import ArenaChunks, ChunkedTensors, EngineModel, LoadRecord, record_load
-from .layout import ChunkReader
+from .engine_model import ChunkedTensors, EngineModel, LoadRecord, record_load
+from .layout import ChunkStore
 from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
 from .messages import PROTOCOL, Failure, Table, decode, encode, pack_parts
 from .peer_source import PeerSource
@@ -27,7 +27,7 @@ from .transports.cuda_ipc import DeviceArena
 from .transports.group import GroupAddress
 from .transports.group_transport import GroupMember, GroupMemory
 from .transports.ring import RingBuffer, RingMemory
-from .transports.tcp import ArenaSink, ChunkServer
+from .transports.tcp import ChunkServer
 
 __all__ = ["Receiver", "refuse"]
 
@@ -148,7 +148,7 @@ class Receiver:
         is_same = served is not None and served.layout.digest == digest and served.arena is not None
         return {
             "mode": mode,
-            "arena": version.address,
+            "arena": version.arena and version.arena.address.plain(),
             "tokens": self._versions.tokens,
             "known": known,
             "served": served.digests if served is not None and is_same else [],
@@ -158,7 +158,7 @@ class Receiver:
         """Accept TCP connections of senders that cannot map the arena, until ``verify``."""
         version = self._current(message)
         self._stop_listening()
-        self._server = ChunkServer(ArenaSink(version.layout, version.memory), message["deadline_s"])
+        self._server = ChunkServer(version.chunks, message["deadline_s"])
         return {"tcp": self._server.endpoint.plain()}
 
     def _join_group(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Receiver:
             raise StateError("apply before verify; nothing was applied")
         self._is_verified = False
         try:
-            self._load(version, ArenaChunks(version.layout, version.memory))
+            self._load(version, version.chunks)
         except Exception as error:
             self._roll_back(f"applying version {version.version!r} failed: {type(error).__name__}: {error}")
             raise
@@ -221,9 +221,9 @@ class Receiver:
         self._versions.serve_next(self._transaction)
         return {}
 
-    def _load(self, version: HeldVersion, reader: ChunkReader) -> None:
+    def _load(self, version: HeldVersion, store: ChunkStore) -> None:
         self._inconsistent_reason = f"version {version.version!r} was being applied"
-        self._model.load(ChunkedTensors(version.table, version.layout, reader).tensors())
+        self._model.load(ChunkedTensors(version.table, version.layout, store).tensors())
         self._inconsistent_reason = ""
 
     def _roll_back(self, reason: str) -> None:
@@ -241,7 +241,7 @@ class Receiver:
             if faults:
                 self._inconsistent_reason += f"; {len(faults)} chunks of version {served.version!r} are damaged"
                 return
-            self._load(served, ArenaChunks(served.layout, served.memory))
+            self._load(served, served.chunks)
         except Exception as error:  # noqa: BLE001 - every later response reports it
             _log.exception("push: the rollback to the served version failed")
             self._inconsistent_reason = f"{reason}; the rollback failed too: {type(error).__name__}: {error}"

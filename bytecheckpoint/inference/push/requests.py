@@ -15,13 +15,11 @@ from ...tensors.metadata import BasicMeta
 from ..layouts.hub_names import scale_name
 from ..layouts.parts import Part
 from .engines.base import Budget, Engine, ask
-from .messages import Table, list_faults, unpack_parts
+from .messages import Table, check_faults, unpack_parts
 from .plan import check_taken_whole
 from .quantization.blocks import QUANTIZED, SCALE, Blocks, grid_of, is_narrow, is_wide
 
 __all__ = ["TensorRequest", "blocks_by_name", "request_tensors"]
-
-_Faults = list[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,11 @@ def _quantized(table: Table, blocks: Mapping[str, Blocks]) -> Table:
         else:
             rows.append((name, meta))
     names = {name for name, _ in table.rows}
-    faults: _Faults = [
-        ("dtype", name, f"it would be quantized, but the senders have {scale_name(name)} as well")
-        for name in blocks
-        if scale_name(name) in names
-    ]
-    _raise("the senders have scales of tensors that are not quantized", faults)
+    scaled = [name for name in blocks if scale_name(name) in names]
+    check_faults(
+        "the senders have scales of tensors that are not quantized; nothing was sent",
+        [("dtype", name, f"it would be quantized, but the senders have {scale_name(name)} as well") for name in scaled],
+    )
     return Table(tuple(rows))
 
 
@@ -113,8 +110,8 @@ def _check_quantized_everywhere(engine: Engine, names: Iterable[str], parts: Seq
         for part in of_worker
         if part.name in quantized and not is_narrow(part.dtype)
     }
-    _raise(
-        f"{engine.name} requests tensors both quantized and not",
+    check_faults(
+        f"{engine.name} requests tensors both quantized and not; nothing was sent",
         [("dtype", name, f"it is requested as {QUANTIZED} and as {part.dtype}") for name, part in wide.items()],
     )
 
@@ -122,16 +119,10 @@ def _check_quantized_everywhere(engine: Engine, names: Iterable[str], parts: Seq
 def _check_scales_requested(engine: Engine, blocks: Mapping[str, Blocks], parts: Sequence[Sequence[Part]]) -> None:
     requested = {part.name for of_worker in parts for part in of_worker}
     missing = [scale_name(name) for name in blocks if scale_name(name) not in requested]
-    _raise(
-        f"{engine.name} requests quantized tensors without their scales",
+    check_faults(
+        f"{engine.name} requests quantized tensors without their scales; nothing was sent",
         [("missing", name, "its loader does not request it") for name in missing],
     )
-
-
-def _raise(what: str, faults: _Faults) -> None:
-    if faults:
-        listed = list_faults(f"{name}: {text}" for _, name, text in faults)
-        raise MismatchError(f"{what}; nothing was sent:{listed}", faults)
 
 
 def _text(blocks: Blocks) -> str:

@@ -43,7 +43,7 @@ class Source(ABC):
 
     def describe(self) -> bytes:
         """Return a description for the coordinator. Equal descriptions lead to equal plans."""
-        held = [[name, list(box.offsets), list(box.lengths)] for name, box in self.held]
+        held = [(name, *box) for name, box in self.held]
         packed: bytes = msgpack.packb([self.table.packed, held, sorted(self.pinned), self.replicated])
         return packed
 

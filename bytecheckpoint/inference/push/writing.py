@@ -81,22 +81,16 @@ HOST_FORMAT = ChunkFormat(torch.device("cpu"), xxh3_digest)
 
 
 def pack_writes(jobs: Sequence[Job]) -> bytes:
-    rows = [
-        [write.name, write.box.offsets, write.box.lengths, write.dtype.name, write.chunks, job.places]
-        for job in jobs
-        for write in [job.write]
-    ]
-    packed: bytes = msgpack.packb(rows)
+    packed: bytes = msgpack.packb(
+        [(job.write.name, *job.write.box, job.write.dtype.name, job.write.chunks, job.places) for job in jobs]
+    )
     return packed
 
 
 def unpack_writes(data: bytes) -> list[Job]:
     return [
-        Job(
-            Write(name, Box(tuple(offsets), tuple(lengths)), find_dtype(dtype), tuple(map(tuple, chunks))),
-            tuple(Place(*place) for place in places),
-        )
-        for name, offsets, lengths, dtype, chunks, places in msgpack.unpackb(data)
+        Job(Write(name, Box(offsets, lengths), find_dtype(dtype), chunks), tuple(Place(*place) for place in places))
+        for name, offsets, lengths, dtype, chunks, places in msgpack.unpackb(data, use_list=False)
     ]
 
 

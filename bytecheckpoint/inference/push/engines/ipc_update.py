@@ -13,15 +13,16 @@ from __future__ import annotations
 import functools
 import pickle
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ....errors import BytecheckpointError, DeadlineError, EngineError, StateError
+from ..daemon import run_daemon
 from .ipc_guard import ExitGuard
 
 __all__ = ["Handle", "Update", "UpdateClient", "zeromq"]
@@ -96,17 +97,14 @@ class Update:
         for worker in self._workers:
             worker.socket.bind(worker.name)
         self._set_guard(self._workers)
-        self._request = _Request(client, names)
-        self._releasing: threading.Thread | None = None
+        self._request = run_daemon(lambda: client.run_update(names), "bcp-push-update")
+        self._releasing: Future[None] | None = None
         self._unexplained: EngineError | None = None
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the engine has answered and all threads have ended. Return False after ``timeout_s``."""
-        end = time.monotonic() + timeout_s
-        threads = [thread for thread in (self._request, self._releasing) if thread is not None]
-        for thread in threads:
-            thread.join(max(end - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in threads)
+        running = [self._request] if self._releasing is None else [self._request, self._releasing]
+        return not wait(running, max(timeout_s, 0.0)).not_done
 
     def _set_guard(self, workers: Sequence[_Worker]) -> None:
         text = "the sender of the weights is dead"
@@ -129,11 +127,11 @@ class Update:
         end = self._deadline()
         missing = list(self._workers)
         while missing:
-            has_ended = not self._request.is_alive()
+            has_ended = self._request.done()
             missing = [worker for worker in missing if not worker.socket.poll(0, self._zmq.POLLOUT)]
             names = " and ".join(self._named(worker) for worker in missing[:3])
             if missing and has_ended:
-                raise EngineError(f"{names} did not take part in an update: {self._request.text}")
+                raise EngineError(f"{names} did not take part in an update: {self._answer()}")
             if missing and time.monotonic() >= end:
                 raise DeadlineError(
                     f"{names} did not begin an update within {self._patience_s:.3g} s; is the engine busy, or stopped, "
@@ -181,25 +179,22 @@ class Update:
         if not self.join(self._end - time.monotonic()):
             raise DeadlineError(f"{self._client.name} has all weights, but did not end the update in time")
         self._close(0)
-        return self._request.error
+        return self._error()
 
     def give_up(self, error: BaseException) -> None:
         """Release all workers in a thread, including those that connect later or were stopped, for as long as the
         engine handles the request. Adds the engine's answer to ``error`` where a worker could not explain itself."""
         text = f"the weights were not sent: {error}"[:_MAX_TEXT]
-        self._releasing = threading.Thread(
-            target=self._release_workers, args=(text,), name="bcp-push-release", daemon=True
-        )
-        self._releasing.start()
+        self._releasing = run_daemon(lambda: self._release_workers(text), "bcp-push-release")
         if not isinstance(error, DeadlineError):  # a late worker will not answer now
             self.join(min(_LATE_S, max(self._end - time.monotonic(), _POLL_S)))
         if error is self._unexplained:
-            error.args = (f"{error}: {self._request.text}",)
+            error.args = (f"{error}: {self._answer()}",)
 
     def _release_workers(self, text: str) -> None:
         left = list(self._workers)
         while True:
-            has_ended = not self._request.is_alive()
+            has_ended = self._request.done()
             for worker in [worker for worker in left if worker.socket.poll(0, self._zmq.POLLOUT)]:
                 for message in self._last_messages(worker, text):
                     self._send(worker, message)
@@ -207,7 +202,7 @@ class Update:
                 self._set_guard(left)
             if has_ended:
                 break
-            self._request.join(_POLL_S)
+            wait([self._request], _POLL_S)
         self._close(_LINGER_MS)
 
     def _close(self, linger_ms: int) -> None:
@@ -215,6 +210,19 @@ class Update:
             worker.socket.close(linger_ms)
         self._context.term()
         self._guard.watch({})
+
+    def _answer(self) -> str:
+        """Return what the engine says about the update."""
+        if not self._request.done():
+            return "the engine has not reported anything"
+        return self._error() or "the engine reports that the update has ended"
+
+    def _error(self) -> str:
+        """Return the error of the engine's request, which has ended; empty if there is none."""
+        error = self._request.exception()
+        if error is None or isinstance(error, BytecheckpointError):
+            return str(error or "")
+        return f"{type(error).__name__}: {error}"
 
     def _deadline(self) -> float:
         return min(time.monotonic() + self._patience_s, self._end)
@@ -244,27 +252,3 @@ class Update:
 
     def _named(self, worker: _Worker) -> str:
         return f"the worker on {worker.device} of {self._client.name}"
-
-
-class _Request(threading.Thread):
-    """The engine's part of an update. A daemon: the interpreter must be able to end while an engine is stopped."""
-
-    def __init__(self, client: UpdateClient, names: Mapping[str, str]) -> None:
-        super().__init__(name="bcp-push-update", daemon=True)
-        self._client, self._names = client, names
-        self.error = ""
-        self.start()
-
-    @property
-    def text(self) -> str:
-        if self.is_alive():
-            return "the engine has not reported anything"
-        return self.error or "the engine reports that the update has ended"
-
-    def run(self) -> None:
-        try:
-            self._client.run_update(self._names)
-        except BytecheckpointError as error:
-            self.error = str(error)
-        except Exception as error:  # noqa: BLE001 - the updating thread raises it
-            self.error = f"{type(error).__name__}: {error}"

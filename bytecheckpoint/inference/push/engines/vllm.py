@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import secrets
 import socket
 import struct
@@ -17,11 +16,12 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 from urllib.parse import quote
 
 from ....errors import DeadlineError, EngineError
+from ..daemon import run_daemon
 from ..transports.connection import (
     NONCE_BYTES,
     Endpoint,
@@ -131,7 +131,7 @@ class LocalEngine(Engine):
     def __init__(self, llm: Any) -> None:
         self.name = "the engine of this process"
         self._llm = llm
-        self._pending: threading.Thread | None = None
+        self._pending: Future[Any] | None = None
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         answers = self._bounded(lambda: self._llm.collective_rpc(_METHOD, args=(request,)), timeout_s)
@@ -162,28 +162,17 @@ class LocalEngine(Engine):
 
     def _bounded(self, function: Callable[[], Any], timeout_s: float) -> Any:
         """Call a function that may never return: vLLM waits for a stopped worker without a bound."""
-        if self._pending is not None and self._pending.is_alive():
+        if self._pending is not None and not self._pending.done():
             raise EngineError(f"{self.name} has not answered an earlier request yet; is one of its workers stopped?")
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                answers.put((function(), None))
-            except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-                answers.put((None, error))
-
-        # A daemon thread: the interpreter must be able to end while a worker is stopped.
-        thread = threading.Thread(target=run, name="bcp-push-call", daemon=True)
-        thread.start()
+        self._pending = run_daemon(function, "bcp-push-call")
+        if not wait([self._pending], timeout_s).done:
+            raise _late(self.name, timeout_s)
         try:
-            answer, error = answers.get(timeout=timeout_s)
-        except queue.Empty:
-            self._pending = thread
-            raise _late(self.name, timeout_s) from None
-        thread.join()
-        if error is not None:
+            return self._pending.result()
+        except BaseException as error:
             raise EngineError(f"{self.name}: {type(error).__name__}: {error}") from error
-        return answer
+        finally:
+            self._pending = None  # an error would keep the memory of its frames
 
 
 def _late(name: str, timeout_s: float) -> DeadlineError:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ....errors import MismatchError, StateError
+from ....errors import StateError
+from ..messages import check_faults
 from ..quantization.blocks import Blocks
 from ..receiver import Receiver
 
@@ -175,10 +176,7 @@ class AdapterModel:
             if fault:
                 faults.append(("shape", name, fault))
         faults += _unpaired(found)
-        if faults:
-            listed = "\n  ".join(f"{name}: {text}" for _, name, text in faults[:10])
-            more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
-            raise MismatchError(f"{len(faults)} tensor(s) of adapter {self._name!r}:\n  {listed}{more}", faults)
+        check_faults(f"{len(faults)} tensor(s) of adapter {self._name!r}", faults, limit=10)
         return found
 
     def _fault(self, factor: LoraFactor, shape: tuple[int, ...], layer: LoraLayer, rank: int) -> str:

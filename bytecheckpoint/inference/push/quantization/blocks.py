@@ -15,13 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ....engine.tensor_bytes import copy_elements
-from ....errors import MismatchError
 from ....tensors.dtypes import DTYPES, DType
 from ....tensors.geometry import Box
 from ....tensors.metadata import BasicMeta
 from ....tensors.shards import basic_meta
 from ...layouts.recording import Copy
-from ..messages import list_faults
+from ..messages import check_faults
 
 __all__ = [
     "QUANTIZED",
@@ -216,11 +215,9 @@ def check_quantizable(
                 faults[copy.name] = f"{meta} is sent for {held}, and has no blocks"
             elif copy.name in seen:
                 faults[copy.name] = f"{meta} is sent for {held}, and the engine's loader computes with its values"
-    if faults:
-        listed = list_faults(f"{name}: {text}" for name, text in faults.items())
-        raise MismatchError(
-            f"{len(faults)} tensor(s) would be cast to 8 bits without a scale; nothing was sent. Push them in the "
-            f"format of the engine's own checkpoints, with their scales:{listed}",
-            [("dtype", name, text) for name, text in faults.items()],
-        )
+    check_faults(
+        f"{len(faults)} tensor(s) would be cast to 8 bits without a scale; nothing was sent. Push them in the "
+        "format of the engine's own checkpoints, with their scales",
+        [("dtype", name, text) for name, text in faults.items()],
+    )
     return bool(narrowed)

@@ -11,10 +11,10 @@ import os
 import re
 import secrets
 import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ....errors import EngineError, StateError, UsageError
+from ..daemon import run_daemon
 from .connection import local_addresses
 
 __all__ = ["Group", "GroupAddress", "GroupBackend", "GroupBroken", "GroupRendezvous", "check_backend", "join_group"]
@@ -304,24 +305,11 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _run_in_thread(function: Callable[[], None], wait_s: float | None = None) -> BaseException | None:
-    """Return what ``function`` raised, or a ``RuntimeError`` after ``wait_s``; the thread then goes on unobserved.
-
-    A daemon thread: the interpreter must be able to end while NCCL waits.
-    """
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="bcp-push-nccl", daemon=True)
-    thread.start()
-    thread.join(wait_s)
-    if thread.is_alive():
+    """Return what ``function`` raised, or a ``RuntimeError`` after ``wait_s``; the thread then goes on unobserved."""
+    called = run_daemon(function, "bcp-push-nccl")
+    if not wait([called], wait_s).done:
         return RuntimeError(
             f"NCCL took longer than {wait_s:g} s; has a member ended, or does NCCL_SOCKET_IFNAME name no interface by "
             "which the members reach each other?"
         )
-    return raised.pop() if raised else None
+    return called.exception()

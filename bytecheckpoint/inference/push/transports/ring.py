@@ -16,7 +16,7 @@ import torch
 
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ....tensors.geometry import Box
-from ..layout import ChunkReader, Waves
+from ..layout import ChunkStore, Waves
 from ..messages import without_traceback
 from .base import Digest, xxh3_digest
 from .connection import Endpoint
@@ -42,7 +42,7 @@ class RingMemory(Protocol):
     def close(self) -> None: ...
 
 
-class RingBuffer(ChunkReader):
+class RingBuffer(ChunkStore):
     """A ring buffer of ``waves.nbytes``, and the server that fills it.
 
     ``copies`` are the copies that the loader is expected to make (``LoadRecord.copies``). The ring buffer owns

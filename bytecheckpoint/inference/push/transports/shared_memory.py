@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from ....errors import EngineError
-from .base import Place, Transport
+from ....errors import CorruptionError, EngineError
+from ..layout import ChunkStore, Layout
+from .base import Place, Transport, xxh3_digest
 
-__all__ = ["Arena", "ArenaAddress", "SharedMemoryTransport", "attach", "open_arena"]
+__all__ = ["Arena", "ArenaAddress", "ArenaChunks", "SharedMemoryTransport", "attach", "open_arena"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -85,6 +86,25 @@ class Arena:
 
     def __del__(self) -> None:
         self.close()
+
+
+class ArenaChunks(ChunkStore):
+    """The chunks of ``layout`` in an arena, which has room for all of them."""
+
+    def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
+        self._layout, self._memory = layout, memory
+
+    def claim(self, chunk: int, nbytes: int) -> torch.Tensor:
+        if chunk >= len(self._layout.chunks) or nbytes != self._layout.sizes[chunk]:
+            raise EngineError(f"there is no chunk {chunk} of {nbytes} bytes in this version")
+        return self.get(chunk)
+
+    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
+        if xxh3_digest(place) != digest:
+            raise CorruptionError(f"{self._layout.name_of(chunk)} was damaged on the way")
+
+    def get(self, chunk: int) -> torch.Tensor:
+        return self._memory[self._layout.span(chunk)]
 
 
 def attach(address: ArenaAddress) -> torch.Tensor | None:

@@ -11,16 +11,15 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import msgpack
 import torch
 
 from ....engine.tensor_bytes import byte_view
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
-from ..layout import Layout
+from ..layout import ChunkStore
 from ..messages import SenderLost
-from .base import Place, Transport, xxh3_digest
+from .base import Place, Transport
 from .connection import (
     END,
     FAILED,
@@ -38,7 +37,7 @@ from .connection import (
 from .cuda_ipc import OpenArena, attach_device, synchronize
 from .shared_memory import ArenaAddress, attach
 
-__all__ = ["ArenaSink", "ChunkServer", "ChunkSink", "StreamBroken", "TcpTransport"]
+__all__ = ["ChunkServer", "StreamBroken", "TcpTransport"]
 
 _MAX_TEXT_BYTES = 1 << 16
 _MAX_TEXT = 4000  # characters
@@ -51,45 +50,11 @@ class StreamBroken(EngineError):
     is_late = False
 
 
-class ChunkSink(Protocol):
-    """Where a chunk server stores chunks. Called from the threads of its connections."""
-
-    def claim(self, chunk: int, nbytes: int) -> torch.Tensor:
-        """Return the memory of an announced chunk; ``nbytes`` is 0 when the sender wrote it there. Raises
-        ``EngineError`` for a chunk that is not allowed now."""
-
-    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
-        """Accept a chunk that has arrived. Raises ``CorruptionError``."""
-
-    def sender_failed(self, error: BytecheckpointError) -> None:
-        """A sender will deliver nothing more."""
-
-
-class ArenaSink:
-    """Stores the chunks of ``layout`` in an arena, which has room for all of them."""
-
-    def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
-        self._layout, self._memory = layout, memory
-
-    def claim(self, chunk: int, nbytes: int) -> torch.Tensor:
-        layout = self._layout
-        if chunk >= len(layout.chunks) or nbytes != layout.sizes[chunk]:
-            raise EngineError(f"there is no chunk {chunk} of {nbytes} bytes in this version")
-        return self._memory[layout.offsets[chunk] : layout.offsets[chunk] + nbytes]
-
-    def verify(self, chunk: int, place: torch.Tensor, digest: int) -> None:
-        if xxh3_digest(place) != digest:
-            raise CorruptionError(f"{self._layout.name_of(chunk)} was damaged on the way")
-
-    def sender_failed(self, error: BytecheckpointError) -> None:
-        """The job notices the failure of its own sender."""
-
-
 class ChunkServer(Acceptor):
-    """Receives chunks from senders into ``sink``, and reports room and failures to all of them."""
+    """Receives chunks from senders into ``store``, and reports room and failures to all of them."""
 
-    def __init__(self, sink: ChunkSink, deadline_s: float) -> None:
-        self._sink, self._deadline_s = sink, deadline_s
+    def __init__(self, store: ChunkStore, deadline_s: float) -> None:
+        self._store, self._deadline_s = store, deadline_s
         self._sending = threading.Lock()
         self._senders: set[socket.socket] = set()
         self._status = STATUS.pack(TAKEN, 0)
@@ -134,7 +99,7 @@ class ChunkServer(Acceptor):
 
     def _fail(self, connection: socket.socket, error: BytecheckpointError) -> None:
         # Not in `_serve`: a local variable for the error would form a reference cycle that keeps the memory mapped.
-        self._sink.sender_failed(error)
+        self._store.sender_failed(error)
         with self._sending, contextlib.suppress(OSError):
             connection.sendall(_failure_frame(error))
 
@@ -143,13 +108,13 @@ class ChunkServer(Acceptor):
         chunk, length, digest = FRAME.unpack(receive(connection, FRAME.size))
         if chunk == END:
             return False
-        place = self._sink.claim(chunk, length)
+        place = self._store.claim(chunk, length)
         if length:
             landing = torch.empty(length, dtype=torch.uint8) if place.is_cuda else place
             receive_into(connection, byte_view(landing))
             if landing is not place:
                 place.copy_(landing)
-        self._sink.verify(chunk, place, digest)
+        self._store.verify(chunk, place, digest)
         return True
 
 
