@@ -139,7 +139,7 @@ with host_device():
 
 
 def _guest(address: ArenaAddress) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _GUEST, *map(str, address.plain())]
+    command = [sys.executable, "-c", _GUEST, *map(str, address)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert guest.stdout is not None

@@ -63,6 +63,9 @@ class HostDevice(DeviceMemory):
     refusal: type[Exception] | None = None
     """The error that opening raises."""
 
+    def __init__(self) -> None:
+        """Do nothing: there is one such device."""
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         arena = Arena(nbytes)
         self.taken[arena.memory.data_ptr()] = arena
@@ -72,11 +75,11 @@ class HostDevice(DeviceMemory):
         self.taken.pop(memory.data_ptr()).close()
 
     def handle(self, memory: torch.Tensor) -> bytes:
-        packed: bytes = msgpack.packb(self.taken[memory.data_ptr()].address.plain())
+        packed: bytes = msgpack.packb(self.taken[memory.data_ptr()].address)
         return packed
 
     def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
-        memory = attach(ArenaAddress.from_plain(msgpack.unpackb(handle)))
+        memory = attach(ArenaAddress(*msgpack.unpackb(handle)))
         if HostDevice.refusal is not None:
             raise HostDevice.refusal("it cannot be opened")
         if memory is None:

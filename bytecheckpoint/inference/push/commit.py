@@ -51,7 +51,11 @@ def apply_on(
     failures = [failure_of(engine, number, answer) for number, answer in enumerate(answers)]
     errors = [error for error in failures if error is not None]
     if not errors:
-        return _resume(engine, version, budget)
+        try:
+            engine.resume(version, max(budget.left, _CLEANUP_S), changed=True)
+        except BytecheckpointError as error:
+            return EngineError(f"{engine.name} has version {version!r}, but does not resume: {error}")
+        return None
     first = first_cause(errors)
     before, after = _revert(engine, message, budget)
     if after is None:
@@ -90,14 +94,6 @@ def _revert(
         versions = ", ".join(f"{answer['version']!r}" for answer in answers)
         return None, EngineError(f"workers of {engine.name} serve different versions: {versions}")
     return answers[0]["version"], None
-
-
-def _resume(engine: Engine, version: int | str, budget: Budget) -> BytecheckpointError | None:
-    try:
-        engine.resume(version, max(budget.left, _CLEANUP_S), changed=True)
-    except BytecheckpointError as error:
-        return EngineError(f"{engine.name} has version {version!r}, but does not resume: {error}")
-    return None
 
 
 def _resume_quietly(engine: Engine, version: int | str | None, *, changed: bool) -> None:

@@ -220,7 +220,7 @@ class PushCoordinator:
                 zip(self.bound.workers, self._answers, receptions, strict=True)
             )
         }
-        self._ask_all("join_group", {"address": address.plain(), "members": members}, budget)
+        self._ask_all("join_group", {"address": address, "members": members}, budget)
 
     def verify(self, outcomes: Sequence[Outcome], version: int | str, budget: Budget) -> None:
         """First phase of the commit: every worker verifies every chunk."""

@@ -201,12 +201,10 @@ class ChunkedTensors:
         return permuted.permute(sorted(range(len(found.order)), key=found.order.__getitem__))
 
     def _fill(self, out: torch.Tensor, box: Box, part: int) -> None:
-        for number, held in self._layout.chunks_of_part.get(part, ()):
-            common = box.intersect(held)
-            if common is not None:
-                chunk = self._store.get(number).view(self._dtype(part)).view(held.lengths)
-                copy_elements(out[common.relative_to(box).slices()], chunk[common.relative_to(held).slices()])
-                self._store.release(number)
+        for number, held, common in self._layout.overlaps(part, box):
+            chunk = self._store.get(number).view(self._dtype(part)).view(held.lengths)
+            copy_elements(out[common.relative_to(box).slices()], chunk[common.relative_to(held).slices()])
+            self._store.release(number)
 
     def _dtype(self, part: int) -> torch.dtype:
         requested = self._layout.parts[part]

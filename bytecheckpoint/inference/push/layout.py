@@ -78,6 +78,13 @@ class Layout:
             found.setdefault(part, []).append((number, box))
         return found
 
+    def overlaps(self, part: int, box: Box) -> Iterator[tuple[int, Box, Box]]:
+        """Yield the number and box of each chunk of ``part`` that intersects ``box``, and the intersection."""
+        for number, held in self.chunks_of_part.get(part, ()):
+            common = box.intersect(held)
+            if common is not None:
+                yield number, held, common
+
     def span(self, chunk: int) -> slice:
         """Return where the bytes of a chunk are."""
         return slice(self.offsets[chunk], self.offsets[chunk] + self.sizes[chunk])

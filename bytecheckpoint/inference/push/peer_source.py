@@ -86,10 +86,7 @@ class ArenaSource(Source):
     def _assemble(self, part: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """Return a view of one chunk, or a copy from several."""
         out: torch.Tensor | None = None
-        for number, held in self._layout.chunks_of_part.get(part, ()):
-            common = box.intersect(held)
-            if common is None:
-                continue
+        for number, held, common in self._layout.overlaps(part, box):
             source = self._chunk(number, held, dtype)[common.relative_to(held).slices()]
             if common == box:
                 return source

@@ -58,7 +58,7 @@ class Push(ABC):
         with self._stage("prepare"):
             is_streamed = self._prepare()
         with self._stage("stream" if is_streamed else "write"):
-            outcomes = [Outcome.unpack(one) for one in self._send(version, is_streamed=is_streamed)]
+            outcomes = [Outcome(*msgpack.unpackb(one)) for one in self._send(version, is_streamed=is_streamed)]
         if not is_streamed:
             budget = self._budget()
             with self._stage("verify"):
@@ -251,7 +251,7 @@ class RankPush(Push):
         op, sender, coordinator = self.op, self.sender, self.coordinator
         gathered = op.gather("push.group", b"" if sender.group is None else sender.group.name.encode())
         names = [name.decode() for name in gathered or ()]
-        address = GroupAddress.from_plain(self._share("push.group", lambda leader: leader.group_address(names).plain()))
+        address = GroupAddress(*self._share("push.group", lambda leader: leader.group_address(names)))
         with op.phase("push.group"), ThreadPoolExecutor(1, thread_name_prefix="bcp-push-join") as threads:
             workers = threads.submit(coordinator.join_group, address, self._budget()) if coordinator else None
             try:

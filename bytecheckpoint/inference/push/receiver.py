@@ -138,7 +138,7 @@ class Receiver:
                 "mode": mode,
                 "known": [],
                 "served": [],
-                "arena": self._ring.memory and self._ring.memory.plain(),
+                "arena": self._ring.memory,
                 "ring": self._ring.plain(),
                 "group": self._member.name,
                 "receptions": self._member.plan_digest,
@@ -148,7 +148,7 @@ class Receiver:
         is_same = served is not None and served.layout.digest == digest and served.arena is not None
         return {
             "mode": mode,
-            "arena": version.arena and version.arena.address.plain(),
+            "arena": version.arena and version.arena.address,
             "tokens": self._versions.tokens,
             "known": known,
             "served": served.digests if served is not None and is_same else [],
@@ -159,7 +159,7 @@ class Receiver:
         version = self._current(message)
         self._stop_listening()
         self._server = ChunkServer(version.chunks, message["deadline_s"])
-        return {"tcp": self._server.endpoint.plain()}
+        return {"tcp": self._server.endpoint}
 
     def _join_group(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Join a group and receive from it into the ring buffer."""
@@ -167,7 +167,7 @@ class Receiver:
         if self._ring is None:
             raise StateError("a group without a ring buffer; nothing was sent")
         number, receptions = message["members"][self.id]
-        self._member.begin(GroupAddress.from_plain(message["address"]), number, receptions, self._ring)
+        self._member.begin(GroupAddress(*message["address"]), number, receptions, self._ring)
         return {}
 
     def _verify(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Sender:
         plan, writes, task = (plain.pop(key) for key in ("plan", "writes", "task"))
         if writes is not None:
             self.jobs, self.plan, self.task = unpack_writes(writes), plan, task
-        plain["arenas"] = [address and ArenaAddress.from_plain(address) for address in plain["arenas"]]
+        plain["arenas"] = [address and ArenaAddress(*address) for address in plain["arenas"]]
         return Assignment(**plain)
 
     def shared_memory(self, assignment: Assignment) -> dict[int, Transport]:
@@ -86,10 +86,10 @@ class Sender:
     def connect(self, assignment: Assignment, target: int, endpoint: Any = None) -> TcpTransport:
         """Connect to the ring buffer of a target, or to the plain ``endpoint`` of its arena. Raises ``EngineError``."""
         if not assignment.rings:
-            return TcpTransport(Endpoint.from_plain(endpoint), self.deadline_s)
+            return TcpTransport(Endpoint(*endpoint), self.deadline_s)
         slots, _, endpoint = assignment.rings[target]
         return TcpTransport(
-            Endpoint.from_plain(endpoint),
+            Endpoint(*endpoint),
             self.deadline_s,
             slots=slots,
             memory=None if self.tcp_only else assignment.arenas[target],
@@ -108,7 +108,8 @@ class Sender:
         """Run the jobs like ``write_all``, and return the packed outcome."""
         form = ChunkFormat(compute_device(), word_digest) if assignment.on_device else HOST_FORMAT
         outcome = write_all(source, self.jobs, quantizer, transports, assignment.known, form, check, on_written)
-        return outcome.packed()
+        packed: bytes = msgpack.packb(outcome)
+        return packed
 
     def join(self, address: GroupAddress, rank: int) -> Group:
         """Join the group unless this rank is in it already. Raises ``EngineError``."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import torch
@@ -53,20 +53,11 @@ class Job:
         return self.write.nbytes * len(self.places)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one sender did: the digests of its chunks, and the fate of each of their places."""
 
     digests: list[int]
     fates: bytes
-
-    def packed(self) -> bytes:
-        packed: bytes = msgpack.packb([self.digests, self.fates])
-        return packed
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Outcome:
-        return cls(*msgpack.unpackb(data))
 
 
 @dataclass(frozen=True)

@@ -266,6 +266,3 @@ def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
             begin, used = number, 0
         used += size
     yield begin, len(sizes)
-
-
-ALIGNMENT = 256  # bytes

@@ -29,17 +29,15 @@ def align_tensor(nbytes: int) -> int:
 class Buckets(ABC):
     """Two buckets of ``nbytes`` each. The ``handles``, one for each worker, are valid until ``close``."""
 
-    handles: list[Handle]
+    def __init__(self, memory: torch.Tensor, handles: list[Handle]) -> None:
+        self._memory, self.handles = memory, handles
+        self.nbytes = len(memory) // 2
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    @abstractmethod
     def bucket(self, number: int) -> torch.Tensor:
         """Return the host memory of bucket 0 or 1, to fill when no worker reads it."""
+        return self._memory[number * self.nbytes : (number + 1) * self.nbytes]
 
-    @abstractmethod
-    def publish(self, number: int, nbytes: int) -> None:
+    def publish(self, number: int, nbytes: int) -> None:  # noqa: B027 - workers on CPUs map the same memory
         """Make the first ``nbytes`` of a bucket visible to the workers. Returns when they are."""
 
     @abstractmethod
@@ -51,21 +49,15 @@ class HostBuckets(Buckets):
     """For workers on CPUs: one shared memory for all of them."""
 
     def __init__(self, workers: int, nbytes: int) -> None:
-        super().__init__(nbytes)
         self._arena = Arena(2 * nbytes)
         address = self._arena.address
         rebuild = functools.partial(torch.from_file, dtype=torch.uint8)
         path = f"/proc/{address.pid}/fd/{address.descriptor}"
-        self.handles = [(rebuild, (path, True, address.nbytes))] * workers
-
-    def bucket(self, number: int) -> torch.Tensor:
-        return self._arena.memory[number * self.nbytes : (number + 1) * self.nbytes]
-
-    def publish(self, number: int, nbytes: int) -> None:
-        """Do nothing: the workers map the same memory."""
+        super().__init__(self._arena.memory, [(rebuild, (path, True, address.nbytes))] * workers)
 
     def close(self) -> None:
         self._arena.close()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 class CudaBuckets(Buckets):
@@ -74,18 +66,14 @@ class CudaBuckets(Buckets):
     def __init__(self, gpus: Sequence[int], nbytes: int) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        super().__init__(nbytes)
-        self._host = torch.empty(2 * nbytes, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(2 * nbytes, dtype=torch.uint8, pin_memory=True)
         self._buffers = [torch.empty(2 * nbytes, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in gpus]
-        self.handles = [reduce_tensor(buffer) for buffer in self._buffers]  # type: ignore[no-untyped-call]
-
-    def bucket(self, number: int) -> torch.Tensor:
-        return self._host[number * self.nbytes : (number + 1) * self.nbytes]
+        super().__init__(host, [reduce_tensor(buffer) for buffer in self._buffers])  # type: ignore[no-untyped-call]
 
     def publish(self, number: int, nbytes: int) -> None:
         span = slice(number * self.nbytes, number * self.nbytes + nbytes)
         for buffer in self._buffers:
-            buffer[span].copy_(self._host[span], non_blocking=True)
+            buffer[span].copy_(self._memory[span], non_blocking=True)
         for buffer in self._buffers:
             torch.cuda.synchronize(buffer.device)
 
@@ -93,7 +81,7 @@ class CudaBuckets(Buckets):
         if self._buffers:
             self._buffers.clear()
             self.handles.clear()
-            self._host = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(0, dtype=torch.uint8)
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()  # engines leave little memory free
 

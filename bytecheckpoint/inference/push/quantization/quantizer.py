@@ -58,8 +58,7 @@ class _Fetch(NamedTuple):
     grid: Box | None
 
 
-@dataclass(frozen=True)
-class PartialMaxima:
+class PartialMaxima(NamedTuple):
     """The maxima that a sender finds in ``box`` for the blocks at ``grid``."""
 
     name: str
@@ -94,8 +93,7 @@ class Exchange:
 
 def pack_task(blocks: dict[str, Blocks], exchange: Exchange, sender: int) -> bytes:
     """Pack what a sender's ``Quantizer`` must know."""
-    sends = [[partial.name, partial.box, partial.grid] for partial in exchange.sends[sender]]
-    packed: bytes = msgpack.packb([blocks, exchange.needed, sends, exchange.receives[sender]])
+    packed: bytes = msgpack.packb([blocks, exchange.needed, exchange.sends[sender], exchange.receives[sender]])
     return packed
 
 
@@ -103,11 +101,11 @@ class Quantizer:
     """Makes the elements of writes, for one push. Tensors that are not quantized pass through."""
 
     def __init__(self, source: Source, task: bytes) -> None:
-        blocks, self.exchanges, sends, receives = msgpack.unpackb(task) if task else ({}, False, [], [])
-        self._source = source
-        self._sends = [PartialMaxima(name, _box(*box), _box(*grid)) for name, box, grid in sends]
-        self._receives = [(name, _box(*grid)) for name, grid in receives]
-        self._blocks = {name: (rows, columns) for name, (rows, columns) in blocks.items()}
+        found = msgpack.unpackb(task, use_list=False) if task else ({}, False, (), ())
+        blocks, self.exchanges, sends, receives = found
+        self._source, self._blocks = source, blocks
+        self._sends = [PartialMaxima(name, Box(*box), Box(*grid)) for name, box, grid in sends]
+        self._receives = [(name, Box(*grid)) for name, grid in receives]
         self._scaled = {scale_name(name): name for name in blocks}
         self._shapes = {name: meta.shape for name, meta in source.table.rows if name in blocks}
         self._held: dict[str, list[Box]] = {}
@@ -236,7 +234,7 @@ class _Tensor:
             used = np.flatnonzero(unclaimed.any(axis=tuple(other for other in range(unclaimed.ndim) if other != d)))
             offsets.append(grid.offsets[d] + int(used[0]))
             lengths.append(int(used[-1]) + 1 - int(used[0]))
-        found = _box(offsets, lengths)
+        found = Box(tuple(offsets), tuple(lengths))
         self._claimed[found.slices()] = True
         return found
 
@@ -312,7 +310,3 @@ def _hull(box: Box, other: Box) -> Box:
     """Return the smallest box that contains both."""
     offsets = tuple(map(min, box.offsets, other.offsets))
     return Box.unchecked(offsets, tuple(max(a, b) - o for a, b, o in zip(box.stops, other.stops, offsets)))
-
-
-def _box(offsets: Sequence[int], lengths: Sequence[int]) -> Box:
-    return Box(tuple(offsets), tuple(lengths))

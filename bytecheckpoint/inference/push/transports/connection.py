@@ -24,9 +24,9 @@ import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from ....errors import CorruptionError, EngineError
 
@@ -61,21 +61,12 @@ _MAX_SENDERS = 256
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """A port and the addresses at which clients try to reach it, in order. ``key`` travels over the engine's RPC."""
 
-    hosts: tuple[str, ...]
+    hosts: Sequence[str]
     port: int
     key: bytes
-
-    @classmethod
-    def from_plain(cls, values: Any) -> Endpoint:
-        hosts, port, key = values
-        return cls(tuple(hosts), port, key)
-
-    def plain(self) -> list[Any]:
-        return [list(self.hosts), self.port, self.key]
 
 
 def connect(endpoint: Endpoint) -> tuple[socket.socket, str]:

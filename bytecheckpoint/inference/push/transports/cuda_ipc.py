@@ -17,8 +17,8 @@ import functools
 import logging
 import os
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -51,46 +51,19 @@ _BLOCK_BYTES = 2 << 20  # CUDA shares complete blocks, with everything in them
 _log = logging.getLogger(__name__)
 
 
-class DeviceMemory(ABC):
-    """Allocates and opens shared memory of one visible device. ``name`` identifies the device in all processes.
-    Thread-safe."""
-
-    name: str
-
-    @abstractmethod
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate bytes that can be shared. Raises ``EngineError`` when memory is short."""
-
-    @abstractmethod
-    def free(self, memory: torch.Tensor) -> None:
-        """Free the result of ``allocate``, which no other process may have open."""
-
-    @abstractmethod
-    def handle(self, memory: torch.Tensor) -> bytes:
-        """Return the handle by which other processes open the memory. Raises ``EngineError``."""
-
-    @abstractmethod
-    def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
-        """Open another process's memory. Raises ``EngineError``."""
-
-    @abstractmethod
-    def close(self, memory: torch.Tensor) -> None:
-        """Close the result of ``open``. No view of it may be used after this."""
-
-
 def current_device_memory() -> DeviceMemory:
     """Return the memory of torch's current device. Raises ``StateError`` without a CUDA device."""
     if not torch.cuda.is_available():
         raise StateError(
             "this worker has no CUDA device, so senders cannot write into its memory; push without cuda_ipc"
         )
-    return _Cuda(torch.cuda.current_device())
+    return DeviceMemory(torch.cuda.current_device())
 
 
 def device_memory_named(name: str) -> DeviceMemory | None:
     """Return the memory of a device by name; None when this process does not see the device."""
     gpu = visible_gpus().get(name)
-    return None if gpu is None else _Cuda(gpu)
+    return None if gpu is None else DeviceMemory(gpu)
 
 
 def visible_gpus() -> dict[str, int]:
@@ -201,14 +174,12 @@ def attach_device(address: ArenaAddress) -> OpenArena | None:
     descriptor = open_arena(address)
     if descriptor is None:
         return None
-    try:
+    with ExitStack() as stack:
+        stack.callback(_unlock, descriptor)
         found = _open(address, descriptor)
-    except BaseException:
-        _unlock(descriptor)
-        raise
-    if found is None:
-        _unlock(descriptor)
-    return found
+        if found is not None:
+            stack.pop_all()
+        return found
 
 
 def _open(address: ArenaAddress, descriptor: int) -> OpenArena | None:
@@ -240,53 +211,59 @@ def _unlock(descriptor: int) -> None:
     os.close(descriptor)
 
 
-class _Cuda(DeviceMemory):
+class DeviceMemory:
+    """Allocates and opens shared memory of one visible GPU. ``name`` identifies the device in all processes.
+    Thread-safe."""
+
     def __init__(self, gpu: int) -> None:
         self._gpu, self.name = gpu, _name_of(gpu)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """Allocate bytes that can be shared. Raises ``EngineError`` when memory is short."""
         pointer, size = ctypes.c_void_p(), -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
-        with torch.cuda.device(self._gpu):
-            code = _runtime().cudaMalloc(ctypes.byref(pointer), size)
-            if code == _OUT_OF_MEMORY:
-                _runtime().cudaGetLastError()
-                torch.cuda.empty_cache()  # torch may cache unused memory
-                code = _runtime().cudaMalloc(ctypes.byref(pointer), size)
+        code = self._call("cudaMalloc", ctypes.byref(pointer), size)
+        if code == _OUT_OF_MEMORY:
+            _runtime().cudaGetLastError()
+            torch.cuda.empty_cache()  # torch may cache unused memory
+            code = self._call("cudaMalloc", ctypes.byref(pointer), size)
         _check(code, f"no memory for {nbytes:,} bytes on {self.name}; give Pusher less memory_bytes")
-        return self._tensor(pointer, nbytes, _runtime().cudaFree)
+        return self._tensor(pointer, nbytes, "cudaFree")
 
     def free(self, memory: torch.Tensor) -> None:
-        with torch.cuda.device(self._gpu):
-            _check(_runtime().cudaFree(memory.data_ptr()), f"memory of {self.name} cannot be freed")
+        """Free the result of ``allocate``, which no other process may have open."""
+        _check(self._call("cudaFree", memory.data_ptr()), f"memory of {self.name} cannot be freed")
 
     def handle(self, memory: torch.Tensor) -> bytes:
+        """Return the handle by which other processes open the memory. Raises ``EngineError``."""
         found = _Handle()
-        with torch.cuda.device(self._gpu):
-            code = _runtime().cudaIpcGetMemHandle(ctypes.byref(found), memory.data_ptr())
+        code = self._call("cudaIpcGetMemHandle", ctypes.byref(found), memory.data_ptr())
         _check(code, f"memory of {self.name} cannot be shared with other processes; push without cuda_ipc")
         return bytes(found)
 
     def open(self, handle: bytes, nbytes: int) -> torch.Tensor:
-        pointer = ctypes.c_void_p()
-        with torch.cuda.device(self._gpu):
-            given = _Handle.from_buffer_copy(handle)
-            code = _runtime().cudaIpcOpenMemHandle(ctypes.byref(pointer), given, _PEER_ACCESS)
+        """Open another process's memory. Raises ``EngineError``."""
+        pointer, given = ctypes.c_void_p(), _Handle.from_buffer_copy(handle)
+        code = self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, _PEER_ACCESS)
         _check(code, f"a worker's memory on {self.name} cannot be opened")
-        return self._tensor(pointer, nbytes, _runtime().cudaIpcCloseMemHandle)
+        return self._tensor(pointer, nbytes, "cudaIpcCloseMemHandle")
 
     def close(self, memory: torch.Tensor) -> None:
-        with torch.cuda.device(self._gpu):
-            _check(_runtime().cudaIpcCloseMemHandle(memory.data_ptr()), f"memory of {self.name} cannot be closed")
+        """Close the result of ``open``. No view of it may be used after this."""
+        _check(self._call("cudaIpcCloseMemHandle", memory.data_ptr()), f"memory of {self.name} cannot be closed")
 
-    def _tensor(self, pointer: ctypes.c_void_p, nbytes: int, undo: Callable[[ctypes.c_void_p], int]) -> torch.Tensor:
+    def _tensor(self, pointer: ctypes.c_void_p, nbytes: int, undo: str) -> torch.Tensor:
         assert pointer.value is not None
         try:
             with torch.inference_mode(False):  # other threads write into it
                 return torch.as_tensor(_Bytes(pointer.value, nbytes), device=f"cuda:{self._gpu}")
         except BaseException:
-            with torch.cuda.device(self._gpu):
-                undo(pointer)
+            self._call(undo, pointer)
             raise
+
+    def _call(self, function: str, *arguments: Any) -> int:
+        """Call a function of the CUDA runtime on this device, and return its error code."""
+        with torch.cuda.device(self._gpu):
+            return int(getattr(_runtime(), function)(*arguments))
 
 
 class _Bytes:

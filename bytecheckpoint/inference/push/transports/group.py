@@ -15,9 +15,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -46,24 +45,15 @@ class GroupBroken(EngineError):
     is_late = False
 
 
-@dataclass(frozen=True)
-class GroupAddress:
+class GroupAddress(NamedTuple):
     """Where the members of a group of ``size`` meet. ``name`` is unique. Each wait is bounded by ``wait_s``."""
 
     name: str
-    hosts: tuple[str, ...]
+    hosts: Sequence[str]
     port: int
     backend: GroupBackend
     size: int
     wait_s: float
-
-    @classmethod
-    def from_plain(cls, values: Any) -> GroupAddress:
-        name, hosts, *others = values
-        return cls(name, tuple(hosts), *others)
-
-    def plain(self) -> list[Any]:
-        return [self.name, list(self.hosts), self.port, self.backend, self.size, self.wait_s]
 
 
 def check_backend(backend: str) -> None:

@@ -86,7 +86,7 @@ class RingBuffer(ChunkStore):
 
     def plain(self) -> list[Any]:
         """Return what senders must know: the slots, their size, and the endpoint."""
-        return [self._waves.slots, self._waves.slot_bytes, self.endpoint.plain()]
+        return [self._waves.slots, self._waves.slot_bytes, self.endpoint]
 
     @property
     def endpoint(self) -> Endpoint:
@@ -224,12 +224,8 @@ class RingBuffer(ChunkStore):
 
 
 def _expected_uses(waves: Waves, copies: Sequence[tuple[int, Box]]) -> list[int]:
-    layout = waves.layout
-    of_part: dict[int, list[int]] = {}
-    for chunk, (part, _) in enumerate(layout.chunks):
-        of_part.setdefault(part, []).append(chunk)
-    uses = [0] * len(layout.chunks)
+    uses = [0] * len(waves.layout.chunks)
     for part, box in copies:
-        for chunk in of_part.get(part, ()):
-            uses[chunk] += layout.chunks[chunk][1].intersect(box) is not None
+        for chunk, _, _ in waves.layout.overlaps(part, box):
+            uses[chunk] += 1
     return [count or _UNKNOWN_USES for count in uses]

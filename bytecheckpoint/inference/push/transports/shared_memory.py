@@ -12,8 +12,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -26,22 +25,13 @@ __all__ = ["Arena", "ArenaAddress", "ArenaChunks", "SharedMemoryTransport", "att
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-@dataclass(frozen=True)
-class ArenaAddress:
+class ArenaAddress(NamedTuple):
     """Where a process of the same user on the same host finds an arena."""
 
     pid: int
     descriptor: int
     token: str
     nbytes: int
-
-    @classmethod
-    def from_plain(cls, values: Any) -> ArenaAddress:
-        pid, descriptor, token, nbytes = values
-        return cls(pid, descriptor, token, nbytes)
-
-    def plain(self) -> list[Any]:
-        return [self.pid, self.descriptor, self.token, self.nbytes]
 
 
 class Arena:
