@@ -20,9 +20,9 @@ from .engines.base import Budget, Engine, ask
 from .layout import Holding
 from .memory import DOUBLE, MODES, STREAMED, Mode
 from .messages import Table, first_cause
-from .plan import Assignments, BoundPlan, Rings, Worker, merge_descriptions, plan_push
+from .plan import Assignments, BoundPlan, Worker, merge_descriptions, plan_push
 from .quantization.quantizer import holdings_of_blocks, plan_exchange
-from .report import PushReport
+from .report import PushReport, WorkerReport
 from .requests import TensorRequest, blocks_by_name, request_tensors
 from .transports.group import GroupAddress, GroupBackend, GroupRendezvous
 from .writing import Outcome
@@ -64,6 +64,7 @@ class PushCoordinator:
         self._answers: list[dict[str, Any]] = []
         self.mode: Mode = DOUBLE
         self.bound: BoundPlan
+        self.assignments: Assignments
 
     def has_sources(self, fingerprints: Sequence[bytes]) -> bool:
         """Return whether the senders' descriptions are those of the last push."""
@@ -133,6 +134,8 @@ class PushCoordinator:
             least = min((answer["mode"] for answer in answers), key=MODES.index)
             if all(answer["mode"] == least for answer in answers):
                 self._answers, self.mode = answers, least
+                rings = tuple((answer["ring"][0], answer["ring"][1]) for answer in answers if "ring" in answer)
+                self.assignments = self.bound.assignments(rings)
                 return True
             mode = least  # all workers use one mode, because they change together
         self._requests.clear()
@@ -158,22 +161,14 @@ class PushCoordinator:
             "deadline_s": self.deadline_s,
         }
 
-    @property
-    def _rings(self) -> Rings:
-        return tuple((answer["ring"][0], answer["ring"][1]) for answer in self._answers if "ring" in answer)
-
-    @property
-    def assignments(self) -> Assignments:
-        return self.bound.assignments(self._rings)
-
     def assignment(self, sender: int, plan: bytes) -> bytes:
         """Return the packed assignment of a sender; its jobs are left out if it has the plan with this digest."""
         assignments = self.assignments
         known = []
         for job in assignments.jobs[sender]:
-            for target, chunk in job.write.chunks:
-                answer = self._answers[target]
-                known.append([answer[held][chunk] if answer[held] else None for held in ("known", "served")])
+            for place in job.places:
+                answer = self._answers[place.target]
+                known.append([answer[held][place.chunk] if answer[held] else None for held in ("known", "served")])
         is_known = plan == assignments.digest
         packed: bytes = msgpack.packb(
             {
@@ -224,10 +219,9 @@ class PushCoordinator:
 
     def verify(self, outcomes: Sequence[Outcome], version: int | str, budget: Budget) -> None:
         """First phase of the commit: every worker verifies every chunk."""
-        digests, unchanged = self.bound.chunk_digests(self._rings, outcomes)
-        by_worker = {
-            worker.receiver: [digests[target], unchanged[target]] for target, worker in enumerate(self.bound.workers)
-        }
+        digests, unchanged = self.assignments.chunk_digests(outcomes)
+        receivers = [worker.receiver for worker in self.bound.workers]
+        by_worker = dict(zip(receivers, zip(digests, unchanged, strict=True), strict=True))
         self._ask_all("verify", {"version": version, "chunks": by_worker}, budget)
 
     def apply(
@@ -270,8 +264,11 @@ class PushCoordinator:
         raise first
 
     def report(self, outcomes: Sequence[Outcome], version: int | str, seconds: dict[str, float]) -> PushReport:
-        names = [self._engines[worker.engine].name for worker in self.bound.workers]
-        workers, written = self.bound.reports(self._rings, outcomes, names, is_broadcast=self._group is not None)
+        nbytes, written = self.assignments.nbytes_by_fate(outcomes, is_broadcast=self._group is not None)
+        workers = [
+            WorkerReport(self._engines[of.engine].name, of.number, of.host, sum(layout.sizes), *counted)
+            for of, layout, counted in zip(self.bound.workers, self.bound.plan.layouts, nbytes, strict=True)
+        ]
         total = sum(meta.nbytes for _, meta in self.table.rows)
         return PushReport(version, seconds, workers, written, total, self.mode)
 

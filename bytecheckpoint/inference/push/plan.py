@@ -23,10 +23,9 @@ from .layout import Holding, Layout, Waves, Write, cut_box
 from .messages import Table, check_faults, list_faults
 from .quantization.blocks import Blocks, cut_blocks, without
 from .quantization.quantizer import Exchange, pack_task
-from .report import WorkerReport
 from .transports.base import Place
 from .transports.group_transport import plan_receptions
-from .writing import KEPT, SENT, UNCHANGED, Job, Outcome, pack_writes
+from .writing import SENT, UNCHANGED, Job, Outcome, pack_writes
 
 __all__ = [
     "CHUNK_BYTES",
@@ -232,8 +231,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class Assignments:
-    """The jobs and quantization tasks of all senders; ``digest`` identifies all of them together."""
+    """The jobs and quantization tasks of all senders; ``digest`` identifies all of them together.
 
+    ``layouts`` are those of the targets.
+    """
+
+    layouts: tuple[Layout, ...]
     jobs: list[list[Job]]
     packed: list[bytes]
     tasks: list[bytes]
@@ -243,6 +246,35 @@ class Assignments:
     def nbytes(self) -> int:
         """The bytes that all senders write when no worker holds any of them yet."""
         return sum(job.nbytes for jobs in self.jobs for job in jobs)
+
+    def chunk_digests(self, outcomes: Sequence[Outcome]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the digest of every chunk of each target, and the chunks that a target copies from what it serves."""
+        digests = [[0] * len(layout.chunks) for layout in self.layouts]
+        unchanged: list[list[int]] = [[] for _ in self.layouts]
+        for _, _, place, digest, fate in self._fates(outcomes):
+            digests[place.target][place.chunk] = digest
+            if fate == UNCHANGED:
+                unchanged[place.target].append(place.chunk)
+        return digests, unchanged
+
+    def nbytes_by_fate(self, outcomes: Sequence[Outcome], *, is_broadcast: bool) -> tuple[list[list[int]], list[int]]:
+        """Return the bytes of each target by fate, and the bytes that left each sender; a broadcast chunk leaves it
+        once."""
+        counted = [[0, 0, 0] for _ in self.layouts]
+        written = [0] * len(outcomes)
+        for sender, job, place, _, fate in self._fates(outcomes):
+            counted[place.target][fate] += job.write.nbytes
+            if fate == SENT and not (is_broadcast and place != job.places[0]):
+                written[sender] += job.write.nbytes
+        return counted, written
+
+    def _fates(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[int, Job, Place, int, int]]:
+        """Yield the sender, job, place, digest and fate of each chunk of each target."""
+        for sender, (jobs, outcome) in enumerate(zip(self.jobs, outcomes, strict=True)):
+            fates = iter(outcome.fates)
+            for job, digest in zip(jobs, outcome.digests, strict=True):
+                for place in job.places:
+                    yield sender, job, place, digest, next(fates)
 
 
 Rings = tuple[tuple[int, int], ...]
@@ -286,7 +318,7 @@ class BoundPlan:
         packed = [pack_writes(of_sender) for of_sender in jobs]
         tasks = [pack_task(self.blocks, self.exchange, sender) if self.blocks else b"" for sender in senders]
         digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in layouts] + packed + tasks))
-        return Assignments(jobs, packed, tasks, digest)
+        return Assignments(layouts, jobs, packed, tasks, digest)
 
     def _in_order(self, writes: Sequence[Write], is_streamed: bool) -> Sequence[Write]:
         """Put scales last where the order is free: the maxima of their blocks are known by then."""
@@ -294,38 +326,6 @@ class BoundPlan:
             return writes
         scales = {scale_name(name) for name in self.blocks}
         return sorted(writes, key=lambda write: write.name in scales)
-
-    def chunk_digests(self, rings: Rings, outcomes: Sequence[Outcome]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the digest of every chunk of each target, and the chunks that a target copies from what it serves."""
-        digests = [[0] * len(layout.chunks) for layout in self.plan.layouts]
-        unchanged: list[list[int]] = [[] for _ in self.plan.layouts]
-        for jobs, outcome in zip(self.assignments(rings).jobs, outcomes, strict=True):
-            fates = iter(outcome.fates)
-            for job, digest in zip(jobs, outcome.digests, strict=True):
-                for target, chunk in job.write.chunks:
-                    digests[target][chunk] = digest
-                    if next(fates) == UNCHANGED:
-                        unchanged[target].append(chunk)
-        return digests, unchanged
-
-    def reports(
-        self, rings: Rings, outcomes: Sequence[Outcome], engines: Sequence[str], *, is_broadcast: bool
-    ) -> tuple[list[WorkerReport], list[int]]:
-        """Return a report for each worker, and the bytes that left each sender; a broadcast chunk leaves it once."""
-        counted = [[0, 0, 0] for _ in self.workers]
-        written = [0] * len(outcomes)
-        for sender, (jobs, outcome) in enumerate(zip(self.assignments(rings).jobs, outcomes, strict=True)):
-            fates = iter(outcome.fates)
-            for job in jobs:
-                of_job = [next(fates) for _ in job.places]
-                for (target, _), fate in zip(job.write.chunks, of_job, strict=True):
-                    counted[target][fate] += job.write.nbytes
-                written[sender] += job.write.nbytes * (1 if is_broadcast else of_job.count(SENT))
-        reports = [
-            WorkerReport(engine, worker.number, worker.host, sum(layout.sizes), of[SENT], of[UNCHANGED], of[KEPT])
-            for engine, worker, layout, of in zip(engines, self.workers, self.plan.layouts, counted, strict=True)
-        ]
-        return reports, written
 
 
 def _places(layouts: Sequence[Layout], rings: Rings) -> list[list[Place]]:

@@ -37,7 +37,8 @@ _THREADS = min(4, len(os.sched_getaffinity(0)))
 _BATCH_BYTES = 64 << 20  # fetched at once; a checkpoint reads a batch in one request
 
 SENT, UNCHANGED, KEPT = range(3)
-"""The fate of a chunk: sent; the worker copies it from the served version; the arena already holds it."""
+"""The fate of a chunk, in the order of ``WorkerReport``: sent; the worker copies it from the served version; the arena
+already holds it."""
 
 
 @dataclass(frozen=True)

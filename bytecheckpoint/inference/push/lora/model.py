@@ -124,10 +124,7 @@ class AdapterModel:
 
     def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         places = dict(model.named_parameters())
-        tensors = dict(weights)
-        factors = self._factors({name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        for name, factor in factors.items():
-            tensor = tensors[name]
+        for _, factor, tensor in self._requested(weights):
             place = places.get(f"{factor.module}.{'lora_A' if factor.is_a else 'lora_B'}")
             if place is None:
                 place = nn.Parameter(torch.empty(tensor.shape, dtype=self._host.dtype, device="meta"))
@@ -135,11 +132,9 @@ class AdapterModel:
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._before = self._host.pushed(self._name)
-        tensors = dict(weights)
         taken: dict[str, torch.Tensor] = {}
-        for name in self._factors({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
-            taken[name] = torch.empty(tensors[name].shape, dtype=self._host.dtype)
-            taken[name].copy_(tensors[name])
+        for name, _, tensor in self._requested(weights):
+            taken[name] = torch.empty(tensor.shape, dtype=self._host.dtype).copy_(tensor)
         self._host.put(self._name, Adapter(self._config(), taken))
         self._loaded()
 
@@ -153,12 +148,12 @@ class AdapterModel:
             raise StateError(f"the config of adapter {self._name!r} has no rank r: {self._config_text:.200}")
         return config
 
-    def _factors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LoraFactor]:
-        """Return the tensors that this worker requests. Raises one ``MismatchError`` for all mismatches."""
-        config, layers = self._config(), self._host.layers()
+    def _requested(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, LoraFactor, torch.Tensor]]:
+        """Yield the tensors that this worker requests. Raises one ``MismatchError`` for all mismatches."""
+        config, layers, tensors = self._config(), self._host.layers(), dict(weights)
         found: dict[str, LoraFactor] = {}
         faults: list[tuple[str, str, str]] = []
-        for name, shape in shapes.items():
+        for name, tensor in tensors.items():
             try:
                 factor = self._host.factor_of(name)
             except ValueError as error:
@@ -172,12 +167,12 @@ class AdapterModel:
             if factor in found.values():
                 faults.append(("unknown", name, "another tensor is the same factor of its module"))
             found[name] = factor
-            fault = self._fault(factor, shape, layers[factor.module], _rank_of(config, factor.module))
+            fault = self._fault(factor, tuple(tensor.shape), layers[factor.module], _rank_of(config, factor.module))
             if fault:
                 faults.append(("shape", name, fault))
         faults += _unpaired(found)
         check_faults(f"{len(faults)} tensor(s) of adapter {self._name!r}", faults, limit=10)
-        return found
+        return ((name, factor, tensors[name]) for name, factor in found.items())
 
     def _fault(self, factor: LoraFactor, shape: tuple[int, ...], layer: LoraLayer, rank: int) -> str:
         """Return what is wrong with a shape; empty if nothing is."""
