@@ -20,8 +20,8 @@ from .quantization.quantizer import Quantizer
 from .report import ProgressReporter, PushReport
 from .sender import Sender
 from .sources import Source
-from .transports.base import Transport
-from .transports.group import Group, GroupAddress, GroupBroken
+from .transports.base import Transport, TransportBroken
+from .transports.group import Group, GroupAddress
 from .transports.group_transport import GroupTransport
 from .transports.tcp import StreamBroken, TcpTransport
 from .writing import Outcome
@@ -240,7 +240,7 @@ class RankPush(Push):
         """Return the packed outcome, or the packed failure of the stream, for rank 0."""
         try:
             return self._write_chunks(quantizer, transports)
-        except (StreamBroken, GroupBroken) as error:
+        except TransportBroken as error:
             self.sender.leave()
             for ring in rings.values():
                 ring.interrupt()  # makes the workers that still wait notice

@@ -10,8 +10,9 @@ import torch
 import xxhash
 
 from ....engine.tensor_bytes import byte_view
+from ....errors import EngineError
 
-__all__ = ["Digest", "Place", "Transport", "digest_on_device", "word_digest", "xxh3_digest"]
+__all__ = ["Digest", "Place", "Transport", "TransportBroken", "digest_on_device", "word_digest", "xxh3_digest"]
 
 Digest = Callable[[torch.Tensor], int]
 """Maps contiguous bytes to an unsigned 64-bit number."""
@@ -28,6 +29,14 @@ class Place(NamedTuple):
     offset: int
     chunk: int = 0
     wave: int = 0
+
+
+class TransportBroken(EngineError):
+    """The other end failed, or did not answer in time (``is_late``). Its own error is the cause."""
+
+    def __init__(self, text: str, *, is_late: bool = False) -> None:
+        super().__init__(text)
+        self.is_late = is_late
 
 
 class Transport(ABC):

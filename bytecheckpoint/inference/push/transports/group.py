@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ....errors import EngineError, StateError, UsageError
 from ..daemon import run_daemon
+from .base import TransportBroken
 from .connection import local_addresses
 
 __all__ = ["Group", "GroupAddress", "GroupBackend", "GroupBroken", "GroupRendezvous", "check_backend", "join_group"]
@@ -39,10 +40,8 @@ Tensors = Sequence[torch.Tensor]
 Check = Callable[[], None]
 
 
-class GroupBroken(EngineError):
-    """A member left, or did not answer in time (``is_late``). The group cannot be used any more."""
-
-    is_late = False
+class GroupBroken(TransportBroken):
+    """A member left, or did not answer in time. The group cannot be used any more."""
 
 
 class GroupAddress(NamedTuple):
@@ -124,27 +123,30 @@ class Group(ABC):
 
     def send(self, member: int, tensors: Tensors, check: Check) -> None:
         """Send to one member, which calls ``receive``."""
-        group = self._all
-        self._run(group, lambda: [group.send([tensor], member, 0) for tensor in tensors], check)
+        self._start(self._all, lambda group: [group.send([tensor], member, 0) for tensor in tensors], check)
 
     def receive(self, member: int, tensors: Tensors, check: Check) -> None:
         """Receive from one member, which calls ``send``."""
-        group = self._all
-        self._run(group, lambda: [group.recv([tensor], member, 0) for tensor in tensors], check)
+        self._start(self._all, lambda group: [group.recv([tensor], member, 0) for tensor in tensors], check)
 
     def broadcast(self, members: tuple[int, ...], root: int, tensors: Tensors, check: Check) -> None:
         """Copy the tensors of ``root`` to all ``members`` of a subgroup."""
-        group = self._subgroups.get(members)
-        position = members.index(root)
-        self._run(group, lambda: [group.broadcast(tensor, position) for tensor in tensors], check)  # type: ignore[union-attr]
+        subgroup, position = self._subgroups.get(members), members.index(root)
+        self._start(subgroup, lambda group: [group.broadcast(tensor, position) for tensor in tensors], check)
 
     @abstractmethod
     def _form(self, name: str, rank: int, size: int) -> Any:
         """Form a torch process group. Raises ``RuntimeError``."""
 
-    @abstractmethod
-    def _run(self, group: Any, start: Callable[[], list[Any]], check: Check) -> None:
+    def _start(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
         """Start operations of ``group``, which is None after ``leave``, and wait for them."""
+        if group is None:
+            raise GroupBroken("this member has left the group")
+        self._run(group, operations, check)
+
+    @abstractmethod
+    def _run(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
+        """Start operations of ``group`` and wait for them. Raises ``GroupBroken``."""
 
     def leave(self) -> None:
         """Leave the group. Its members notice when they next wait for this one. Never raises."""
@@ -189,24 +191,16 @@ def _meet(store: Store, name: str, rank: int, size: int, wait_s: float) -> None:
     store.wait([f"here/{name}/{member}" for member in range(size)], timedelta(seconds=wait_s))
 
 
-def _broken(text: str, *, is_late: bool = False) -> GroupBroken:
-    broken = GroupBroken(text)
-    broken.is_late = is_late
-    return broken
-
-
 class _Gloo(Group):
     def _form(self, name: str, rank: int, size: int) -> Any:
         wait = timedelta(seconds=self._wait_s)
         return dist.ProcessGroupGloo(PrefixStore(name, self._store), rank, size, wait)
 
-    def _run(self, group: Any, start: Callable[[], list[Any]], check: Check) -> None:
-        if group is None:
-            raise _broken("this member has left the group")
+    def _run(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
         begin = time.monotonic()
         works: list[Any] = []
         try:
-            works += start()
+            works += operations(group)
             for work in works:
                 check()
                 work.wait()
@@ -215,7 +209,7 @@ class _Gloo(Group):
             is_late = time.monotonic() - begin >= self._wait_s
             # Without the position in gloo's source and without its advice.
             text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". ")[0]
-            raise _broken(f"the group broke: {text}", is_late=is_late) from None
+            raise GroupBroken(f"the group broke: {text}", is_late=is_late) from None
 
 
 class _Nccl(Group):
@@ -244,29 +238,29 @@ class _Nccl(Group):
             del error  # breaks the reference cycle with this frame
         return group
 
-    def _run(self, group: Any, start: Callable[[], list[Any]], check: Check) -> None:
-        if group is None:
-            raise _broken("this member has left the group")
+    def _run(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
         # After a failure inside a coalesced block, NCCL keeps its state in the thread that opened the block.
-        error = _run_in_thread(lambda: self._run_coalesced(group, start, check))
+        error = _run_in_thread(lambda: self._run_coalesced(group, operations, check))
         try:
             if isinstance(error, RuntimeError):
-                raise _broken(f"the group broke: {error}") from error
+                raise GroupBroken(f"the group broke: {error}") from error
             if error is not None:
                 raise error
         finally:
             del error  # breaks the reference cycle with this frame
 
-    def _run_coalesced(self, group: Any, start: Callable[[], list[Any]], check: Check) -> None:
+    def _run_coalesced(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
         with torch.cuda.device(self.device):
             group._start_coalescing()
-            start()
+            operations(group)
             work = group._end_coalescing()
             end = time.monotonic() + self._wait_s
             while not work.is_completed():
                 check()
                 if time.monotonic() > end:
-                    raise _broken(f"the group broke: a member was not there within {self._wait_s:g} s", is_late=True)
+                    raise GroupBroken(
+                        f"the group broke: a member was not there within {self._wait_s:g} s", is_late=True
+                    )
                 time.sleep(_POLL_S)
             work.wait()  # makes this thread's stream wait for the received bytes
 

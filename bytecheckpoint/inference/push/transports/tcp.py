@@ -19,7 +19,7 @@ from ....engine.tensor_bytes import byte_view
 from ....errors import BytecheckpointError, CorruptionError, DeadlineError, EngineError
 from ..layout import ChunkStore
 from ..messages import SenderLost
-from .base import Place, Transport
+from .base import Place, Transport, TransportBroken
 from .connection import (
     END,
     FAILED,
@@ -43,11 +43,8 @@ _MAX_TEXT_BYTES = 1 << 16
 _MAX_TEXT = 4000  # characters
 
 
-class StreamBroken(EngineError):
-    """A worker's end of a stream failed, or did not answer in time (``is_late``). The worker's own error is the
-    cause."""
-
-    is_late = False
+class StreamBroken(TransportBroken):
+    """A worker's end of a stream failed, or did not answer in time."""
 
 
 class ChunkServer(Acceptor):
@@ -248,9 +245,7 @@ class TcpTransport(Transport):
     def _broken(self, text: str, *, is_late: bool = False) -> BytecheckpointError:
         if self._slots is None:
             return (DeadlineError if is_late else EngineError)(f"{text}; nothing was applied")
-        broken = StreamBroken(text)
-        broken.is_late = is_late
-        return broken
+        return StreamBroken(text, is_late=is_late)
 
     def _listen(self) -> None:
         try:
