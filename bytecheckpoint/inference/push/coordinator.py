@@ -144,15 +144,12 @@ class PushCoordinator:
     def _prepare_message(self, with_layouts: bool, mode: str) -> dict[str, Any]:
         workers, layouts = self.bound.workers, self.bound.plan.layouts
         hosts = Counter(worker.host for worker in workers)
+        of_worker = {
+            worker.receiver: [layout.digest, layout.packed if with_layouts else None, self.bound.tables[worker.engine]]
+            for worker, layout in zip(workers, layouts, strict=True)
+        }
         return {
-            "layouts": {
-                worker.receiver: [
-                    layout.digest,
-                    layout.packed if with_layouts else None,
-                    self.bound.tables[worker.engine],
-                ]
-                for worker, layout in zip(workers, layouts, strict=True)
-            },
+            "layouts": of_worker,
             "memory": self._memory_bytes,
             "sharers": {worker.receiver: hosts[worker.host] for worker in workers},
             "mode": mode,
@@ -206,15 +203,11 @@ class PushCoordinator:
         """Make all workers join the group and begin to receive. Returns when the last member has joined."""
         receptions = self.bound.receptions()
         first = address.size - len(receptions)
-        members = {
-            worker.receiver: [
-                first + target,
-                None if xxhash.xxh3_128_digest(packed) == answer["receptions"] else packed,
-            ]
-            for target, (worker, answer, packed) in enumerate(
-                zip(self.bound.workers, self._answers, receptions, strict=True)
-            )
-        }
+        members = {}
+        workers = zip(self.bound.workers, self._answers, receptions, strict=True)
+        for number, (worker, answer, packed) in enumerate(workers, first):
+            is_known = xxhash.xxh3_128_digest(packed) == answer["receptions"]
+            members[worker.receiver] = [number, None if is_known else packed]
         self._ask_all("join_group", {"address": address, "members": members}, budget)
 
     def verify(self, outcomes: Sequence[Outcome], version: int | str, budget: Budget) -> None:

@@ -162,12 +162,11 @@ class Failure:
 
     def error(self, where: str) -> BytecheckpointError:
         """Return an error of the same class, or an ``EngineError``; its message begins with ``where``."""
-        known = SenderLost if self.kind == SenderLost.__name__ else None
-        known = getattr(errors, self.kind) if self.kind in errors.__all__ else known
+        known = SenderLost if self.kind == SenderLost.__name__ else getattr(errors, self.kind, None)
         after = f"\n  {where} {self.serving}" if self.serving else ""
         if known is MismatchError:
             faults = [(kind, name, detail) for kind, name, detail in self.faults]
             return MismatchError(f"{where}: {self.message}{after}", faults)
-        if known is not None and issubclass(known, BytecheckpointError) and known is not errors.RankFailedError:
-            return cast("BytecheckpointError", known(f"{where}: {self.message}{after}"))
+        if isinstance(known, type) and issubclass(known, BytecheckpointError) and known is not errors.RankFailedError:
+            return known(f"{where}: {self.message}{after}")
         return EngineError(f"{where}: {self.kind}: {self.message}{after}\n\n{self.traceback_text}".rstrip())

@@ -229,7 +229,7 @@ class RankPush(Push):
                         stream.end(broken)
                 return gathered
         except BaseException as error:
-            self.sender.leave()  # other members may be waiting for this one
+            self.sender.group.leave()  # other members may be waiting for this one
             if stream is not None:
                 stream.explain(error)
             raise
@@ -241,7 +241,7 @@ class RankPush(Push):
         try:
             return self._write_chunks(quantizer, transports)
         except TransportBroken as error:
-            self.sender.leave()
+            self.sender.group.leave()
             for ring in rings.values():
                 ring.interrupt()  # makes the workers that still wait notice
             packed: bytes = msgpack.packb([error.is_late, str(error)])
@@ -249,13 +249,13 @@ class RankPush(Push):
 
     def _join_group(self) -> Group:
         op, sender, coordinator = self.op, self.sender, self.coordinator
-        gathered = op.gather("push.group", b"" if sender.group is None else sender.group.name.encode())
+        gathered = op.gather("push.group", sender.group.name.encode())
         names = [name.decode() for name in gathered or ()]
         address = GroupAddress(*self._share("push.group", lambda leader: leader.group_address(names)))
         with op.phase("push.group"), ThreadPoolExecutor(1, thread_name_prefix="bcp-push-join") as threads:
             workers = threads.submit(coordinator.join_group, address, self._budget()) if coordinator else None
             try:
-                group = sender.join(address, op.rank)
+                group = sender.group.join(address, op.rank)
             except EngineError:
                 if workers is not None:
                     workers.result()  # raises the cause where a worker failed

@@ -16,7 +16,7 @@ from .sources import Source
 from .transports.base import Transport, word_digest
 from .transports.connection import Endpoint
 from .transports.cuda_ipc import compute_device
-from .transports.group import Group, GroupAddress, join_group
+from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport
 from .transports.tcp import TcpTransport
 from .writing import HOST_FORMAT, ChunkFormat, Job, unpack_writes, write_all
@@ -43,7 +43,7 @@ class Sender:
         self.deadline_s, self.tcp_only = deadline_s, tcp_only
         self.plan = self.task = b""
         self.jobs: list[Job] = []
-        self.group: Group | None = None
+        self.group = Membership()
         self._mapped: dict[str, SharedMemoryTransport] = {}
 
     @property
@@ -111,20 +111,8 @@ class Sender:
         packed: bytes = msgpack.packb(outcome)
         return packed
 
-    def join(self, address: GroupAddress, rank: int) -> Group:
-        """Join the group unless this rank is in it already. Raises ``EngineError``."""
-        if self.group is None or self.group.name != address.name:
-            self.leave()
-            self.group = join_group(address, rank)
-        return self.group
-
-    def leave(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
-            group.leave()
-
     def close(self) -> None:
-        self.leave()
+        self.group.leave()
         for transport in self._mapped.values():
             transport.close()
         self._mapped.clear()

@@ -58,6 +58,8 @@ class IpcEngine(HttpEngine):
         StateError: pyzmq is missing, or this process does not see the devices.
     """
 
+    _extension = "checkpoint_engine.worker.VllmColocateWorkerExtension"
+
     def __init__(
         self,
         url: str,
@@ -157,13 +159,7 @@ class IpcEngine(HttpEngine):
     def _refused(self, path: str, code: int, text: str) -> EngineError:
         if code in (404, 405):
             return _MissingEndpoint(f"{self.name} has no {path}: {text}")
-        hint = ""
-        if path == "/collective_rpc":
-            hint = (
-                "; see its log for the reason. Was it started with --worker-extension-cls "
-                "checkpoint_engine.worker.VllmColocateWorkerExtension, and are all workers alive?"
-            )
-        return EngineError(f"{self.name}{path} answered {code}: {text}{hint}")
+        return super()._refused(path, code, text)
 
 
 class _MissingEndpoint(EngineError):

@@ -54,6 +54,8 @@ class HttpEngine(Engine):
             aborts them, and "keep" continues them with the new weights and the KV cache of the old ones.
     """
 
+    _extension = "bytecheckpoint.inference.vllm.worker.WorkerExtension"
+
     def __init__(self, url: str, *, pause: PauseMode = "wait") -> None:
         self.name = url.rstrip("/")
         self._pause_mode = pause
@@ -115,8 +117,8 @@ class HttpEngine(Engine):
             hint = "; start vLLM with VLLM_SERVER_DEV_MODE=1"
         elif path == "/collective_rpc":
             hint = (
-                "; see its log for the reason. Was it started with --worker-extension-cls "
-                "bytecheckpoint.inference.vllm.worker.WorkerExtension, and are all workers alive?"
+                f"; see its log for the reason. Was it started with --worker-extension-cls {self._extension}, and are "
+                "all workers alive?"
             )
         return EngineError(f"{self.name}{path} answered {code}: {text}{hint}")
 

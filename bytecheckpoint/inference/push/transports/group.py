@@ -28,7 +28,16 @@ from ..daemon import run_daemon
 from .base import TransportBroken
 from .connection import local_addresses
 
-__all__ = ["Group", "GroupAddress", "GroupBackend", "GroupBroken", "GroupRendezvous", "check_backend", "join_group"]
+__all__ = [
+    "Group",
+    "GroupAddress",
+    "GroupBackend",
+    "GroupBroken",
+    "GroupRendezvous",
+    "Membership",
+    "check_backend",
+    "join_group",
+]
 
 GroupBackend = Literal["gloo", "nccl"]
 
@@ -161,6 +170,30 @@ def join_group(address: GroupAddress, rank: int) -> Group:
         store = _connect(address)
         _meet(store, "", rank, address.size, address.wait_s)
         return (_Gloo if address.backend == "gloo" else _Nccl)(address, store, rank)
+
+
+class Membership:
+    """A process's membership in one group at a time, over many pushes."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the group; empty when this process is in no usable group."""
+        return "" if self._group is None else self._group.name
+
+    def join(self, address: GroupAddress, rank: int) -> Group:
+        """Join the group unless this process is in it already. Raises ``EngineError``."""
+        if self._group is None or self._group.name != address.name:
+            self.leave()
+            self._group = join_group(address, rank)
+        return self._group
+
+    def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
 
 
 @contextlib.contextmanager

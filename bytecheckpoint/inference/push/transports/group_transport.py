@@ -22,7 +22,7 @@ from ..layout import Write
 from ..messages import SenderLost
 from .base import Place, Transport
 from .cuda_ipc import compute_device, synchronize
-from .group import Check, Group, GroupAddress, GroupBackend, GroupBroken, check_backend, join_group
+from .group import Check, Group, GroupAddress, GroupBackend, GroupBroken, Membership, check_backend
 from .ring import RingBuffer
 
 __all__ = ["GroupMember", "GroupMemory", "GroupTransport", "Reception", "plan_receptions"]
@@ -112,46 +112,33 @@ class GroupMemory:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 
-class GroupMember:
+class GroupMember(Membership):
     """A worker's membership in one group at a time, over many pushes. For the thread of the model."""
 
     def __init__(self) -> None:
-        self._group: Group | None = None
+        super().__init__()
         self._receptions: list[Reception] = []
         self._thread: threading.Thread | None = None
         self.plan_digest = b""
         """Identifies the receptions that this worker has."""
-
-    @property
-    def name(self) -> str:
-        """The name of the group; empty when this worker is in no usable group."""
-        return "" if self._group is None else self._group.name
 
     def begin(self, address: GroupAddress, rank: int, packed: bytes | None, ring: RingBuffer) -> None:
         """Join the group if it is another one, and begin to receive into ``ring`` in a thread.
 
         ``packed`` are the receptions; None stands for the last ones. Raises ``EngineError``.
         """
-        if self.name != address.name:
-            self.leave()
-            self._group = join_group(address, rank)
+        group = self.join(address, rank)
         if packed is not None:
-            self._receptions = [
-                Reception(sender, root, tuple(members), tuple(chunks), nbytes)
-                for sender, root, members, chunks, nbytes in msgpack.unpackb(packed)
-            ]
+            self._receptions = [Reception(*one) for one in msgpack.unpackb(packed, use_list=False)]
             self.plan_digest = xxhash.xxh3_128_digest(packed)
-        assert self._group is not None
         sets = {reception.members for reception in self._receptions if len(reception.members) > 1}
         try:
-            self._group.form_subgroups(sorted(sets))
+            group.form_subgroups(sorted(sets))
         except EngineError:
             self.leave()  # members may have formed different subgroups
             raise
         # A daemon thread: the interpreter must be able to end while a sender is stopped.
-        self._thread = threading.Thread(
-            target=self._run, args=(self._group, rank, ring), name="bcp-push-group", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(group, rank, ring), name="bcp-push-group", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -161,11 +148,6 @@ class GroupMember:
             if self._thread.is_alive():
                 self.leave()
             self._thread = None
-
-    def leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.leave()
 
     def _run(self, group: Group, rank: int, ring: RingBuffer) -> None:
         try:
