@@ -36,7 +36,7 @@ ENGINE_SHARE = 0.7
 
 @dataclass
 class Push(ABC):
-    """One push on one rank, whoever the senders are. Rank 0 has a ``coordinator``. ``version`` is the caller's."""
+    """One push on one rank, for any kind of senders. Rank 0 has a ``coordinator``. ``version`` is the caller's."""
 
     op: Operation
     coordinator: PushCoordinator | None
