@@ -51,7 +51,7 @@ class _GroupCommunicators:
                 made.close()
 
     def _retire_others(self, group: Any) -> None:
-        is_current = self._group is not None and self._group() is group
+        is_current = group is not None and self._group is not None and self._group() is group
         if self._current is not None and not (is_current and self._current.pid == os.getpid()):
             self._retired.append(self._current)
             self._current = None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -260,7 +261,11 @@ def recreate_the_group(rank, world_size, folder):
     run_operation(rank, world_size)
     dist.barrier()
     dist.destroy_process_group()
+    gc.collect()
     alone = type(current_communicator()).__name__
+    assert not any(thread.name.startswith("bytecheckpoint-control") for thread in threading.enumerate()), (
+        "the first is closed"
+    )
     store = dist.FileStore(f"{folder}/again", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     second = current_communicator()

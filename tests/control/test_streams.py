@@ -106,6 +106,7 @@ def third_rank_fails(rank, world_size, sides):
     operation = begin()
     streams = operation.streams()
     operation.barrier("all have begun")
+    dist.barrier()  # or a rank still in the first barrier would raise the failure there
 
     def go():
         with operation.phase("exchange"):
