@@ -110,7 +110,7 @@ def reshard_command(
     out.table(("FILE", "SECTION", ">SHARDS", ">SIZE"), rows)
     done = "would be" if dry_run else "were"
     read = size_text(report.bytes_to_read if dry_run else report.bytes_read)
-    out.line(f"{report.url}: {len(report.files)} files of {size_text(report.size)} {done} written, {read} read")
+    out.line(f"{report.url}: {len(report.files)} files of {size_text(report.size)} {done} written, and {read} read")
 
 
 @command("copy")

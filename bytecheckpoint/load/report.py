@@ -56,7 +56,7 @@ class LoadReport:
         received = f" and {self.bytes_received} received" if self.bytes_received else ""
         return (
             f"{self.url} (step {self.step}): {', '.join(parts)}; "
-            f"{self.bytes_read} bytes read{received} for {self.bytes_wanted}"
+            f"{self.bytes_read} bytes read{received} for {self.bytes_wanted} requested"
         )
 
 

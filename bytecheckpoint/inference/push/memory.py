@@ -36,7 +36,7 @@ DOUBLE: Mode = "double"
 SINGLE: Mode = "single"
 """The worker holds the next version, which is verified before any weight changes. There is no rollback."""
 STREAMED: Mode = "streamed"
-"""Chunks pass through a ring buffer; each one is verified before it is loaded. There is no rollback."""
+"""Chunks pass through a ring buffer and are verified before they are loaded. No rollback to a pushed version."""
 
 MODES: tuple[Mode, ...] = (STREAMED, SINGLE, DOUBLE)
 """From the least memory to the most."""
