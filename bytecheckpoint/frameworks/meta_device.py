@@ -78,7 +78,7 @@ def _put(slot: Slot, tensor: torch.Tensor) -> None:
 
 
 def _holders(tensor: torch.Tensor, state: Mapping[str, Any]) -> Iterator[str]:
-    """The sections with an optimizer that steps this parameter."""
+    """The sections with an optimizer that updates this parameter."""
     for name, value in state.items():
         for item in value if isinstance(value, (list, tuple)) else [value]:
             groups = item.param_groups if isinstance(item, torch.optim.Optimizer) else []
