@@ -7,13 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push.layout import Write
-from bytecheckpoint.inference.push.messages import Table
+from bytecheckpoint.inference.push.messages import SenderLost, Table
 from bytecheckpoint.inference.push.peer_source import _Transfer
 from bytecheckpoint.inference.push.sender import Assignment, Sender
 from bytecheckpoint.inference.push.sources import Source
@@ -70,15 +71,33 @@ def test_a_transport_that_breaks_in_several_threads() -> None:
         memory = weakref.ref(source.memory)
         give = _Transfer(None, source, 60.0)  # type: ignore[arg-type]
         del source
-        sender = Sender(60.0, tcp_only=False)
-        sender.jobs = JOBS
-        known = [(None, None)] * len(JOBS)
-        assignment = Assignment([None], [], [], on_device=False, is_group=False, known=known)
-        give.begin(sender, assignment, {0: Broken()}, {}, joining=frozenset(), lease_s=60.0)
+        _begin(give, Sender(60.0, tcp_only=False), {0: Broken()})
         with pytest.raises(EngineError, match="the other end has gone"):
             _wait_for(give)
         give.join()
         assert memory() is None
+
+
+class _Unreachable(Sender):
+    """Finds the ports of all targets closed."""
+
+    def connect(self, assignment: Assignment, target: int, endpoint: Any) -> Transport:
+        raise EngineError("port 1 cannot be reached")
+
+
+def test_a_target_that_closes_its_port_is_a_consequence() -> None:
+    give = _Transfer(None, Mapped(), 60.0)  # type: ignore[arg-type]
+    _begin(give, _Unreachable(60.0, tcp_only=False), {})
+    with pytest.raises(SenderLost, match="port 1 cannot be reached"):
+        _wait_for(give)
+    give.join()
+
+
+def _begin(give: _Transfer, sender: Sender, mapped: dict[int, Transport]) -> None:
+    sender.jobs = JOBS
+    known = [(None, None)] * len(JOBS)
+    assignment = Assignment([None], [], [], on_device=False, is_group=False, known=known)
+    give.begin(sender, assignment, mapped, {}, joining=frozenset(), lease_s=60.0)
 
 
 def _wait_for(give: _Transfer) -> None:

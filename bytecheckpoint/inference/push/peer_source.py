@@ -285,7 +285,11 @@ class _Transfer:
             self._check()
             if target not in self._transports:
                 sender.deadline_s = max(self._deadline - time.monotonic(), 0.05)
-                self._transports[target] = sender.connect(assignment, target, endpoints.get(target))
+                try:
+                    self._transports[target] = sender.connect(assignment, target, endpoints.get(target))
+                except EngineError as error:
+                    # A target of a stream closes its port when another sender fails, whose error is the cause.
+                    raise SenderLost(str(error)) from error
         quantizer = Quantizer(self._source, sender.task)
         outcome = sender.write(self._source, assignment, quantizer, self._transports, self._check, self._count_written)
         if self._end_reason:
