@@ -85,6 +85,7 @@ def inspect_command(
     options: Mapping[str, Any],
     checkpoint: str,
     patterns: Sequence[str],
+    *,
     tensors: bool,
     shards: bool,
     files: bool,
@@ -98,7 +99,7 @@ def inspect_command(
         for row, name in enumerate(found.manifest.tensors.names)
         if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
     ]
-    document["tensors"] = [_tensor(found, row, shards) for row in selected] if tensors or shards else []
+    document["tensors"] = [_tensor(found, row, with_shards=shards) for row in selected] if tensors or shards else []
     if files:
         document["files"] = _files(found)
     if values:
@@ -168,7 +169,7 @@ def _section(found: Checkpoint, index: int) -> dict[str, Any]:
     return {"name": section.name, "kind": section.kind, "tensors": len(rows), "tensor_bytes": int(nbytes.sum())}
 
 
-def _tensor(found: Checkpoint, row: int, shards: bool) -> dict[str, Any]:
+def _tensor(found: Checkpoint, row: int, *, with_shards: bool) -> dict[str, Any]:
     manifest = found.manifest
     meta, shard_rows = manifest.tensors.meta_of(row), manifest.shards_of(row)
     document: dict[str, Any] = {
@@ -179,7 +180,7 @@ def _tensor(found: Checkpoint, row: int, shards: bool) -> dict[str, Any]:
         "shard_count": shard_rows.stop - shard_rows.start,
         "rank": int(manifest.scope[row]) if manifest.scope[row] >= 0 else None,
     }
-    if shards:
+    if with_shards:
         document["shards"] = [_shard(found, shard) for shard in range(shard_rows.start, shard_rows.stop)]
     return document
 

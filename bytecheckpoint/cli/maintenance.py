@@ -33,7 +33,7 @@ __all__ = ["copy_command", "diff_command", "reshard_command", "rm_command", "tra
 @click.option("--rtol", type=float, default=0.0, help="Tolerance, relative to the value in B.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
 def diff_command(
-    out: Output, options: Mapping[str, Any], a: str, b: str, values: bool, rtol: float, atol: float
+    out: Output, options: Mapping[str, Any], a: str, b: str, *, values: bool, rtol: float, atol: float
 ) -> None:
     """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, elements and plain values.
 
@@ -86,6 +86,7 @@ def reshard_command(
     target: str,
     files: int,
     layout: Layout,
+    *,
     dry_run: bool,
 ) -> None:
     """Rewrite the checkpoint SOURCE as a new checkpoint at TARGET, in different files.
@@ -128,7 +129,7 @@ def copy_command(out: Output, options: Mapping[str, Any], source: str, target: s
 @command("rm")
 @click.argument("checkpoint")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
-def rm_command(out: Output, options: Mapping[str, Any], checkpoint: str, yes: bool) -> None:
+def rm_command(out: Output, options: Mapping[str, Any], checkpoint: str, *, yes: bool) -> None:
     """Remove CHECKPOINT: first its manifest, then the files that the manifest lists, and nothing else.
 
     Refuses to remove anything that is not a checkpoint.

@@ -58,8 +58,8 @@ def command(name: str) -> Callable[[Run], click.Command]:
     def decorate(function: Run) -> click.Command:
         @functools.wraps(function)
         def run(*, as_json: bool, debug: bool, storage_option: tuple[str, ...], **arguments: Any) -> None:
-            with _failures(debug):
-                function(Output(as_json), _storage_options(storage_option), **arguments)
+            with _failures(debug=debug):
+                function(Output(as_json=as_json), _storage_options(storage_option), **arguments)
 
         for option in (
             click.option("--debug", is_flag=True, help="Print the traceback of an error."),
@@ -93,7 +93,7 @@ def exit_code(error: BaseException) -> int:
 
 
 @contextmanager
-def _failures(debug: bool) -> Iterator[None]:
+def _failures(*, debug: bool) -> Iterator[None]:
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):

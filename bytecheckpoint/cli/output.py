@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
 class Output:
     """Prints the output of one command. With ``as_json``, only ``document`` prints to standard output."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
 
     def document(self, document: Mapping[str, Any]) -> None:

@@ -79,6 +79,7 @@ def push_command(
     out: Output,
     options: Mapping[str, Any],
     source: str,
+    *,
     urls: tuple[str, ...],
     version: str | None,
     section: str,
@@ -121,14 +122,16 @@ def push_command(
     engines: list[Engine] = []
     for url in urls:
         engine = (
-            _engine(url, pause, native) if protocol is None else IpcEngine(url, devices=devices or None, pause=pause)
+            _engine(url, pause, native=native)
+            if protocol is None
+            else IpcEngine(url, devices=devices or None, pause=pause)
         )
         engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
     with ExitStack() as stack:
         pusher = stack.enter_context(Pusher(engines, deadline_s=deadline, group=group, cuda_ipc=cuda_ipc))
         what: Any
         if from_engine:
-            what = _engine(source, pause, native)
+            what = _engine(source, pause, native=native)
             stack.callback(what.close)
         else:
             what = api.open(source, storage_options=storage_options)
@@ -140,7 +143,7 @@ def push_command(
     _show(out, report)
 
 
-def _engine(url: str, pause: PauseMode, native: bool) -> Engine:
+def _engine(url: str, pause: PauseMode, *, native: bool) -> Engine:
     engine = HttpEngine(url, pause=pause)
     return NativeEngine(engine) if native else engine
 

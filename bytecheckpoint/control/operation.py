@@ -177,10 +177,10 @@ class SocketOperation(Operation):
                 self._outcome.raise_record(router.loss_record(state, peer, phase))
             now = time.monotonic()
             if now > deadline:
-                self._raise_deadline(phase, missing, is_for_children)
+                self._raise_deadline(phase, missing, is_for_children=is_for_children)
             if router.children and now > next_note:
                 next_note = now + self._note_interval_s
-                self._send_note(phase, missing, is_for_children)
+                self._send_note(phase, missing, is_for_children=is_for_children)
             router.wait_until(has_changed, WAIT_CHECK_S)
             router.check_processes(missing)
 
@@ -188,7 +188,7 @@ class SocketOperation(Operation):
         """How much longer than its deadline this rank waits for its parent before it decides which rank is late."""
         return ROOT_GRACE_S + (self._router.tree.depth(self.rank) - 1) * STEP_GRACE_S
 
-    def _send_note(self, phase: str, missing: list[int], is_for_children: bool) -> None:
+    def _send_note(self, phase: str, missing: list[int], *, is_for_children: bool) -> None:
         if is_for_children:
             steps = [WaitStep(self.rank, phase, self._late_ranks(missing))]
         else:
@@ -205,7 +205,7 @@ class SocketOperation(Operation):
     def _note_of(self, peer: int) -> list[WaitStep]:
         return self._router.note(self._state, peer, NOTE_LIFETIME_INTERVALS * self._note_interval_s)
 
-    def _raise_deadline(self, phase: str, missing: list[int], is_for_children: bool) -> NoReturn:
+    def _raise_deadline(self, phase: str, missing: list[int], *, is_for_children: bool) -> NoReturn:
         if is_for_children:
             self._outcome.raise_deadline(phase, self._late_ranks(missing))
         context = [

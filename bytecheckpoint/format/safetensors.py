@@ -70,7 +70,7 @@ class SafetensorsHeader:
     metadata: dict[str, str]
 
 
-def shard_name(fqn: str, box: Box, whole: bool) -> str:
+def shard_name(fqn: str, box: Box, *, whole: bool) -> str:
     """Return a shard's name inside its file: the plain fqn of a whole tensor, else a name such as ``fqn[0:2,3:4]``."""
     return fqn if whole else f"{fqn}{box}"
 
@@ -84,7 +84,7 @@ def build_header(entries: Sequence[HeaderEntry], metadata: dict[str, str]) -> by
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     begin = 0
     for entry in entries:
-        _check_name(entry.name, entry.name in header)
+        _check_name(entry.name, is_taken=entry.name in header)
         if entry.nbytes != prod(entry.shape) * entry.dtype.itemsize:
             raise FormatError(f"{entry.name}: {entry.nbytes} bytes are not {entry.dtype}{list(entry.shape)}")
         code, shape = entry.dtype.safetensors, list(entry.shape)
@@ -163,7 +163,7 @@ def _metadata_of(found: object) -> dict[str, str]:
 
 
 def _record(name: str, entry: object) -> HeaderRecord:
-    _check_name(name, False)
+    _check_name(name, is_taken=False)
     if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
         raise FormatError(f"{name!r}: a safetensors entry has exactly dtype, shape and data_offsets")
     dtype = entry["dtype"]
@@ -186,8 +186,8 @@ def _integers(name: str, what: str, found: object) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _check_name(name: str, taken: bool) -> None:
-    if taken or name == _METADATA:
+def _check_name(name: str, *, is_taken: bool) -> None:
+    if is_taken or name == _METADATA:
         raise FormatError(f"name {name!r:.200} is taken in this safetensors file")
     if len(name) > _MAX_NAME or "\0" in name or not _is_text(name):
         raise FormatError(f"name {name!r:.200} cannot be used in a safetensors file: it is too long, or not text")

@@ -183,14 +183,14 @@ class SaveCoordinator:
         """Return whether a save is due by its step; the same answer on every rank."""
         return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
 
-    def begin_turn(self, is_due: bool) -> bool:
+    def begin_turn(self, *, is_due: bool) -> bool:
         """Begin a turn and return whether it has a round; the same answer on every rank."""
         self._turn += 1
         return is_due or self._turn >= self._next_turn
 
     def decide(self, op: Operation, step: int, *, is_due: bool, is_busy: bool) -> Decision:
         """Exchange status and decision. Every rank raises ``DisagreementError`` if steps or turns differ."""
-        packed = op.gather("coordinate", msgpack.packb(self._status(step, is_due, is_busy)))
+        packed = op.gather("coordinate", msgpack.packb(self._status(step, is_due=is_due, is_busy=is_busy)))
         response = None
         if packed is not None:
             statuses = [_RankStatus(*msgpack.unpackb(one)) for one in packed]
@@ -214,7 +214,7 @@ class SaveCoordinator:
         """A save failed; the same step may be saved again."""
         self._last_step = None
 
-    def _status(self, step: int, is_due: bool, is_busy: bool) -> _RankStatus:
+    def _status(self, step: int, *, is_due: bool, is_busy: bool) -> _RankStatus:
         received = self._signals.received
         number = next((number for number in self._preemption.signals if number in received), 0)
         grace_s = self._preemption.grace_s - (time.monotonic() - received[number]) if number else 0.0

@@ -186,7 +186,7 @@ class CheckpointManager:
             ControlError: The ranks could not work together.
         """
         with self._rounds.round() as op:
-            name = self._find_newest(op, (), allow_fresh)
+            name = self._find_newest(op, (), allow_fresh=allow_fresh)
         if name is None:
             return None
         return self._checkpointer.open(join(self.root, name), storage_options=self._storage_options)
@@ -216,7 +216,7 @@ class CheckpointManager:
         damaged: list[str] = []
         while True:
             with self._rounds.round(followed_by="load") as op:
-                name = self._find_newest(op, damaged, allow_fresh)
+                name = self._find_newest(op, damaged, allow_fresh=allow_fresh)
             if name is None:
                 return None
             try:
@@ -271,10 +271,10 @@ class CheckpointManager:
         if self._closed:
             raise UsageError("this CheckpointManager is closed; create a new one")
         is_due = force or self._coordinator.is_due(step)
-        if not self._coordinator.begin_turn(is_due):
+        if not self._coordinator.begin_turn(is_due=is_due):
             return None
         with self._rounds.round(followed_by="save") as op:
-            decision, plain_metrics = self._coordinate(op, step, is_due, metrics)
+            decision, plain_metrics = self._coordinate(op, step, metrics, is_due=is_due)
         handle = None
         if decision.save:
             is_leaving = decision.preemption_signal != 0
@@ -323,7 +323,7 @@ class CheckpointManager:
                 self._rounds.report_failure(error)
             self._release()
 
-    def _find_newest(self, op: Operation, excluded: Sequence[str], allow_fresh: bool) -> str | None:
+    def _find_newest(self, op: Operation, excluded: Sequence[str], *, allow_fresh: bool) -> str | None:
         """Return the name of the newest valid checkpoint, the same on all ranks. Raises like ``find_newest``.
 
         Only rank 0 lists the root, because ranks may see different states of a network file system.
@@ -339,7 +339,7 @@ class CheckpointManager:
         return name
 
     def _coordinate(
-        self, op: Operation, step: int, is_due: bool, metrics: Mapping[str, float] | None
+        self, op: Operation, step: int, metrics: Mapping[str, float] | None, *, is_due: bool
     ) -> tuple[Decision, dict[str, float]]:
         with self._settling():
             with op.phase("check"):

@@ -132,7 +132,7 @@ class GatherPlan:
         for index, tensor in enumerate(shards.tensor.tolist()):
             box = shards.box_of(index)
             whole = box.lengths == tensors.shape_of(tensor)
-            names.append(f"{tensors.section_of(tensor)}.{shard_name(tensors.fqn_of(tensor), box, whole)}")
+            names.append(f"{tensors.section_of(tensor)}.{shard_name(tensors.fqn_of(tensor), box, whole=whole)}")
         section = np.unique(file, return_inverse=True)[1].astype(np.int64)
         return TensorTable(
             names, sections, section, tensors.dtype[shards.tensor], tensors.ndim[shards.tensor], shards.lengths

@@ -32,7 +32,7 @@ def write_checkpoint(root: Path, manifest: Manifest, contents: dict[str, np.ndar
             tensor = int(manifest.shards.tensor[row])
             meta, box = manifest.tensors.meta_of(tensor), manifest.shards.box_of(row)
             data = contents[manifest.tensors.names[tensor]][box.slices()].tobytes()
-            fqn = shard_name(manifest.tensors.fqn_of(tensor), box, box == Box.whole(meta.shape))
+            fqn = shard_name(manifest.tensors.fqn_of(tensor), box, whole=box == Box.whole(meta.shape))
             entries.append(HeaderEntry(fqn, meta.dtype, box.lengths, len(data)))
             step = int(manifest.files.chunk_size[file])
             sums[row] = [xxhash.xxh3_64_intdigest(data[at : at + step]) for at in range(0, len(data), step)]

@@ -67,7 +67,7 @@ class _Engine(Engine):
 
 def _request(engine: Engine, strict: bool = True, **tensors: tuple[torch.dtype, tuple[int, ...]]) -> TensorRequest:
     rows: list[tuple[str, BasicMeta]] = [(name, basic_meta(dtype, shape)) for name, (dtype, shape) in tensors.items()]
-    return request_tensors(engine, Table(tuple(rows)), strict, Budget(10))
+    return request_tensors(engine, Table(tuple(rows)), Budget(10), strict=strict)
 
 
 SCALED = {"w": (FP8, (6, 8)), "w_scale_inv": (F32, (2, 2)), "norm": (BF16, (8,))}

@@ -117,7 +117,7 @@ def test_requests_match_a_quantized_checkpoint(tmp_path: Path, kind: str, at: En
     quantized = wide | {"quantization_config": _FP8}
     with _rehearsal(tmp_path, quantized, at) as model:
         assert model.blocks == (128, 128)
-        request = request_tensors(_Engine(model), _table(hub_shapes(wide)), at.tp == 1, Budget(60))
+        request = request_tensors(_Engine(model), _table(hub_shapes(wide)), Budget(60), strict=at.tp == 1)
         assert dict(request.table.rows) == dict(_table(hub_shapes(quantized)).rows)
         assert set(request.parts[0]) == set(record_load(model, _table(hub_shapes(quantized))).parts)
         assert not _uncovered(model, request.table)
@@ -132,7 +132,7 @@ def test_experts_as_transformers_has_them(tmp_path: Path, at: EngineRank) -> Non
     config = json.loads(tmp_path.joinpath("config.json").read_text()) | {"quantization_config": _FP8}
     config |= {"architectures": ["Qwen3MoeForCausalLM"]}
     with _rehearsal(tmp_path, config, at) as model:
-        request = request_tensors(_Engine(model), table, at.tp == 1, Budget(60))
+        request = request_tensors(_Engine(model), table, Budget(60), strict=at.tp == 1)
         name = "model.layers.1.mlp.experts.gate_up_proj"
         assert dict(request.table.rows)[f"{name}_scale_inv"] == basic_meta(torch.float32, (4, 4, 2))
         assert not _uncovered(model, request.table)
@@ -146,14 +146,14 @@ def test_experts_that_share_blocks(tmp_path: Path) -> None:
     config = _QWEN3_MOE | {"moe_intermediate_size": 192, "quantization_config": _FP8}
     with _rehearsal(tmp_path, config, EngineRank()) as model:
         with pytest.raises(MismatchError, match="no block has elements of two of them"):
-            request_tensors(_Engine(model), _table(stored), False, Budget(60))
+            request_tensors(_Engine(model), _table(stored), Budget(60), strict=False)
 
 
 def test_what_is_not_to_be_quantised_is_not(tmp_path: Path) -> None:
     without = {"modules_to_not_convert": [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]}
     config = _MODELS["qwen3"] | {"quantization_config": _FP8 | without}
     with _rehearsal(tmp_path, config, EngineRank()) as model:
-        request = request_tensors(_Engine(model), _table(hub_shapes(_MODELS["qwen3"])), True, Budget(60))
+        request = request_tensors(_Engine(model), _table(hub_shapes(_MODELS["qwen3"])), Budget(60), strict=True)
         assert not any("down_proj" in name for name in request.blocks)
         assert len(request.blocks) == 2 * 6
         assert not _uncovered(model, request.table)
@@ -163,7 +163,7 @@ def test_scales_of_whole_tensors_are_refused(tmp_path: Path) -> None:
     whole = {key: value for key, value in _FP8.items() if key != "weight_block_size"}
     with _rehearsal(tmp_path, _MODELS["qwen3"] | {"quantization_config": whole}, EngineRank()) as model:
         with pytest.raises(MismatchError, match="has no scales for its blocks"):
-            request_tensors(_Engine(model), _table(hub_shapes(_MODELS["qwen3"])), True, Budget(60))
+            request_tensors(_Engine(model), _table(hub_shapes(_MODELS["qwen3"])), Budget(60), strict=True)
 
 
 @pytest.mark.slow

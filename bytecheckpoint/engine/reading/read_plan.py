@@ -179,7 +179,7 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     found: list[_Range] = []
     device = DeviceCopyIn(part.out for part in parts) if any(parts[i].out.is_cuda for i in other.tolist()) else None
     for i in other.tolist():
-        found += _box_ranges(manifest, shards, i, parts[i], bool(plain[i]), boxes, size, device)
+        found += _box_ranges(manifest, shards, i, parts[i], boxes, size, device, plain=bool(plain[i]))
     rest = np.array(found, np.int64).reshape(-1, 5)
     source, begin, end, low, high = (
         np.concatenate([column, more])
@@ -204,10 +204,11 @@ def _box_ranges(
     shards: _Shards,
     i: int,
     part: ReadPart,
-    plain: bool,
     boxes: dict[int, BoxPlace],
     size: int,
     device: DeviceCopyIn | None,
+    *,
+    plain: bool,
 ) -> list[_Range]:
     """Return the ranges for a part of a shard, or for a whole shard that does not go to plain memory."""
     stored = manifest.shards.box_of(part.row)

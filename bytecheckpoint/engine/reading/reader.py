@@ -167,7 +167,7 @@ class StoredShard:
             ChunkCheck(reader.source, self._file, _raise).feed(self._row, self._begin, begin, buffer)
 
 
-def _widen(queue: TaskQueue, direct: bool) -> None:
+def _widen(queue: TaskQueue, direct: bool) -> None:  # noqa: FBT001 - the fetcher calls it with one argument
     queue.widen(_DIRECT_THREADS if direct else _REMOTE_THREADS)
 
 

@@ -26,11 +26,11 @@ def decode_value(data: bytes, *, allow_pickle: bool = False, where: str = "value
     length, and ``StateError`` for a pickle unless ``allow_pickle`` is true. Set it only for a checkpoint whose author
     you would let run code on this machine.
     """
-    return _Decoder(allow_pickle, where).decode(data, 0)
+    return _Decoder(where, allow_pickle=allow_pickle).decode(data, 0)
 
 
 class _Decoder:
-    def __init__(self, allow_pickle: bool, where: str) -> None:
+    def __init__(self, where: str, *, allow_pickle: bool) -> None:
         self.allow_pickle = allow_pickle
         self.where = where
 
@@ -54,7 +54,7 @@ class _Decoder:
             raise FormatError(f"{self.where}: an extension's payload is not the array it must be")
         return value
 
-    def require(self, condition: bool, what: str) -> None:
+    def require(self, condition: bool, what: str) -> None:  # noqa: FBT001 - as an assertion
         if not condition:
             raise FormatError(f"{self.where}: {what}")
 

@@ -23,11 +23,11 @@ def encode_value(value: object, where: str, *, allow_pickle: bool = False) -> by
     ``where`` is the dotted path that errors name. Raises ``UnserializableError`` for a value that is not plain; with
     ``allow_pickle`` it is stored as a pickle instead, unless it is a tensor.
     """
-    return _Encoder(allow_pickle).pack(value, where, 0)
+    return _Encoder(allow_pickle=allow_pickle).pack(value, where, 0)
 
 
 class _Encoder:
-    def __init__(self, allow_pickle: bool) -> None:
+    def __init__(self, *, allow_pickle: bool) -> None:
         self.allow_pickle = allow_pickle
 
     def pack(self, value: object, where: str, depth: int) -> bytes:

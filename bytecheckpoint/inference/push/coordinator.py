@@ -75,7 +75,7 @@ class PushCoordinator:
         self.table, self._held = merge_descriptions(descriptions)
         self._fingerprints = list(fingerprints)
 
-    def describe(self, strict: bool, budget: Budget) -> None:
+    def describe(self, budget: Budget, *, strict: bool) -> None:
         """Ask the engines what they request of the senders' table, unless the answer is known.
 
         Raises ``MismatchError`` for tensors that do not fit.
@@ -84,7 +84,7 @@ class PushCoordinator:
         if table.digest in self._requests and (self._was_strict or not strict):
             return
         self._was_strict = strict
-        requests = self._on_all(lambda engine: request_tensors(engine, table, strict, budget))
+        requests = self._on_all(lambda engine: request_tensors(engine, table, budget, strict=strict))
         blocks_by_name(requests)
         workers = [
             Worker(number, index, answer["receiver"], answer["host"])
@@ -106,11 +106,11 @@ class PushCoordinator:
             tables = [request.table.digest for request in requests]
             self.bound, self._bound_to = BoundPlan(plan, workers, tables, blocks, exchange), key
 
-    def prepare(self, strict: bool, budget: Budget, replan: Callable[[], None]) -> bool:
+    def prepare(self, budget: Budget, replan: Callable[[], None], *, strict: bool) -> bool:
         """Begin the transaction on every worker, and return whether weights are streamed. When a worker has restarted,
         ask the engines again and ``replan``."""
         if not self._prepare(budget):
-            self.describe(strict, budget)
+            self.describe(budget, strict=strict)
             replan()
             if not self._prepare(budget):
                 raise ControlError("workers of an engine were restarted twice during one push; push again")
@@ -122,7 +122,7 @@ class PushCoordinator:
         self._answers, mode = [], STREAMED if self._group or self._cuda_ipc else ""
         with_layouts = False
         while True:
-            message = self._prepare_message(with_layouts, mode)
+            message = self._prepare_message(mode, with_layouts=with_layouts)
             answers = self._ask_all("prepare", message, budget)
             if [answer["receiver"] for answer in answers] != [worker.receiver for worker in self.bound.workers]:
                 break
@@ -141,7 +141,7 @@ class PushCoordinator:
         self._requests.clear()
         return False
 
-    def _prepare_message(self, with_layouts: bool, mode: str) -> dict[str, Any]:
+    def _prepare_message(self, mode: str, *, with_layouts: bool) -> dict[str, Any]:
         workers, layouts = self.bound.workers, self.bound.plan.layouts
         hosts = Counter(worker.host for worker in workers)
         of_worker = {

@@ -79,7 +79,7 @@ class Join(Push):
         self._held = [_types(answer["description"], answer["types"]) for answer in answers]
         descriptions = [answer["description"] for answer in answers]
         coordinator.set_sources([xxhash.xxh3_128_digest(one) for one in descriptions], descriptions)
-        coordinator.describe(self.strict, self.early_budget)
+        coordinator.describe(self.early_budget, strict=self.strict)
         version: int | str = versions[0] if self.version is None else self.version
         return version
 

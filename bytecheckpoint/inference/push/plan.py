@@ -313,14 +313,14 @@ class BoundPlan:
         places = _places(layouts, rings)
         jobs = [
             [Job(write, tuple(places[target][chunk] for target, chunk in write.chunks)) for write in writes]
-            for writes in (self._in_order(writes, bool(rings)) for writes in self.plan.writes)
+            for writes in (self._in_order(writes, is_streamed=bool(rings)) for writes in self.plan.writes)
         ]
         packed = [pack_writes(of_sender) for of_sender in jobs]
         tasks = [pack_task(self.blocks, self.exchange, sender) if self.blocks else b"" for sender in senders]
         digest = xxhash.xxh3_128_digest(b"".join([layout.digest for layout in layouts] + packed + tasks))
         return Assignments(layouts, jobs, packed, tasks, digest)
 
-    def _in_order(self, writes: Sequence[Write], is_streamed: bool) -> Sequence[Write]:
+    def _in_order(self, writes: Sequence[Write], *, is_streamed: bool) -> Sequence[Write]:
         """Put scales last where the order is free: the maxima of their blocks are known by then."""
         if is_streamed or not self.blocks:
             return writes

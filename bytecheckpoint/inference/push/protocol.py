@@ -96,7 +96,7 @@ class Push(ABC):
         return facts
 
     def _prepare_engines(self, coordinator: PushCoordinator) -> bool:
-        return coordinator.prepare(self.strict, self.early_budget, lambda: self._plan(coordinator))
+        return coordinator.prepare(self.early_budget, lambda: self._plan(coordinator), strict=self.strict)
 
     def _lead(self, phase: str, step: Callable[[PushCoordinator], T]) -> T | None:
         """Run a step of rank 0 as a phase of all ranks. Returns its result on rank 0."""
@@ -139,7 +139,7 @@ class RankPush(Push):
                 description = self._source.describe()
             descriptions = op.gather("push.sources", description) or ()
             self._lead("push.sources", lambda leader: leader.set_sources(fingerprints, descriptions))
-        self._lead("push.describe", lambda leader: leader.describe(self.strict, self.early_budget))
+        self._lead("push.describe", lambda leader: leader.describe(self.early_budget, strict=self.strict))
         return version
 
     def _plan(self, coordinator: PushCoordinator) -> None:

@@ -36,9 +36,9 @@ class TensorRequest:
     blocks: dict[str, Blocks]
 
 
-def request_tensors(engine: Engine, table: Table, strict: bool, budget: Budget) -> TensorRequest:
+def request_tensors(engine: Engine, table: Table, budget: Budget, *, strict: bool) -> TensorRequest:
     """Ask an engine. Raises ``MismatchError`` when its model and ``table`` do not fit."""
-    answers, parts = _describe(engine, table, strict, budget)
+    answers, parts = _describe(engine, table, budget, strict=strict)
     names = _narrowed(table, parts)
     blocks: dict[str, Blocks] = {}
     if names:
@@ -46,7 +46,7 @@ def request_tensors(engine: Engine, table: Table, strict: bool, budget: Budget) 
         rows, columns = next(answer["blocks"] for answer in answers if answer["blocks"])
         blocks = dict.fromkeys(names, (rows, columns))
         table = _quantized(table, blocks)
-        answers, parts = _describe(engine, table, strict, budget)
+        answers, parts = _describe(engine, table, budget, strict=strict)
         _check_scales_requested(engine, blocks, parts)
     if strict:
         check_taken_whole(engine.name, table, parts)
@@ -69,7 +69,7 @@ def blocks_by_name(requests: Iterable[TensorRequest]) -> dict[str, Blocks]:
 
 
 def _describe(
-    engine: Engine, table: Table, strict: bool, budget: Budget
+    engine: Engine, table: Table, budget: Budget, *, strict: bool
 ) -> tuple[list[dict[str, Any]], list[list[Part]]]:
     answers = ask(engine, "describe", {"table": table.packed, "strict": strict}, budget.left)
     parts = [unpack_parts(answer["parts"]) for answer in answers]

@@ -95,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
         return opened
 
     @rule(opened=open_objects, last=st.booleans())
-    def write(self, opened: _OpenObject, last: bool) -> None:
+    def write(self, opened: _OpenObject, *, last: bool) -> None:
         if not opened.missing:
             return
         start, end = opened.missing.pop(-1 if last else 0)

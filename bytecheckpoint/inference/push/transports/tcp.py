@@ -158,7 +158,7 @@ class TcpTransport(Transport):
         try:
             set_unbounded_receive(self._connection, send_timeout_s=deadline_s)
             if memory is not None:
-                self._attach(memory, on_device)
+                self._attach(memory, on_device=on_device)
             self._listener = threading.Thread(target=self._listen, name="bcp-push-ring", daemon=True)
             self._listener.start()
         except BaseException:
@@ -166,7 +166,7 @@ class TcpTransport(Transport):
             self._release_memory()
             raise
 
-    def _attach(self, memory: ArenaAddress, on_device: bool) -> None:
+    def _attach(self, memory: ArenaAddress, *, on_device: bool) -> None:
         if not on_device:
             self._memory = attach(memory)
             return
