@@ -139,7 +139,7 @@ def push_command(
             report = pusher.push(
                 what, version=version, section=section, rename=rename, strict=not partial, progress=progress
             )
-    out.document({"source": what.name if from_engine else what.url, **report.plain()})
+    out.document({"source": what.name if from_engine else what.url, **report.plain(), "total_s": report.total_s})
     _show(out, report)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..control.base import Operation
-from ..errors import CheckpointError
+from ..errors import NameNotFoundError
 from ..load.shared_reads.negotiation import ShareReads
 from ..load.shared_reads.run import read_together
 from ..tensors.geometry import Box
@@ -52,7 +52,7 @@ class StoredWeights:
         section: The section that holds the model.
 
     Raises:
-        CheckpointError: The checkpoint has no such section.
+        NameNotFoundError: The checkpoint has no such section.
 
     Example:
         >>> weights = StoredWeights(bcp.open(path))
@@ -62,7 +62,7 @@ class StoredWeights:
 
     def __init__(self, checkpoint: Checkpoint, section: str = "model") -> None:
         if section not in checkpoint.sections:
-            raise CheckpointError(
+            raise NameNotFoundError(
                 f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}"
             )
         self._checkpoint, self._prefix = checkpoint, f"{section}."

@@ -31,7 +31,7 @@ class LoadReport:
         notes: Remarks of the adapters, such as tied tensors that were stored separately.
         bytes_read: Bytes that this rank read from storage.
         bytes_received: Bytes that this rank received from ranks that had read them, in the dtypes in memory.
-        bytes_wanted: Bytes that this rank requested, in the stored dtypes.
+        bytes_requested: Bytes that this rank requested, in the stored dtypes.
         timings: Seconds and bytes of each step on this rank.
     """
 
@@ -47,7 +47,7 @@ class LoadReport:
     notes: list[str]
     bytes_read: int
     bytes_received: int
-    bytes_wanted: int
+    bytes_requested: int
     timings: Timings
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class LoadReport:
         received = f" and {self.bytes_received} received" if self.bytes_received else ""
         return (
             f"{self.url} (step {self.step}): {', '.join(parts)}; "
-            f"{self.bytes_read} bytes read{received} for {self.bytes_wanted} requested"
+            f"{self.bytes_read} bytes read{received} for {self.bytes_requested} requested"
         )
 
 
@@ -83,6 +83,6 @@ def make_report(
         notes=list(notes),
         bytes_read=counts.read,
         bytes_received=counts.received,
-        bytes_wanted=counts.requested,
+        bytes_requested=counts.requested,
         timings=timings,
     )

@@ -388,7 +388,7 @@ class CheckpointManager:
         return handle
 
     def _leave(self, step: int, number: int) -> None:
-        _log.warning("%s: leaving at step %d because of %s", self.root, step, signal.Signals(number).name)
+        _log.warning("%s: received %s; step %d is the last one", self.root, signal.Signals(number).name, step)
         self.preempted = True
         exits = self._preemption.action == "exit"
         try:

@@ -405,4 +405,4 @@ def test_adjacent_small_tensors_are_fetched_together(tmp_path: Path) -> None:
         report = bcp.load(tmp_path / "a", {"x": loaded})
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert len(calls) <= 5, "one read for all small tensors, in addition to header and values"
-    assert report.bytes_wanted == sum(tensor.nbytes for tensor in tensors.values())
+    assert report.bytes_requested == sum(tensor.nbytes for tensor in tensors.values())

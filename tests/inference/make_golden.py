@@ -38,7 +38,7 @@ def main() -> None:
                 path.write_bytes(msgpack.packb([layout.pack() for layout in layouts]))
                 index[path.name] = {
                     "vllm": vllm.__version__,
-                    "ranks": [{"digest": one.digest(), **asdict(one.figures())} for one in layouts],
+                    "ranks": [{"digest": one.digest(), **asdict(one.sizes())} for one in layouts],
                 }
                 index_path.write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
                 print(path.name, path.stat().st_size, "bytes", flush=True)

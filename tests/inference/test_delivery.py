@@ -14,7 +14,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.control import current_communicator
 from bytecheckpoint.control.base import Operation
 from bytecheckpoint.control.single import SingleProcess
-from bytecheckpoint.errors import CheckpointError, CorruptionError
+from bytecheckpoint.errors import CorruptionError, NameNotFoundError
 from bytecheckpoint.inference.delivery import DeliveryReport, StoredWeights
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -198,5 +198,5 @@ def test_damaged_bytes_are_found(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_section_that_is_not_there(path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no section 'policy'; it has model"):
+    with pytest.raises(NameNotFoundError, match="no section 'policy'; it has model"):
         StoredWeights(bcp.open(path), "policy")

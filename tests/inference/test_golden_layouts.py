@@ -85,7 +85,7 @@ def test_layouts_follow_the_rules(model: str, engine: dict[str, Any]) -> None:
         assert layout.stored == table
         if small or rank in ends:
             assert layout.digest() == expected["digest"]
-            assert asdict(layout.figures()) == {name: value for name, value in expected.items() if name != "digest"}
+            assert asdict(layout.sizes()) == {name: value for name, value in expected.items() if name != "digest"}
             _check_pieces(layout, rules)
             _check_coverage(layout, rules)
         stage = rank // engine["tp"]

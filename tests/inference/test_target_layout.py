@@ -108,7 +108,7 @@ def test_each_rank_requests_its_share() -> None:
     layouts = [_learned(Engine(2, rank, "meta"), weights) for rank in range(2)]
     replicated = sum(weights[name].nbytes for name in ("k", "v", "norm", "bias"))
     sharded = sum(tensor.nbytes for tensor in weights.values()) - replicated - weights["of another stage"].nbytes
-    figures = [layout.figures() for layout in layouts]
+    figures = [layout.sizes() for layout in layouts]
     assert sum(one.requested for one in figures) == sharded + 2 * replicated
     assert all(one.share == 1 and one.stored == sum(t.nbytes for t in weights.values()) for one in figures)
     assert {part.name for part in layouts[0].parts()} == set(weights) - {"of another stage"}
@@ -130,7 +130,7 @@ def test_duplicate_requests_are_merged() -> None:
 
     layout = _learned(model, weights, load)
     assert [(part.name, str(part.box)) for part in layout.parts()] == [("w", "[0:2,0:6]"), ("n", "[0:4]")]
-    assert layout.figures().share == 1
+    assert layout.sizes().share == 1
 
 
 def test_a_view_that_is_no_box_and_values_that_are_seen_want_the_whole() -> None:
@@ -147,7 +147,7 @@ def test_a_view_that_is_no_box_and_values_that_are_seen_want_the_whole() -> None
     parts = [(part.name, str(part.box), part.dtype.name) for part in layout.parts()]
     assert parts == [("w", "[0:4,0:6]", "float32"), ("n", "[0:4]", "bfloat16"), ("m", "[0:4]", "float32")]
     assert [layout.stored[number].name for number in layout.seen] == ["n"]
-    figures = layout.figures()
+    figures = layout.sizes()
     assert (figures.requested, figures.fast) == (96 + 8 + 16, 16)
     found = {parameter.name: torch.zeros(parameter.shape) for parameter in layout.parameters}
     replay_from_parts(layout, weights, found)

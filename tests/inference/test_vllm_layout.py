@@ -161,7 +161,7 @@ def test_a_state_in_transformers_memory_form(folders: Path) -> None:
     stored = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in memory.items()]
     layout = layout_of(folders / "qwen3_moe", at, stored=stored)
     of_hub = layout_of(folders / "qwen3_moe", at)
-    assert layout.figures() == of_hub.figures()
+    assert layout.sizes() == of_hub.sizes()
     found, expected = (
         {one.name: torch.zeros(one.shape, dtype=torch.bfloat16) for one in layout.parameters} for _ in "ab"
     )

@@ -44,12 +44,12 @@ def test_patterns_on_sections(saved: Path, include: list[str], exclude: list[str
 
 def test_excluded_bytes_are_not_read(saved: Path) -> None:
     everything = bcp.load(saved, training(9.0))
-    assert everything.bytes_wanted == bcp.open(saved).manifest.nbytes
+    assert everything.bytes_requested == bcp.open(saved).manifest.nbytes
     nothing = bcp.load(saved, training(9.0), include=["extra_state.step"])
-    assert (nothing.bytes_read, nothing.bytes_wanted) == (0, 0)
+    assert (nothing.bytes_read, nothing.bytes_requested) == (0, 0)
     assert nothing.loaded == ["extra_state.step"]
     one = bcp.load(saved, training(9.0), include=["model.0.bias"])
-    assert one.bytes_wanted == 7 * 4
+    assert one.bytes_requested == 7 * 4
     assert one.bytes_read < 64 + 64 + 5000, "more than a file header and the chunks around it"
 
 
@@ -115,7 +115,7 @@ def test_sections_outside_the_state_are_not_read(saved: Path) -> None:
     report = bcp.load(saved, {"model": model})
     assert sorted(report.loaded) == sorted(f"model.{name}" for name in model.state_dict())
     assert torch.equal(model[0].weight, training(1.0)["model"][0].weight)
-    assert report.bytes_wanted == sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    assert report.bytes_requested == sum(t.numel() * t.element_size() for t in model.state_dict().values())
 
 
 def test_part_of_a_section(saved: Path) -> None:

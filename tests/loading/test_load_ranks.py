@@ -36,7 +36,7 @@ def _load_stages(rank: int, world_size: int, path: str, names: list[str]) -> tup
         report = bcp.load(path, {"model": local, "extra_state": {"s": 0}}, deadline_s=time_limit(30))
     except MismatchError as error:
         return str(error), sorted(error.faults)
-    return {name: tensor[0].item() for name, tensor in local.items()}, report.unexpected, report.bytes_wanted
+    return {name: tensor[0].item() for name, tensor in local.items()}, report.unexpected, report.bytes_requested
 
 
 def test_disjoint_targets_are_not_unexpected(pool: RankPool, tmp_path: Path) -> None:

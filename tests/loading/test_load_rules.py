@@ -265,8 +265,8 @@ def test_the_report(saved: Path) -> None:
     assert {"extra_state.step", "extra_state.name", "extra_state.best"} <= set(report.loaded)
     assert len(report.loaded) == len(set(report.loaded))
     assert [report.missing, report.unexpected, report.lazy, report.cast, report.notes] == [[], [], [], {}, []]
-    assert report.bytes_wanted == bcp.open(saved).manifest.nbytes
-    assert report.bytes_read >= report.bytes_wanted
+    assert report.bytes_requested == bcp.open(saved).manifest.nbytes
+    assert report.bytes_read >= report.bytes_requested
     assert list(report.timings.seconds) == list(LOAD_STEPS)
     assert f"{len(report.loaded)} loaded" in str(report)
     assert f"{report.bytes_read} bytes read" in str(report)

@@ -66,7 +66,7 @@ def _load_all(rank: int, world_size: int, path: str, options: dict[str, Any]) ->
     assert equal(tensors, content())
     work = report.timings.work.get("exchange")
     assert report.bytes_received == (work.nbytes if work else 0)
-    return report.bytes_read, report.bytes_received, report.bytes_wanted
+    return report.bytes_read, report.bytes_received, report.bytes_requested
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -188,7 +188,7 @@ def _load_hsdp(rank: int, world_size: int, path: str) -> Any:
     for name, parameter in model.state_dict().items():
         assert isinstance(parameter, DTensor)
         assert torch.equal(parameter.full_tensor(), expected[name]), name
-    return report.bytes_read, report.bytes_received, report.bytes_wanted
+    return report.bytes_read, report.bytes_received, report.bytes_requested
 
 
 def test_replicas_of_shards_are_read_once(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ PHRASES = (
 PATTERNS = (
     r"of (its|their|his) own(?=[.,;:)\"])",
     r"stands(?! for)",
-    r"(?<!bytes )wanted",  # ``bytes_wanted`` is a public name
+    "wanted",
 )
 BANNED = re.compile(rf"\b({'|'.join((*WORDS, *PHRASES, *PATTERNS))})\b", re.IGNORECASE)
 

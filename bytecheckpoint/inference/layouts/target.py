@@ -22,11 +22,11 @@ from .parts import Part, without_duplicates
 from .recording import Copy, Recorder, storage_identity
 from .strided import StridedView, box_of
 
-__all__ = ["LAYOUT_VERSION", "Figures", "LayoutTensor", "Placement", "TargetLayout"]
+__all__ = ["LAYOUT_VERSION", "LayoutSizes", "LayoutTensor", "Placement", "TargetLayout"]
 
 
 @dataclass(frozen=True)
-class Figures:
+class LayoutSizes:
     """Sizes in bytes.
 
     ``requested`` is what the rank must receive. ``fast`` is the part of it on the fast path: exactly the elements that
@@ -94,11 +94,11 @@ class TargetLayout:
                 found.append((Part(tensor.name, tensor.shape, box, dtype), view is not None))
         return found
 
-    def figures(self) -> Figures:
+    def sizes(self) -> LayoutSizes:
         """Sizes in bytes of the model, the rank and its requests."""
         parts = self.parts()
         exact = {part for part, is_exact in self._copied if is_exact}
-        return Figures(
+        return LayoutSizes(
             stored=sum(tensor.nbytes for tensor in self.stored),
             parameters=sum(tensor.nbytes for tensor in self.parameters),
             requested=sum(part.nbytes for part in parts),
