@@ -60,12 +60,8 @@ def _split(part: Box, starts: Int64, stops: Int64) -> tuple[Box, Box]:
         faces = faces[(faces > low) & (faces < high)]
         if len(faces):
             faces = np.unique(faces)
-            at = int(faces[len(faces) // 2])
-            lengths = part.lengths
-            lower = (*lengths[:axis], at - low, *lengths[axis + 1 :])
-            upper = (*lengths[:axis], high - at, *lengths[axis + 1 :])
-            moved = (*part.offsets[:axis], at, *part.offsets[axis + 1 :])
-            return Box(part.offsets, lower), Box(moved, upper)
+            middle = int(faces[len(faces) // 2]) - low
+            return part.narrow(axis, 0, middle), part.narrow(axis, middle, high - low)
     raise AssertionError("a box that meets a region and does not cover it has a face inside it")
 
 

@@ -109,6 +109,13 @@ class Box(_Ranges):
         """Return the box in coordinates whose origin is the first element of ``outer``."""
         return Box(tuple(o - b for o, b in zip(self.offsets, outer.offsets)), self.lengths)
 
+    def narrow(self, axis: int, begin: int, end: int) -> Box:
+        """Return the part with the indices from ``begin`` to ``end - 1`` in one dimension, counted from the box."""
+        offsets, lengths = list(self.offsets), list(self.lengths)
+        offsets[axis] += begin
+        lengths[axis] = end - begin
+        return Box(tuple(offsets), tuple(lengths))
+
     def slices(self) -> tuple[slice, ...]:
         """Return the slices that select the box from a tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths))

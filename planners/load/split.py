@@ -78,16 +78,12 @@ def _cut(
     if axis == part.ndim or whole[axis]:
         yield part
         return
-    offset, length = part.offsets[axis], part.lengths[axis]
+    length = part.lengths[axis]
     step = 1
     if whole[axis + 1] and strides[axis] - rest[axis + 1] <= gap_bytes:
         step += max(0, (max_bytes - rest[axis + 1]) // strides[axis])
     for start in range(0, length, step):
-        size = min(step, length - start)
-        piece = Box(
-            (*part.offsets[:axis], offset + start, *part.offsets[axis + 1 :]),
-            (*part.lengths[:axis], size, *part.lengths[axis + 1 :]),
-        )
+        piece = part.narrow(axis, start, min(start + step, length))
         if step > 1 or whole[axis + 1]:
             yield piece
         else:

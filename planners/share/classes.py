@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -125,11 +125,10 @@ def find_stripe(request: Request, shape: tuple[int, ...], itemsize: int) -> Stri
     part, whole = box.lengths[axis], shape[axis]
     if prod(box.lengths[axis:]) * itemsize >= _LONG_RUN_BYTES:
         return None
-    if whole % part or box.offsets[axis] % part or whole // part > _MAX_STRIPES:
+    begin = box.offsets[axis]
+    if whole % part or begin % part or whole // part > _MAX_STRIPES:
         return None
-    offsets, lengths = [*box.offsets], [*box.lengths]
-    offsets[axis], lengths[axis] = 0, whole
-    return Stripe(Box(tuple(offsets), tuple(lengths)), axis, whole // part, box.offsets[axis] // part)
+    return Stripe(box.narrow(axis, -begin, whole - begin), axis, whole // part, begin // part)
 
 
 def classify_requests(
@@ -246,9 +245,8 @@ def find_rings(
         By ring, its classes in the same order on all of its ranks.
     """
     rings: dict[tuple[int, ...], list[RequestClass]] = {}
-    for one in sorted(classes, key=lambda one: one.summary):
-        ranks = groups.get(one.summary.digest)
-        if ranks is not None and not is_scattered(ranks) and rank in ranks[one.summary.number]:
+    for one, ranks in _shared_classes(rank, classes, groups):
+        if not is_scattered(ranks):
             rings.setdefault(_ring_of(rank, ranks[one.summary.number]), []).append(one)
     return {ranks: members for ranks, members in rings.items() if len(ranks) > 1}
 
@@ -267,12 +265,21 @@ def find_scatters(
         By group of ranks in the order of their stripes, its classes.
     """
     scatters: dict[tuple[int, ...], list[RequestClass]] = {}
-    for one in sorted(classes, key=lambda one: one.summary):
-        ranks = groups.get(one.summary.digest)
-        if ranks is not None and is_scattered(ranks) and rank in ranks[one.summary.number]:
+    for one, ranks in _shared_classes(rank, classes, groups):
+        if is_scattered(ranks):
             at = bisect_left(ranks[one.summary.number], rank)
             scatters.setdefault(tuple(of_stripe[at] for of_stripe in ranks), []).append(one)
     return scatters
+
+
+def _shared_classes(
+    rank: int, classes: Sequence[RequestClass], groups: RankGroups
+) -> Iterator[tuple[RequestClass, Sequence[Sequence[int]]]]:
+    """The classes that other ranks announced too, in an order that is equal on all ranks, with ``groups`` of each."""
+    for one in sorted(classes, key=lambda one: one.summary):
+        ranks = groups.get(one.summary.digest)
+        if ranks is not None and rank in ranks[one.summary.number]:
+            yield one, ranks
 
 
 def _ring_of(rank: int, group: Sequence[int]) -> tuple[int, ...]:

@@ -170,12 +170,7 @@ class _Run:
 
     @property
     def part_box(self) -> PartBox:
-        box, axis = self.part.box, self.axis
-        if axis >= 0:
-            offsets, lengths = [*box.offsets], [*box.lengths]
-            offsets[axis] += self.begin
-            lengths[axis] = self.end - self.begin
-            box = Box(tuple(offsets), tuple(lengths))
+        box = self.part.box if self.axis < 0 else self.part.box.narrow(self.axis, self.begin, self.end)
         return PartBox(self.part.row, box, box.numel * self.part.memory_itemsize)
 
     def split_row(self, nbytes: int, slack: int) -> int:
