@@ -182,6 +182,6 @@ def test_a_closed_checkpointer_refuses_everything(tmp_path: Path) -> None:
         lambda: checkpointer.load(tmp_path, _state(0, 0.0)),
         lambda: checkpointer.open(tmp_path),
     ):
-        with pytest.raises(UsageError, match="was closed"):
+        with pytest.raises(UsageError, match="is closed"):
             use()
     assert bcp.open(tmp_path).step == 1

@@ -157,18 +157,12 @@ class StoreMachine(RuleBasedStateMachine):
         if self._is_open(key) or key not in self.model:
             return
         content = self.model[key]
+        offset %= len(content) + 1  # reading no bytes past the end is allowed and may fail
         end = offset + sum(lengths)
-        one, scattered = bytearray(sum(lengths)), [bytearray(length) for length in lengths]
-        if offset > len(content):
-            return  # reading no bytes past the end is allowed and may fail
         if end > len(content):
-            try:
-                self.backend.read_into(self.root + key, offset, one)
-            except KeyNotFoundError:
-                raise AssertionError(f"{key!r} exists, but a read past its end does not find it") from None
-            except StorageError:
-                return
-            raise AssertionError(f"read bytes [{offset}, {end}) of {key!r}, which has {len(content)} bytes")
+            self._check_read_past_end(key, offset, end)
+            return
+        one, scattered = bytearray(sum(lengths)), [bytearray(length) for length in lengths]
         self.backend.read_into(self.root + key, offset, one)
         self.backend.read_scattered(self.root + key, offset, scattered)
         assert one == b"".join(scattered) == content[offset:end]
@@ -190,10 +184,22 @@ class StoreMachine(RuleBasedStateMachine):
         assert [*self.backend.list_children(self.root + prefix)] == sorted(expected)
 
     def teardown(self) -> None:
+        for key, content in self.model.items():
+            if not self._is_open(key):
+                self._check_read_past_end(key, 0, len(content) + 1)
         for opened in self.open:
             opened.writer.abort()
         self.backend.delete([self.root + key for key in _KEYS])
         assert [*self.backend.list(self.root)] == []
+
+    def _check_read_past_end(self, key: str, offset: int, end: int) -> None:
+        try:
+            self.backend.read_into(self.root + key, offset, bytearray(end - offset))
+        except KeyNotFoundError:
+            raise AssertionError(f"{key!r} exists, but a read past its end does not find it") from None
+        except StorageError:
+            return
+        raise AssertionError(f"read bytes [{offset}, {end}) of {key!r}, which has {len(self.model[key])} bytes")
 
     def _is_open(self, key: str) -> bool:
         return any(opened.key == key for opened in self.open)
