@@ -110,7 +110,16 @@ class Box(_Ranges):
         return Box(tuple(o - b for o, b in zip(self.offsets, outer.offsets)), self.lengths)
 
     def narrow(self, axis: int, begin: int, end: int) -> Box:
-        """Return the part with the indices from ``begin`` to ``end - 1`` in one dimension, counted from the box."""
+        """Return the part of the box with some of its indices in one dimension.
+
+        Args:
+            axis: The dimension.
+            begin: The first index, relative to the box's own first index.
+            end: The index after the last one, relative in the same way.
+
+        Returns:
+            The part.
+        """
         offsets, lengths = list(self.offsets), list(self.lengths)
         offsets[axis] += begin
         lengths[axis] = end - begin
