@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ....errors import DeadlineError, EngineError, StateError
+from ....errors import DeadlineError, EngineError, StateError, UsageError
 from ..messages import decode
 from ..quantization.blocks import Blocks
 from ..receiver import Receiver
@@ -55,6 +55,7 @@ class IpcEngine(HttpEngine):
         pause: What happens to running requests; see ``HttpEngine``.
 
     Raises:
+        UsageError: No device is named, or one is named twice.
         StateError: pyzmq is missing, or this process does not see the devices.
     """
 
@@ -73,7 +74,7 @@ class IpcEngine(HttpEngine):
         zeromq()
         named = list(visible_gpus() if devices is None else devices)
         if not named or len(set(named)) < len(named):
-            raise StateError(
+            raise UsageError(
                 f"{self.name} needs the names of its workers' devices, each once, as this process "
                 + ("sees no GPU" if devices is None else f"was given {named}")
             )
