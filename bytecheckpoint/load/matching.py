@@ -103,6 +103,9 @@ class _SectionMatching:
 
     def _fits(self, full: str, stored: BasicMeta, requested: BasicMeta) -> bool:
         """Whether a tensor can be loaded; records the fault or the name and cast."""
+        if stored == requested:
+            self.match.loaded.append(full)
+            return True
         if stored.shape != requested.shape:
             detail = f"stored {list(stored.shape)}, requested {list(requested.shape)}"
             self.match.faults.append(Fault("shape", full, detail))
@@ -112,8 +115,7 @@ class _SectionMatching:
             self.match.faults.append(Fault("dtype", full, refusal))
             return False
         self.match.loaded.append(full)
-        if stored.dtype != requested.dtype:
-            self.match.cast[full] = (stored.dtype.name, requested.dtype.name)
+        self.match.cast[full] = (stored.dtype.name, requested.dtype.name)
         return True
 
     def _add_missing(self, full: str, name: str | Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ __all__ = ["BoxPlace", "MemoryPlace", "Place", "ReadPart", "is_plain_memory"]
 _DTYPES = [*DTYPES.values()]
 
 
-@dataclass(frozen=True, eq=False)
-class ReadPart:
+class ReadPart(NamedTuple):
     """A request to read ``box`` (global coordinates) of the manifest's shard ``row`` into ``out``, of the same shape.
 
     ``out`` may have another dtype (the values are cast), be on any device, and be non-contiguous.
