@@ -8,6 +8,7 @@ Builtin base classes are in parentheses: ``except FileNotFoundError`` also catch
     │       ├── UnknownObjectError (TypeError)      no adapter supports this object
     │       ├── UnserializableError (TypeError)     a value or a key has no stored form
     │       ├── NameCollisionError                  two entries have the same name
+    │       ├── ReplicaMismatchError                ranks hold different copies of what must be one tensor
     │       └── UnsupportedTensorError (TypeError)  a tensor has no dense bytes (sparse, quantized, partial)
     ├── PlanError (ValueError)          boxes overlap, leave holes, or exceed their tensor
     ├── MismatchError                   the state and the checkpoint do not fit together; lists every name
@@ -71,6 +72,7 @@ __all__ = [
     "NotACheckpointError",
     "PlanError",
     "RankFailedError",
+    "ReplicaMismatchError",
     "RootInUseError",
     "SavePendingError",
     "SaveSkippedError",
@@ -122,6 +124,10 @@ class NameCollisionError(StateError):
     """Two entries of the state have the same name once they are flattened."""
 
 
+class ReplicaMismatchError(StateError):
+    """Several ranks hold a tensor of one name with different contents, where a save would store one copy."""
+
+
 class UnsupportedTensorError(StateError, TypeError):
     """A tensor has a layout without dense bytes (sparse, quantized, partial sums, ...)."""
 
@@ -137,7 +143,8 @@ class MismatchError(BytecheckpointError):
 
     Attributes:
         faults: One ``(kind, name, detail)`` for each fault. ``kind`` is one of ``missing``, ``unexpected``, ``shape``,
-            ``dtype``, ``coverage``, ``value``, ``per_rank``.
+            ``dtype``, ``coverage``, ``value``, ``per_rank``, ``pattern`` (it matches no name), ``rename`` (its name is
+            not stored), ``overlap`` (its memory would be written twice).
     """
 
     def __init__(self, message: str, faults: list[tuple[str, str, str]] | None = None) -> None:

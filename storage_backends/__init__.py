@@ -11,7 +11,7 @@ from __future__ import annotations
 from .base import ObjectReader, ObjectStat, ObjectWriter, StorageBackend
 from .buffers import WrittenRanges, byte_view
 from .keys import check_children_prefix, check_key, check_prefix
-from .registry import join, open_backend
+from .registry import join, open_backend, url_text
 
 __all__ = [
     "ObjectReader",
@@ -25,4 +25,5 @@ __all__ = [
     "check_prefix",
     "join",
     "open_backend",
+    "url_text",
 ]

@@ -17,7 +17,7 @@ from ..errors import UnsupportedURLError
 from .base import StorageBackend
 from .keys import check_key
 
-__all__ = ["ENTRY_POINT_GROUP", "join", "open_backend", "plugin_schemes"]
+__all__ = ["ENTRY_POINT_GROUP", "join", "open_backend", "plugin_schemes", "url_text"]
 
 ENTRY_POINT_GROUP = "bytecheckpoint.storage_backends"
 
@@ -46,9 +46,7 @@ def open_backend(url: str | os.PathLike[str], **options: Any) -> StorageBackend:
             backend = open_backend("s3://runs/7b/step-1000", endpoint_url="http://localhost:9000")
             manifest = backend.get("manifest.msgpack")
     """
-    text = os.fspath(url)
-    if not isinstance(text, str) or not text:
-        raise UnsupportedURLError(f"not a URL or path: {url!r}")
+    text = url_text(url)
     if _CHAIN.match(text):
         return _open_with_fsspec(text.partition("::")[0].partition("://")[0], text, options)
     scheme = _scheme_of(text)
@@ -78,7 +76,7 @@ def join(url: str | os.PathLike[str], *parts: str) -> str:
     Raises:
         StorageError: A part is not a key.
     """
-    text = os.fspath(url)
+    text = url_text(url)
     for part in parts:
         check_key(part)
     if not parts:
@@ -88,6 +86,24 @@ def join(url: str | os.PathLike[str], *parts: str) -> str:
     if not grown:
         return head + below + tail
     return head + grown.rstrip("/") + "/" + below + tail
+
+
+def url_text(url: object) -> str:
+    """Return a URL or path as a string.
+
+    Args:
+        url: A path or a URL.
+
+    Returns:
+        The string.
+
+    Raises:
+        UnsupportedURLError: It is not a string or a ``PathLike`` of one, it is empty, or it contains a zero byte.
+    """
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UnsupportedURLError(f"not a URL or path: {url!r}")
+    return text
 
 
 @cache

@@ -9,10 +9,11 @@ import msgpack
 
 __all__ = ["Message", "MessageKind", "WaitStep", "pack_branch", "unpack_branch"]
 
-MessageKind = Literal["payload", "waiting", "report", "failure", "left", "closing"]
+MessageKind = Literal["payload", "waiting", "report", "failure", "left", "closing", "probe", "alive"]
 """``payload``: an exchange. ``waiting``: a note that names the ranks that the sender waits for. ``report``: a failure,
 on its way to rank 0. ``failure``: the failure that every rank raises, on its way down. ``left``: the sender and all
-ranks below it have left the operation. ``closing``: the sender closes its communicator."""
+ranks below it have left the operation. ``closing``: the sender closes its communicator. ``probe``: the receiver must
+answer with ``alive``."""
 
 
 class Message(NamedTuple):

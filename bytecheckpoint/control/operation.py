@@ -21,12 +21,13 @@ from .timings import (
     LONGEST_NOTE_INTERVAL_S,
     NOTE_LIFETIME_INTERVALS,
     NOTES_PER_DEADLINE,
+    PROBE_ANSWER_S,
     ROOT_GRACE_S,
     STEP_GRACE_S,
     WAIT_CHECK_S,
 )
 
-__all__ = ["SocketOperation"]
+__all__ = ["ParentTimeLimit", "SocketOperation"]
 
 
 class SocketOperation(Operation):
@@ -164,8 +165,8 @@ class SocketOperation(Operation):
         router, state = self._router, self._state
         is_for_children = senders is router.children
         start = time.monotonic()
-        deadline = start + self._deadline_s + (0.0 if is_for_children else self._grace_s())
         next_note = start + self._note_interval_s
+        limit = TimeLimit(self._deadline_s) if is_for_children else ParentTimeLimit(self._deadline_s, router)
 
         def has_changed() -> bool:
             missing = router.missing(state, key, senders)
@@ -176,17 +177,13 @@ class SocketOperation(Operation):
             for peer in filter(router.is_lost, missing):
                 self._outcome.raise_record(router.loss_record(state, peer, phase))
             now = time.monotonic()
-            if now > deadline:
-                self._raise_deadline(phase, missing, is_for_children=is_for_children)
+            if now - start > limit.seconds(now - start):
+                self._raise_deadline(phase, missing, now - start, is_for_children=is_for_children)
             if router.children and now > next_note:
                 next_note = now + self._note_interval_s
                 self._send_note(phase, missing, is_for_children=is_for_children)
             router.wait_until(has_changed, WAIT_CHECK_S)
             router.check_processes(missing)
-
-    def _grace_s(self) -> float:
-        """How much longer than its deadline this rank waits for its parent before it decides which rank is late."""
-        return ROOT_GRACE_S + (self._router.tree.depth(self.rank) - 1) * STEP_GRACE_S
 
     def _send_note(self, phase: str, missing: list[int], *, is_for_children: bool) -> None:
         if is_for_children:
@@ -205,11 +202,49 @@ class SocketOperation(Operation):
     def _note_of(self, peer: int) -> list[WaitStep]:
         return self._router.note(self._state, peer, NOTE_LIFETIME_INTERVALS * self._note_interval_s)
 
-    def _raise_deadline(self, phase: str, missing: list[int], *, is_for_children: bool) -> NoReturn:
+    def _raise_deadline(self, phase: str, missing: list[int], waited_s: float, *, is_for_children: bool) -> NoReturn:
         if is_for_children:
             self._outcome.raise_deadline(phase, self._late_ranks(missing))
+        parent = self._router.parent
         context = [
             f", which itself waits in {step.phase} for rank(s) {format_ranks(step.missing)}"
-            for step in self._note_of(self._router.parent)
+            for step in self._note_of(parent)
         ]
-        self._outcome.raise_deadline(phase, missing, "".join(context))
+        if self._router.is_silent(parent):
+            context.append(", whose process does not answer at all")
+        self._outcome.raise_deadline(phase, missing, waited_s=min(waited_s, self._deadline_s), context="".join(context))
+
+
+class TimeLimit:
+    """How long a rank waits for its children."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+
+    def seconds(self, waited_s: float) -> float:
+        """Return the limit, of which ``waited_s`` has passed."""
+        return self.deadline_s
+
+
+class ParentTimeLimit(TimeLimit):
+    """How long a rank waits for its parent.
+
+    It waits longer than the deadline, so that the parent decides which rank is late, but only for a parent whose
+    process answers a probe. A parent that has not answered since an earlier wait must answer at once.
+    """
+
+    def __init__(self, deadline_s: float, router: Router) -> None:
+        super().__init__(deadline_s)
+        self._router = router
+        self._was_silent = router.is_silent(router.parent)
+        self._probe_at_s = 0.0 if self._was_silent else deadline_s / 2
+        self._has_probed = False
+
+    def seconds(self, waited_s: float) -> float:
+        router = self._router
+        if not self._has_probed and waited_s >= self._probe_at_s:
+            self._has_probed = True
+            router.probe(router.parent)
+        if self._has_probed and router.is_silent(router.parent):
+            return min(self.deadline_s, PROBE_ANSWER_S) if self._was_silent else self.deadline_s
+        return self.deadline_s + ROOT_GRACE_S + (router.tree.depth(router.rank) - 1) * STEP_GRACE_S

@@ -55,11 +55,14 @@ class Outcome:
         record = replace(record, about=self.state.description)
         raise self._record_first_failure(self._report(record, is_late=is_late))
 
-    def raise_deadline(self, phase: str, late: Sequence[int], context: str = "") -> NoReturn:
+    def raise_deadline(
+        self, phase: str, late: Sequence[int], *, waited_s: float | None = None, context: str = ""
+    ) -> NoReturn:
         """Report that this rank waited too long for the ``late`` ranks, and raise the operation's first failure."""
         here = self.router.here
+        waited_s = self.deadline_s if waited_s is None else waited_s
         message = (
-            f"{self.state.kind}: rank {here.rank} on {here.host} waited {self.deadline_s:g} s in {phase} for rank(s) "
+            f"{self.state.kind}: rank {here.rank} on {here.host} waited {waited_s:.4g} s in {phase} for rank(s) "
             f"{format_ranks(late)} of {self.router.tree.world_size}{context}. Check what they were doing at that time, "
             "or set a longer deadline."
         )
@@ -105,4 +108,4 @@ class Outcome:
             if is_late and router.is_silent(peer):
                 return  # an earlier report has waited for this peer already
             if not router.wait_until(lambda: state.failure is not None or router.is_lost(peer), timeout_s):
-                router.note_silence(peer)
+                router.probe(peer)

@@ -205,13 +205,14 @@ class Router:
         """Whether a peer's process has ended or its connection is lost."""
         return peer in self._lost
 
-    def note_silence(self, peer: int) -> None:
-        """Note that a peer did not answer a report in time."""
+    def probe(self, peer: int) -> None:
+        """Ask a peer for an answer, which its network thread gives; until a message arrives, it is silent."""
         with self._lock:
             self._silent.add(peer)
+        self._network.send(peer, Message("probe", "").pack())
 
     def is_silent(self, peer: int) -> bool:
-        """Whether no message of a peer has arrived since it failed to answer a report."""
+        """Whether no message of a peer has arrived since this rank last probed it."""
         return peer in self._silent
 
     def check_processes(self, peers: Iterable[int]) -> None:
@@ -256,6 +257,12 @@ class Router:
             self._silent.discard(sender)
             if message.kind == "closing":
                 self._closing.add(sender)
+                return
+            if message.kind == "probe":
+                self._network.send(sender, Message("alive", "").pack())
+                return
+            if message.kind == "alive":
+                self._wake_waiters()
                 return
             state = self._state(message.operation)
             if message.kind == "report":

@@ -16,6 +16,7 @@ __all__ = [
     "LONGEST_NOTE_INTERVAL_S",
     "NOTES_PER_DEADLINE",
     "NOTE_LIFETIME_INTERVALS",
+    "PROBE_ANSWER_S",
     "PROCESS_CHECK_S",
     "REGISTRATION_POLL_PER_RANK_S",
     "REGISTRATION_POLL_S",
@@ -40,6 +41,9 @@ ROOT_GRACE_S = 1.0
 
 STEP_GRACE_S = 0.2
 """How much longer each further level of the tree waits, for the same reason."""
+
+PROBE_ANSWER_S = 0.5
+"""How long a peer whose process has answered nothing since an earlier wait may take to answer at last."""
 
 LONGEST_NOTE_INTERVAL_S = 1.0
 NOTES_PER_DEADLINE = 8

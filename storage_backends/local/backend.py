@@ -35,7 +35,7 @@ __all__ = ["LocalBackend"]
 # A delete in another process may remove a directory between mkdir and open, repeatedly.
 _MAX_TRIES = 16
 
-_FILE_URL = re.compile(r"(?:file|local)://(?:localhost)?(?P<path>/.*)", re.DOTALL)
+_FILE_URL = re.compile(r"(?:file|local)://(?:localhost)?(?P<path>/.*)", re.DOTALL | re.IGNORECASE)
 
 
 class LocalBackend(StorageBackend):
@@ -59,8 +59,15 @@ class LocalBackend(StorageBackend):
             direct_io: Whether long writes, and long reads of bytes that are not in the page cache, bypass the page
                 cache if the file system supports it. Turn it off if several processes of a machine read the same files
                 one after the other.
+
+        Raises:
+            StorageError: The path is relative, and the working directory was removed.
         """
-        self._root = LocalRoot(os.path.abspath(os.fspath(root)), direct_io=direct_io)
+        try:
+            path = os.path.abspath(os.fspath(root))
+        except FileNotFoundError as error:
+            raise StorageError(f"{root}: the working directory was removed; pass an absolute path") from error
+        self._root = LocalRoot(path, direct_io=direct_io)
 
     @property
     def direct_io(self) -> bool:
@@ -87,7 +94,7 @@ class LocalBackend(StorageBackend):
                 f"local storage takes no option but direct_io (True or False), got {sorted(options) or direct_io!r} "
                 f"for {url!r}"
             )
-        if not url.startswith(tuple(f"{scheme}://" for scheme in cls.schemes)):
+        if not url.lower().startswith(tuple(f"{scheme}://" for scheme in cls.schemes)):
             return cls(os.path.expanduser(url), direct_io=direct_io)
         found = _FILE_URL.fullmatch(url)
         if found is None:

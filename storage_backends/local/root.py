@@ -16,6 +16,10 @@ from .directories import is_within, remove_abandoned_files
 
 __all__ = ["LocalRoot"]
 
+# Other processes may add files to a directory that is about to be removed, repeatedly. A file system may also hide what
+# it has left in a directory (overlayfs), so that the directory seems empty and still cannot be removed.
+_MAX_TRIES = 16
+
 _log = logging.getLogger(__name__)
 
 
@@ -84,13 +88,16 @@ class LocalRoot:
     def remove_empty_directories(self, directory: str) -> None:
         """Remove ``directory`` and its parents below the root while they contain no object."""
         top = self.resolved()
+        tries_left = _MAX_TRIES
         while directory != top and is_within(directory, top):
             try:
                 os.rmdir(directory)
             except FileNotFoundError:
                 pass
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not remove_abandoned_files(directory):
+                tries_left -= 1
+                is_full = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+                if not is_full or not tries_left or not remove_abandoned_files(directory):
                     return
                 continue
             directory = os.path.dirname(directory)

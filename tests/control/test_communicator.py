@@ -197,18 +197,36 @@ def end_after_leaving(rank, world_size):
     """The process of rank 1 ends after rank 1 has left, which does not fail the operation."""
     operation = begin()
     operation.gather("plan", b"")
+    router = current_communicator().router
     if rank == 1:
         operation.close()
-        current_communicator().close()
+        router.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 2:
-        # The other ranks must not fail although they see the end of rank 1.
-        while not current_communicator().router.watch.ended():
-            time.sleep(0.01)
+    if rank == 0:
+        assert router.wait_until(lambda: router.is_lost(1), time_limit(20))
+        operation.check()
     if rank != 3:
         operation.broadcast("done", b"x" if rank == 0 else None)
     operation.close()
     return True
+
+
+def leave_and_die(rank, world_size, waiting):
+    """The process of rank 1 ends after rank 1 has left, while ``waiting`` still needs its part."""
+    operation = begin()
+    operation.gather("plan", b"")
+    if rank == 1:
+        operation.close()
+        current_communicator().close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        operation.gather("more", b"")
+        operation.broadcast("done", b"x" if rank == waiting else None)
+    except ControlError as error:
+        return type(error).__name__, str(error)
+    finally:
+        operation.close()
+    return None
 
 
 def miss_an_operation(rank, world_size, absent):
@@ -437,6 +455,13 @@ def test_the_death_of_rank_0_is_raised_by_the_others(rank_pool):
 def test_a_rank_may_end_after_it_has_left(rank_pool):
     results = rank_pool.run(end_after_leaving, world_size=4, expect_death={1: signal.SIGKILL})
     assert results == [True, None, True, True]
+
+
+def test_a_wait_for_a_rank_that_left_and_then_died_names_it(rank_pool):
+    results = rank_pool.run(leave_and_die, 0, world_size=3, expect_death={1: signal.SIGKILL})
+    for name, text in (results[0], results[2]):
+        assert name in {RankFailedError.__name__, DeadlineError.__name__}
+        assert "rank 1" in text or "rank(s) 1" in text
 
 
 @pytest.mark.parametrize("absent", [0, 2])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 
 from bytecheckpoint.control.failure import FailureRecord
 from bytecheckpoint.control.messages import WaitStep
+from bytecheckpoint.control.operation import ParentTimeLimit, SocketOperation
 from bytecheckpoint.control.outcome import Outcome
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.control.router import Router
+from bytecheckpoint.control.timings import PROBE_ANSWER_S, ROOT_GRACE_S
 from bytecheckpoint.control.tree import Tree
-from bytecheckpoint.errors import RankFailedError
+from bytecheckpoint.errors import DeadlineError, RankFailedError
 
 
 class Ranks:
@@ -195,12 +198,30 @@ def test_a_note_is_replaced_by_the_next_payload_and_expires(ranks):
 
 def test_a_peer_is_silent_until_its_next_message(ranks):
     states = ranks.begin()
-    ranks.routers[1].note_silence(0)
-    assert ranks.routers[1].is_silent(0)
-    assert not ranks.routers[1].is_silent(2)
+    router = ranks.routers[1]
+    router.probe(0)
+    assert router.is_silent(0)
+    assert not router.is_silent(2)
+    ranks.deliver()
+    assert not router.is_silent(0), "the network thread of rank 0 answers"
+    router.probe(0)
     ranks.routers[0].send_payload(1, states[0], "plan", b"")
     ranks.deliver()
-    assert not ranks.routers[1].is_silent(0)
+    assert not router.is_silent(0)
+
+
+def test_a_rank_waits_beyond_its_deadline_only_for_a_parent_that_answers(ranks):
+    router = ranks.routers[1]
+    limit = ParentTimeLimit(60, router)
+    assert limit.seconds(1) == 60 + ROOT_GRACE_S
+    assert limit.seconds(31) == 60, "a probe has been sent"
+    ranks.deliver()
+    assert limit.seconds(61) == 60 + ROOT_GRACE_S
+    router.probe(0)
+    next_limit = ParentTimeLimit(60, router)
+    assert next_limit.seconds(0) == PROBE_ANSWER_S
+    ranks.deliver()
+    assert next_limit.seconds(0.1) == 60 + ROOT_GRACE_S
 
 
 def test_only_the_first_late_report_waits_for_a_peer_that_does_not_answer(ranks, monkeypatch):
@@ -223,3 +244,89 @@ def test_only_the_first_late_report_waits_for_a_peer_that_does_not_answer(ranks,
     ranks.deliver()  # rank 0 answers again
     report_late("save/3")
     assert len(waits) == 2
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_rank_whose_peers_stop_raises_within_two_seconds_of_its_deadline(ranks, monkeypatch, rank):
+    """The parent has just answered a probe, so this rank waits longest; then nothing is delivered any more."""
+    router, waits = ranks.routers[rank], []
+    monkeypatch.setattr(router, "wait_until", lambda condition, timeout_s: waits.append(timeout_s))
+    limit_s = ParentTimeLimit(60, router).seconds(0)
+    with pytest.raises(RankFailedError):
+        Outcome(router, router.begin("save/0"), deadline_s=60).raise_record(failure_of(rank), is_late=True)
+    assert waits, "it waits for the verdict of rank 0"
+    assert limit_s + sum(waits) <= 62
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test advances."""
+    clock = SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    for module in ("router", "operation"):
+        monkeypatch.setattr(f"bytecheckpoint.control.{module}.time", clock)
+    return clock
+
+
+def deadline_error(ranks, clock, rank, begin, messages_until_s, send):
+    """Return the error of ``rank``, to which ``send`` sends messages for a while. Time passes only while it waits."""
+    router, start = ranks.routers[rank], clock.now
+
+    def wait_until(condition, timeout_s):
+        clock.now += timeout_s
+        if clock.now - start < messages_until_s:
+            send()
+        ranks.deliver()
+        return condition()
+
+    router.wait_until = wait_until
+    with pytest.raises(DeadlineError) as caught:
+        begin(SocketOperation(router, None, "save/0", 60))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("notes_until_s", "late"), [(60, "3,5"), (58, "3,5"), (56, "2,4"), (0, "2,4")])
+def test_a_deadline_of_rank_0_names_ranks_two_levels_below_while_their_leaders_report(
+    ranks, clock, notes_until_s, late
+):
+    """After the last note of a leader has expired, the leader itself is late."""
+    states = ranks.begin(1, 2, 4)
+    ranks.routers[1].send_payload(0, states[1], "plan", b"")
+
+    def send_notes():
+        for leader in (2, 4):
+            steps = [WaitStep(leader, "plan", [leader + 1])]
+            ranks.routers[leader].send_note(states[leader], "plan", steps, to_parent=True)
+
+    text = deadline_error(ranks, clock, 0, lambda operation: operation.gather("plan", b""), notes_until_s, send_notes)
+    assert f"rank 0 on host-0 waited 60 s in plan for rank(s) {late} of 6. " in text
+
+
+def test_a_leader_that_has_reported_once_and_sent_its_payload_is_not_late(ranks, clock):
+    states = ranks.begin(1, 2, 4)
+    ranks.routers[1].send_payload(0, states[1], "plan", b"")
+    ranks.routers[4].send_payload(0, states[4], "plan", b"")
+    ranks.routers[4].send_note(states[4], "next", [WaitStep(4, "next", [5])], to_parent=True)
+    text = deadline_error(ranks, clock, 0, lambda operation: operation.gather("plan", b""), 0, lambda: None)
+    assert "for rank(s) 2 of 6. " in text
+
+
+@pytest.mark.parametrize(
+    ("notes_until_s", "context"),
+    [
+        (100, ", which itself waits in plan for rank(s) 0, which itself waits in written for rank(s) 5. "),
+        (30, ". "),
+    ],
+)
+def test_a_deadline_below_a_leader_names_what_the_leader_and_rank_0_wait_for(ranks, clock, notes_until_s, context):
+    states = ranks.begin(2)
+
+    def send_notes():
+        steps = [WaitStep(2, "plan", [0]), WaitStep(0, "written", [5])]
+        ranks.routers[2].send_note(states[2], "plan", steps, to_parent=False)
+
+    def receive(operation):
+        operation.broadcast("plan", None)
+
+    text = deadline_error(ranks, clock, 3, receive, notes_until_s, send_notes)
+    assert f"rank 3 on host-3 waited 60 s in plan for rank(s) 2 of 6{context}" in text

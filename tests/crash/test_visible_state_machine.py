@@ -193,8 +193,8 @@ class VisibleState(RuleBasedStateMachine):
         if valid:
             found = bcp.latest(self.root)
             assert found is not None
-            name = Path(found.url).name
-            assert _value(found.url) == self.seen[name]
+            assert Path(found.url).name == f"step-{max(valid)}"
+            assert _value(found.url) == self.seen[f"step-{max(valid)}"]
         elif self.broken or any((self.root / name).exists() for name in self.traces):
             with pytest.raises(NoValidCheckpointError):
                 bcp.latest(self.root)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,6 @@ def _value(path: Path) -> int:
 # -- states that cannot be saved ---------------------------------------------------------------------------------------
 
 
-class _Colour(enum.Enum):
-    RED = 1
-
-
 class _Opaque:
     pass
 
@@ -65,7 +61,7 @@ def _refused(path: Path, state: Any, error: type[Exception], *results: str, **op
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [(lambda x: x, "function"), (_Opaque(), "_Opaque"), (_Colour.RED, "_Colour"), (object, "type"), (open, "builtin")],
+    [(lambda x: x, "function"), (_Opaque(), "_Opaque"), (Decimal(1), "Decimal"), (object, "type"), (open, "builtin")],
     ids=["lambda", "object", "enum", "class", "builtin"],
 )
 def test_what_is_no_plain_value(previous: Path, value: Any, kind: str) -> None:
@@ -85,13 +81,13 @@ def test_a_lambda_in_an_optimizer_group(previous: Path) -> None:
 
 
 def test_pickles_only_when_asked_at_both_ends(tmp_path: Path) -> None:
-    bcp.save(tmp_path, _tree(value=1, colour=_Colour.RED), allow_pickle=True)
+    bcp.save(tmp_path, _tree(value=1, colour=Decimal(3)), allow_pickle=True)
     target = _tree(value=0, colour=None)
     with pytest.raises(StateError, match=r"extra_state\.colour was stored as a pickle.*allow_pickle=True to load"):
         bcp.load(tmp_path, target)
     assert target == _tree(value=0, colour=None)
     bcp.load(tmp_path, target, allow_pickle=True)
-    assert target == _tree(value=1, colour=_Colour.RED)
+    assert target == _tree(value=1, colour=Decimal(3))
 
 
 def test_nan_keys(previous: Path) -> None:
@@ -135,10 +131,9 @@ def _nested() -> torch.Tensor:
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "dequantize"),
         (_nested, "as separate tensors"),
         (lambda: torch.ones(3, device="meta"), "materialize"),
-        (lambda: torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
         (lambda: nn.LazyLinear(3).weight, "forward pass"),
     ],
-    ids=["coo", "csr", "quantised", "nested", "meta", "conj", "lazy"],
+    ids=["coo", "csr", "quantised", "nested", "meta", "lazy"],
 )
 def test_tensors_without_dense_bytes(previous: Path, make: Any, advice: str) -> None:
     import warnings

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
 from bytecheckpoint.storage_backends.fsspec.errors import map_error
+from bytecheckpoint.storage_backends.fsspec.writers import StreamWriter
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
 
@@ -279,3 +283,53 @@ def test_s3_unreachable(bucket: str, s3: dict[str, Any]) -> None:
     options = {**s3, "endpoint_url": "http://127.0.0.1:1", "config_kwargs": {"retries": {"max_attempts": 0}}}
     with pytest.raises(StorageError, match=r"127\.0\.0\.1:1"):
         open_backend(f"s3://{bucket}", **options).get("object")
+
+
+class _BlockingFile(io.BytesIO):
+    """Accepts bytes only once ``go_on`` is set; keeps what was written when it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.content = b""
+
+    def write(self, data: Any) -> int:
+        self.begun.set()
+        assert self.go_on.wait(time_limit(30))
+        return super().write(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.content = self.getvalue()
+        super().close()
+
+
+def test_complete_during_a_write_in_order_closes_the_file_only_after_it() -> None:
+    """Part 2 was brought early; the thread that brings part 1 forwards both while another thread completes."""
+    file, published = _BlockingFile(), threading.Event()
+    writer = StreamWriter("writing 'object'", 8, file, publish=published.set, discard=lambda: None)
+    writer.write(4, b"late")
+    with ThreadPoolExecutor(2) as pool:
+        write = pool.submit(writer.write, 0, b"soon")
+        assert file.begun.wait(time_limit(30))
+        complete = pool.submit(writer.complete)
+        try:
+            assert not published.wait(0.1), "the object was published without its last bytes"
+            assert not file.closed
+        finally:
+            file.go_on.set()
+        write.result(time_limit(30))
+        complete.result(time_limit(30))
+    assert file.content == b"soonlate"
+    assert published.is_set()
+
+
+def test_complete_while_a_part_waits_for_an_earlier_one_is_refused() -> None:
+    file, published = io.BytesIO(), threading.Event()
+    writer = StreamWriter("writing 'object'", 8, file, publish=published.set, discard=lambda: None)
+    writer.write(4, b"late")
+    with pytest.raises(StorageError, match=r"writing 'object'.*\[0, 4\)"):
+        writer.complete()
+    assert not published.is_set()
+    writer.abort()
+    assert file.closed

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -452,13 +453,38 @@ def test_abort_waits_for_a_write_that_is_going_on(backend: LocalBackend, monkeyp
     thread.start()
     assert entered.wait(time_limit(60))
     aborting.start()
-    with pytest.raises(StorageError, match=r"while a write was going on|aborted"):
+    with pytest.raises(StorageError, match=r"while a thread was writing|aborted"):
         writer.complete()
     go_on.set()
     thread.join(time_limit(60))
     aborting.join(time_limit(60))
     assert descriptors == [True]
     assert os.listdir(backend.url) == []
+
+
+def test_complete_during_a_write_is_refused(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranges are known by then, but the last bytes are not in the file: it must not become visible."""
+    begun, go_on = threading.Event(), threading.Event()
+    pwrite = os.pwrite
+
+    def slow(fd: int, data: memoryview, offset: int) -> int:
+        begun.set()
+        assert go_on.wait(time_limit(30))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    writer = backend.create("object", 100)
+    with ThreadPoolExecutor(1) as pool:
+        write = pool.submit(writer.write, 0, b"x" * 100)
+        try:
+            assert begun.wait(time_limit(30))
+            with pytest.raises(StorageError, match=r"'object'.* while a thread was writing"):
+                writer.complete()
+        finally:
+            go_on.set()
+        write.result(time_limit(30))
+    writer.complete()
+    assert backend.get("object") == b"x" * 100
 
 
 def test_old_readers_keep_their_bytes_when_an_object_is_created_anew(backend: LocalBackend) -> None:

@@ -1,14 +1,16 @@
-"""Choose which cases of a large combinatorial test run: a sample that changes daily, or all of them.
+"""Choose which cases of a large combinatorial test run: a sample that depends on the commit, or all of them.
 
-``BCP_TEST_FULL=1`` runs every case, ``BCP_TEST_SEED=<number>`` repeats a sample.
+``BCP_TEST_FULL=1`` runs every case, ``BCP_TEST_SEED=<number>`` chooses another sample.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import time
+import subprocess
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 Case = TypeVar("Case")
@@ -19,8 +21,18 @@ def is_full() -> bool:
 
 
 def seed() -> int:
-    """All workers of a run must choose the same cases, so the default changes only once a day."""
-    return int(os.environ.get("BCP_TEST_SEED") or time.time() // 86400)
+    return int(os.environ.get("BCP_TEST_SEED") or _commit_number())
+
+
+@cache
+def _commit_number() -> int:
+    """A number of the commit that is checked out, so that every run of it has the same cases; 0 without git."""
+    try:
+        git = ["git", "rev-parse", "--short=7", "HEAD"]
+        found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, check=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(found.stdout.strip(), 16)
 
 
 def sample(cases: Sequence[Case], count: int) -> list[Case]:
