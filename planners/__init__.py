@@ -19,12 +19,14 @@ from .load.plan import LoadPlan, plan_load
 from .load.split import byte_span, split_box
 from .save.assignment import Assignment
 from .save.contents import (
+    CONTRIBUTION_BYTES,
     DIGEST_BYTES,
     ContentChecks,
     ContentComparison,
     ContentDigests,
     HeldContents,
     compare_contents,
+    contribution,
     stack_digests,
 )
 from .save.local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, ValueKey, pack_boxes, unpack_boxes
@@ -48,6 +50,7 @@ from .share.classes import (
 from .share.plan import Batch, Packet, PartBox, Ring, SharedPart, plan_ring
 
 __all__ = [
+    "CONTRIBUTION_BYTES",
     "DIGEST_BYTES",
     "LAYOUTS",
     "OWN_BOXES",
@@ -87,6 +90,7 @@ __all__ = [
     "classify_requests",
     "compare_contents",
     "consecutive_offsets",
+    "contribution",
     "find_rings",
     "find_scatters",
     "group_ranks",

@@ -28,12 +28,14 @@ from ..wire import Bool, Fields, pack_column, pack_message
 from .rank_sets import distinct_sets
 
 __all__ = [
+    "CONTRIBUTION_BYTES",
     "DIGEST_BYTES",
     "ContentChecks",
     "ContentComparison",
     "ContentDigests",
     "HeldContents",
     "compare_contents",
+    "contribution",
     "stack_digests",
 ]
 
@@ -41,7 +43,7 @@ ContentDigests = npt.NDArray[np.uint8]
 """The digests of a rank's items, by row: ``[n, DIGEST_BYTES]``."""
 
 DIGEST_BYTES = 16
-_SUM_BYTES = 16
+CONTRIBUTION_BYTES = 16
 _MARKS_BYTES = 24
 _MARK_BITS = 16
 _KIND, _GROUP_KIND = "content checks", "content checks of many ranks"
@@ -99,20 +101,21 @@ class ContentChecks:
     bits: int
     place: list[int]
 
-    def summarize(self, contents: ContentDigests, everywhere: bytes) -> bytes:
+    def summarize(self, contents: ContentDigests, everywhere: bytes, declared: int = 0) -> bytes:
         """Summarize this rank's contents.
 
         Args:
             contents: The digests of its items.
             everywhere: Bytes that must be equal on all ranks.
+            declared: This rank's contributions for what other sets of ranks hold in common.
 
         Returns:
             At most 40 bytes for ``ContentComparison.is_unchanged``.
         """
-        total = _contribution(everywhere, 0, self.rank, self.world_size)
+        total = declared ^ contribution(everywhere, 0, self.rank, self.world_size)
         for number, place, size, items in zip(self.number, self.place, self.size, self.equal):
-            total ^= _contribution(contents[items].tobytes(), number, place, size)
-        return total.to_bytes(_SUM_BYTES, "little") + self._marks(contents)
+            total ^= contribution(contents[items].tobytes(), number, place, size)
+        return total.to_bytes(CONTRIBUTION_BYTES, "little") + self._marks(contents)
 
     def _marks(self, contents: ContentDigests) -> bytes:
         marks = 0
@@ -166,10 +169,17 @@ def _spelled_out(fields: Fields, stretches: Int64, count: int) -> Int64:
     return fields.in_range("equal", ragged_positions(first, lengths), 0, count)
 
 
-def _contribution(data: bytes, number: int, place: int, size: int) -> int:
-    """Return what rank ``place`` of ``size`` ranks adds for its contents.
+def contribution(data: bytes, number: int, place: int, size: int) -> int:
+    """Return what one rank of a set adds for its contents. All ranks' contributions cancel if they are equal.
 
-    All ranks' contributions cancel if they are equal.
+    Args:
+        data: The rank's contents.
+        number: The number of the set, below 2^32.
+        place: The rank's position in the set.
+        size: The number of ranks in the set.
+
+    Returns:
+        A number of 128 bits, to be combined with the others by exclusive or.
     """
     here = xxhash.xxh3_128_intdigest(data, seed=number << 32 | place)
     return int(here ^ xxhash.xxh3_128_intdigest(data, seed=number << 32 | (place + 1) % size))
@@ -229,8 +239,8 @@ class ContentComparison:
         Returns:
             True if the plan is still valid.
         """
-        sums = [int.from_bytes(one[:_SUM_BYTES], "little") for one in summaries]
-        return reduce(xor, sums, 0) == 0 and self._still_differ([one[_SUM_BYTES:] for one in summaries])
+        sums = [int.from_bytes(one[:CONTRIBUTION_BYTES], "little") for one in summaries]
+        return reduce(xor, sums, 0) == 0 and self._still_differ([one[CONTRIBUTION_BYTES:] for one in summaries])
 
     def _still_differ(self, summaries: Sequence[bytes]) -> bool:
         if not self._marks:

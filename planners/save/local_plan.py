@@ -98,6 +98,7 @@ class PlanTable:
         own: Whether a tensor belongs to each rank alone, by tensor.
         pinned: Whether the lowest rank writes a tensor, by tensor.
         compared: Whether the contents of a tensor decide if it is a replica, by tensor.
+        must_match: Whether the contents of a compared tensor must be equal on all holders, by tensor.
         held: By tensor ``OWN_BOXES``, ``WHOLE``, or a number ``k`` above: each rank holds the box that ``layouts[k -
             1]`` assigns to it.
         layouts: How meshes split tensors.
@@ -110,6 +111,7 @@ class PlanTable:
     own: Bool
     pinned: Bool
     compared: Bool
+    must_match: Bool
     held: Int64
     layouts: list[MeshLayout]
     values: ValueNames
@@ -131,6 +133,7 @@ class PlanTable:
                 "own": pack_flags(self.own),
                 "pinned": pack_flags(self.pinned),
                 "compared": pack_flags(self.compared),
+                "must_match": pack_flags(self.must_match),
                 "held": pack_column(self.held - OWN_BOXES),
                 "layouts": [part for layout in self.layouts for part in _pack_layout(layout)],
                 "value_section": values.sections,
@@ -179,6 +182,7 @@ class PlanTable:
             fields.flags("own", len(tensors)),
             fields.flags("pinned", len(tensors)),
             fields.flags("compared", len(tensors)),
+            fields.flags("must_match", len(tensors)),
             held,
             layouts,
             _values(fields),
@@ -207,6 +211,7 @@ class LocalPlan:
         layouts: As in ``PlanTable``.
         coordinates: This rank's coordinates in the mesh of each layout.
         compared: As in ``PlanTable``; None if no tensor is compared.
+        must_match: As in ``PlanTable``; None if no tensor must match.
     """
 
     tensors: TensorTable
@@ -220,6 +225,7 @@ class LocalPlan:
     layouts: list[MeshLayout] = field(default_factory=list)
     coordinates: list[tuple[int, ...]] = field(default_factory=list)
     compared: Bool | None = None
+    must_match: Bool | None = None
 
     def flat_coordinates(self) -> Int64:
         """Return ``coordinates`` as one array.
@@ -247,6 +253,7 @@ class LocalPlan:
             own,
             np.zeros(len(tensors), np.bool_) if self.pinned is None else self.pinned,
             np.zeros(len(tensors), np.bool_) if self.compared is None else self.compared,
+            np.zeros(len(tensors), np.bool_) if self.must_match is None else self.must_match,
             np.full(len(tensors), OWN_BOXES, np.int64) if self.held is None else self.held,
             self.layouts,
             ValueNames(

@@ -40,7 +40,7 @@ def sample() -> PlanTable:
             ("rng", "state", BasicMeta(DTYPES["uint8"], (16,))),
         ]
     )
-    marks = np.array([[False, False, True], [False, True, False], [True, False, False]])
+    marks = np.array([[False, False, True], [False, True, False], [True, False, False], [True, False, True]])
     values = ValueNames(["extra", "extra"], [b"\x00step", b""], np.array([False, True]))
     layouts = [MeshLayout((2, 3), ((1, 0), ()))]
     sections = [("model", "ddp"), ("rng", "tree")]

@@ -160,6 +160,58 @@ def test_columns_in_any_order_of_ranks(tilings: Tilings, data: st.DataObject) ->
     assert plan.offset.tolist() == other.offset.tolist()
 
 
+@st.composite
+def damaged_worlds(draw: st.DrawFn, tilings: Tilings) -> tuple[World, str]:
+    """A world in which one box of one tensor is missing, cut, larger, displaced or also elsewhere; and the tensor."""
+    world = draw(worlds(tilings).filter(lambda world: any(box.numel for held in world.held for _, box in held)))
+    boxes = sorted({(name, box) for held in world.held for name, box in held if box.numel}, key=str)
+    name, box = draw(st.sampled_from(boxes))
+    axes = [axis for axis in range(box.ndim) if box.lengths[axis] > 1]
+    shape = world.metas[name].shape
+    roomy = [axis for axis in range(box.ndim) if box.lengths[axis] < shape[axis]]
+    damages = ["drop", *(["shrink", "shrink"] if axes else []), *(["grow", "move", "duplicate"] if roomy else [])]
+    damage = draw(st.sampled_from(damages))
+    replacement: list[Box] = []
+    if damage == "shrink":
+        axis = draw(st.sampled_from(axes))
+        lost = draw(st.integers(1, box.lengths[axis] - 1))
+        start = draw(st.sampled_from([0, lost]))
+        replacement = [box.narrow(axis, start, start + box.lengths[axis] - lost)]
+    elif damage != "drop":  # by one element along one axis, in a direction that stays inside
+        axis = draw(st.sampled_from(roomy))
+        is_lower = box.offsets[axis] > 0 and (draw(st.booleans()) or box.stops[axis] == shape[axis])
+        offsets, lengths = [*box.offsets], [*box.lengths]
+        offsets[axis] += -1 if is_lower else int(damage != "grow")
+        lengths[axis] += int(damage == "grow")
+        moved = Box(tuple(offsets), tuple(lengths))
+        replacement = [box, moved] if damage == "duplicate" else [moved]
+    for held in world.held:
+        damaged = [entry for entry in held if entry != (name, box)]
+        if len(damaged) < len(held):
+            held[:] = damaged + [(name, one) for one in replacement]
+    return world, name
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_a_tiling_with_any_damage_is_refused(tilings: Tilings, data: st.DataObject) -> None:
+    """By the planner, before anything is written, and by a brute-force count of the elements, too."""
+    world, name = data.draw(damaged_worlds(tilings))
+    count = np.zeros(world.metas[name].shape, np.int64)
+    for box in {box for held in world.held for other, box in held if other == name}:
+        count[box.slices()] += 1
+    tiled = bool((count == 1).all())
+    if tiled:
+        plan_save(world.plans())
+        return
+    with pytest.raises(PlanError) as caught:
+        plan_save(world.plans())
+    text = str(caught.value)
+    assert f"  {name} {world.metas[name]}: " in text
+    assert ("no rank holds" in text) == bool((count == 0).any())
+    assert ("overlaps" in text) == bool((count > 1).any())
+
+
 F32 = BasicMeta(DTYPES["float32"], (8, 4))
 
 
@@ -246,6 +298,17 @@ def test_disagreement_about_a_tensor_says_who_says_what() -> None:
     assert (
         "model.w: float32[8, 4] in section 'model' on ranks 0-1; bfloat16[8, 4] in section 'model' on ranks 2-3" in text
     )
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("other", [(8, 5), (4, 8), (32,), (8, 4, 1), ()])
+def test_ranks_that_disagree_on_a_shape(order: tuple[int, int], other: tuple[int, ...]) -> None:
+    """Whichever rank comes first, and although each rank's boxes tile the tensor that it describes."""
+    metas = [BasicMeta(DTYPES["float32"], ((8, 4), other)[which]) for which in order]
+    plans = [local_plan({"model.w": meta}, [("model.w", Box.whole(meta.shape))]) for meta in metas]
+    text = fault_of(plans)
+    assert "describe 1 tensors differently" in text
+    assert f"model.w: {metas[0]} in section 'model' on rank 0; {metas[1]} in section 'model' on rank 1" in text
 
 
 def test_tensors_of_one_rank_alone() -> None:

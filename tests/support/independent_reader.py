@@ -122,10 +122,10 @@ def read_tree(root: Path, section: str, rank: int) -> dict[Any, Any]:
     containers = {path: read_value(value.data) for path, value in values.items() if is_container(value)}
     leaves = {path: value for path, value in values.items() if not is_container(value)}
     branches: dict[str, list[tuple[str | int, ...]]] = {}
-    for path, (kind, _) in containers.items():
+    for path, (kind, *_) in containers.items():
         if kind != "tensor":
             branches.setdefault(".".join(map(str, path)), []).append(path)
-    exact = {".".join(map(str, path)): path for path, (kind, _) in containers.items() if kind == "tensor"}
+    exact = {".".join(map(str, path)): path for path, (kind, *_) in containers.items() if kind == "tensor"}
     for fqn, tensor in section_tensors(root, section, rank).items():
         cuts = [i for i, letter in enumerate(fqn) if letter == "." and fqn[:i] in branches]
         path: tuple[str | int, ...] = (fqn,)
@@ -142,7 +142,7 @@ def read_tree(root: Path, section: str, rank: int) -> dict[Any, Any]:
         for key in path[:-1]:
             node = node.setdefault(key, {})
         node[path[-1]] = leaf
-    return {"containers": {p: tuple(c) for p, c in containers.items() if c[0] != "tensor"}, "tree": tree}
+    return {"containers": {p: tuple(c[:2]) for p, c in containers.items() if c[0] != "tensor"}, "tree": tree}
 
 
 def section_tensors(root: Path, section: str, rank: int) -> dict[str, tuple[Any, ...]]:

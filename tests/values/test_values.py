@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
+import io
 import math
 import struct
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
+from pathlib import Path, PurePosixPath
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import msgpack
 import numpy as np
@@ -91,6 +97,7 @@ LEAVES = (
     | st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.device("meta")])
     | st.lists(st.integers(0, 2**62), max_size=3).map(torch.Size)
     | st.builds(Container, st.sampled_from(["list", "tuple", "dict", "tensor"]), st.integers(0, 9))
+    | st.builds(Container, st.just("dict"), st.just(0), st.lists(st.text() | st.integers(), unique=True).map(tuple))
 )
 VALUES = st.recursive(
     LEAVES,
@@ -141,6 +148,25 @@ class Text(str):
     pass
 
 
+class Number(int):
+    pass
+
+
+class Shape(enum.Enum):
+    THING = object()
+
+
+@dataclasses.dataclass
+class Options:
+    rate: Any = 0.1
+    colour: Any = Colour.RED
+
+
+def tagged(value: Any) -> Any:
+    value.tag = 1
+    return value
+
+
 class Thing:
     pass
 
@@ -151,18 +177,57 @@ def cyclic() -> list[Any]:
     return loop
 
 
+# The value, and the plain value that is read.
+BY_KIND = {
+    "enum": (Colour.RED, 1),
+    "namedtuple": (Point(1, Colour.RED), (1, 1)),
+    "dataclass": (Options(0.5), {"rate": 0.5, "colour": 1}),
+    "defaultdict": (defaultdict(list, a=[1]), {"a": [1]}),
+    "str subclass": (Text("a"), "a"),
+    "int subclass": (Number(2**70), 2**70),
+    "path": (Path("/a/b"), Path("/a/b")),
+    "pure path": (PurePosixPath("a"), Path("a")),
+    "time": (datetime(2020, 1, 2, 3, 4, 5, 6, timezone(timedelta(hours=1)), fold=1),) * 2,
+    "date": (date(2020, 1, 2),) * 2,
+    "duration": (timedelta(-1, 2, 3),) * 2,
+    "namespace": (Namespace(a=1, b=Namespace(c=(2,))),) * 2,
+    "numpy text": (np.str_("a"),) * 2,
+    "numpy bytes": (np.bytes_(b"a"),) * 2,
+    "no numpy text": (np.str_(""),) * 2,
+}
+
+
+@pytest.mark.parametrize("name", BY_KIND)
+def test_values_of_other_kinds_are_read_as_plain_values(name: str) -> None:
+    value, plain = BY_KIND[name]
+    back = decode_value(encode_value([value], "v"))[0]
+    assert back == plain
+    assert type(back) is type(plain)
+    assert getattr(back, "fold", 0) == getattr(plain, "fold", 0)
+
+
+def test_text_arrays_and_buffers() -> None:
+    array = np.array([["a", "longer"]])
+    back = decode_value(encode_value(array, "v"))
+    assert (back.tolist(), back.dtype) == (array.tolist(), array.dtype)
+    buffer = io.BytesIO(b"abc")
+    buffer.seek(2)
+    back = decode_value(encode_value(buffer, "v"))
+    assert (back.getvalue(), back.read()) == (b"abc", b"c")
+
+
 REFUSED = {
     "lambda": lambda: 1,
     "instance": Thing(),
     "type": Thing,
     "module": math,
-    "enum": Colour.RED,
-    "namedtuple": Point(1, 2),
-    "str subclass": Text("a"),
-    "defaultdict": defaultdict(list),
+    "enum of objects": Shape.THING,
+    "str subclass with attributes": tagged(Text("a")),
+    "dataclass with attributes": tagged(Options()),
+    "dataclass of objects": Options(Thing()),
+    "zoned time": datetime(2020, 1, 1, tzinfo=ZoneInfo("UTC")),
     "decimal": Decimal(1),
     "object array": np.array([None]),
-    "text array": np.array(["a"]),
     "record array": np.zeros(2, [("a", "<f4")]),
     "long double": np.zeros(2, np.longdouble),
     "datetime64": np.datetime64("2020-01-01"),
@@ -185,13 +250,12 @@ def test_everything_else_is_refused_by_path(name: str) -> None:
 
 
 def test_pickle_needs_consent_on_both_sides() -> None:
-    value = {"a": [1, Colour.RED]}
+    value = {"a": [1, Decimal(3)]}
     data = encode_value(value, "extra", allow_pickle=True)
     with pytest.raises(StateError, match=r"extra.*allow_pickle=True"):
         decode_value(data, where="extra")
     back = decode_value(data, allow_pickle=True)
     assert back == value
-    assert type(back["a"][1]) is Colour
     with pytest.raises(UnserializableError, match=r"extra\.0.*pickle cannot store it either"):
         encode_value([lambda: 1], "extra", allow_pickle=True)
     with pytest.raises(UnserializableError, match="tensor inside a plain value"):
@@ -240,6 +304,25 @@ def test_depth_limit_holds_on_both_sides() -> None:
         msgpack.packb(msgpack.ExtType(16, msgpack.packb(["nonsense", 1]))),
         msgpack.packb(msgpack.ExtType(17, msgpack.packb(["a"]))),
         msgpack.packb(msgpack.ExtType(18, msgpack.packb(["os", 0]))),
+        msgpack.packb(msgpack.ExtType(18, msgpack.packb(["dict", 0, "ab"]))),
+        msgpack.packb(msgpack.ExtType(18, msgpack.packb(["dict", 0, [1, [2]]]))),
+        msgpack.packb(msgpack.ExtType(18, msgpack.packb(["dict", 0, ["a", "a"]]))),
+        msgpack.packb(msgpack.ExtType(18, msgpack.packb(["list", 1, [0]]))),
+        msgpack.packb(msgpack.ExtType(18, msgpack.packb(["dict", 0, ["a"], 1]))),
+        msgpack.packb(msgpack.ExtType(13, msgpack.packb(["<U1", [1], b"\xff\xff\xff\xff"]))),
+        msgpack.packb(msgpack.ExtType(13, msgpack.packb(["<U0", [2**62], b""]))),
+        msgpack.packb(msgpack.ExtType(14, msgpack.packb(["|S999999999", b"1"]))),
+        msgpack.packb(msgpack.ExtType(19, msgpack.packb(["os.system", "true"]))),
+        msgpack.packb(msgpack.ExtType(19, msgpack.packb(["enum", 1, "os"]))),
+        msgpack.packb(msgpack.ExtType(20, b"\xff")),
+        msgpack.packb(msgpack.ExtType(21, msgpack.packb(["2020-13-01", 0]))),
+        msgpack.packb(msgpack.ExtType(21, msgpack.packb(["2020-01-01", 2]))),
+        msgpack.packb(msgpack.ExtType(22, b"tomorrow")),
+        msgpack.packb(msgpack.ExtType(23, msgpack.packb([10**18, 0, 0]))),
+        msgpack.packb(msgpack.ExtType(23, msgpack.packb([1.5, 0, 0]))),
+        msgpack.packb(msgpack.ExtType(24, msgpack.packb([1, 2]))),
+        msgpack.packb(msgpack.ExtType(25, msgpack.packb([b"", -1]))),
+        msgpack.packb(msgpack.ExtType(25, msgpack.packb([[], 0]))),
         b"\x82\x01\x01\x01\x02",
         b"\x81\x90\x01",
         b"\x81\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00\x01",

@@ -6,7 +6,7 @@ all versions share; ``version1`` encodes the payload from ``columns``.
 
 from __future__ import annotations
 
-from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, decode, encode
+from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, START, decode, encode
 from .document import COMPANION, FileTable, Manifest, SectionInfo, UInt64, timestamp
 from .validation import validate
 from .version1 import pack_metadata
@@ -16,6 +16,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_KEY",
     "MAX_MANIFEST_BYTES",
+    "START",
     "FileTable",
     "Manifest",
     "SectionInfo",

@@ -16,7 +16,7 @@ from .document import Manifest
 from .validation import validate
 from .version1 import ManifestV1
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "MAX_MANIFEST_BYTES", "decode", "encode"]
+__all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "MAX_MANIFEST_BYTES", "START", "decode", "encode"]
 
 FORMAT_VERSION = 1
 """The version that this library writes."""
@@ -28,7 +28,9 @@ MAX_MANIFEST_BYTES = 4 << 30
 """The largest manifest, compressed or not."""
 
 _MAGIC = "bytecheckpoint"
-_START = b"\x96\xae" + _MAGIC.encode()  # an array of six, then the magic string
+START = b"\x96\xae" + _MAGIC.encode()
+"""The first bytes of every manifest: an array of six, then the magic string."""
+
 _TRAILER = 18  # bytes: msgpack's header of a 16-byte bin, and the checksum
 _FREE_EXPANSION = 1 << 20  # bytes; up to this size any compression ratio is harmless
 _MAX_RATIO = 256
@@ -53,7 +55,7 @@ def encode(manifest: Manifest, *, compress: bool = True) -> bytes:
         if len(smaller) < len(payload) <= max(_FREE_EXPANSION, _MAX_RATIO * len(smaller)):
             codec, stored = "zstd", smaller
     body = (
-        _START + b"".join(msgpack.packb(part) for part in (manifest.version, codec, len(payload), stored)) + b"\xc4\x10"
+        START + b"".join(msgpack.packb(part) for part in (manifest.version, codec, len(payload), stored)) + b"\xc4\x10"
     )
     data = body + xxhash.xxh3_128_digest(body)
     if max(len(data), len(payload)) > MAX_MANIFEST_BYTES:
@@ -67,11 +69,11 @@ def decode(data: bytes) -> Manifest:
     Raises ``CorruptionError`` if bytes are damaged or missing, ``UnsupportedVersionError`` for a version or codec that
     this library does not read, and ``FormatError`` for an intact document that breaks a rule.
     """
-    if not data.startswith(_START[1:], 1):
+    if not data.startswith(START[1:], 1):
         raise CorruptionError(
             f"not a manifest, or damaged at its start ({len(data)} bytes, first {data[:16].hex() or 'none'})"
         )
-    if len(data) <= len(_START) + _TRAILER or xxhash.xxh3_128_digest(data[:-16]) != data[-16:]:
+    if len(data) <= len(START) + _TRAILER or xxhash.xxh3_128_digest(data[:-16]) != data[-16:]:
         raise CorruptionError(
             f"checksum mismatch in the manifest ({len(data)} bytes): it was truncated or changed after it was written; "
             f"restore the file or load an earlier checkpoint"
@@ -102,7 +104,7 @@ def _open_envelope(data: bytes) -> tuple[int, str, int, bytes]:
     except (ValueError, msgpack.UnpackException) as error:
         raise FormatError(f"manifest envelope cannot be decoded: {error}") from None
     types = (type(version), type(codec), type(raw_length), type(stored), type(checksum))
-    if data[0] != _START[0] or types != (int, str, int, bytes, bytes) or len(checksum) != 16:
+    if data[0] != START[0] or types != (int, str, int, bytes, bytes) or len(checksum) != 16:
         raise FormatError("manifest envelope is not [magic, version, codec, raw length, payload, checksum]")
     return version, codec, raw_length, stored
 

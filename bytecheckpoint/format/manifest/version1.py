@@ -186,7 +186,7 @@ def pack_metadata(metadata: dict[str, Any]) -> bytes:
     large.
     """
     try:
-        data: bytes = msgpack.packb(metadata, use_bin_type=True, strict_types=True)
+        data: bytes = msgpack.packb(metadata, use_bin_type=True)  # a tuple becomes an array
         scan_msgpack("metadata", data)
         msgpack.unpackb(data, strict_map_key=True)
     except (TypeError, ValueError, OverflowError, FormatError) as error:

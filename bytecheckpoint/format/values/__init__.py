@@ -10,9 +10,11 @@ from __future__ import annotations
 from .decoding import decode_value
 from .encoding import encode_value
 from .files import decode_path, decode_values_file, encode_path, encode_values_file, value_digest
-from .types import MAX_DEPTH, Container, Path, path_name
+from .types import LEFT_OUT, MAPPINGS, MAX_DEPTH, Container, Path, is_left_out, path_name
 
 __all__ = [
+    "LEFT_OUT",
+    "MAPPINGS",
     "MAX_DEPTH",
     "Container",
     "Path",
@@ -22,6 +24,7 @@ __all__ = [
     "encode_path",
     "encode_value",
     "encode_values_file",
+    "is_left_out",
     "path_name",
     "value_digest",
 ]

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 import struct
+from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from datetime import date, datetime, timedelta
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
 
 from ...errors import FormatError, StateError
 from .pickled import unpickle
-from .types import CONTAINER_KINDS, MAX_DEPTH, NUMPY_DTYPES, Container, Ext
+from .types import CONTAINER_KINDS, MAPPINGS, MAX_DEPTH, VALUE_KINDS, Container, Ext, is_stored_dtype
 from .unpacking import unique_pairs, unpack
 
 __all__ = ["decode_value"]
+
+_T = TypeVar("_T")
 
 
 def decode_value(data: bytes, *, allow_pickle: bool = False, where: str = "value") -> Any:
@@ -74,7 +80,7 @@ class _Decoder:
 
     def ndarray(self, payload: bytes, depth: int) -> np.ndarray[Any, Any]:
         name, shape, raw = self.array(payload, depth, 3)
-        self.require(type(name) is str and name in NUMPY_DTYPES, "an array of an unknown dtype")
+        self.require(is_stored_dtype(name), "an array of an unknown dtype")
         self.require(type(raw) is bytes and type(shape) is list, "an array without bytes or shape")
         self.require(all(type(n) is int and 0 <= n < 2**63 for n in shape), "an array with an invalid shape")
         dtype = np.dtype(name)
@@ -83,14 +89,57 @@ class _Decoder:
             array: np.ndarray[Any, Any] = np.frombuffer(bytearray(raw), dtype).reshape(shape)
         except ValueError as error:
             raise FormatError(f"{self.where}: numpy refuses an array of shape {shape}: {error}") from error
+        self.check_text(dtype, raw)
         return array
 
     def numpy_scalar(self, payload: bytes, depth: int) -> Any:
         name, raw = self.array(payload, depth, 2)
-        self.require(type(name) is str and name in NUMPY_DTYPES, "a numpy scalar of an unknown dtype")
+        self.require(is_stored_dtype(name), "a numpy scalar of an unknown dtype")
         dtype = np.dtype(name)
         self.require(type(raw) is bytes and len(raw) == dtype.itemsize, "a numpy scalar of the wrong size")
+        self.check_text(dtype, raw)
         return np.frombuffer(raw, dtype)[0]
+
+    def check_text(self, dtype: np.dtype[Any], raw: bytes) -> None:
+        """Refuse code points that numpy would accept and Python would not."""
+        if dtype.kind == "U" and raw:
+            points = np.frombuffer(raw, f"{dtype.str[0]}u4")
+            self.require(int(points.max()) < 0x110000, "text with invalid code points")
+
+    def of_kind(self, payload: bytes, depth: int) -> Any:
+        kind, value = self.array(payload, depth, 2)
+        self.require(type(kind) is str and kind in VALUE_KINDS, "a value of an unknown kind")
+        return value
+
+    def datetime(self, payload: bytes, depth: int) -> datetime:
+        text, fold = self.array(payload, depth, 2)
+        self.require(type(text) is str and type(fold) is int and fold in (0, 1), "an invalid time")
+        return self.parsed(lambda: datetime.fromisoformat(text).replace(fold=fold))
+
+    def timedelta(self, payload: bytes, depth: int) -> timedelta:
+        parts = self.array(payload, depth, 3)
+        self.require(all(type(n) is int for n in parts), "an invalid duration")
+        return self.parsed(lambda: timedelta(*parts))
+
+    def parsed(self, parse: Callable[[], _T]) -> _T:
+        try:
+            return parse()
+        except (ValueError, OverflowError) as error:
+            raise FormatError(f"{self.where}: an invalid time or duration: {error}") from error
+
+    def namespace(self, payload: bytes, depth: int) -> Namespace:
+        found = unique_pairs(self.pairs(payload, depth))
+        self.require(all(type(name) is str for name in found), "a namespace with a name that is not text")
+        namespace = Namespace()
+        vars(namespace).update(found)
+        return namespace
+
+    def bytes_io(self, payload: bytes, depth: int) -> BytesIO:
+        data, position = self.array(payload, depth, 2)
+        self.require(type(data) is bytes and type(position) is int and 0 <= position < 2**63, "an invalid buffer")
+        buffer = BytesIO(data)
+        buffer.seek(position)
+        return buffer
 
     def deque(self, payload: bytes, depth: int) -> deque[Any]:
         maxlen, items = self.array(payload, depth, 2)
@@ -130,10 +179,17 @@ class _Decoder:
         return torch.Size(sizes)
 
     def container(self, payload: bytes, depth: int) -> Container:
-        kind, length = self.array(payload, depth, 2)
+        fields = self.array(payload, depth)
+        self.require(len(fields) in (2, 3), "a container with other than two or three fields")
+        kind, length, keys = fields if len(fields) == 3 else (*fields, [])
         self.require(type(kind) is str and kind in CONTAINER_KINDS, "a container of an unknown kind")
         self.require(type(length) is int and 0 <= length < 2**63, "a container with an invalid length")
-        return Container(kind, length)
+        self.require(
+            type(keys) is list and all(type(key) in (str, int) for key in keys), "a container with invalid keys"
+        )
+        self.require(not keys or kind in MAPPINGS, "a container with keys that is not a mapping")
+        self.require(len(set(keys)) == len(keys), "a container with a key twice")
+        return Container(kind, length, tuple(keys))
 
     def complex(self, payload: bytes) -> complex:
         self.require(len(payload) == 16, "a complex number that is not 16 bytes")
@@ -173,5 +229,12 @@ _DECODERS: dict[int, Callable[[_Decoder, bytes, int], Any]] = {
     Ext.TORCH_DEVICE: _Decoder.torch_device,
     Ext.TORCH_SIZE: _Decoder.torch_size,
     Ext.CONTAINER: _Decoder.container,
+    Ext.KIND: _Decoder.of_kind,
+    Ext.PATH: lambda decoder, payload, depth: Path(decoder.text(payload)),
+    Ext.DATETIME: _Decoder.datetime,
+    Ext.DATE: lambda decoder, payload, depth: decoder.parsed(lambda: date.fromisoformat(decoder.text(payload))),
+    Ext.TIMEDELTA: _Decoder.timedelta,
+    Ext.NAMESPACE: _Decoder.namespace,
+    Ext.BYTES_IO: _Decoder.bytes_io,
     Ext.PICKLE: lambda decoder, payload, depth: decoder.pickle(payload),
 }

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
-from collections import Counter, OrderedDict, deque
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
+from datetime import date, datetime, timedelta, timezone
+from enum import Enum
+from io import SEEK_CUR, BytesIO
+from pathlib import PurePath
 from typing import Any, cast
 
 import msgpack
@@ -12,7 +18,7 @@ import numpy as np
 
 from ...errors import UnserializableError
 from .pickled import pickle_bytes
-from .types import MAX_DEPTH, NUMPY_DTYPES, Container, Ext, check_key
+from .types import MAX_DEPTH, Container, Ext, check_key, is_stored_dtype
 
 __all__ = ["encode_value"]
 
@@ -55,7 +61,12 @@ class _Encoder:
             code, payload = found
             return self.ext(code, payload(self, value, where, depth), where)
         if isinstance(value, np.generic) and kind.__module__ == "numpy":
-            return self.ext(Ext.NUMPY_SCALAR, [_numpy_dtype(value.dtype, where), value.tobytes()], where)
+            return self.ext(Ext.NUMPY_SCALAR, _numpy_scalar(value, where), where)
+        plain = _plain_of_kind(value)
+        if plain is not None:
+            return self.ext(Ext.KIND, [plain[0], self.lower(plain[1], where, depth + 1)], where)
+        if isinstance(value, PurePath):
+            return self.ext(Ext.PATH, str(value).encode("utf-8", "surrogatepass"), where)
         if kind.__module__ == "torch" and kind.__name__ in _TORCH_EXTENSIONS:
             code, torch_payload = _TORCH_EXTENSIONS[kind.__name__]
             return self.ext(code, torch_payload(value), where)
@@ -81,6 +92,10 @@ class _Encoder:
 
     def deque(self, value: deque[Any], where: str, depth: int) -> list[object]:
         return [value.maxlen, self.items(value, where, depth)]
+
+    def container(self, value: Container, where: str, depth: int) -> list[object]:
+        keys = [self.items(value.keys, where, depth)] if value.keys else []
+        return [value.kind, value.length, *keys]
 
     def key(self, key: Any, where: str, depth: int) -> object:
         check_key(key, where)
@@ -124,11 +139,48 @@ def _text(value: str) -> object:
     return value
 
 
+def _plain_of_kind(value: Any) -> tuple[str, object] | None:
+    """The kind of a value whose type only a program has, and the plain value that is stored."""
+    if isinstance(value, Enum):
+        return "enum", value.value
+    if isinstance(value, tuple) and hasattr(type(value), "_fields"):
+        return "namedtuple", tuple(value)
+    if isinstance(value, defaultdict):
+        return "defaultdict", dict(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [one.name for one in dataclasses.fields(value)]
+        # Attributes beyond the fields would be lost.
+        is_complete = all(hasattr(value, name) for name in names) and set(getattr(value, "__dict__", ())) <= set(names)
+        return ("dataclass", {name: getattr(value, name) for name in names}) if is_complete else None
+    if getattr(value, "__dict__", None):
+        return None
+    if isinstance(value, str):
+        return "str", str.__str__(value)
+    if isinstance(value, int):
+        return "int", int.__int__(value)
+    return ("float", float.__float__(value)) if isinstance(value, float) else None
+
+
+def _datetime(value: datetime, where: str) -> list[object]:
+    if value.tzinfo is not None and type(value.tzinfo) is not timezone:
+        raise UnserializableError(
+            f"{where} has the time zone {value.tzinfo!r}, whose rules are not stored; convert it with "
+            ".astimezone(datetime.timezone.utc)"
+        )
+    return [value.isoformat(), value.fold]
+
+
+def _numpy_scalar(value: np.generic, where: str) -> list[object]:
+    if value.dtype.kind in "US" and value.dtype.itemsize == 0:
+        return [f"{value.dtype.str[:2]}1", bytes(4 if value.dtype.kind == "U" else 1)]  # numpy strips trailing zeros
+    return [_numpy_dtype(value.dtype, where), value.tobytes()]
+
+
 def _numpy_dtype(dtype: np.dtype[Any], where: str) -> str:
-    if dtype.names is not None or dtype.str not in NUMPY_DTYPES:
+    if dtype.names is not None or not is_stored_dtype(dtype.str):
         raise UnserializableError(
             f"{where} is of numpy dtype {dtype}, which is not stored; only bool, int, uint, float and complex of at "
-            f"most 64 bits a part are: convert it first"
+            f"most 64 bits a part, and text, are: convert it first"
         )
     return str(dtype.str)
 
@@ -143,13 +195,21 @@ _EXTENSIONS: dict[type, tuple[Ext, Callable[[_Encoder, Any, str, int], bytes | l
     OrderedDict: (Ext.ORDERED_DICT, _Encoder.pairs),
     Counter: (Ext.COUNTER, _Encoder.pairs),
     deque: (Ext.DEQUE, _Encoder.deque),
+    datetime: (Ext.DATETIME, lambda encoder, value, where, depth: _datetime(value, where)),
+    date: (Ext.DATE, lambda encoder, value, where, depth: value.isoformat().encode()),
+    timedelta: (
+        Ext.TIMEDELTA,
+        lambda encoder, value, where, depth: [value.days, value.seconds, value.microseconds],
+    ),
+    Namespace: (Ext.NAMESPACE, lambda encoder, value, where, depth: encoder.pairs(vars(value), where, depth)),
+    BytesIO: (Ext.BYTES_IO, lambda encoder, value, where, depth: [value.getvalue(), value.seek(0, SEEK_CUR)]),
     range: (Ext.RANGE, _Encoder.bounds),
     slice: (Ext.SLICE, _Encoder.bounds),
     np.ndarray: (
         Ext.NDARRAY,
         lambda encoder, value, where, depth: [_numpy_dtype(value.dtype, where), list(value.shape), value.tobytes()],
     ),
-    Container: (Ext.CONTAINER, lambda encoder, value, where, depth: [value.kind, value.length]),
+    Container: (Ext.CONTAINER, _Encoder.container),
 }
 
 # By name, so that this module does not import torch.

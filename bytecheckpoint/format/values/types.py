@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -10,12 +11,31 @@ from typing import Any
 from ...errors import UnserializableError
 from ...tensors.metadata import Path
 
-__all__ = ["CONTAINER_KINDS", "MAX_DEPTH", "NUMPY_DTYPES", "Container", "Ext", "Path", "check_key", "path_name"]
+__all__ = [
+    "CONTAINER_KINDS",
+    "LEFT_OUT",
+    "MAPPINGS",
+    "MAX_DEPTH",
+    "VALUE_KINDS",
+    "Container",
+    "Ext",
+    "Path",
+    "check_key",
+    "is_left_out",
+    "is_stored_dtype",
+    "path_name",
+]
+
+MAPPINGS = ("dict", "OrderedDict")
+"""The kinds of containers that may have keys."""
 
 MAX_DEPTH = 64
 """The number of levels that plain values may nest."""
 
-CONTAINER_KINDS = ("dict", "OrderedDict", "list", "tuple", "tensor")
+CONTAINER_KINDS = ("dict", "OrderedDict", "list", "tuple", "tensor", "left_out")
+
+VALUE_KINDS = ("enum", "namedtuple", "dataclass", "defaultdict", "str", "int", "float")
+"""Kinds of values whose types only a program has. Their names are not stored, so that no name is imported."""
 
 # Fixed widths only: the layout of a long double depends on the platform.
 NUMPY_DTYPES = frozenset(
@@ -26,6 +46,14 @@ NUMPY_DTYPES = frozenset(
         for kind in ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
     ]
 )
+
+
+_NUMPY_TEXT = re.compile(r"[<>]U[1-9][0-9]{0,8}|\|S[1-9][0-9]{0,8}")
+
+
+def is_stored_dtype(name: object) -> bool:
+    """Whether arrays of this numpy dtype are stored."""
+    return type(name) is str and (name in NUMPY_DTYPES or _NUMPY_TEXT.fullmatch(name) is not None)
 
 
 class Ext(IntEnum):
@@ -48,7 +76,14 @@ class Ext(IntEnum):
     TORCH_DTYPE = 15  # UTF-8 name without "torch."
     TORCH_DEVICE = 16  # * [type, index or nil]
     TORCH_SIZE = 17  # * array of ints
-    CONTAINER = 18  # * [kind, length]
+    CONTAINER = 18  # * [kind, length] or [kind, length, keys]
+    KIND = 19  # * [kind, plain value]; a reader without a template of the kind uses the plain value
+    PATH = 20  # UTF-8 text, as TEXT
+    DATETIME = 21  # * [ISO 8601 text, fold]
+    DATE = 22  # ISO 8601 text
+    TIMEDELTA = 23  # * [days, seconds, microseconds]
+    NAMESPACE = 24  # * array of names and values in turn
+    BYTES_IO = 25  # * [bytes, position]
     PICKLE = 127
 
 
@@ -57,11 +92,27 @@ class Container:
     """A branch of a section's tree whose type its flattened leaves do not determine.
 
     ``kind`` is ``dict``, ``OrderedDict``, ``list``, ``tuple``, or ``tensor`` for a tensor whose path does not follow
-    from its dotted name. ``length`` is the number of items of a list or tuple, else 0.
+    from its dotted name. ``left_out`` marks a tensor (by its name) or value (by its path) that the save was asked to
+    leave out. ``length`` is the number of items of a list or tuple, else 0. ``keys`` are those of a mapping in its
+    order, if they were stored.
     """
 
     kind: str
     length: int = 0
+    keys: tuple[str | int, ...] = ()
+
+    @property
+    def unordered(self) -> Container:
+        """The container without its keys, for comparisons between ranks: the keys of one of them suffice."""
+        return Container(self.kind, self.length)
+
+
+LEFT_OUT = Container("left_out")
+
+
+def is_left_out(value: object) -> bool:
+    """Whether a decoded value is ``LEFT_OUT``."""
+    return type(value) is Container and value == LEFT_OUT
 
 
 def path_name(path: Path) -> str:
