@@ -34,6 +34,8 @@ class Context:
         rank: This process's rank in the call, from 0 to ``world_size - 1``.
         world_size: The number of ranks in the call.
         allow_pickle: Whether the caller accepts values that only pickle can store.
+        trainable_only: Whether ``capture`` leaves out parameters without ``requires_grad``, and their optimizer state.
+            It lists them in ``SectionSource.left_out``. An adapter without parameters ignores it.
         device: Where meta tensors get memory; None for the device of each tensor's mesh, or else the CPU.
         layouts_of: A function from another object of the state to its parameter layouts, by ``id`` of the parameter.
             It calls ``Adapter.parameter_layouts`` of that object's adapter. The result is empty for an object that is
@@ -50,6 +52,7 @@ class Context:
     rank: int = 0
     world_size: int = 1
     allow_pickle: bool = False
+    trainable_only: bool = False
     device: torch.device | None = None
     layouts_of: Callable[[Any], Mapping[int, ParamLayout]] = lambda obj: {}
     notes: list[str] = field(default_factory=list)

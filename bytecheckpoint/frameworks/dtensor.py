@@ -37,6 +37,7 @@ __all__ = [
     "is_dtensor",
     "loaded_class",
     "local_tensor",
+    "replica_ranks",
     "sharding_of",
     "tensor_meta",
     "with_memory",
@@ -114,6 +115,17 @@ def dtensor_shards(fqn: str, dtensor: DTensor, local: torch.Tensor) -> tuple[Bas
         shard.find_place = partial(_place, dtensor)
         return meta, [shard]
     return meta, [Shard(fqn, meta, part.box, local[part.local_slices()]) for part in boxes]
+
+
+@lru_cache(maxsize=1 << 10)
+def replica_ranks(place: MeshPlace) -> tuple[int, ...]:
+    """The ranks of the default process group that hold the same box; none if the mesh is not a ``DeviceMesh``."""
+    ranks = getattr(place.mesh, "mesh", None)
+    if not isinstance(ranks, torch.Tensor):
+        return ()
+    cutting = {dim for axis in place.layout.cuts for dim in axis}
+    index = tuple(at if dim in cutting else slice(None) for dim, at in enumerate(place.coordinate))
+    return tuple(ranks[index].flatten().tolist())
 
 
 def _place(dtensor: DTensor) -> MeshPlace | None:

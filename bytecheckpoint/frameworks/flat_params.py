@@ -98,6 +98,12 @@ class FlatParam:
         for info in (*self.flat._param_infos, *self.flat._shared_param_infos):
             yield id(info.module), info.param_name
 
+    @property
+    def frozen(self) -> list[OriginalParam]:
+        """The parameters that get no gradient."""
+        params = self.flat._params if self.flat._params is not None else [self.flat] * len(self.originals)
+        return [original for original, param in zip(self.originals, params) if not param.requires_grad]
+
     @cached_property
     def layout(self) -> ParamLayout:
         """The layout of the complete local shard. Padding belongs to no part."""

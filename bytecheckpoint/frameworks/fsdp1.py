@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import UnsupportedTensorError
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Context
-from .flat_params import FlatParam, flat_params
+from .flat_params import FlatParam, OriginalParam, flat_params
 from .layout import ParamLayout
 from .module import ModuleAdapter, choose_stored_name
 from .module_tree import Slot, has_fsdp1, modules_of
@@ -57,10 +57,12 @@ class FSDP1Adapter(ModuleAdapter):
         source = super().capture(obj, context)
         for flat in flat_params(modules_of(obj)):
             _add_flat(source, flat, {original.fqns[0]: original.fqns[0] for original in flat.originals})
+            if context.trainable_only:
+                _leave_out(source, flat.frozen)
         return source
 
-    def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
-        target = super().target(obj, context, stored)
+    def make_target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        target = super().make_target(obj, context, stored)
         flats = flat_params(modules_of(obj))
         for flat in flats:
             names = [original.fqns for original in flat.originals]
@@ -74,6 +76,16 @@ class FSDP1Adapter(ModuleAdapter):
 
         target.apply = apply
         return target
+
+
+def _leave_out(source: SectionSource, originals: Sequence[OriginalParam]) -> None:
+    """Remove what ``_add_flat`` added for these parameters."""
+    names = {fqn for original in originals for fqn in original.fqns}
+    source.left_out.update((fqn,) for fqn in names)
+    source.shards[:] = [shard for shard in source.shards if shard.fqn not in names]
+    for fqn in names:
+        source.metas.pop(fqn, None)
+        source.aliases.pop(fqn, None)
 
 
 def _add_flat(section: SectionSource | SectionTarget, flat: FlatParam, chosen: Mapping[str, str]) -> None:

@@ -47,19 +47,22 @@ class ParamLayout(NamedTuple):
 
     ``local_shape`` is the local tensor's shape. ``fqns`` maps every name in the parameter to its global shape,
     including names of which this rank holds no element. With ``is_replica``, all ranks hold the same elements;
-    otherwise a part may cover a tensor completely by chance, and is not a replica.
+    otherwise a part may cover a tensor completely by chance, and is not a replica. ``replica_ranks`` are the ranks of
+    the default process group that the model declares to hold replicas; None if it declares nothing.
     """
 
     local_shape: tuple[int, ...]
     parts: tuple[ParamPart, ...]
     fqns: dict[str, tuple[int, ...]]
     is_replica: bool = False
+    replica_ranks: tuple[int, ...] | None = None
 
     @classmethod
-    def whole(cls, fqn: str, shape: tuple[int, ...]) -> ParamLayout:
+    def whole(cls, fqn: str, shape: tuple[int, ...], *, replica_ranks: tuple[int, ...] | None = None) -> ParamLayout:
         """A replicated parameter."""
         box = Box.unchecked((0,) * len(shape), shape)
-        return cls(shape, (ParamPart(fqn, shape, box, 0),), {fqn: shape}, is_replica=True)
+        part = ParamPart(fqn, shape, box, 0)
+        return cls(shape, (part,), {fqn: shape}, is_replica=True, replica_ranks=replica_ranks)
 
     @property
     def one_whole(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -15,6 +15,7 @@ from .layout import ParamLayout
 from .meta_device import materialize
 from .module_tree import (
     Slot,
+    declared_replicas,
     fsdp2_modules,
     group_tied,
     has_fsdp1,
@@ -22,13 +23,16 @@ from .module_tree import (
     named_slots,
     named_submodules,
 )
+from .own_state import EXTRA_STATE, capture_own_state, find_own_state
+from .own_state_target import OwnStateTarget
+from .pretrained import apply_name_rules
 from .tensors import tensor_shards
-from .tree_capture import Capture
+from .tree_capture import Capture, is_distributed
 from .tree_target import TreeBuilder
 
 __all__ = ["ModuleAdapter", "choose_stored_name", "parameter_layouts"]
 
-_EXTRA_STATE: Path = ("_extra_state",)
+_EXTRA_STATE: Path = (EXTRA_STATE,)
 
 
 def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
@@ -38,12 +42,15 @@ def parameter_layouts(obj: Any) -> dict[int, ParamLayout]:
     ones.
     """
     layouts: dict[int, ParamLayout] = {}
-    for group in group_tied([slot for slot in named_slots(modules_of(obj)) if slot.is_parameter]):
+    modules = modules_of(obj)
+    declared = declared_replicas(modules)
+    for group in group_tied([slot for slot in named_slots(modules) if slot.is_parameter]):
         for slot in group:
             if is_dtensor(slot.tensor):
                 layout = dtensor_layout(group[0].fqn, slot.tensor)
             else:
-                layout = ParamLayout.whole(group[0].fqn, tuple(slot.tensor.shape))
+                ranks = declared.get(id(slot.tensor))
+                layout = ParamLayout.whole(group[0].fqn, tuple(slot.tensor.shape), replica_ranks=ranks)
             layouts[id(slot.tensor)] = layout
     return layouts
 
@@ -52,7 +59,7 @@ class ModuleAdapter(Adapter):
     """Parameters and persistent buffers, under their names without the wrappers around the modules.
 
     Modules that define ``get_extra_state`` contribute values under the paths ``("_extra_state", fqn, ...)``. The
-    adapter does not call ``state_dict``, whose hooks may communicate, copy or rename.
+    adapter calls ``state_dict`` only of modules that customize it (``own_state``): torch's own hooks may communicate.
 
     *Tied tensors* (one memory under several names) are stored under the first name; the other names are aliases. A tied
     target is filled once, from the first of its names that is stored. If another of its names was stored separately, it
@@ -75,8 +82,14 @@ class ModuleAdapter(Adapter):
     def capture(self, obj: Any, context: Context) -> SectionSource:
         source = SectionSource()
         modules = modules_of(obj)
-        for group in group_tied(self.slots(modules)):
+        named = [pair for module in modules for pair in named_submodules(module)]
+        capture = Capture(context, source)
+        declared = declared_replicas(modules) if context.world_size > 1 else {}
+        for group in group_tied(capture_own_state(find_own_state(named), self.slots(modules), capture)):
             fqn = group[0].fqn
+            if context.trainable_only and all(slot.is_parameter and not slot.tensor.requires_grad for slot in group):
+                source.left_out.update((slot.fqn,) for slot in group)
+                continue
             if group[0].tensor.is_meta:
                 raise UnsupportedTensorError(
                     f"{context.section}: {fqn} is on the meta device and has no values; load or initialize it first"
@@ -84,24 +97,34 @@ class ModuleAdapter(Adapter):
             source.metas[fqn], shards = tensor_shards(fqn, group[0].tensor)
             source.shards.extend(shards)
             source.aliases.update({slot.fqn: fqn for slot in group[1:]})
-            # Running statistics diverge between ranks; like DDP, the first rank's are stored.
-            if not group[0].is_parameter and not is_dtensor(group[0].tensor):
+            if is_distributed(group[0].tensor):
+                continue
+            if not group[0].is_parameter:
+                # Running statistics diverge between ranks; like DDP, the first rank's are stored.
                 source.pinned.add(fqn)
-        extra = _ExtraState(modules)
+            elif context.world_size > 1:
+                source.mark_replicas([fqn], declared.get(id(group[0].tensor)))
+        extra = _ExtraState(named)
         if extra.owners:
-            capture = Capture(context, source)
             capture.visit(extra, _EXTRA_STATE)
-            capture.finish()
-            source.digests.clear()  # replicas of extra state are not compared
+        capture.finish()
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        target = self.make_target(obj, context, stored)
+        apply_name_rules(modules_of(obj), target, context, stored)
+        return target
+
+    def make_target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        """``target`` without the names that the model's own lists add. A subclass adds what its wrapper keeps."""
         modules = modules_of(obj)
         target = SectionTarget()
-        for group in group_tied(self.slots(modules)):
+        named = [pair for module in modules for pair in named_submodules(module)]
+        own = OwnStateTarget(find_own_state(named, loading=True), self.slots(modules), context, stored, target)
+        for group in group_tied(own.slots):
             _add_target(target, group, context, stored)
         _note_transient_meta(modules, context)
-        extra = _ExtraState(modules)
+        extra = _ExtraState(named)
         restore = TreeBuilder(context, stored, target).visit(extra, _EXTRA_STATE) if extra.owners else None
 
         def apply(values: Mapping[Path, Any]) -> None:
@@ -109,6 +132,7 @@ class ModuleAdapter(Adapter):
                 sub.reshard()  # otherwise the next forward pass would use gathered copies of the old values
             if restore is not None:
                 restore(values)
+            own.apply(values)
 
         target.apply = apply
         return target
@@ -118,7 +142,8 @@ def _add_target(target: SectionTarget, group: list[Slot], context: Context, stor
     names = [slot.fqn for slot in group]
     fqn = choose_stored_name(names, target, context, stored)
     tensor = group[0].tensor
-    if tensor.is_meta and fqn in stored.metas:
+    # A tensor of another shape is not loaded, so memory for it would stay uninitialized.
+    if tensor.is_meta and fqn in stored.metas and stored.metas[fqn].shape == tuple(tensor.shape):
         tensor = materialize(group, context)
     target.metas[fqn], shards = tensor_shards(fqn, tensor)
     target.shards.extend(shards)
@@ -153,14 +178,13 @@ def _note_transient_meta(modules: Sequence[nn.Module], context: Context) -> None
 class _ExtraState:
     """The modules' extra state as one object with ``state_dict`` and ``load_state_dict``."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Module]]) -> None:
         self.owners: dict[str, nn.Module] = {}
         seen: set[int] = set()
-        for module in modules:
-            for fqn, sub in named_submodules(module):
-                if id(sub) not in seen and type(sub).get_extra_state is not nn.Module.get_extra_state:
-                    self.owners[fqn] = sub
-                seen.add(id(sub))
+        for fqn, module in named:
+            if id(module) not in seen and type(module).get_extra_state is not nn.Module.get_extra_state:
+                self.owners[fqn] = module
+            seen.add(id(module))
 
     def state_dict(self) -> dict[str, Any]:
         return {fqn: module.get_extra_state() for fqn, module in self.owners.items()}

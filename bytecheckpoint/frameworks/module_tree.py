@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import NameCollisionError
@@ -15,13 +16,17 @@ from .tensors import is_sharded_tensor
 __all__ = [
     "Slot",
     "clean_name",
+    "declared_replicas",
     "fsdp2_modules",
     "fsdp2_params",
     "group_tied",
     "has_fsdp1",
+    "join_names",
     "modules_of",
     "named_slots",
     "named_submodules",
+    "submodules",
+    "tie_key",
 ]
 
 # torch.compile, activation checkpointing and FSDP-1 insert these components into the names of modules.
@@ -66,10 +71,10 @@ def _add_submodules(module: nn.Module, prefix: str, found: list[tuple[str, nn.Mo
         for name, child in children.items():
             if child is not None:
                 transparent = name in _WRAPPER_NAMES or (wraps and name == "module")
-                _add_submodules(child, prefix if transparent else _join(prefix, name), found)
+                _add_submodules(child, prefix if transparent else join_names(prefix, name), found)
 
 
-def _all_modules(module: nn.Module) -> Iterable[nn.Module]:
+def submodules(module: nn.Module) -> Iterable[nn.Module]:
     """Every module once, parents first; faster than ``module.modules()``."""
     found = {module: None}
     pending = [module]
@@ -111,17 +116,25 @@ def _slots(module: nn.Module, unsharded: dict[tuple[int, str], torch.Tensor]) ->
         for name, param in owner._parameters.items():
             if param is not None:
                 held = unsharded.get((id(owner), name), param)
-                yield Slot(_join(prefix, name), owner, name, held, is_parameter=True)
+                yield Slot(join_names(prefix, name), owner, name, held, is_parameter=True)
         if owner._buffers:
             transient = getattr(owner, "_non_persistent_buffers_set", frozenset[str]())
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     yield Slot(
-                        _join(prefix, name), owner, name, buffer, is_parameter=False, persistent=name not in transient
+                        join_names(prefix, name),
+                        owner,
+                        name,
+                        buffer,
+                        is_parameter=False,
+                        persistent=name not in transient,
                     )
 
 
-def _join(prefix: str, name: str) -> str:
+def join_names(prefix: str, name: str) -> str:
+    """A dotted name below ``prefix``, which may be empty. ``name`` may be empty too: the module itself."""
+    if not name:
+        return prefix
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -152,7 +165,22 @@ def tie_key(tensor: torch.Tensor) -> tuple[object, ...]:
         return ("object", id(tensor))
     if dense.numel() == 0:
         return ("object", id(tensor))
-    return ("memory", storage, dense.storage_offset(), dense.shape, dense.stride(), dense.dtype, *cut)
+    lazy = (dense.is_conj(), dense.is_neg())  # such views have other values in the same memory
+    return ("memory", storage, dense.storage_offset(), dense.shape, dense.stride(), dense.dtype, lazy, *cut)
+
+
+def declared_replicas(modules: Iterable[nn.Module]) -> dict[int, tuple[int, ...]]:
+    """By ``id`` of each parameter that ``DistributedDataParallel`` keeps in sync, the ranks of its process group."""
+    declared: dict[int, tuple[int, ...]] = {}
+    for module in modules:
+        for sub in submodules(module):
+            if isinstance(sub, nn.parallel.DistributedDataParallel):
+                ranks = tuple(dist.get_process_group_ranks(sub.process_group))
+                ignored = sub.parameters_to_ignore
+                for name, param in sub.module.named_parameters():
+                    if name not in ignored:
+                        declared[id(param)] = ranks
+    return declared
 
 
 def has_fsdp1(module: nn.Module) -> bool:
@@ -168,7 +196,7 @@ def fsdp2_modules(module: nn.Module) -> list[Any]:
 def _instances(module: nn.Module, name: str) -> list[Any]:
     """The modules of the tree that are instances of a class of FSDP, each once. Imports nothing."""
     cls = loaded_class("torch.distributed.fsdp", name)
-    return [sub for sub in _all_modules(module) if isinstance(sub, cls)] if cls else []
+    return [sub for sub in submodules(module) if isinstance(sub, cls)] if cls else []
 
 
 def fsdp2_params(module: nn.Module) -> Iterator[Any]:

@@ -1,33 +1,30 @@
 """The adapter for optimizers, which stores state and hyper-parameters by parameter name, never by position.
 
-Tensors of the state are stored as ``state.<fqn>.<key>``, plain values under ``("state", fqn, key)``, and the
-hyper-parameters of the parameter's group under ``("param_groups", fqn)``. A parameter without state has an empty dict
-under ``("state", fqn)``. Saving runs no step, creates no state and changes no learning rate.
+Tensors of the state are stored as ``state.<fqn>.<key>``, plain values under ``("state", fqn, key)``, the
+hyper-parameters of the parameter's group under ``("param_groups", fqn)``, and the class of the optimizer under
+``("class", fqn)``. A parameter without state has an empty dict under ``("state", fqn)``. Saving runs no step, creates
+no state and changes no learning rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from ..errors import MismatchError, UnserializableError, UnsupportedTensorError
+from ..errors import MismatchError, UnserializableError
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
-from .optimizer_params import NamedParam, is_optimizer, named_params
-from .optimizer_state import StoredState, capture_state, group_path, state_name
+from .optimizer_class import class_path, lineage_of, require_same_class
+from .optimizer_groups import GroupOptions, empty_groups, group_path, groups_of, options_of
+from .optimizer_params import NamedParam, named_params
+from .optimizer_state import StoredState, capture_state, state_name
 from .optimizer_target import StateFiller
+from .optimizer_wrappers import StateHolder, as_list, holders_of, is_optimizer, require_complete
+from .stored_state_dict import StoredStateDict, is_stored_state_dict
 
-__all__ = ["OptimizerAdapter"]
-
-_IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that choose an implementation of the step but not its result. A load keeps the target's."""
-
-_NOT_OPTIONS = frozenset({"params", "param_names"})
-
-_GroupParams = tuple["dict[str, Any]", "list[str]"]
-"""A group and the names of its parameters."""
+__all__ = ["OptimizerAdapter", "fill_by_name"]
 
 
 class OptimizerAdapter(Adapter):
@@ -36,6 +33,10 @@ class OptimizerAdapter(Adapter):
     A list is one union of parameters, whose distribution over optimizers and groups may change between save and load.
     A load keeps the target's ``foreach``, ``fused``, ``capturable`` and ``differentiable``. State of a sharded
     parameter must have the parameter's shape, be 0-d, or be a DTensor; other state raises ``UnsupportedTensorError``.
+
+    Wrappers are unwrapped. One with separate groups, state or entries of ``state_dict()`` raises ``StateError``.
+    ``ZeroRedundancyOptimizer`` is one global optimizer, whose state loads into any other layout, and the other way
+    round. State that another class of optimizer saved raises ``MismatchError``.
     """
 
     name: ClassVar[str] = "optimizer"
@@ -47,67 +48,114 @@ class OptimizerAdapter(Adapter):
         return is_optimizer(obj)
 
     def capture(self, obj: Any, context: Context) -> SectionSource:
-        optimizers = _as_list(obj)
-        params = named_params(optimizers, context)
+        holders, params = _described(obj, context)
         source = SectionSource()
+        if context.trainable_only:
+            params = _leave_out_frozen(params, source)
         for named in params:
-            state = named.optimizer.state.get(named.param, {})
-            capture_state(named, state, source, compare=context.world_size > 1)
-        for group, names in _groups_of(params):
-            options = _options_of(group, f"{context.section}.param_groups")
+            capture_state(named, source, compare=context.world_size > 1)
+        where = f"{context.section}.param_groups"
+        for group, names in groups_of(params):
+            options = options_of(group, where)
             source.values.update({group_path(name): options for name in names})
-        source.values.update(_shared_values(optimizers))
+        source.values.update({path: options_of(group, where) for path, group in empty_groups(holders)})
+        lineages = {id(holder): lineage_of(holder.optimizer) for holder in holders}
+        source.values.update({class_path(name): lineages[id(n.holder)] for n in params for name in n.names})
+        source.values.update(_shared_values(holders))
+        source.values.update({path: averager.step for path, averager in _averagers(holders).items()})
         source.values.update(_orders(params))
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
-        optimizers = _as_list(obj)
-        params = named_params(optimizers, context)
-        names = {name for named in params for name in named.names}
-        state = StoredState(stored, params)
-        _require_common_names(params, state, context)
-        orders = _orders(params)
-        _require_same_orders(orders, stored)
-        groups = _groups_of(params)
-        _agreed_options(groups, stored.values)
-
-        target = SectionTarget()
-        filler = StateFiller(target, state, context.device)
-        for named in params:
-            filler.add(named)
-        paths = {group_path(name) for name in names}
-        target.requested_values |= paths
-        target.optional |= {path for path in paths if path not in stored.values}
-        for name in state.keys() - names:
-            target.ignorable.update((state_name(name, key) for key in state[name].tensors), state[name].paths)
-        shared = [path for path in stored.values if path[0] == "shared"]
-        target.requested_values.update(shared)
-        target.requested_values.update(orders)
-        target.optional.update(orders)
-        target.ignorable.update(path for path in stored.values if path[0] == "order")
-
-        def apply(values: Mapping[Path, Any]) -> None:
-            chosen = _agreed_options(groups, values)
-            filler.finish(values)
-            for group, options in chosen:
-                _set_options(group, options)
-            for path in shared:
-                if path in values:
-                    optimizers[int(path[1])].state[path[2]] = values[path]
-
-        target.apply = apply
-        return target
+        holders, params = _described(obj, context)
+        return fill_by_name(holders, params, context, stored)
 
 
-def _as_list(obj: Any) -> list[Any]:
-    return list(obj) if isinstance(obj, (list, tuple)) else [obj]
+def _leave_out_frozen(params: list[NamedParam], source: SectionSource) -> list[NamedParam]:
+    """List the state of frozen parameters in ``source.left_out``; return the other parameters.
+
+    LBFGS has one state for all parameters, which is stored with the first one, even if that is frozen.
+    """
+    kept: list[NamedParam] = []
+    for named in params:
+        if named.param.requires_grad or isinstance(named.holder.optimizer, torch.optim.LBFGS):
+            kept.append(named)
+            continue
+        frozen = SectionSource()
+        capture_state(named, frozen, compare=False)
+        source.left_out.update((name,) for name in frozen.metas)
+        source.left_out.update(frozen.values)
+        source.left_out.update(path(name) for name in named.names for path in (group_path, class_path))
+    return kept
 
 
-def _shared_values(optimizers: Iterable[Any]) -> dict[Path, Any]:
+def _described(obj: Any, context: Context) -> tuple[list[StateHolder], list[NamedParam]]:
+    holders = holders_of(as_list(obj), context)
+    # First, because a wrapper that replaces parameters may communicate in its state_dict().
+    params = named_params(holders, context)
+    require_complete(holders, context)
+    return holders, params
+
+
+def fill_by_name(
+    holders: Sequence[StateHolder], params: list[NamedParam], context: Context, stored: StoredSection
+) -> SectionTarget:
+    """Describe where a stored optimizer, or its state dict, goes. Raises ``MismatchError`` if it cannot fit."""
+    if not is_stored_state_dict(stored.values):
+        return _fill(holders, params, context, stored)
+    found = StoredStateDict(stored, holders, params, context)
+    return found.restored(_fill(holders, params, context, found.section))
+
+
+def _fill(
+    holders: Sequence[StateHolder], params: list[NamedParam], context: Context, stored: StoredSection
+) -> SectionTarget:
+    names = {name for named in params for name in named.names}
+    state = StoredState(stored, params)
+    _require_common_names(params, state, context)
+    require_same_class(params, stored.values, context)
+    orders = _orders(params)
+    _require_same_orders(orders, stored)
+    groups, empty = groups_of(params), list(empty_groups(holders))
+    GroupOptions(groups, stored.values)  # to find faults
+
+    target = SectionTarget()
+    filler = StateFiller(target, state, context.device)
+    for named in params:
+        filler.add(named)
+    paths = {*map(group_path, names), *(path for path, _ in empty)}
+    target.requested_values |= paths
+    target.requested_values.update(path for name in names if (path := class_path(name)) in stored.values)
+    target.optional |= {path for path in paths if path not in stored.values}
+    for name in state.keys() - names:
+        target.ignorable.update((state_name(name, key) for key in state[name].tensors), state[name].paths)
+    shared = [path for path in stored.values if path[:1] == ("shared",) and int(path[1]) < len(holders)]
+    averagers = _averagers(holders)
+    target.requested_values.update(shared, averagers, orders)
+    target.optional.update(orders)
+    target.ignorable.update(path for path in stored.values if path[:1] in (("order",), ("empty_groups",)))
+
+    def apply(values: Mapping[Path, Any]) -> None:
+        options = GroupOptions(groups, values)
+        options.add_empty(empty, values)
+        filler.finish(values)
+        options.apply()
+        for path in shared:
+            if path in values:
+                holders[int(path[1])].state[path[2]] = values[path]
+        for path, averager in averagers.items():
+            if path in values:
+                averager.step = values[path]
+
+    target.apply = apply
+    return target
+
+
+def _shared_values(holders: Iterable[StateHolder]) -> dict[Path, Any]:
     """State that belongs to no parameter, which some optimizers store under a string key."""
     values: dict[Path, Any] = {}
-    for number, optimizer in enumerate(optimizers):
-        for key, value in optimizer.state.items():
+    for number, holder in enumerate(holders):
+        for key, value in holder.state.items():
             if isinstance(key, torch.Tensor):
                 continue
             if not isinstance(key, str) or isinstance(value, torch.Tensor):
@@ -119,12 +167,21 @@ def _shared_values(optimizers: Iterable[Any]) -> dict[Path, Any]:
     return values
 
 
+def _averagers(holders: Iterable[StateHolder]) -> dict[Path, Any]:
+    """The model averagers of wrappers by the path of their step."""
+    return {
+        ("averager_step", number): holder.averager
+        for number, holder in enumerate(holders)
+        if holder.averager is not None
+    }
+
+
 def _orders(params: Iterable[NamedParam]) -> dict[Path, list[str]]:
     """The order of each LBFGS's parameters, under its first name: its state is one vector over all of them."""
     orders: dict[int, list[str]] = {}
     for named in params:
-        if isinstance(named.optimizer, torch.optim.LBFGS):
-            orders.setdefault(id(named.optimizer), []).extend(named.names)
+        if isinstance(named.holder.optimizer, torch.optim.LBFGS):
+            orders.setdefault(id(named.holder), []).extend(named.names)
     return {("order", names[0]): names for names in orders.values()}
 
 
@@ -153,82 +210,3 @@ def _require_common_names(params: list[NamedParam], state: StoredState, context:
         "Pass rename=, or leave the optimizer out of the load",
         [("missing", name, "no stored optimizer state of this name") for name in ours],
     )
-
-
-def _groups_of(params: Iterable[NamedParam]) -> list[_GroupParams]:
-    """The groups that have parameters, each with the names of all of them."""
-    groups: dict[int, _GroupParams] = {}
-    for named in params:
-        groups.setdefault(id(named.group), (named.group, []))[1].extend(named.names)
-    return list(groups.values())
-
-
-def _options_of(group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The hyper-parameters as plain values. A one-element tensor (a learning rate on a device) becomes a number."""
-    return {key: _plain(value, f"{where}.{key}") for key, value in group.items() if key not in _NOT_OPTIONS}
-
-
-def _plain(value: Any, where: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise UnsupportedTensorError(f"{where}: a hyper-parameter of shape {tuple(value.shape)} is not one number")
-        return value.item()
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_plain(item, where) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-    return value
-
-
-def _agreed_options(groups: Iterable[_GroupParams], values: Mapping[Path, Any]) -> list[tuple[dict[str, Any], Any]]:
-    """For each target group, the stored hyper-parameters of its parameters. Groups that are not stored are left out.
-
-    Raises ``MismatchError`` (kind ``value``) if the parameters of one target group were stored with different
-    hyper-parameters, since no choice between them would be right.
-    """
-    result: list[tuple[dict[str, Any], Any]] = []
-    faults: list[tuple[str, str, str]] = []
-    for group, names in groups:
-        stored = {name: values[path] for name in names if (path := group_path(name)) in values}
-        if not stored:
-            continue
-        first, options = next(iter(stored.items()))
-        common = _without_flags(options)
-        for name, other in stored.items():
-            if other == options:
-                continue
-            others = _without_flags(other)
-            differing = sorted(k for k in common.keys() | others.keys() if common.get(k) != others.get(k))
-            faults.extend(
-                ("value", name, f"{key} = {others.get(key)!r}, but {first} has {common.get(key)!r}")
-                for key in differing
-            )
-        result.append((group, common))
-    if faults:
-        lines = "\n".join(f"  {name}: {detail}" for _, name, detail in faults)
-        raise MismatchError(
-            "parameters of one param group were saved with different hyper-parameters; split the group as it was "
-            f"saved, or exclude 'param_groups' from the load and set them yourself:\n{lines}",
-            faults,
-        )
-    return result
-
-
-def _without_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in stored.items() if key not in _IMPLEMENTATION_FLAGS | _NOT_OPTIONS}
-
-
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Set the hyper-parameters of a group. Existing tensors keep their identity, device and dtype."""
-    for key, value in options.items():
-        group[key] = _like(group.get(key), value)
-
-
-def _like(existing: Any, value: Any) -> Any:
-    if isinstance(existing, torch.Tensor) and isinstance(value, (int, float)):
-        with torch.no_grad():
-            return existing.fill_(value)
-    if type(existing) in (list, tuple) and isinstance(value, (list, tuple)):
-        padded = (*existing, *(None for _ in value[len(existing) :]))
-        return type(existing)(_like(old, new) for old, new in zip(padded, value))
-    return value

@@ -6,32 +6,33 @@ The names come from the modules in the same state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import NameCollisionError, StateError
 from .base import Context
 from .dtensor import dtensor_layout, is_dtensor
 from .layout import ParamLayout
-from .module_tree import clean_name, modules_of
+from .module_tree import clean_name, modules_of, named_slots
+from .optimizer_wrappers import StateHolder
 
-__all__ = ["NamedParam", "is_optimizer", "named_params"]
+__all__ = ["NamedParam", "named_params", "owned_layouts"]
 
 
 @dataclass(eq=False)
 class NamedParam:
-    """One parameter of one optimizer, its group, and its names and layout."""
+    """One parameter of one optimizer, its group, and its names and layout. ``key`` is that of its state."""
 
     param: torch.Tensor
     layout: ParamLayout
-    optimizer: Any
-    group: dict[str, Any]
+    holder: StateHolder
+    group: MutableMapping[str, Any]
+    key: Any
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -44,36 +45,44 @@ class NamedParam:
         return dtensor_layout(self.names[0], self.param) if is_dtensor(self.param) else self.layout
 
     @property
+    def state(self) -> Mapping[Any, Any]:
+        """The parameter's state, empty if it has none. Do not change it."""
+        state: Mapping[Any, Any] = self.holder.state.get(self.key, {})
+        return state
+
+    def own_state(self) -> dict[str, Any]:
+        """The parameter's state to change, created if it has none."""
+        state: dict[str, Any] = self.holder.state.setdefault(self.key, {})
+        return state
+
+    @property
     def is_remote(self) -> bool:
-        """Whether other ranks hold all elements. FSDP-1 never gives such an empty piece a gradient, so its state, even
-        its step count, falls behind that of other ranks, and is neither saved nor loaded."""
+        """Whether other ranks hold the state, which this rank then neither saves nor loads.
+
+        ZeRO assigns each parameter to one rank. FSDP-1 never gives an empty piece a gradient, so its state, even its
+        step count, falls behind that of other ranks.
+        """
+        if self.holder.held is not None and id(self.param) not in self.holder.held:
+            return True
         if is_dtensor(self.param):
             return False
         return 0 in self.layout.local_shape and any(0 not in shape for shape in self.layout.fqns.values())
 
 
-def is_optimizer(obj: object) -> bool:
-    """Whether this is an optimizer, or a wrapper with an optimizer's ``param_groups`` and ``state``."""
-    if isinstance(obj, torch.optim.Optimizer):
-        return True
-    if isinstance(obj, (nn.Module, type)):
-        return False
-    return isinstance(getattr(obj, "param_groups", None), list) and isinstance(getattr(obj, "state", None), Mapping)
-
-
-def named_params(optimizers: Sequence[Any], context: Context) -> list[NamedParam]:
+def named_params(holders: Sequence[StateHolder], context: Context) -> list[NamedParam]:
     """Every parameter of every optimizer with its names, in the order of the optimizers.
 
     A name is the fqn in the module that owns the parameter, or ``section.fqn`` if no single section owns all
     parameters. Parameters of no module have the names in their group's ``param_names``. Raises ``StateError`` for a
     parameter without a name or in two groups, and ``NameCollisionError`` for two parameters with the same name.
     """
-    slots = list(_slots(optimizers))
-    layouts = _owned_layouts({id(param) for *_, param in slots}, context)
+    slots = list(_slots(holders))
+    layouts = owned_layouts({id(param) for *_, param in slots}, context)
     result: list[NamedParam] = []
     seen: dict[int, str] = {}
     taken: dict[str, str] = {}
-    for where, optimizer, group, index, param in slots:
+    unowned: list[NamedParam] = []
+    for where, holder, group, index, param in slots:
         if id(param) in seen:
             raise StateError(
                 f"section {context.section!r}: the same parameter appears twice, as {seen[id(param)]} and as {where}"
@@ -86,7 +95,8 @@ def named_params(optimizers: Sequence[Any], context: Context) -> list[NamedParam
                 raise StateError(
                     f"section {context.section!r}: {where} of shape {tuple(param.shape)} has no name. Add the module "
                     "that owns it to the state (for example as 'model'), or build the optimizer from "
-                    "named_parameters()"
+                    "named_parameters(). If it is a wrapper's own copy of a parameter (a master weight, a flat "
+                    "buffer), save what the wrapper's state_dict() returns as a plain section instead"
                 )
             layout = ParamLayout.whole(clean_name(given[index]), tuple(param.shape))
         for name in layout.fqns:
@@ -96,23 +106,48 @@ def named_params(optimizers: Sequence[Any], context: Context) -> list[NamedParam
                     "that own them as separate sections of the state"
                 )
             taken[name] = where
-        result.append(NamedParam(param, layout, optimizer, group))
+        result.append(NamedParam(param, layout, holder, group, param))
+        if id(param) not in layouts:
+            unowned.append(result[-1])
+    if unowned:
+        _require_no_copies(unowned, context)
     return result
+
+
+def _require_no_copies(unowned: Sequence[NamedParam], context: Context) -> None:
+    """Refuse master weights: parameters with a model's names that no section of the state owns or stores."""
+    dtypes = {
+        fqn: slot.tensor.dtype
+        for value in context.state.values()
+        for slot in named_slots(modules_of(value))
+        if slot.is_parameter
+        for fqn in (slot.fqn,)
+    }
+    for named in unowned:
+        model = dtypes.get(named.names[0], named.param.dtype)
+        if model != named.param.dtype:
+            raise StateError(
+                f"section {context.section!r}: the optimizer updates a {named.param.dtype} copy of {named.names[0]}, "
+                f"which is {model} in the model. The copy would not be stored. Save what the wrapper's state_dict() "
+                "returns as a plain section instead, or add the copies to the state as a separate section"
+            )
 
 
 def _qualified(section: str, fqn: str) -> str:
     return f"{section}.{fqn}"
 
 
-def _slots(optimizers: Sequence[Any]) -> Iterator[tuple[str, Any, dict[str, Any], int, torch.Tensor]]:
-    for number, optimizer in enumerate(optimizers):
-        prefix = f"optimizer {number}, " if len(optimizers) > 1 else ""
-        for group_number, group in enumerate(optimizer.param_groups):
+def _slots(
+    holders: Sequence[StateHolder],
+) -> Iterator[tuple[str, StateHolder, MutableMapping[str, Any], int, torch.Tensor]]:
+    for number, holder in enumerate(holders):
+        prefix = f"optimizer {number}, " if len(holders) > 1 else ""
+        for group_number, group in enumerate(holder.groups):
             for index, param in enumerate(group["params"]):
-                yield f"{prefix}group {group_number}, parameter {index}", optimizer, group, index, param
+                yield f"{prefix}group {group_number}, parameter {index}", holder, group, index, param
 
 
-def _owned_layouts(params: set[int], context: Context) -> Mapping[int, ParamLayout]:
+def owned_layouts(params: set[int], context: Context) -> Mapping[int, ParamLayout]:
     """Layouts of those parameters that a model of the state owns, with their final names, by ``id``."""
     owners = {name: context.layouts_of(value) for name, value in context.state.items() if modules_of(value)}
     owned = params.intersection(chain.from_iterable(owners.values()))

@@ -22,8 +22,9 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionSource, Shard, StoredSection
 from .dtensor import is_dtensor
 from .layout import ParamLayout
+from .optimizer_class import needed_keys
 from .optimizer_params import NamedParam
-from .tensors import dense_view, tensor_shards, whole_shard
+from .tensors import dense_view, is_sharded_tensor, tensor_shards, whole_shard
 
 __all__ = [
     "TENSOR_LEAF",
@@ -31,7 +32,6 @@ __all__ = [
     "StoredState",
     "capture_state",
     "empty_state_path",
-    "group_path",
     "is_whole",
     "lay_out",
     "map_leaves",
@@ -58,11 +58,6 @@ def empty_state_path(fqn: str) -> Path:
     return ("state", fqn)
 
 
-def group_path(fqn: str) -> Path:
-    """The path of the hyper-parameters of the parameter ``fqn``."""
-    return ("param_groups", fqn)
-
-
 def is_whole(layout: ParamLayout) -> bool:
     """Whether this rank holds one complete parameter, so that state of any shape is complete, too."""
     return (
@@ -75,7 +70,7 @@ def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str
 
     Raises ``UnsupportedTensorError`` if the shape does not determine which part of a sharded parameter it describes.
     """
-    if is_dtensor(tensor):
+    if is_dtensor(tensor) or is_sharded_tensor(tensor):
         name = state_name(named.names[0], key)
         meta, shards = tensor_shards(name, tensor)
         return {name: meta}, shards
@@ -118,7 +113,7 @@ def map_leaves(value: Any, leaf: Callable[[str, Any], Any], key: str, where: str
     return leaf(key, value)
 
 
-def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSource, *, compare: bool) -> None:
+def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) -> None:
     """Add one parameter's state to ``source``. Raises ``StateError`` for an entry that cannot be stored.
 
     With ``compare``, scalars such as ``step`` get digests: ranks that stepped an expert different numbers of times
@@ -126,6 +121,7 @@ def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSo
     equal, because reading them one by one would stall it.
     """
     where = _PREFIX + named.names[0]
+    state = named.state
     if not state and not named.is_remote:
         source.values.update({empty_state_path(fqn): {} for fqn in named.names})
 
@@ -137,6 +133,9 @@ def capture_state(named: NamedParam, state: Mapping[Any, Any], source: SectionSo
             raise StateError(f"{where}: two state tensors are named {key!r}; rename one of them")
         source.metas.update(metas)
         source.shards.extend(shards)
+        if compare and value.ndim and all(type(shard) is Shard for shard in shards):
+            # ZeRO leaves the state on one of the ranks that hold the parameter.
+            source.mark_replicas(metas, None if named.holder.held is not None else named.layout.replica_ranks)
         if compare and value.ndim == 0 and value.device.type == "cpu" and not is_dtensor(value):
             raw = value.detach().reshape(1).view(torch.uint8).numpy().tobytes()
             source.digests.update(dict.fromkeys(metas, raw))
@@ -184,9 +183,9 @@ class StoredState(dict[str, StoredParam]):
             match path:
                 case ("state", fqn, key):
                     self.setdefault(str(fqn), StoredParam()).values[str(key)] = value
-                case ("state", fqn):
+                case ("state", fqn) if type(value) is not Container:
                     self.setdefault(str(fqn), StoredParam()).is_stateless = True
-                case ("param_groups", fqn):
+                case ("param_groups" | "class", fqn):
                     self.setdefault(str(fqn), StoredParam())
                 case _:
                     continue
@@ -202,17 +201,20 @@ class StoredState(dict[str, StoredParam]):
         return StoredParam()
 
     def _expect(self, params: Iterable[NamedParam]) -> None:
-        """Expect state of a parameter, because similar parameters in the checkpoint have it.
+        """Expect state of a parameter, because the step needs it or similar parameters in the checkpoint have it.
 
         Only torch's optimizers are considered, which give the same entries to all parameters of one group and one kind
         (matrix or not). Other optimizers may differ on purpose.
         """
         kinds: dict[tuple[int, bool], list[tuple[StoredParam, tuple[int, ...]]]] = {}
         for named in params:
-            if type(named.optimizer).__module__.startswith("torch.optim"):
+            if type(named.holder.optimizer).__module__.startswith("torch.optim"):
                 for fqn, shape in named.layout.fqns.items():
-                    if self[fqn].keys:
-                        kinds.setdefault((id(named.group), len(shape) > 1), []).append((self[fqn], shape))
+                    stored = self[fqn]
+                    if stored.keys:
+                        kinds.setdefault((id(named.group), len(shape) > 1), []).append((stored, shape))
+                        missing = set(needed_keys(named.holder.optimizer)).difference(stored.keys)
+                        stored.expected.update(dict.fromkeys(missing))
         for members in kinds.values():
             templates: dict[str, tuple[BasicMeta | None, tuple[int, ...]]] = {}
             for stored, shape in members:

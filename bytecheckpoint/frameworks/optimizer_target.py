@@ -12,6 +12,7 @@ from ..errors import MismatchError
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, torch_dtype
 from .dtensor import empty_like_dtensor, is_dtensor
+from .optimizer_class import is_elementwise
 from .optimizer_params import NamedParam
 from .optimizer_state import (
     TENSOR_LEAF,
@@ -48,8 +49,7 @@ class StateFiller:
 
     def add(self, named: NamedParam) -> None:
         """Add destinations for everything stored for this parameter."""
-        state = named.optimizer.state
-        existing = state.get(named.param, {})
+        existing = named.state
         stored = {fqn: self.stored[fqn] for fqn in named.names}
         keys = dict.fromkeys(key for one in stored.values() for key in (*one.keys, *one.expected))
         stateless = [empty_state_path(fqn) for fqn, one in stored.items() if one.is_stateless]
@@ -63,7 +63,7 @@ class StateFiller:
                 self._add_entry(named, stored, key, existing.get(key))
         elif len(stateless) == len(stored):
             # The saved optimizer had no state for this parameter, so the loaded one has none either.
-            self._steps.append(lambda values: state.pop(named.param, None) and None)
+            self._steps.append(lambda values: named.holder.state.pop(named.key, None) and None)
         else:
             self._keep(named, existing)
 
@@ -96,7 +96,7 @@ class StateFiller:
             tensor = self._make(named, key, next(iter(requested.values())))
             self._add_tensor(named, key, tensor)
             if metas:
-                self._steps.append(lambda loaded: _state_of(named).__setitem__(key, tensor))
+                self._steps.append(lambda loaded: named.own_state().__setitem__(key, tensor))
         else:
             self.target.requested_values.update(state_path(fqn, key) for fqn in named.names)
 
@@ -137,7 +137,7 @@ class StateFiller:
             if len(loaded) == 1 and not paths and isinstance(existing, torch.Tensor):
                 (arrived_tensor,) = loaded.values()
                 if arrived_tensor.dtype == existing.dtype:
-                    _state_of(named)[key] = existing.copy_(arrived_tensor.view(existing.shape))
+                    named.own_state()[key] = existing.copy_(arrived_tensor.view(existing.shape))
                     return
             found: dict[str, Any] = {name: tensor.item() for name, tensor in loaded.items()}
             found.update({".".join(map(str, path)): arrived[path] for path in paths if path in arrived})
@@ -151,7 +151,9 @@ class StateFiller:
                     f"with use_orig_params=True or wrap them separately:\n{listed}",
                     [("value", name, repr(value)) for name, value in found.items()],
                 )
-            _state_of(named)[key] = self._scalar(named, key, where, number, existing, next(iter(loaded.values()), None))
+            named.own_state()[key] = self._scalar(
+                named, key, where, number, existing, next(iter(loaded.values()), None)
+            )
 
         self._steps.append(put)
 
@@ -180,10 +182,13 @@ class StateFiller:
         return named.param.device
 
     def _make(self, named: NamedParam, key: str, meta: BasicMeta) -> torch.Tensor:
-        """Zeros (for padding) with the parameter's layout if the shape is the parameter's, and complete otherwise."""
+        """Zeros (for padding) with the parameter's layout if the shape is the parameter's, and complete otherwise.
+
+        Where the state must have the parameter's shape, another stored shape becomes a fault of the load.
+        """
         dtype, device = torch_dtype(meta), self._device_of(named)
         fqn, shape = next(iter(named.layout.fqns.items()))
-        like_param = any(meta.shape == own for own in named.layout.fqns.values())
+        like_param = is_elementwise(named.holder.optimizer) or meta.shape in named.layout.fqns.values()
         if is_dtensor(named.param):
             if like_param:
                 return empty_like_dtensor(named.param, dtype, device).zero_()
@@ -230,14 +235,9 @@ class StateFiller:
         def put(arrived: _Values) -> None:
             tree = next((arrived[path] for path in paths if path in arrived), None)
             if tree is not None:
-                _state_of(named)[key] = map_leaves(tree, lambda dotted, leaf: made.get(dotted, leaf), key, where)
+                named.own_state()[key] = map_leaves(tree, lambda dotted, leaf: made.get(dotted, leaf), key, where)
 
         self._steps.append(put)
-
-
-def _state_of(named: NamedParam) -> dict[str, Any]:
-    state: dict[str, Any] = named.optimizer.state.setdefault(named.param, {})
-    return state
 
 
 def _at(tree: Any, dotted: str) -> Any:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, Literal, TypeVar
 
-from ..runtime.choices import check_choice
+from ..runtime.arguments import check_choice
 
 __all__ = ["OnResize", "PerRank", "PerRankState", "choose_rank"]
 

@@ -17,7 +17,8 @@ from .fsdp1 import FSDP1Adapter
 from .layout import ParamLayout
 from .module import ModuleAdapter
 from .optimizer import OptimizerAdapter
-from .tree import StatefulAdapter, TreeAdapter
+from .optimizer_state_dict import StateTreeAdapter
+from .tree import StatefulAdapter
 
 __all__ = ["ENTRY_POINT_GROUP", "adapter_names", "find_adapter", "parameter_layouts", "register_adapter"]
 
@@ -26,7 +27,7 @@ ENTRY_POINT_GROUP = "bytecheckpoint.frameworks"
 # Adapters of equal priority are tried in this order.
 _BUILT_IN: dict[str, Adapter] = {
     adapter.name: adapter
-    for adapter in (FSDP1Adapter(), ModuleAdapter(), OptimizerAdapter(), StatefulAdapter(), TreeAdapter())
+    for adapter in (FSDP1Adapter(), ModuleAdapter(), OptimizerAdapter(), StatefulAdapter(), StateTreeAdapter())
 }
 
 # What users call the wrappers that the module adapter supports.

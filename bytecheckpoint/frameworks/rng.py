@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import StateError
-from ..runtime.choices import check_choice
+from ..runtime.arguments import check_choice
 from .per_rank import PerRankState
 
 __all__ = ["RNGState"]

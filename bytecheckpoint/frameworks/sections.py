@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import NameCollisionError, StateError
+from ..errors import BytecheckpointError, NameCollisionError, StateError
 from ..tensors.shards import SectionSource
 from .base import Adapter, Context
 from .registry import find_adapter, parameter_layouts
@@ -38,7 +38,8 @@ class Section:
 
     def capture(self) -> SectionSource:
         """Describe what the object holds. Raises ``NameCollisionError`` for an ambiguous or reserved name."""
-        source = self.adapter.capture(self.obj, self.context)
+        with self.naming("its state_dict() or its structure"):
+            source = self.adapter.capture(self.obj, self.context)
         names = [*source.metas, *source.aliases]
         if not _are_plain(names):
             for fqn in names:
@@ -49,6 +50,26 @@ class Section:
                 f"{self.name}: {', '.join(sorted(clash))} are names of tensors and also of tied tensors; rename one"
             )
         return source
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Name the section in errors of the block, which calls the object's own code (``what``).
+
+        Raises:
+            StateError: The object's code raised something that is not an error of this library.
+        """
+        try:
+            yield
+        except StateError as error:
+            if re.search(rf"(?<![\w.-]){re.escape(self.name)}(?![\w-])", str(error)):
+                raise
+            raise type(error)(f"section {self.name}: {error}") from error
+        except BytecheckpointError:
+            raise
+        except Exception as error:
+            raise StateError(
+                f"section {self.name}: {what} ({type(self.obj).__name__}) raised {type(error).__name__}: {error}"
+            ) from error
 
 
 def _are_plain(names: list[str]) -> bool:
@@ -98,6 +119,7 @@ def resolve_sections(
     rank: int,
     world_size: int,
     allow_pickle: bool,
+    trainable_only: bool = False,
     device: torch.device | None = None,
 ) -> list[Section]:
     """Find an adapter for every section. Sections are in the order of their names. Raises ``UnknownObjectError``."""
@@ -110,6 +132,7 @@ def resolve_sections(
             rank=rank,
             world_size=world_size,
             allow_pickle=allow_pickle,
+            trainable_only=trainable_only,
             device=device,
             layouts_of=parameter_layouts,
             notes=notes,
@@ -124,7 +147,8 @@ def undone_on_failure(sections: Sequence[Section]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for section in sections:
+        # Sections may share tensors, so what the last section did is undone first.
+        for section in reversed(sections):
             for undo in reversed(section.context.undo):
                 try:
                     undo()

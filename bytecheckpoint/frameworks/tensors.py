@@ -68,9 +68,7 @@ def whole_shard(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]
 def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a plain detached ``torch.Tensor`` on the same memory. Raises ``UnsupportedTensorError``."""
     if type(tensor) in _PLAIN and not _is_odd(tensor):
-        dense = tensor.detach()
-        if not (dense.is_conj() or dense.is_neg()):
-            return dense
+        return tensor.detach()
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedTensorError(
             f"{fqn}: a lazy parameter or buffer has no shape yet; run a forward pass, or pass sizes to the module"
@@ -89,13 +87,7 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
             f"{fqn}: a quantized tensor cannot be stored; store .dequantize(), or .int_repr() with its scales"
         )
     with torch._C.DisableTorchFunctionSubclass():
-        dense = tensor.detach()
-    if dense.is_conj() or dense.is_neg():
-        raise UnsupportedTensorError(
-            f"{fqn}: the memory of a lazily conjugated or negated view holds other values; call "
-            ".resolve_conj() or .resolve_neg() first"
-        )
-    return dense
+        return tensor.detach()
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import xxhash
 
 from ..errors import NameCollisionError, UnserializableError, UnsupportedTensorError
 from ..format.values import MAX_DEPTH, Container, path_name
-from ..tensors.metadata import BasicMeta
-from ..tensors.shards import Path, SectionSource, Shard
+from ..tensors.shards import Path, SectionSource
 from .base import Context
+from .digests import tensor_digest
 from .dtensor import is_dtensor
 from .module_tree import has_fsdp1
 from .per_rank import PerRankState
@@ -24,8 +23,6 @@ __all__ = ["ROOT_TENSOR", "Capture", "SameMemory", "is_distributed", "state_of"]
 
 ROOT_TENSOR: Path = ("tensor",)
 """The path of a tensor that is a section by itself."""
-
-_HASH_PIECE_BYTES = 1 << 28  # copied from a device at a time, to bound host memory
 
 
 class Capture:
@@ -102,7 +99,7 @@ class Capture:
         if own:
             self.source.per_rank.add(fqn)
         elif self.context.world_size > 1 and not is_distributed(tensor):
-            self.source.digests[fqn] = _digest(meta, shards[0])
+            self.source.digests[fqn] = tensor_digest(meta, shards[0].tensor)
 
     def _where(self, path: Path) -> str:
         return path_name((self.context.section, *path))
@@ -168,23 +165,19 @@ class SameMemory:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    # A lazily conjugated or negated view has other values in the same memory.
+    lazy = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy)
 
 
 def _marker(node: Any, kind: str, path: Path) -> Container | None:
     if kind != "mapping":
         return Container(kind, len(node))
+    mapping = "OrderedDict" if type(node) is OrderedDict else "dict"
+    if len(node) > 1:
+        return Container(mapping, keys=tuple(node))
     if not path:
         return None
-    if type(node) is OrderedDict:
-        return Container("OrderedDict")
     children = (getattr(child, "value", child) for child in node.values())
-    return Container("dict") if any(isinstance(child, torch.Tensor) for child in children) else None
-
-
-def _digest(meta: BasicMeta, shard: Shard) -> bytes:
-    digest = xxhash.xxh3_128(str(meta).encode())
-    flat = shard.tensor.contiguous().view(-1).view(torch.uint8) if shard.tensor.numel() else shard.tensor.new_empty(0)
-    for start in range(0, flat.numel(), _HASH_PIECE_BYTES):
-        digest.update(flat[start : start + _HASH_PIECE_BYTES].cpu().numpy().data)
-    return digest.digest()
+    holds_tensor = any(isinstance(child, torch.Tensor) for child in children)
+    return Container(mapping) if holds_tensor or mapping == "OrderedDict" else None

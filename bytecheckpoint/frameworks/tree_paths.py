@@ -1,14 +1,14 @@
 """Convert between trees and flat names.
 
 A tensor is stored under ``".".join(path)``. This name does not always determine the path, because keys may contain dots
-or be numbers. So every nested container that holds a tensor stores a ``Container`` among the values. A name belongs to
-the longest container path with which it begins, and the rest of it is one key. If that rule yields another path, a
-``Container("tensor")`` is stored under the tensor's path.
+or be numbers. So every nested container that holds a tensor stores a ``Container`` among the values; so does every
+mapping of several keys, for their order. A name belongs to the longest container path with which it begins, and the
+rest of it is one key. If that rule yields another path, a ``Container("tensor")`` is stored under the tensor's path.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +19,9 @@ from ..errors import MismatchError, UnserializableError
 from ..format.values import MAX_DEPTH, Container, Path, path_name
 from .per_rank import PerRank
 
-__all__ = ["PathIndex", "build_tree", "is_stateful", "kind_of"]
+__all__ = ["PathIndex", "build_tree", "is_sequence", "is_stateful", "kind_of"]
 
-_KEPT_MAPPINGS = (dict, OrderedDict)
+_KEPT_MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 def is_stateful(obj: object) -> bool:
@@ -57,9 +57,14 @@ def kind_of(node: Any, where: str, *, root: bool = False) -> str:
             # Flattening would lose its order.
             return "leaf"
         return "mapping"
-    if type(node) in (list, tuple) and _holds_objects(node, where, 0, mappings=True):
-        return type(node).__name__
+    if is_sequence(node) and _holds_objects(node, where, 0, mappings=True):
+        return "list" if isinstance(node, list) else "tuple"
     return "leaf"
+
+
+def is_sequence(node: object) -> bool:
+    """Whether a node is a list, a tuple or a named tuple."""
+    return type(node) in (list, tuple) or (isinstance(node, tuple) and hasattr(type(node), "_fields"))
 
 
 def _holds_objects(items: Iterable[Any], where: str, depth: int, *, mappings: bool) -> bool:
@@ -75,7 +80,7 @@ def _holds_objects(items: Iterable[Any], where: str, depth: int, *, mappings: bo
             continue
         if isinstance(item, (torch.Tensor, PerRank)) or is_stateful(item) or (mappings and isinstance(item, Mapping)):
             return True
-        if isinstance(item, Mapping) or kind in (list, tuple):
+        if isinstance(item, Mapping) or is_sequence(item):
             nested = item.values() if isinstance(item, Mapping) else item
             if _holds_objects(nested, where, depth + 1, mappings=mappings):
                 return True
@@ -166,6 +171,9 @@ def _finish(node: Any, path: Path, containers: Mapping[Path, Container], section
         return node
     children = {key: _finish(child, (*path, key), containers, section) for key, child in node.items()}
     container = containers.get(path, Container("dict"))
+    if container.keys:
+        first = {key: children[key] for key in container.keys if key in children}
+        children = {**first, **children}
     if container.kind == "OrderedDict":
         return OrderedDict(children)
     if container.kind not in ("list", "tuple"):

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from ..errors import MismatchError, StateError
-from ..format.values import Container, path_name
+from ..format.values import MAPPINGS, Container, path_name
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from .base import Context
 from .dtensor import with_memory
 from .per_rank import PerRank
+from .template_values import tuple_like, value_like
 from .tensors import tensor_shards
 from .tree_capture import ROOT_TENSOR, Capture, SameMemory, is_distributed, state_of
-from .tree_paths import PathIndex, build_tree, kind_of
+from .tree_paths import PathIndex, build_tree, is_sequence, kind_of
 
 __all__ = ["TreeBuilder", "build_target"]
 
@@ -81,6 +82,20 @@ class TreeBuilder:
             return self._empty_mapping(node, path, skip=skip)
         return self._leaf(node, path, skip=skip)
 
+    def room(self, fqn: str, template: torch.Tensor | None) -> torch.Tensor | None:
+        """New memory for a stored tensor, like ``template``; None, and a missing name, if it is not stored."""
+        if fqn not in self.stored.metas:
+            if template is not None:
+                self.target.metas[fqn] = tensor_shards(fqn, template)[0]
+            return None
+        room = self._room(fqn, template, in_place=False)
+        self._fill(fqn, room)
+        return room
+
+    def everything(self, path: Path) -> Restore:
+        """Rebuild whatever is stored below ``path``, a mapping."""
+        return self._rebuilt(path)
+
     def _per_rank(self, node: PerRank[Any], path: Path) -> Restore | None:
         inner = self.visit(node.value, path, skip=node.on_resize == "skip")
         if inner is None:
@@ -124,24 +139,28 @@ class TreeBuilder:
             if isinstance(node, MutableSequence):
                 node[:] = items
                 return node
-            return tuple(items)
+            return tuple_like(node, items)
 
         return restore
 
     def _leaf(self, node: Any, path: Path, *, skip: bool) -> Restore:
         marker = self.stored.values.get(path)
         if type(marker) is Container:
-            if marker.kind in ("list", "tuple") and type(node) in (list, tuple):
+            if marker.kind in ("list", "tuple") and is_sequence(node):
                 return self._rebuilt(path)
+            if marker.kind in MAPPINGS and isinstance(node, MutableMapping):
+                return self._refilled(node, path)
             detail = (
                 f"stored as a {marker.kind} with tensors or mappings in it, but the target is a {type(node).__name__}"
             )
             name = self._where(path)
             raise MismatchError(f"{name}: {detail}; put an empty dict (or list) there", [("value", name, detail)])
         self._request(path, skip=skip)
+        if path in self.stored.values:
+            value_like(node, self.stored.values[path], self._where(path))  # raises before anything changes
 
         def restore(values: Values) -> Any:
-            value = values.get(path, node)
+            value = value_like(node, values[path], self._where(path)) if path in values else node
             if value is not node and isinstance(node, MutableMapping) and isinstance(value, Mapping):
                 node.clear()
                 node.update(value)
@@ -150,10 +169,25 @@ class TreeBuilder:
 
         return restore
 
+    def _refilled(self, node: MutableMapping[Any, Any], path: Path) -> Restore:
+        """Replace everything in a mapping of plain values."""
+        rebuilt = self._rebuilt(path)
+
+        def restore(values: Values) -> Any:
+            tree = rebuilt(values)
+            node.clear()
+            node.update(tree)
+            return node
+
+        return restore
+
     def _empty_mapping(self, node: Mapping[Any, Any], path: Path, *, skip: bool) -> Restore:
         if not isinstance(node, MutableMapping):
             return self._leaf(node, path, skip=skip)
         if not self._below(path):
+            if type(self.stored.values.get(path)) is Container:  # the patterns of the load exclude what is below
+                self.target.requested_values.add(path)
+                return lambda values: node
             if not path and path not in self.stored.values:
                 return lambda values: node
             return self._leaf(node, path, skip=skip)
@@ -176,7 +210,8 @@ class TreeBuilder:
         if first is not None:
             self._tie(fqn, first)
             return None
-        if not tensor.is_meta or fqn not in self.stored.metas:
+        meta = self.stored.metas.get(fqn)
+        if not tensor.is_meta or meta is None or meta.shape != tuple(tensor.shape):
             self._fill(fqn, tensor)
             return None
         filled = with_memory(tensor, self.context.device)

@@ -6,7 +6,7 @@ shards' memory; a load writes to it. No other module depends on FSDP, tensor par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -191,8 +191,15 @@ class SectionSource:
         per_rank: Tensors (by name) and values (by path) that belong to this rank only, and are never replicas.
         digests: By name, identifiers of the contents of plain tensors that have the same name on all ranks but may
             differ (tensors of trees, an optimizer's scalars). If the digests differ, every rank's tensor is stored.
+        unproven: Names of tensors that are replicas if ranks hold them under equal names, although nothing declares it
+            (parameters of a module that no wrapper keeps in sync). If their contents differ, the save fails.
+        replicated: By name, the ranks of the default process group that hold replicas of this rank's only shard of a
+            tensor, because the object declares it (the parameters of ``DistributedDataParallel``). The shards of
+            DTensors need no entry.
         pinned: Tensors whose replicas may differ although one suffices (buffers). The lowest rank's replica is stored,
             so that all pinned tensors come from one rank.
+        left_out: Paths of the tensors (each a path of one component, its name) and values that the adapter left out,
+            because the caller saves only what is trained (``Context.trainable_only``).
     """
 
     metas: dict[str, BasicMeta] = field(default_factory=dict)
@@ -201,7 +208,22 @@ class SectionSource:
     aliases: dict[str, str] = field(default_factory=dict)
     per_rank: set[str | Path] = field(default_factory=set)
     digests: dict[str, bytes] = field(default_factory=dict)
+    unproven: set[str] = field(default_factory=set)
+    replicated: dict[str, tuple[int, ...]] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
+    left_out: set[Path] = field(default_factory=set)
+
+    def mark_replicas(self, names: Iterable[str], ranks: tuple[int, ...] | None) -> None:
+        """State that tensors that this rank holds completely are replicas.
+
+        Args:
+            names: The names of the tensors.
+            ranks: The holders, as in ``replicated``; None adds the names to ``unproven``.
+        """
+        if ranks is None:
+            self.unproven.update(names)
+        else:
+            self.replicated.update(dict.fromkeys(names, ranks))
 
     def make_per_rank(self, fqn: str) -> None:
         """Mark a tensor as belonging to this rank only.
@@ -218,6 +240,7 @@ class SectionSource:
             self.metas[alias] = self.metas[fqn]
             self.shards.extend(replace(shard, fqn=alias) for shard in local)
         self.per_rank.update(names)
+        self.unproven.difference_update(names)
 
 
 @dataclass(frozen=True)

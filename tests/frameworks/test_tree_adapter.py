@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -286,8 +286,8 @@ def test_name_collisions_and_bad_trees() -> None:
         save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
     with pytest.raises(UnserializableError, match=r"^extra\.f is a builtins\.function"):
         save({"f": lambda: 1})
-    with pytest.raises(UnserializableError, match=r"^extra\.x is a mapping of type collections.defaultdict"):
-        save({"x": defaultdict(list)})
+    with pytest.raises(UnserializableError, match=r"^extra\.x is a mapping of type collections.UserDict"):
+        save({"x": UserDict()})
     with pytest.raises(UnserializableError, match="NaN key"):
         save({"x": {float("nan"): torch.ones(1)}})
     with pytest.raises(UnserializableError, match="tensor inside a plain value"):
@@ -570,7 +570,7 @@ def test_modules_inside_trees() -> None:
 
 def test_found_from_the_objects() -> None:
     for obj in ({}, [1], (torch.ones(1),), 5, "a", None, torch.ones(1), PerRank(1), np.ones(2), [RNGState()]):
-        assert type(find_adapter(obj)) is TreeAdapter
+        assert find_adapter(obj).name == "tree"
     for obj in (RNGState(), lrs.StepLR(optimizer(), 1), torch.amp.GradScaler(device="cpu")):
         assert type(find_adapter(obj)) is StatefulAdapter
     assert not TreeAdapter().recognizes(object())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_training import plain_model, stepped
@@ -193,3 +194,176 @@ def test_nested_state_follows_a_renamed_parameter(tmp_path: Path) -> None:
     first, second = new_optimizer.state[new.new.w]["factors"]
     assert first.eq(2).all()
     assert second["deep"].eq(3).all()
+
+
+class Derived(torch.optim.AdamW):
+    """A subclass, as users write it."""
+
+
+class Other(torch.optim.Optimizer):
+    """Has the entries of SGD, with another meaning."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr})
+
+
+def _trained(make: Any, value: float, steps: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = plain_model(value)
+    optimizer = make(model.parameters())
+    _step(model, optimizer, steps)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 0.5 + 0.25
+        optimizer.step()
+
+
+def _momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "warm"])
+@pytest.mark.parametrize("strict", ["lenient", "strict", "exact"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (torch.optim.SGD, torch.optim.Adam),
+        (_momentum, torch.optim.Adam),
+        (_momentum, Other),
+        (torch.optim.Adam, torch.optim.NAdam),
+        (torch.optim.Adam, torch.optim.RAdam),
+        (torch.optim.AdamW, torch.optim.SGD),
+    ],
+)
+def test_state_of_another_class_is_refused(saved: Any, loaded: Any, strict: Any, steps: int, tmp_path: Path) -> None:
+    model, optimizer = _trained(saved, 1.0)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, target = _trained(loaded, 9.0, steps if loaded is not Other else 0)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    names = rf"saved by torch\.\S+{type(optimizer).__name__}, loaded into \S+{type(target).__name__}"
+    with pytest.raises(MismatchError, match=names) as caught:
+        bcp.load(tmp_path, {"model": other, "optimizer": target}, strict=strict)
+    assert ("value", "0.weight") in {fault[:2] for fault in caught.value.faults}
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+    # The model alone can be loaded.
+    bcp.load(tmp_path, {"model": other})
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (torch.optim.Adam, torch.optim.AdamW),
+        (torch.optim.AdamW, torch.optim.Adam),
+        (torch.optim.AdamW, Derived),
+        (Derived, torch.optim.Adam),
+        (Derived, Derived),
+    ],
+)
+def test_state_of_a_related_class_is_loaded(saved: Any, loaded: Any, tmp_path: Path) -> None:
+    model, optimizer = _trained(saved, 1.0)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, target = _trained(loaded, 9.0, 0)
+    bcp.load(tmp_path, {"model": other, "optimizer": target}, strict="exact")
+    assert all(
+        torch.equal(value, optimizer.state[ours][key])
+        for theirs, ours in zip(other.parameters(), model.parameters())
+        for key, value in target.state[theirs].items()
+    )
+    assert len(target.state) == len(optimizer.state)
+
+
+def test_the_check_of_the_class_can_be_excluded(tmp_path: Path) -> None:
+    model, optimizer = _trained(_momentum, 1.0)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, target = _trained(Other, 9.0, 0)
+    bcp.load(tmp_path, {"model": other, "optimizer": target}, exclude=["optimizer.class.*"])
+    stored = optimizer.state[model[0].weight]["momentum_buffer"]
+    assert torch.equal(target.state[other[0].weight]["momentum_buffer"], stored)
+    # Without the class, state that torch's optimizers need is missing by name.
+    with pytest.raises(MismatchError) as caught:
+        bcp.load(
+            tmp_path, {"model": other, "optimizer": torch.optim.Adam(other.parameters())}, exclude=["optimizer.class.*"]
+        )
+    assert ("missing", "optimizer.state.0.weight.exp_avg_sq") in {fault[:2] for fault in caught.value.faults}
+
+
+def test_the_class_follows_a_renamed_parameter(tmp_path: Path) -> None:
+    model, optimizer = _trained(torch.optim.SGD, 1.0)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other = nn.Sequential(nn.Sequential(*plain_model(9.0)))
+    renamed = {f"model.{name}": f"model.0.{name}" for name, _ in model.named_parameters()}
+    bcp.load(
+        tmp_path,
+        {"model": other, "optimizer": torch.optim.SGD(other.parameters())},
+        rename=renamed,
+        strict={"model": False, "optimizer": "exact"},
+    )
+    with pytest.raises(MismatchError, match=r"0\.0\.weight: saved by torch\.optim\.sgd\.SGD"):
+        bcp.load(tmp_path, {"model": other, "optimizer": torch.optim.Adam(other.parameters())}, rename=renamed)
+
+
+def test_an_empty_group_keeps_its_hyper_parameters(tmp_path: Path) -> None:
+    def made(value: float, rates: tuple[float, ...]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = plain_model(value)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rates[0])
+        for rate in rates[1:]:
+            optimizer.add_param_group({"params": [], "lr": rate})
+        return model, optimizer
+
+    model, optimizer = made(1.0, (0.5, 0.25, 0.125))
+    _step(model, optimizer, 1)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, target = made(9.0, (9.0, 9.0, 9.0))
+    bcp.load(tmp_path, {"model": other, "optimizer": target}, strict="exact")
+    assert [group["lr"] for group in target.param_groups] == [0.5, 0.25, 0.125]
+    # Groups that one side does not have are no fault, unless everything must match.
+    other, target = made(9.0, (9.0,))
+    bcp.load(tmp_path, {"model": other, "optimizer": target})
+    with pytest.raises(MismatchError, match=r"empty_groups\.0\.1"):
+        bcp.load(tmp_path, {"model": other, "optimizer": target}, strict="exact")
+    other, target = made(9.0, (9.0, 9.0, 9.0, 9.0))
+    report = bcp.load(tmp_path, {"model": other, "optimizer": target})
+    assert report.lazy == ["optimizer.empty_groups.0.3"]
+    assert [group["lr"] for group in target.param_groups] == [0.5, 0.25, 0.125, 9.0]
+
+
+def test_arrays_and_lists_among_the_hyper_parameters(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {
+        "array": np.array([1.0, float("nan"), 3.0], np.float32),
+        "empty": np.zeros((0, 2)),
+        "nested": [np.arange(4).reshape(2, 2), {"deep": np.ones(3)}, (float("nan"), "text")],
+        "tensors": [torch.tensor(1.5), torch.tensor([2])],
+        "nothing": None,
+        "scalar": np.float64(0.1),
+    }
+
+    def made(value: float, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = plain_model(value)
+        return model, torch.optim.AdamW([{"params": list(model.parameters()), "lr": value, **options}])
+
+    model, optimizer = made(0.5, extra)
+    _step(model, optimizer, 1)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    expected = {**extra, "tensors": [1.5, 2]}
+    old = {key: np.zeros(9) if isinstance(value, np.ndarray) else None for key, value in extra.items()}
+    for options in ({}, old, extra):
+        other, target = made(9.0, options)
+        bcp.load(tmp_path, {"model": other, "optimizer": target}, strict="exact")
+        group = target.param_groups[0]
+        assert group["lr"] == 0.5
+        group["tensors"] = [float(item) for item in group["tensors"]]  # the target's tensors are filled in place
+        for key, value in expected.items():
+            np.testing.assert_equal(group[key], value)
+            assert type(group[key]) is type(value)
+    # Different arrays in one group are named, as other values are.
+    model, optimizer = made(0.5, extra)
+    moved = optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({**extra, "params": [moved], "lr": 0.5, "array": np.zeros(3, np.float32)})
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, target = made(9.0, {})
+    with pytest.raises(MismatchError, match=r"1\.bias: array = array") as caught:
+        bcp.load(tmp_path, {"model": other, "optimizer": target})
+    assert len(caught.value.faults) == 1

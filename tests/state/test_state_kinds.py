@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import datetime
+import enum
 import random
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -276,6 +279,135 @@ def test_an_ordered_dict_keeps_its_order(tmp_path: Path) -> None:
         assert target == tree
         assert list(target["order"]) == ["z", "a", "m"]
         assert list(target["order"]["a"]) == ["y", "b"]
+
+
+class _Average:
+    """Keeps averages in the order of the parameters, as common EMA classes do."""
+
+    def __init__(self, shadow: dict[Any, Any]) -> None:
+        self.shadow = shadow
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "decay": 0.5}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+_SHADOWS: list[dict[Any, Any]] = [
+    {"z": torch.tensor(1), "a": torch.tensor(2), "m": torch.tensor(3)},
+    {i: torch.tensor(i) for i in (0, 1, 10, 11, 2)},
+    {"z": 1, "b": torch.tensor(2), "a": 3, 7: torch.tensor(4), "c": {"y": 1, "x": [{"q": 1, "p": 2}]}},
+    OrderedDict([("z", {"b": torch.tensor(1), "a": 2}), ("a", torch.tensor(3)), ("y", 4)]),
+]
+
+
+def _keys(node: Any) -> Any:
+    if isinstance(node, dict):
+        return [type(node), *((key, _keys(item)) for key, item in node.items())]
+    return [_keys(item) for item in node] if isinstance(node, list) else None
+
+
+@pytest.mark.parametrize("shadow", _SHADOWS)
+def test_rebuilt_mappings_keep_the_order_of_their_keys(tmp_path: Path, shadow: dict[Any, Any]) -> None:
+    average = _Average({})
+    bcp.save(tmp_path / "checkpoint", {"ema": _Average(shadow), "tree": {"below": shadow}, "root": dict(shadow)})
+    state: dict[str, Any] = {"ema": average, "tree": {"below": {}}, "root": {}}
+    bcp.load(tmp_path / "checkpoint", state)
+    assert _keys(average.shadow) == _keys(shadow)
+    assert _keys(state["tree"]["below"])[1:] == _keys(shadow)[1:]
+    assert _keys(state["root"]) == _keys(dict(shadow))
+
+
+def _ordered_by_rank(rank: int, world_size: int, path: str) -> None:
+    keys = ["b", "a", "c"] if rank == 0 else ["a", "c", "b", "d"]
+    tree = {"t": {key: torch.tensor(1) for key in keys}, "v": dict.fromkeys(keys, 1)}
+    bcp.save(path, {"extra_state": tree})
+
+
+def test_ranks_with_different_orders_share_one(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool.run(_ordered_by_rank, str(tmp_path / "checkpoint"), world_size=2)
+    fresh: dict[str, Any] = {}
+    bcp.load(tmp_path / "checkpoint", {"extra_state": fresh})  # at another world size
+    for mapping in fresh.values():
+        assert list(mapping) in (["b", "a", "c", "d"], ["a", "c", "b", "d"])
+
+
+class _Mode(enum.Enum):
+    FAST = "fast"
+    SLOW = "slow"
+
+
+class _Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    mode: _Mode
+    folder: Path
+    pair: _Pair
+
+
+class _Text(str):
+    pass
+
+
+def _options(mode: _Mode, text: str) -> dict[str, Any]:
+    return {
+        "mode": mode,
+        "modes": [mode, mode],
+        "options": _Options(mode, Path(text), _Pair(mode, 1)),
+        "text": _Text(text),
+        "tensors": _Pair(torch.full((2,), float(len(text))), {"mode": mode}),
+        "counts": defaultdict(int, {text: 3}),
+        "when": datetime.timedelta(len(text)),
+    }
+
+
+def test_values_take_the_types_of_the_target(tmp_path: Path) -> None:
+    saved, target = _options(_Mode.FAST, "abc"), _options(_Mode.SLOW, "x")
+    counts, tensor = target["counts"], target["tensors"].left
+    del counts["x"]
+    bcp.save(tmp_path / "checkpoint", {"extra_state": saved})
+    bcp.load(tmp_path / "checkpoint", {"extra_state": target})
+    for name in ("mode", "modes", "options", "text", "counts", "when"):
+        assert target[name] == saved[name]
+        assert type(target[name]) is type(saved[name])
+    assert target["options"].pair == saved["options"].pair
+    assert type(target["options"].pair) is _Pair
+    assert target["counts"] is counts
+    assert counts["new"] == 0
+    assert type(target["tensors"]) is _Pair
+    assert target["tensors"].left is tensor
+    assert tensor.tolist() == [3, 3]
+    assert target["tensors"].right == {"mode": _Mode.FAST}
+    fresh: dict[str, Any] = {}
+    bcp.load(tmp_path / "checkpoint", {"extra_state": fresh})
+    assert fresh["mode"] == "fast"
+    assert fresh["options"] == {"mode": "fast", "folder": Path("abc"), "pair": ("fast", 1)}
+    assert (type(fresh["text"]), type(fresh["counts"]), type(fresh["tensors"])) == (str, dict, tuple)
+
+
+def test_values_that_do_not_fit_the_type_of_the_target(tmp_path: Path) -> None:
+    for stored, target, message in (
+        ("middle", _Mode.FAST, "no member of _Mode"),
+        (_Pair(1, 2)[:1], _Pair(0, 0), "stored with 1 fields, but _Pair has 2"),
+        ({"mode": 1}, _Options(_Mode.FAST, Path(), _Pair(0, 0)), r"fields \['mode'\], but _Options"),
+    ):
+        path = tmp_path / type(target).__name__
+        value = stored if not isinstance(stored, dict) else dataclasses.make_dataclass("Other", ["mode"])(1)
+        bcp.save(path, {"extra_state": {"a": 1, "b": value}})
+        state = {"a": 0, "b": target}
+        with pytest.raises(errors.MismatchError, match=rf"extra_state\.b: .*{message}"):
+            bcp.load(path, {"extra_state": state})
+        assert state == {"a": 0, "b": target}
+
+
+def test_tuples_in_the_metadata_are_read_as_lists(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "checkpoint", {"extra_state": {"a": 1}}, metadata={"betas": (0.9, (1, "a"))})
+    assert bcp.open(tmp_path / "checkpoint").metadata == {"betas": [0.9, [1, "a"]]}
 
 
 def test_two_containers_of_one_dotted_name(tmp_path: Path) -> None:

@@ -160,6 +160,15 @@ def _hsdp_tp(model: Nasty) -> nn.Module:
     return _shard_all(_parallelize(model, mesh["tp"]), mesh["r", "s"])
 
 
+def _hsdp_cp(model: Nasty) -> nn.Module:
+    """Sharded over a data-parallel and a context-parallel dimension, which FSDP sees as one."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("r", "s", "cp"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flattened dimensions are experimental
+        mesh["s", "cp"]._flatten("s_cp")
+        return _shard_all(model, mesh["r", "s_cp"])
+
+
 class _Stage(nn.Module):
     """A pipeline stage that keeps the names of the full model."""
 
@@ -221,6 +230,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout("fsdp2-3", 3, _fsdp2),
         Layout("fsdp2-4", 4, _fsdp2),
         Layout("hsdp-4", 4, _hsdp),
+        Layout("hsdp-cp-4", 4, _hsdp_cp),
         Layout("tp-2", 2, _tp),
         Layout("tp-4", 4, _tp),
         Layout("fsdp2-tp-4", 4, _fsdp2_tp),

@@ -1,0 +1,234 @@
+"""Read a stored state dict of an optimizer as if the optimizer itself had been saved.
+
+A state dict is stored as a tree. Its parameters have names (``get_optimizer_state_dict``, also flattened) or numbers
+(``Optimizer.state_dict``). Numbers count the parameters of the groups in order, so they identify the parameters of a
+target whose groups have the same sizes, as in ``Optimizer.load_state_dict``. Shapes that contradict this are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..errors import MismatchError
+from ..format.values import Container, path_name
+from ..tensors.shards import Path, SectionTarget, StoredSection, torch_dtype
+from .base import Context
+from .module_tree import clean_name
+from .optimizer_groups import group_path
+from .optimizer_params import NamedParam
+from .optimizer_state import TENSOR_LEAF, empty_state_path, state_path
+from .optimizer_wrappers import StateHolder
+from .tensors import whole_shard
+from .tree_paths import PathIndex, build_tree
+
+__all__ = ["StoredStateDict", "is_numbered", "is_stored_state_dict", "names_of_group"]
+
+_STATE, _GROUPS = "state", "param_groups"
+_ADVICE = (
+    "Save the optimizer itself, or get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint, which "
+    "identify parameters by name"
+)
+
+
+def is_stored_state_dict(values: Mapping[Path, Any]) -> bool:
+    """Whether a section is a state dict of an optimizer that was stored as a tree."""
+    for path in values:
+        if len(path) > 1 and path[0] == _GROUPS and type(path[1]) is int:
+            return True
+        if len(path) == 1 and str(path[0]).startswith(f"{_GROUPS}."):
+            return True
+    return False
+
+
+def is_numbered(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the parameters of a state dict's groups have numbers and no names."""
+    return any(type(key) is int and names_of_group(group) is None for group in groups for key in group["params"])
+
+
+def names_of_group(group: Mapping[str, Any]) -> list[str] | None:
+    """The names of the parameters in a group of a state dict; None if they have numbers only."""
+    keys = group["params"]
+    if all(isinstance(key, str) for key in keys):
+        return [clean_name(key) for key in keys]
+    given = group.get("param_names")
+    if isinstance(given, (list, tuple)) and len(given) == len(keys):
+        return [clean_name(str(name)) for name in given]
+    return None
+
+
+@dataclass
+class _Contents:
+    """Hyper-parameters and state by the stored key of the parameter; ``groups`` are those of a nested state dict."""
+
+    options: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    state: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+class StoredStateDict:
+    """A stored state dict. ``section`` has the names and paths of an optimizer's section (``docs/format.md``)."""
+
+    def __init__(
+        self,
+        stored: StoredSection,
+        holders: Sequence[StateHolder],
+        params: Sequence[NamedParam],
+        context: Context,
+    ) -> None:
+        self._stored, self._params, self._context = stored, params, context
+        index = PathIndex.of(stored.values)
+        self._paths = {name: index.path_of(name) for name in stored.metas}
+        # Hyper-parameters that are tensors, such as a learning rate on a device.
+        self._rooms = {
+            name: torch.zeros(meta.shape, dtype=torch_dtype(meta))
+            for name, meta in stored.metas.items()
+            if name.startswith(f"{_GROUPS}.")
+        }
+        contents = self._contents(stored.values)
+        self._names = self._parameter_names(contents.groups, holders)
+        self._stored_names = {}
+        for key, entries in contents.state.items():
+            if key in self._names:
+                for own in _tensors_in(entries, ()):
+                    name = path_name((_STATE, self._names[key], *own))
+                    self._stored_names[name] = path_name((_STATE, key, *own))
+        if contents.groups and is_numbered(contents.groups):
+            self._check_shapes(contents.state)
+        metas = {name: stored.metas[source] for name, source in self._stored_names.items()}
+        self.section = StoredSection(metas, self._by_name(contents), {})
+
+    def restored(self, target: SectionTarget) -> SectionTarget:
+        """A target for ``section`` under the names and paths that are stored."""
+        fill, known = target.apply, self.section.values
+
+        def apply(values: Mapping[Path, Any]) -> None:
+            fill(self._by_name(self._contents(values)))
+
+        names = self._stored_names
+        result = SectionTarget(
+            {names.get(name, name): meta for name, meta in target.metas.items()},
+            [replace(shard, fqn=names.get(shard.fqn, shard.fqn)) for shard in target.shards],
+            {*(path for path in target.requested_values if path not in known), *self._stored.values},
+            optional={names.get(name, name) if isinstance(name, str) else name for name in target.optional},
+            ignorable={names.get(name, name) if isinstance(name, str) else name for name in target.ignorable},
+            apply=apply,
+        )
+        for name, room in self._rooms.items():
+            result.metas[name], shards = whole_shard(name, room)
+            result.shards.extend(shards)
+        return result
+
+    # ------------------------------------------------------------------------------------------------------ contents
+
+    def _contents(self, values: Mapping[Path, Any]) -> _Contents:
+        if not any(path[:1] == (_GROUPS,) and len(path) > 1 for path in values):
+            return self._flat_contents(values)
+        groups = self._tree(values, _GROUPS)
+        contents = _Contents(state=self._tree(values, _STATE), groups=groups)
+        for group in groups:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            contents.options.update(dict.fromkeys(group["params"], options))
+        return contents
+
+    def _tree(self, values: Mapping[Path, Any], root: str) -> Any:
+        below = {path: value for path, value in values.items() if path[:1] == (root,)}
+        leaves = [(path, value) for path, value in below.items() if type(value) is not Container]
+        leaves += [
+            (path, self._rooms.get(name, TENSOR_LEAF)) for name, path in self._paths.items() if path[:1] == (root,)
+        ]
+        containers = {path: value for path, value in below.items() if type(value) is Container}
+        return build_tree(leaves, containers, (root,), self._context.section)
+
+    def _flat_contents(self, values: Mapping[Path, Any]) -> _Contents:
+        """A flattened state dict has one entry ``state.<fqn>.<key>`` or ``param_groups.<fqn>.<key>`` for each value."""
+        contents = _Contents()
+        known = {name for named in self._params for name in named.names}
+        leaves = {path_name(path): value for path, value in values.items() if type(value) is not Container}
+        for name, value in (*leaves.items(), *((n, self._rooms.get(n, TENSOR_LEAF)) for n in self._stored.metas)):
+            root, _, rest = name.partition(".")
+            end = len(rest)
+            while (end := rest.rfind(".", 0, end)) > 0 and rest[:end] not in known:
+                pass
+            if end > 0 and root in (_STATE, _GROUPS):
+                part = contents.state if root == _STATE else contents.options
+                part.setdefault(rest[:end], {})[rest[end + 1 :]] = value
+        return contents
+
+    def _by_name(self, contents: _Contents) -> dict[Path, Any]:
+        """The plain values under the paths of an optimizer's section."""
+        values: dict[Path, Any] = {}
+        for key, options in contents.options.items():
+            fqn = self._names.get(key, key)
+            values[group_path(fqn)] = options
+            if not contents.state.get(key):
+                values[empty_state_path(fqn)] = {}
+        for number, group in enumerate(contents.groups):
+            if not group["params"]:
+                values["empty_groups", 0, number] = {k: v for k, v in group.items() if k != "params"}
+        for key, entries in contents.state.items():
+            if key not in self._names:
+                values["shared", 0, key] = entries
+            else:
+                plain = {name: value for name, value in entries.items() if value is not TENSOR_LEAF}
+                values.update({state_path(self._names[key], name): value for name, value in plain.items()})
+        return values
+
+    # --------------------------------------------------------------------------------------------------------- names
+
+    def _parameter_names(self, groups: Sequence[Mapping[str, Any]], holders: Sequence[StateHolder]) -> dict[Any, str]:
+        if not groups:
+            return {name: name for named in self._params for name in named.names}
+        if not is_numbered(groups):
+            return {key: name for group in groups for key, name in zip(group["params"], names_of_group(group) or ())}
+        theirs = [len(group["params"]) for group in groups]
+        ours = [len(group["params"]) for holder in holders for group in holder.groups]
+        if theirs != ours or any(len(named.names) != 1 for named in self._params):
+            raise MismatchError(
+                f"section {self._context.section!r}: the checkpoint has a state dict that numbers its parameters, in "
+                f"groups of {theirs}, and the target has groups of {ours}, so it is unknown which parameter is which. "
+                f"{_ADVICE}",
+                [("value", f"{self._context.section}.{_GROUPS}", f"groups of {theirs}, now {ours}")],
+            )
+        self._context.notes.append(
+            f"{self._context.section}: the checkpoint has a state dict that numbers its parameters; they were assigned "
+            "to the target's in order"
+        )
+        keys = [key for group in groups for key in group["params"]]
+        return {key: named.names[0] for key, named in zip(keys, self._params)}
+
+    def _check_shapes(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Entries that have the parameter's shape for some parameters must have it for all of them."""
+        shapes = {fqn: shape for named in self._params for fqn, shape in named.layout.fqns.items()}
+        fits: dict[str, dict[str, bool]] = {}
+        for key, fqn in self._names.items():
+            for own in _tensors_in(state.get(key, {}), ()):
+                stored = self._stored.metas[path_name((_STATE, key, *own))].shape
+                if stored:
+                    # Matrices in lists may be factors of any shape, even by chance the parameter's.
+                    kind = str(own[0]) if len(own) == 1 else ""
+                    fits.setdefault(kind, {})[path_name((_STATE, fqn, *own))] = len(own) == 1 and stored == shapes[fqn]
+        usual = [found for found in fits.values() if any(found.values())]
+        wrong = [name for found in usual or fits.values() for name, is_fit in found.items() if not is_fit]
+        if wrong:
+            raise MismatchError(
+                f"section {self._context.section!r}: the checkpoint has a state dict that numbers its parameters, and "
+                f"{len(wrong)} entries do not have the shapes of the target's parameters in order: "
+                f"{', '.join(wrong[:5])}. {_ADVICE}",
+                [("shape", name, "stored by number, with another shape") for name in wrong],
+            )
+
+
+def _tensors_in(entries: Any, path: Path) -> Iterator[Path]:
+    """The paths of the tensors in nested containers."""
+    if entries is TENSOR_LEAF:
+        yield path
+    elif isinstance(entries, Mapping):
+        for key, item in entries.items():
+            yield from _tensors_in(item, (*path, key))
+    elif isinstance(entries, (list, tuple)):
+        for number, item in enumerate(entries):
+            yield from _tensors_in(item, (*path, number))
