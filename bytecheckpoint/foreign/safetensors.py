@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..engine.checksums import chunk_size_for
 from ..engine.resources import IOEngine
-from ..errors import CheckpointNotFoundError, NotACheckpointError
 from ..format.manifest import FileTable, Manifest, SectionInfo
+from ..format.safetensors import SafetensorsHeader
 from ..tensors.geometry import Box
 from ..tensors.tables import BoxTable, TensorTable
 from .safetensors_folder import SafetensorsFolder, meta_of
 
-__all__ = ["ForeignCheckpoint", "describe_folder", "open_safetensors"]
+__all__ = ["MODEL_SECTION", "ForeignCheckpoint", "describe_folder", "describe_headers"]
 
-_SECTION = "model"
+MODEL_SECTION = "model"
+"""The section that the tensors of another library's files form."""
 
 
 class ForeignCheckpoint(Checkpoint):
@@ -26,23 +26,12 @@ class ForeignCheckpoint(Checkpoint):
 
     has_checksums = False
 
-    def __init__(self, folder: SafetensorsFolder, engine: IOEngine) -> None:
+    def __init__(
+        self, folder: SafetensorsFolder, engine: IOEngine, *, reopen: Callable[[], Checkpoint] | None = None
+    ) -> None:
         """Create a handle on the files of ``folder``."""
-        super().__init__(folder.backend, describe_folder(folder, _SECTION), engine, verify=False)
-
-
-def open_safetensors(
-    url: str, engine: IOEngine, *, storage_options: Mapping[str, Any] | None = None
-) -> ForeignCheckpoint | None:
-    """Open the folder or file in Hugging Face's layout at ``url``. Return None if there is none.
-
-    Reads the headers and compares them with the index. Raises what ``SafetensorsFolder`` raises for damaged files.
-    """
-    try:
-        folder = SafetensorsFolder(url, storage_options=storage_options)
-    except (CheckpointNotFoundError, NotACheckpointError):
-        return None
-    return ForeignCheckpoint(folder, engine)
+        manifest = describe_folder(folder, MODEL_SECTION)
+        super().__init__(folder.backend, manifest, engine, verify=False, reopen=reopen)
 
 
 def describe_folder(folder: SafetensorsFolder, section: str, names: Mapping[str, str] | None = None) -> Manifest:
@@ -51,18 +40,25 @@ def describe_folder(folder: SafetensorsFolder, section: str, names: Mapping[str,
     ``names`` gives each tensor's name inside the section, if that is not its name in the files. Raises
     ``UnsupportedTensorError`` for a dtype that torch does not have.
     """
-    headers = list(folder.headers.values())
+    return describe_headers(folder.headers, folder.backend.url, section, names)
+
+
+def describe_headers(
+    headers_by_key: Mapping[str, SafetensorsHeader], url: str, section: str, names: Mapping[str, str] | None = None
+) -> Manifest:
+    """Like ``describe_folder``, for the headers of the files in the folder ``url``."""
+    headers = list(headers_by_key.values())
     tensors = [
         (
             file,
             record.begin,
             names[record.name] if names else record.name,
-            meta_of(record, f"{folder.backend.url}/{key}"),
+            meta_of(record, f"{url}/{key}"),
         )
-        for file, (key, header) in enumerate(folder.headers.items())
+        for file, (key, header) in enumerate(headers_by_key.items())
         for record in header.entries
     ]
-    chunk_size = chunk_size_for(folder.nbytes)
+    chunk_size = chunk_size_for(sum(record.end - record.begin for header in headers for record in header.entries))
     head_length = np.array([header.data_start for header in headers], np.int64)
     data_length = np.array([max((record.end for record in header.entries), default=0) for header in headers], np.int64)
     none, zeros = np.empty(0, np.int64), np.zeros(len(headers), np.int64)
@@ -75,7 +71,7 @@ def describe_folder(folder: SafetensorsFolder, section: str, names: Mapping[str,
         metadata={},
         sections=[SectionInfo(section, "module")],
         files=FileTable(
-            name=list(folder.headers),
+            name=list(headers_by_key),
             size=head_length + data_length,
             section=zeros,
             rank=zeros,

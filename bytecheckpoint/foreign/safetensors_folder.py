@@ -20,7 +20,7 @@ from ..storage_backends import open_backend
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.metadata import BasicMeta
 
-__all__ = ["SafetensorsFolder", "meta_of"]
+__all__ = ["SafetensorsFolder", "meta_of", "split_url"]
 
 _MAX_INDEX_BYTES = 256 << 20  # refuse a larger index instead of parsing it
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
@@ -41,7 +41,7 @@ class SafetensorsFolder:
         Raises ``CheckpointNotFoundError`` or ``NotACheckpointError`` if there is no model, ``FormatError`` if a file
         violates the format or disagrees with the index, and ``CorruptionError`` if a file is missing.
         """
-        folder, name = _split_url(url)
+        folder, name = split_url(url)
         self.url = url
         self.backend = open_backend(folder, **dict(storage_options or {}))
         self._index = None if name else self._read_index()
@@ -145,7 +145,7 @@ def meta_of(record: HeaderRecord, where: str) -> BasicMeta:
     return BasicMeta(dtype, record.shape)
 
 
-def _split_url(url: str) -> tuple[str, str]:
+def split_url(url: str) -> tuple[str, str]:
     """Return the folder, and the name of the file in it if ``url`` names a safetensors file."""
     if not url.endswith(".safetensors") or "::" in url:
         return url, ""

@@ -80,6 +80,27 @@ def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options:
     return _Claims(np.packbits(tensors).tobytes(), np.packbits(np.array(values, np.bool_)).tobytes(), sorted(unused))
 
 
+def _known_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadOptions) -> list[str]:
+    """All names that patterns may match on this rank; none if there are no patterns."""
+    if options.selection.selects_all:
+        return []
+    known = [*checkpoint.listed]
+    for one in targets:
+        target, section = one.target, one.stored.name
+        known += [f"{section}.{name}" for name in (*target.metas, *target.aliases)]
+        known += [f"{section}.{path_name(path)}" for path in target.requested_values]
+    return known
+
+
+def _unmatched(checkpoint: OpenCheckpoint, options: LoadOptions, known: Sequence[str]) -> list[Fault]:
+    """The patterns and renames that match nothing on this rank. They are faults if they match nothing on any rank."""
+    sections = checkpoint.sections.values()
+    unlisted = [section.name for section in sections if section.is_stored and not section.is_read]
+    patterns = options.selection.unmatched(checkpoint.sections, known, unlisted)
+    faults = [Fault("pattern", pattern, argument) for argument, pattern in patterns]
+    return faults + [Fault("rename", key, "") for key in checkpoint.unused_renames()]
+
+
 def agree(
     op: Operation,
     backend: StorageBackend,
@@ -92,7 +113,9 @@ def agree(
 ) -> Verdict:
     """Exchange faults, claims and offers. Every rank gets the same verdict; only suggestions in its message differ."""
     claims = _claim_names(checkpoint, targets, options)
-    message = msgpack.packb([faults, claims.tensors, claims.values, claims.unused, offer.message])
+    known = _known_names(checkpoint, targets, options)
+    unmatched = _unmatched(checkpoint, options, known)
+    message = msgpack.packb([faults, claims.tensors, claims.values, claims.unused, offer.message, unmatched])
     received = op.gather("claims", message)
     packed = None
     if received is not None:
@@ -105,8 +128,10 @@ def agree(
             unexpected.append(full)
         else:
             all_faults.append(Fault("unexpected", full, ""))
-    stored_names = (name for section in checkpoint.sections.values() for name in section.full_names)
-    mismatch = mismatch_error(backend.url, all_faults, stored_names) if all_faults else None
+    mismatch = None
+    if all_faults:
+        stored_names = [name for section in checkpoint.sections.values() for name in section.full_names]
+        mismatch = mismatch_error(backend.url, all_faults, stored_names, [*known, *stored_names])
     return Verdict(mismatch, unexpected, shared_reads if mismatch is None else {})
 
 
@@ -114,8 +139,9 @@ def _decide(
     backend: StorageBackend, checkpoint: OpenCheckpoint, options: LoadOptions, messages: Sequence[Sequence[Any]]
 ) -> list[Any]:
     """Rank 0's verdict as plain data, from the messages of all ranks."""
-    faults, tensors, values, unused, offers = zip(*messages)
-    found = sorted({tuple(fault) for of_rank in faults for fault in of_rank})
+    faults, tensors, values, unused, offers, unmatched = zip(*messages)
+    useless = set.intersection(*({tuple(fault) for fault in of_rank} for of_rank in unmatched))
+    found = sorted({tuple(fault) for of_rank in faults for fault in of_rank} | useless)
     unclaimed = [
         *_unclaimed_tensors(checkpoint, options, tensors),
         *_unclaimed_values(checkpoint.sections, values),
@@ -134,7 +160,7 @@ def _unclaimed_tensors(
     for row in np.flatnonzero(is_shared & ~_any(claims, len(manifest.tensors))).tolist():
         section = manifest.tensors.section_of(row)
         name = f"{section}.{checkpoint.names.of_tensor(section, manifest.tensors.fqn_of(row))}"
-        if options.selects(name):
+        if options.selection.selects(name):
             yield section, name
 
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..checkpoint.selection import SimilarNames
 from ..errors import MismatchError
-from ..format.values import path_name
+from ..format.values import MAPPINGS, Container, path_name
 from ..frameworks.sections import Section
 from ..planners import Request
 from ..tensors.dtypes import is_lossless_cast, is_meaningful_cast
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, Shard
 from .options import Cast, Fault, LoadOptions
+from .overlaps import overlapping_shards
 from .stored import OpenSection
 
 __all__ = ["Match", "Target", "fault_lines", "match_targets", "mismatch_error"]
 
 _MAX_SHOWN_FAULTS = 40  # per kind; a message with thousands of names cannot be read
-_MAX_COMPARED_NAMES = 2000  # bounds the time to find close matches
-_MIN_SIMILARITY = 0.6  # difflib's ratio below which a suggestion would only confuse
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,19 @@ class Target:
 
 @dataclass(frozen=True)
 class Match:
-    """What one rank's targets request from the checkpoint, and every fault found. ``rows`` are the manifest's tensor
-    rows of ``shards``."""
+    """What one rank's targets request from the checkpoint, and every fault found.
+
+    ``rows`` are the manifest's tensor rows of ``shards``. ``mismatched`` maps each tensor that stays unchanged because
+    of its shape to the stored shape and the shape in memory.
+    """
 
     shards: list[Shard] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     lazy: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
 
@@ -60,7 +64,7 @@ def match_targets(targets: Iterable[Target], options: LoadOptions) -> Match:
             matching = _SectionMatching(match, one.stored, one.target, options)
             matching.match_tensors()
             matching.match_values()
-        elif options.selects_section(one.stored.name):
+        elif options.selection.selects_section(one.stored.name):
             match.missing.append(one.stored.name)
     return match
 
@@ -76,30 +80,34 @@ class _SectionMatching:
         rows: dict[str, int] = {}
         for fqn, meta in self.target.metas.items():
             full = f"{self.stored.name}.{fqn}"
-            if self._is_left_out(full, fqn):
+            if self._is_deselected(full, fqn):
                 continue
             row = self.stored.tensor_rows.get(fqn)
             if row is None:
                 self._add_missing(full, fqn)
             elif self._fits(full, self.stored.contents.metas[fqn], meta):
                 rows[fqn] = row
-        for shard in self.target.shards:
-            if shard.fqn in rows:
-                self.match.shards.append(shard)
-                self.match.rows.append(rows[shard.fqn])
+        shards = [shard for shard in self.target.shards if shard.fqn in rows]
+        self.match.shards.extend(shards)
+        self.match.rows.extend(rows[shard.fqn] for shard in shards)
+        for fqn, other in overlapping_shards(shards):
+            detail = "its own elements share memory" if fqn == other else f"shares memory with {other}"
+            self.match.faults.append(Fault("overlap", f"{self.stored.name}.{fqn}", detail))
 
     def match_values(self) -> None:
         for path in self.target.requested_values:
             full = f"{self.stored.name}.{path_name(path)}"
-            if self._is_left_out(full, path):
+            if self._is_deselected(full, path):
                 continue
             if path in self.stored.contents.values:
-                self.match.loaded.append(full)
+                value = self.stored.contents.values[path]
+                if type(value) is not Container or value.kind not in MAPPINGS:  # these only describe what is below
+                    self.match.loaded.append(full)
             else:
                 self._add_missing(full, path)
 
-    def _is_left_out(self, full: str, name: str | Path) -> bool:
-        return not self.options.selects(full) or name in self.stored.skipped
+    def _is_deselected(self, full: str, name: str | Path) -> bool:
+        return not self.options.selection.selects(full) or name in self.stored.skipped
 
     def _fits(self, full: str, stored: BasicMeta, requested: BasicMeta) -> bool:
         """Whether a tensor can be loaded; records the fault or the name and cast."""
@@ -107,6 +115,9 @@ class _SectionMatching:
             self.match.loaded.append(full)
             return True
         if stored.shape != requested.shape:
+            if self.options.strictness(self.stored.name) == "skip_mismatched":
+                self.match.mismatched[full] = (stored.shape, requested.shape)
+                return False
             detail = f"stored {list(stored.shape)}, requested {list(requested.shape)}"
             self.match.faults.append(Fault("shape", full, detail))
             return False
@@ -120,12 +131,17 @@ class _SectionMatching:
 
     def _add_missing(self, full: str, name: str | Path) -> None:
         strictness = self.options.strictness(self.stored.name)
-        if name in self.target.optional and strictness != "exact":
+        is_left_out = (name if isinstance(name, str) else path_name(name)) in self.stored.left_out
+        if is_left_out and strictness != "exact":
+            self.match.left_out.append(full)
+        elif name in self.target.optional and strictness != "exact":
             self.match.lazy.append(full)
         elif strictness == "lenient":
             self.match.missing.append(full)
         else:
-            self.match.faults.append(Fault("missing", full, ""))
+            self.match.faults.append(
+                Fault("missing", full, "the save was asked to leave it out" if is_left_out else "")
+            )
 
 
 def _refuse_cast(stored: BasicMeta, requested: BasicMeta, cast: Cast) -> str | None:
@@ -140,27 +156,42 @@ def _refuse_cast(stored: BasicMeta, requested: BasicMeta, cast: Cast) -> str | N
 
 
 _ADVICE = {
-    "missing": "not in the checkpoint; strict=False or exclude=[...] leaves them as they are, rename= maps other names",
-    "unexpected": "stored, but not in the state; strict=False or exclude=[...] leaves them unread",
-    "shape": "stored with another shape",
+    "pattern": "select nothing; include= and exclude= refer to names of the state (after rename=) or its sections",
+    "rename": "are no names in the checkpoint; rename= maps stored names to those of the state",
+    "missing": "not in the checkpoint; strict=False (for one section: strict={'model': False}) or exclude=[...] leaves "
+    "them as they are, rename= maps other names",
+    "unexpected": "stored, but not in the state; strict=False (for one section: strict={'model': False}) or "
+    "exclude=[...] leaves them unread",
+    "shape": "stored with another shape; strict={'model': 'skip_mismatched'} leaves them as they are",
     "dtype": "stored with another dtype",
     "value": "a stored value does not fit",
     "per_rank": "stored for each rank of another world size; choose with per_rank='lowest', 'modulo' or 'skip'",
     "coverage": "not fully stored",
+    "overlap": "to load into memory that is written twice; exclude=[...] leaves one of two tensors unread, .clone() "
+    "gives each its own memory",
 }
 
 
-def mismatch_error(url: str, faults: Sequence[Fault], stored_names: Iterable[str]) -> MismatchError:
-    """One error that lists every fault by kind, with close matches for missing names."""
+def mismatch_error(
+    url: str, faults: Sequence[Fault], stored_names: Iterable[str], known_names: Iterable[str] = ()
+) -> MismatchError:
+    """One error that lists every fault by kind, with similar names for missing ones and for patterns.
+
+    Patterns are compared with ``known_names``, all others with ``stored_names``.
+    """
     head = f"{url} does not fit the state ({len(faults)} fault(s)); nothing was changed:"
-    return MismatchError("\n".join([head, *fault_lines(faults, stored_names, _ADVICE)]), list(faults))
+    return MismatchError("\n".join([head, *fault_lines(faults, stored_names, _ADVICE, known_names)]), list(faults))
 
 
-def fault_lines(faults: Sequence[tuple[str, str, str]], names: Iterable[str], advice: Mapping[str, str]) -> list[str]:
+def fault_lines(
+    faults: Sequence[tuple[str, str, str]],
+    names: Iterable[str],
+    advice: Mapping[str, str],
+    known_names: Iterable[str] = (),
+) -> list[str]:
     """The lines of a message, by kind in the order of ``advice``. A missing name comes with the most similar name."""
-    by_leaf: dict[str, list[str]] = {}
-    for name in names:
-        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    stored, known = SimilarNames(names), SimilarNames(known_names)
+    hints = {"missing": stored.suggestion, "rename": stored.nearest, "pattern": known.nearest}
     lines: list[str] = []
     for kind, what_to_do in advice.items():
         found = sorted({(name, detail) for k, name, detail in faults if k == kind})
@@ -168,15 +199,8 @@ def fault_lines(faults: Sequence[tuple[str, str, str]], names: Iterable[str], ad
             continue
         lines.append(f"  {kind}: {len(found)} {what_to_do}".rstrip())
         for name, detail in found[:_MAX_SHOWN_FAULTS]:
-            hint = _suggestion(name, by_leaf) if kind == "missing" else ""
+            hint = hints[kind](name) if kind in hints else ""
             lines.append(f"    {name}{': ' + detail if detail else ''}{hint}")
         if len(found) > _MAX_SHOWN_FAULTS:
             lines.append(f"    ... and {len(found) - _MAX_SHOWN_FAULTS} more (the error's .faults lists all)")
     return lines
-
-
-def _suggestion(name: str, by_leaf: Mapping[str, Sequence[str]]) -> str:
-    # Names of one network differ in the middle, so those with the same last component come first.
-    pool = by_leaf.get(name.rpartition(".")[2]) or [other for names in by_leaf.values() for other in names]
-    close = difflib.get_close_matches(name, pool[:_MAX_COMPARED_NAMES], n=1, cutoff=_MIN_SIMILARITY)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -17,12 +17,14 @@ class TargetNames:
     """The target's names for stored ones. A rename keeps every name in its section.
 
     Optimizer state follows its parameter: renaming ``model.a`` to ``model.b`` also renames ``optimizer.state.a.step``.
+    ``unused`` are the keys of a mapping that no name has matched so far.
     """
 
     def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
         self._manifest = manifest
         self._renames = options.rename is not None
-        self._renamed = renaming(options.rename)
+        self._change = renaming(options.rename)
+        self.unused = set(options.rename) if isinstance(options.rename, Mapping) else set[str]()
         self._optimizers = {section.name for section in manifest.sections if section.kind == "optimizer"}
         # Sections that may own an optimizer's parameters. The usual one comes first.
         modules = [section.name for section in manifest.sections if section.name not in self._optimizers]
@@ -41,11 +43,17 @@ class TargetNames:
         """The target's path of a stored value."""
         if not self._renames:
             return path
-        if section in self._optimizers and len(path) > 1 and path[0] in ("state", "param_groups", "order"):
+        if section in self._optimizers and len(path) > 1 and path[0] in ("state", "param_groups", "class", "order"):
             return (path[0], self._parameter(str(path[1])), *path[2:])
         old = path_name(path)
+        if len(path) == 1 and section in self._optimizers and old.startswith("state."):
+            return (self.of_tensor(section, old),)  # a tensor that was left out
         new = _within(section, self._renamed(f"{section}.{old}"))
         return path if new == old else _path_like(path, new.split("."))
+
+    def _renamed(self, full: str) -> str:
+        self.unused.discard(full)
+        return self._change(full)
 
     def _split_state(self, name: str) -> tuple[str, str]:
         """Split ``<parameter>.<key>``. Both may contain dots, so the longest stored parameter name decides."""
@@ -113,7 +121,7 @@ class RankChoices:
         full = f"{self._section}.{name if isinstance(name, str) else path_name(name)}"
         saved_world_size, world_size = self._sizes
         fault = Fault("per_rank", full, f"saved by {saved_world_size} rank(s), loaded by {world_size}")
-        if fault not in self.faults and self._options.selects(full):
+        if fault not in self.faults and self._options.selection.selects(full):
             self.faults.append(fault)
 
 

@@ -17,13 +17,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
 from ..control.base import Operation
 from ..engine.reading.reader import Reader
 from ..engine.resources import IOEngine
+from ..foreign.location import Location
 from ..frameworks.sections import Section, check_state, resolve_sections, undone_on_failure
 from ..runtime.gc_pause import paused
-from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from .agreement import Verdict, agree
 from .matching import Match, Target, match_targets
@@ -41,10 +40,10 @@ _T = TypeVar("_T")
 
 
 def load(
-    engine: IOEngine, backend: StorageBackend, op: Operation, state: Mapping[str, Any], options: LoadOptions
+    engine: IOEngine, location: Location, op: Operation, state: Mapping[str, Any], options: LoadOptions
 ) -> LoadReport:
     """Load ``state`` on this rank, and close ``op``. Every rank raises the same error."""
-    call = _Load(engine, backend, op, state, options, Timings("load", op.rank, backend.url))
+    call = _Load(engine, location, op, state, options, Timings("load", op.rank, location.backend.url))
     with closing(op):
         sections = call.step("check", _check)
         with paused(), undone_on_failure(sections):
@@ -62,11 +61,15 @@ class _Load:
     """One call of ``load``."""
 
     engine: IOEngine
-    backend: StorageBackend
+    location: Location
     op: Operation
     state: Mapping[str, Any]
     options: LoadOptions
     timings: Timings
+
+    @property
+    def url(self) -> str:
+        return self.location.backend.url
 
     def step(self, name: str, run: Callable[Concatenate[_Load, _P], _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run and time one step. An error in it becomes the error of all ranks."""
@@ -86,7 +89,7 @@ def _check(call: _Load) -> list[Section]:
     call.engine.check_usable()
     check_state(call.state)
     options.check(call.state)
-    op.agree("agree", {"path": call.backend.url, "sections": ", ".join(sorted(call.state))})
+    op.agree("agree", {"path": call.url, "sections": ", ".join(sorted(call.state))})
     return resolve_sections(
         call.state,
         framework=options.framework,
@@ -98,19 +101,19 @@ def _check(call: _Load) -> list[Section]:
 
 
 def _open(call: _Load, sections: Sequence[Section]) -> OpenCheckpoint:
-    op, backend = call.op, call.backend
-    data = op.broadcast("manifest", read_manifest_bytes(backend) if op.rank == 0 else None)
-    manifest = decode_manifest(data, backend.url)
-    reader = SectionReader(backend, manifest, call.options, rank=op.rank, world_size=op.world_size)
+    op, location = call.op, call.location
+    source = location.decode(op.broadcast("manifest", location.read() if op.rank == 0 else None))
+    reader = SectionReader(source, call.options, rank=op.rank, world_size=op.world_size)
     opened = {s.name: reader.open(s.name, s.adapter.per_rank_policies(s.obj)) for s in sections}
-    return OpenCheckpoint(manifest, reader.names, opened)
+    return OpenCheckpoint(source, reader.names, opened, reader.listed)
 
 
 def _describe(call: _Load, sections: Sequence[Section], checkpoint: OpenCheckpoint) -> list[Target]:
     targets = []
     for section in sections:
         stored = checkpoint.sections[section.name]
-        target = section.adapter.target(section.obj, section.context, stored.contents)
+        with section.naming("its state_dict() or its structure"):
+            target = section.adapter.target(section.obj, section.context, stored.contents)
         targets.append(Target(section, stored, target))
     return targets
 
@@ -119,11 +122,12 @@ def _plan(call: _Load, checkpoint: OpenCheckpoint, targets: Sequence[Target]) ->
     op, options, manifest = call.op, call.options, checkpoint.manifest
     match = match_targets(targets, options)
     requests = match.requests if op.world_size > 1 else []
-    offer = make_offer(manifest, requests, options.share_reads, verify=options.verify, rank=op.rank)
-    verdict = agree(op, call.backend, checkpoint, options, targets, faults=match.faults, offer=offer)
+    verify, backend = options.verify and checkpoint.source.has_checksums, checkpoint.source.backend
+    offer = make_offer(manifest, requests, options.share_reads, verify=verify, rank=op.rank)
+    verdict = agree(op, backend, checkpoint, options, targets, faults=match.faults, offer=offer)
     accepted = match if verdict.mismatch is None else Match()
     io, pool = call.engine.io, call.engine.bounce_pool
-    reader = Reader(call.backend, manifest, io, verify=options.verify, bounce_pool=pool, timings=call.timings)
+    reader = Reader(backend, manifest, io, verify=verify, bounce_pool=pool, timings=call.timings)
     return _Plan(match, verdict, plan_shard_reads(reader, accepted.rows, accepted.shards, offer, verdict.shared_reads))
 
 
@@ -136,14 +140,15 @@ def _read(call: _Load, plan: _Plan) -> ReadCounts:
 
 def _apply(call: _Load, targets: Sequence[Target]) -> None:
     for one in targets:
-        one.target.apply(one.stored.contents.values)
+        with one.section.naming("its load_state_dict()"):
+            one.target.apply(one.stored.contents.values)
 
 
 def _report(
     call: _Load, checkpoint: OpenCheckpoint, targets: Sequence[Target], plan: _Plan, counts: ReadCounts
 ) -> LoadReport:
     notes = targets[0].section.context.notes  # all sections share one list
-    url, unexpected = call.backend.url, plan.verdict.unexpected
+    url, unexpected = call.url, plan.verdict.unexpected
     report = make_report(url, checkpoint.manifest, plan.match, unexpected, notes, counts, call.timings)
     call.op.barrier("report")  # no rank continues while another fails to apply what it loaded
     _log.info("%s (%s)", report, call.timings)

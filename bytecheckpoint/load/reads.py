@@ -54,7 +54,8 @@ def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
 
 
 class _Destination:
-    """The memory that a shard is read into: its own, or a buffer if its elements share memory.
+    """The memory that a shard is read into: its own, or a buffer if its elements share memory or are
+    computed from it.
 
     ``memory`` has the shard's shape and dtype. Raises ``StateError`` for a shard on the meta device.
     """
@@ -68,7 +69,10 @@ class _Destination:
         if not self._tensor.is_contiguous():
             steps = zip(self._tensor.stride(), self._tensor.shape)
             self._expanded_dims = [d for d, (stride, size) in enumerate(steps) if stride == 0 and size > 1]
-        self.memory = torch.empty(self._tensor.shape, dtype=self._tensor.dtype) if self._expanded_dims else self._tensor
+        # Lazily conjugated and negated views have other values in their memory.
+        self._is_lazy = self._tensor.is_conj() or self._tensor.is_neg()
+        is_buffered = self._expanded_dims or self._is_lazy
+        self.memory = torch.empty(self._tensor.shape, dtype=self._tensor.dtype) if is_buffered else self._tensor
 
     def settle(self) -> None:
         """Copy an expanded tensor's values out of the buffer, once all bytes are read and verified.
@@ -76,6 +80,8 @@ class _Destination:
         Raises ``StateError`` if elements that share memory have different stored values.
         """
         if not self._expanded_dims:
+            if self._is_lazy:
+                copy_elements(self._tensor, self.memory)
             return
         first = self._first(self.memory)
         if not torch.equal(as_bytes(first.expand(self.memory.shape).contiguous()), as_bytes(self.memory)):

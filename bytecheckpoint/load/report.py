@@ -26,7 +26,11 @@ class LoadReport:
         loaded: Names of the tensors and values that were loaded.
         missing: Requested names that the checkpoint does not contain, tolerated by ``strict``.
         unexpected: Stored names that no rank requested, tolerated by ``strict``.
-        lazy: Optimizer state that the saved run had not created yet.
+        lazy: Optimizer state that the saved run had not created yet, and other names that the checkpoint may lack.
+        left_out: Requested names that the save was asked to leave out (``save(..., trainable_only=True)``); they are
+            unchanged.
+        mismatched: Maps each tensor that was left unchanged because of its shape, as ``strict="skip_mismatched"``
+            allows, to ``(stored shape, shape in memory)``.
         cast: Maps each name that was cast to ``(stored dtype, dtype in memory)``.
         notes: Remarks of the adapters, such as tied tensors that were stored separately.
         bytes_read: Bytes that this rank read from storage.
@@ -43,6 +47,8 @@ class LoadReport:
     missing: list[str]
     unexpected: list[str]
     lazy: list[str]
+    left_out: list[str]
+    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     cast: dict[str, tuple[str, str]]
     notes: list[str]
     bytes_read: int
@@ -51,8 +57,10 @@ class LoadReport:
     timings: Timings
 
     def __str__(self) -> str:
-        counts = {what: len(getattr(self, what)) for what in ("missing", "unexpected", "lazy", "cast", "notes")}
-        parts = [f"{len(self.loaded)} loaded", *(f"{count} {what}" for what, count in counts.items() if count)]
+        kinds = ("missing", "unexpected", "lazy", "left_out", "mismatched", "cast", "notes")
+        counts = {what: len(getattr(self, what)) for what in kinds}
+        counted = [f"{count} {what.replace('_', ' ')}" for what, count in counts.items() if count]
+        parts = [f"{len(self.loaded)} loaded", *counted]
         received = f" and {self.bytes_received} received" if self.bytes_received else ""
         return (
             f"{self.url} (step {self.step}): {', '.join(parts)}; "
@@ -79,6 +87,8 @@ def make_report(
         missing=match.missing,
         unexpected=list(unexpected),
         lazy=match.lazy,
+        left_out=match.left_out,
+        mismatched=match.mismatched,
         cast=match.cast,
         notes=list(notes),
         bytes_read=counts.read,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint.values import StoredValue, stored_values
 from ..errors import StateError
+from ..foreign.location import Source
 from ..format.manifest import Manifest
-from ..format.values import decode_value, path_name
+from ..format.values import decode_value, is_left_out, path_name
 from ..frameworks.sections import split_rank_name
-from ..storage_backends.base import StorageBackend
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, StoredSection
 from .names import RankChoices, TargetNames
@@ -26,19 +26,23 @@ _ATOMS = (bool, int, float, str, type(None))
 class OpenSection:
     """One section of a checkpoint as one rank loads it, under the target's names.
 
+    ``is_read`` is False if the section is not stored, or if the patterns select nothing in it.
     ``contents`` is what the adapter sees, ``tensor_rows`` the manifest's row of each tensor and alias.
     ``shared_values`` lists the values that all ranks share, in the same order on every rank. ``own_tensors`` and
     ``own_values`` belong to the saved rank that this rank loads. ``skipped`` names stay unchanged by a per-rank policy.
+    The save was asked to leave out the dotted names ``left_out``.
     """
 
     name: str
     is_stored: bool
+    is_read: bool = False
     contents: StoredSection = field(default_factory=lambda: StoredSection({}, {}, {}))
     tensor_rows: Mapping[str, int] = field(default_factory=dict)
     shared_values: tuple[Path, ...] = ()
     own_tensors: Mapping[str, int] = field(default_factory=dict)
     own_values: frozenset[Path] = frozenset()
     skipped: frozenset[str | Path] = frozenset()
+    left_out: frozenset[str] = frozenset()
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -50,11 +54,26 @@ class OpenSection:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """The manifest, and the sections that the caller requested."""
+    """What is stored, and the sections that the caller requested.
 
-    manifest: Manifest
+    ``listed`` are the full names of everything stored in the sections that were read, under the target's names, if
+    patterns select among them.
+    """
+
+    source: Source
     names: TargetNames
     sections: Mapping[str, OpenSection]
+    listed: Sequence[str] = ()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.source.manifest
+
+    def unused_renames(self) -> list[str]:
+        """The keys of ``rename`` that are no name in the sections that were read."""
+        read = {name for name, section in self.sections.items() if section.is_read}
+        other = {section.name for section in self.manifest.sections} - read
+        return sorted(key for key in self.names.unused if key.partition(".")[0] not in other)
 
 
 @dataclass(frozen=True)
@@ -69,12 +88,12 @@ class _Tensors:
 class SectionReader:
     """Opens sections of one checkpoint for one rank."""
 
-    def __init__(
-        self, backend: StorageBackend, manifest: Manifest, options: LoadOptions, *, rank: int, world_size: int
-    ) -> None:
-        self._backend, self._manifest, self._options = backend, manifest, options
+    def __init__(self, source: Source, options: LoadOptions, *, rank: int, world_size: int) -> None:
+        self._source, self._options = source, options
+        self._backend, self._manifest = source.backend, source.manifest
         self._rank, self._world_size = rank, world_size
-        self.names = TargetNames(manifest, options)
+        self.names = TargetNames(source.manifest, options)
+        self.listed: list[str] = []
 
     def open(self, section: str, policies: Mapping[Path, str]) -> OpenSection:
         """Read the section's values and name everything as the target does.
@@ -82,7 +101,7 @@ class SectionReader:
         A section that is not stored, or that the patterns exclude, is empty, and nothing is read.
         """
         is_stored = self._manifest.section_index(section) is not None
-        if not self._options.selects_section(section):
+        if not self._options.selection.selects_section(section):
             return OpenSection(name=section, is_stored=is_stored)
         if not is_stored:
             return OpenSection(name=section, is_stored=False, faults=self._missing_section(section))
@@ -99,15 +118,20 @@ class SectionReader:
         shared = self._shared_values(section, {value.path: value.encoded for value in values if value.rank is None})
         own = self._own_values(section, choices, values)
         aliases = self._add_aliases(section, tensors)
+        decoded = self._decoded(section, {**shared, **own})
+        left_out = {path for path, value in decoded.items() if is_left_out(value)}
+        kept = {path: value for path, value in decoded.items() if path not in left_out} if left_out else decoded
         return OpenSection(
             name=section,
             is_stored=True,
-            contents=StoredSection(tensors.metas, self._decoded(section, {**shared, **own}), aliases),
+            is_read=True,
+            contents=StoredSection(tensors.metas, kept, aliases),
             tensor_rows=tensors.rows,
-            shared_values=tuple(sorted(shared, key=_path_key)),
+            shared_values=tuple(sorted(shared.keys() - left_out, key=_path_key)),
             own_tensors=tensors.own,
-            own_values=frozenset(own),
+            own_values=frozenset(own.keys() - left_out),
             skipped=frozenset(choices.skipped),
+            left_out=frozenset(map(path_name, left_out)),
             faults=tuple(choices.faults),
         )
 
@@ -115,7 +139,10 @@ class SectionReader:
         if self._options.strictness(section) == "lenient":
             return ()
         stored = ", ".join(section.name for section in self._manifest.sections)
-        return (Fault("missing", section, f"no such section; the checkpoint has {stored}"),)
+        detail = f"no such section; the checkpoint has {stored}"
+        if not self._source.has_checksums:
+            detail = f"these files of another library hold only a model; load it as {{{stored!r}: module}}"
+        return (Fault("missing", section, detail),)
 
     def _tensors(self, section: str, choices: RankChoices) -> _Tensors:
         tensors, options = self._manifest.tensors, self._options
@@ -123,16 +150,16 @@ class SectionReader:
         rows = stored.tolist()
         fqns = [tensors.names[row][len(section) + 1 :] for row in rows]
         scopes = self._manifest.scope[stored]
-        if options.rename is None and options.selects_all and not (scopes >= 0).any():
+        if options.rename is None and options.selection.selects_all and not (scopes >= 0).any():
             return _Tensors(dict(zip(fqns, tensors.metas(stored))), dict(zip(fqns, rows)))
         found = _Tensors({}, {})
         for row, fqn, scope, meta in zip(rows, fqns, scopes.tolist(), tensors.metas(stored)):
             if scope >= 0:
                 fqn, _ = split_rank_name(fqn)
-                if choices.choose(fqn, tuple(fqn.split("."))) != scope:
-                    continue
             name = self.names.of_tensor(section, fqn)
-            if not options.selects(f"{section}.{name}"):
+            if not self._selects(section, name):
+                continue
+            if scope >= 0 and choices.choose(fqn, tuple(fqn.split("."))) != scope:
                 continue
             if name in found.rows:
                 raise _renamed_twice(section, tensors.fqn_of(found.rows[name]), tensors.fqn_of(row), name)
@@ -150,7 +177,7 @@ class SectionReader:
                 continue
             alias = self.names.of_tensor(section, full_alias[len(prefix) :])
             row = self._manifest.tensor_row(full_name)
-            if row is not None and self._options.selects(prefix + alias):
+            if row is not None and self._selects(section, alias):
                 tensors.metas.setdefault(alias, self._manifest.tensors.meta_of(row))
                 tensors.rows.setdefault(alias, row)
                 aliases[alias] = self.names.of_tensor(section, full_name[len(prefix) :])
@@ -176,11 +203,11 @@ class SectionReader:
 
     def _decoded(self, section: str, encoded: Mapping[Path, bytes]) -> dict[Path, Any]:
         values: dict[Path, Any] = {}
-        # The options of a parameter group are stored once for each parameter: equal bytes are decoded once.
-        decoded: dict[bytes, dict[Any, Any]] = {}
+        # The options and the class of an optimizer are stored for each parameter: equal bytes are decoded once.
+        decoded: dict[bytes, dict[Any, Any] | list[Any]] = {}
         for path, data in encoded.items():
             if data in decoded:
-                values[path] = dict(decoded[data])
+                values[path] = decoded[data].copy()
                 continue
             where = f"{section}.{path_name(path)}"
             values[path] = decode_value(data, allow_pickle=self._options.allow_pickle, where=where)
@@ -188,15 +215,25 @@ class SectionReader:
                 decoded[data] = values[path]
         return values
 
-    def _selects(self, section: str, path: Path) -> bool:
-        return self._options.selects_all or self._options.selects(f"{section}.{path_name(path)}")
+    def _selects(self, section: str, name: str | Path) -> bool:
+        selection = self._options.selection
+        if selection.selects_all:
+            return True
+        full = f"{section}.{name if isinstance(name, str) else path_name(name)}"
+        self.listed.append(full)
+        return selection.selects(full)
 
 
 def _is_flat(value: object) -> bool:
-    """Whether a shallow copy of a mapping shares nothing mutable with it."""
-    return type(value) is dict and all(
-        type(part) in _ATOMS for item in value.values() for part in (item if type(item) is tuple else (item,))
-    )
+    """Whether this is a mapping or a list of which a shallow copy shares nothing mutable with it."""
+    items: Iterable[object] = ()
+    if type(value) is dict:
+        items = value.values()
+    elif type(value) is list:
+        items = value
+    else:
+        return False
+    return all(type(part) in _ATOMS for item in items for part in (item if type(item) is tuple else (item,)))
 
 
 def _renamed_twice(section: str, one: str, other: str, name: str) -> StateError:

@@ -93,6 +93,52 @@ def test_a_pattern_that_is_not_a_list_is_refused(saved: Path) -> None:
         bcp.load(saved, training(9.0), include="model.*")
 
 
+@pytest.mark.parametrize(
+    ("options", "fault", "hint"),
+    [
+        ({"include": ["model.0.wieght"]}, ("pattern", "model.0.wieght", "include"), "'model.0.weight'"),
+        ({"include": ["module.*"]}, ("pattern", "module.*", "include"), "'model."),
+        ({"include": ["model.*", "0.weight"]}, ("pattern", "0.weight", "include"), "'model.0.weight'"),
+        ({"include": ["*", "ema"]}, ("pattern", "ema", "include"), "nearest: "),
+        ({"exclude": ["*.exp_avg_squared"]}, ("pattern", "*.exp_avg_squared", "exclude"), ".exp_avg_sq'"),
+        ({"exclude": ["extra_state.epoch"]}, ("pattern", "extra_state.epoch", "exclude"), "'extra_state."),
+        ({"include": ["model.0.bias"], "exclude": ["model.*"]}, ("pattern", "model.*"), "leaves nothing"),
+        ({"rename": {"model.0.wieght": "model.0.weight"}}, ("rename", "model.0.wieght"), "'model.0.weight'"),
+        ({"rename": {"extra_state.epoch": "extra_state.step"}}, ("rename", "extra_state.epoch"), "'extra_state.step'"),
+        ({"rename": {"nowhere.x": "nowhere.y"}}, ("rename", "nowhere.x"), "nearest: "),
+        ({"rename": {"optimizer.state.0.bias.step": "optimizer.x"}}, ("rename", "optimizer.state.0.bias.step"), ""),
+    ],
+)
+def test_patterns_and_renames_that_match_nothing(
+    saved: Path, options: dict[str, Any], fault: tuple[str, ...], hint: str
+) -> None:
+    state = training(9.0)
+    before = memory(state)
+    with pytest.raises(MismatchError) as caught:
+        bcp.load(saved, state, strict=False, **options)
+    assert fault in [found[: len(fault)] for found in caught.value.faults]
+    (line,) = [line for line in str(caught.value).splitlines() if line.startswith(f"    {fault[1]}")]
+    assert hint in line
+    assert not differing(before, memory(state))
+
+
+def test_patterns_may_match_what_only_one_side_has(saved: Path) -> None:
+    """Names that are only stored, only in the state, or in a section that no pattern includes."""
+    state = training(9.0)
+    state["extra_state"]["new"] = "local"
+    del state["extra_state"]["name"]
+    bcp.load(saved, state, exclude=["extra_state.new", "extra_state.name"])
+    bcp.load(saved, training(9.0), include=["model"], exclude=["extra_state.name"])
+    bcp.load(saved, {"ema": plain_model(9.0), "model": plain_model(2.0)}, exclude=["ema.*"])
+    # A mapping may be longer than what this load needs.
+    bcp.load(saved, {"model": plain_model(9.0)}, rename={"extra_state.step": "extra_state.epoch"})
+
+
+def test_an_empty_include_is_refused(saved: Path) -> None:
+    with pytest.raises(UsageError, match="include is empty"):
+        bcp.load(saved, training(9.0), include=[])
+
+
 def test_excluded_values_and_names_that_only_one_side_has(saved: Path) -> None:
     """Excluded names are not compared either."""
     state = training(9.0)

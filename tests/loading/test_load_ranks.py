@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from small_training import training
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import MismatchError
-from bytecheckpoint.testing import time_limit
+from bytecheckpoint import checkpointer
+from bytecheckpoint.errors import BytecheckpointError, MismatchError, StorageError
+from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.testing import FaultRule, FaultyBackend, time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -52,6 +57,59 @@ def test_disjoint_targets_are_not_unexpected(pool: RankPool, tmp_path: Path) -> 
         ("unexpected", "model.c"),
         ("unexpected", "model.d"),
     ]
+
+
+def _load_selected(rank: int, world_size: int, path: str, include: list[str]) -> Any:
+    local = {name: torch.zeros(3) for name in "abcd"[rank::world_size]}
+    try:
+        return bcp.load(path, {"model": local}, include=include, strict=False, deadline_s=time_limit(30)).loaded
+    except MismatchError as error:
+        return error.faults
+
+
+def test_a_pattern_may_match_on_one_rank_only(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_save_stages, str(tmp_path), world_size=1)
+    bcp.save(tmp_path / "ab", {"model": {name: torch.ones(3) for name in "ab"}})
+    assert pool.run(_load_selected, str(tmp_path / "ab"), ["model.a", "model.d"], world_size=2) == [["model.a"], []]
+    fault = ("pattern", "model.e", "include")
+    assert pool.run(_load_selected, str(tmp_path), ["model.a", "model.e"], world_size=2) == [[fault], [fault]]
+
+
+def _save_training(rank: int, world_size: int, path: str) -> None:
+    bcp.save(path, training(1.0, steps=2, shard=True), deadline_s=time_limit(30))
+
+
+def _fail_to_read(rank: int, world_size: int, path: str, failing: int, shared: str) -> Any:
+    state = training(9.0, steps=0, shard=True)
+    schedule = torch.optim.lr_scheduler.StepLR(state["optimizer"], 3)
+    del state["extra_state"]["table"]  # tensors may have changed
+    before = copy.deepcopy((state["extra_state"], state["optimizer"].param_groups[0]["lr"], schedule.state_dict()))
+
+    def open_failing(url: str, **options: Any) -> FaultyBackend:
+        rule = FaultRule("read_into", "*optimizer*.safetensors", times=None, error=StorageError("the disk is gone"))
+        return FaultyBackend(open_backend(url, **options), [rule])
+
+    patched = mock.patch.object(checkpointer, "open_backend", open_failing if rank == failing else open_backend)
+    with patched, pytest.raises(BytecheckpointError, match="the disk is gone") as caught:
+        bcp.load(path, state, exclude=["extra_state.table"], share_reads=shared, deadline_s=time_limit(30))  # type: ignore[arg-type]
+    after = (state["extra_state"], state["optimizer"].param_groups[0]["lr"], schedule.state_dict())
+    assert after == before
+    assert not state["optimizer"].state, "the optimizer got state"
+    # The next load works, in the same processes.
+    bcp.load(path, state, exclude=["extra_state.table"], deadline_s=time_limit(30))
+    assert state["extra_state"]["step"] == 1
+    assert len(state["optimizer"].state) == 4
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shared", ["never", "always"])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failed_read_leaves_values_and_optimizers_of_all_ranks(
+    pool: RankPool, tmp_path: Path, failing: int, shared: str
+) -> None:
+    pool.run(_save_training, str(tmp_path), world_size=2)
+    messages = pool.run(_fail_to_read, str(tmp_path), failing, shared, world_size=3)
+    assert len(set(messages)) <= 2  # the failing rank has the original error
 
 
 def _per_rank_state(rank: int, policy: str | None) -> dict[str, Any]:

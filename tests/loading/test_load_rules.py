@@ -15,6 +15,9 @@ from torch import nn
 import bytecheckpoint as bcp
 from bytecheckpoint import checkpointer
 from bytecheckpoint.errors import MismatchError, StateError, UsageError
+from bytecheckpoint.frameworks.base import Context
+from bytecheckpoint.frameworks.sections import Section, undone_on_failure
+from bytecheckpoint.frameworks.tree import TreeAdapter
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.telemetry import LOAD_STEPS
 from bytecheckpoint.testing import CountingBackend
@@ -173,6 +176,52 @@ def test_shapes_and_dtypes_are_never_tolerated(saved: Path) -> None:
             bcp.load(saved, {"model": {"0.weight": tensor}}, strict=False, cast="any")
 
 
+def test_a_new_head_is_skipped(saved: Path) -> None:
+    """Tensors of another shape stay as they are, on the meta device too, and the report lists them."""
+    stored = training(1.0)["model"]
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4))
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    head = model[1].weight.detach().clone()
+    with pytest.raises(MismatchError, match=r"strict=\{'model': 'skip_mismatched'\} leaves them") as caught:
+        bcp.load(saved, {"model": model}, strict=False)
+    assert faults_of(caught, "shape") == ["model.1.bias", "model.1.weight"]
+    report = bcp.load(saved, {"model": model}, strict={"model": "skip_mismatched"})
+    assert report.mismatched == {"model.1.weight": ((3, 7), (4, 7)), "model.1.bias": ((3,), (4,))}
+    assert "2 mismatched" in str(report)
+    assert not report.unexpected
+    assert torch.equal(model[1].weight, head)
+    assert torch.equal(model[0].weight, stored[0].weight)
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4))
+        empty.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        tree = {"table": torch.zeros(3), "step": 0, "name": "", "best": []}
+    bcp.load(saved, {"model": empty, "extra_state": tree}, strict="skip_mismatched")
+    assert [parameter.is_meta for parameter in empty.parameters()] == [False, False, True, True]
+    assert tree["table"].is_meta
+    del model[1]
+    with pytest.raises(MismatchError) as caught:
+        bcp.load(saved, {"model": model}, strict="skip_mismatched")
+    assert faults_of(caught, "unexpected") == ["model.1.bias", "model.1.weight"]
+
+
+def test_state_of_an_optimizer_for_another_shape_is_a_fault(tmp_path: Path) -> None:
+    old, new = nn.Linear(4, 3), nn.Linear(4, 5)
+    optimizer = torch.optim.Adam(old.parameters())
+    old(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path, {"model": old, "optimizer": optimizer})
+    fresh = torch.optim.Adam(new.parameters())
+    state = {"model": new, "optimizer": fresh}
+    with pytest.raises(MismatchError, match=r"optimizer\.state\.weight\.exp_avg\b") as caught:
+        bcp.load(tmp_path, state, strict={"model": "skip_mismatched"})
+    assert {kind for kind, *_ in caught.value.faults} == {"shape"}
+    assert not fresh.state
+    report = bcp.load(tmp_path, state, strict="skip_mismatched")
+    assert report.mismatched["optimizer.state.weight.exp_avg"] == ((3, 4), (5, 4))
+    new(torch.ones(2, 4)).sum().backward()
+    fresh.step()
+
+
 @pytest.mark.parametrize("strict", ["sometimes", {"model": "sometimes"}, {"nowhere": True}, 3])
 def test_invalid_strictness_is_refused(saved: Path, strict: Any) -> None:
     with pytest.raises(UsageError, match=r"strict (must be|names sections)"):
@@ -300,6 +349,23 @@ def test_a_meta_model_stays_one_when_a_fault_is_found(saved: Path) -> None:
     with pytest.raises(MismatchError):
         bcp.load(saved, {"model": model})
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_undo_runs_in_reverse_order_and_completely() -> None:
+    """Sections may share a tensor: the one that got memory first must be the last to give it back."""
+    done: list[str] = []
+
+    def fail() -> None:
+        done.append("b2")
+        raise RuntimeError("an undo that fails")
+
+    contexts = [Context("a", {}), Context("b", {})]
+    contexts[0].undo.extend([lambda: done.append("a1"), lambda: done.append("a2")])
+    contexts[1].undo.extend([lambda: done.append("b1"), fail])
+    sections = [Section(context.section, {}, TreeAdapter(), context) for context in contexts]
+    with pytest.raises(MismatchError, match="the fault"), undone_on_failure(sections):
+        raise MismatchError("the fault")
+    assert done == ["b2", "b1", "a2", "a1"]
 
 
 # -- reads -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ...engine.reading.reader import Reader, ReadPart
 from ...engine.tensor_bytes import box_view
 from ...errors import PlanError
 from ...planners import Request, RequestClass, find_rings, find_scatters, plan_load, plan_ring
-from ...runtime.choices import check_choice
+from ...runtime.arguments import check_choice
 from ...tensors.geometry import Box
 from ...tensors.tables import BoxTable
 from .exchange import Exchange
