@@ -17,6 +17,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.first_save import table as first_save_table
 from benchmarks.merge_stage import table as merge_table
 from benchmarks.results import FIGURES, figure, floor_of
 from benchmarks.scale_table import job_grids
@@ -64,9 +65,32 @@ def write(results: Path, docs: Path) -> Path:
     for old in pictures.glob("*.svg"):
         old.unlink()
     page = docs / "performance.md"
-    parts = [*_sections(document, pictures), *_merge_stage(results.parent / "merge_stage.json")]
+    parts = [*_sections(document, pictures), *_first_save(results.parent / "first_save.json")]
+    parts += _merge_stage(results.parent / "merge_stage.json")
     page.write_text("\n".join([*parts, *_planning(results.parent / "scale_planning.json")]))
     return page
+
+
+def _first_save(results: Path) -> list[str]:
+    """Return the section on ``benchmarks.first_save``, if there are results."""
+    if not results.exists():
+        return []
+    document = json.loads(results.read_text())
+    return [
+        "## The first save of a process\n",
+        *textwrap.wrap(
+            "Each process is new, and the kinds of processes take turns. The first save finds no staging memory. In "
+            "virtual machines whose host takes free memory back, as here, faulting in is as slow in every new process "
+            "(0.3 GB/s per thread). *x synchronous* is the median of the ratios to the first synchronous save of the "
+            f"same round. {document['settings']['pause_s']:g} s of training separate the two saves. Memory is the peak "
+            "of the second save, compared with the memory before the first one. All samples are in "
+            "[first_save.json](../benchmarks/results/first_save.json).",
+            118,
+        ),
+        "",
+        _where(document),
+        _markdown(first_save_table(document["result"])),
+    ]
 
 
 def _merge_stage(results: Path) -> list[str]:

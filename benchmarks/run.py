@@ -35,7 +35,7 @@ from benchmarks.workloads import WORKLOADS
 __all__ = ["main"]
 
 _ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("save_load", "ranks", "merge_stage", "local_backend", "manifest_parse", "scale_planning")
+PARTS = ("save_load", "ranks", "first_save", "merge_stage", "local_backend", "manifest_parse", "scale_planning")
 _LEAST_ROUNDS = 5
 
 
@@ -153,12 +153,13 @@ def _scripts(options: argparse.Namespace, say: Callable[[str], None]) -> bool:
     scale, failed = options.scale, False
     with tempfile.TemporaryDirectory(prefix="scripts-", dir=options.folder) as work:
         arguments: dict[str, dict[str, object]] = {
+            "first_save": {"folder": work, "scale": scale, "rounds": options.rounds},
             "merge_stage": {"folder": work, "scale": scale, "rounds": options.rounds},
             "local_backend": {"folder": work, "bytes": int(1_500_000_000 * scale), "rounds": options.rounds},
             "manifest_parse": {"shards": max(1000, int(1_000_000 * scale)), "repeat": min(options.rounds, 3)},
             "scale_planning": {"ranks": max(256, int(16384 * scale)), "tensors": max(20, int(1000 * scale))},
         }
-        for name in ("merge_stage", "manifest_parse", "scale_planning"):
+        for name in ("first_save", "merge_stage", "manifest_parse", "scale_planning"):
             arguments[name]["json"] = options.out.resolve() / f"{name}.json"
         for name, values in arguments.items():
             if name in options.parts:

@@ -24,6 +24,7 @@ from bytecheckpoint.format.values import decode_path
 from bytecheckpoint.planners import OWN_BOXES, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
 from bytecheckpoint.save.agreement import RankSummary
 from bytecheckpoint.save.local_state import Listing, LocalState
+from bytecheckpoint.save.options import SaveOptions
 from bytecheckpoint.save.planning import PlanNegotiation
 from bytecheckpoint.save.record import Confirmations, build_manifest
 from bytecheckpoint.tensors.mesh_layout import MeshPlace
@@ -182,7 +183,7 @@ def _sources(world: World, rank: int) -> dict[str, SectionSource]:
 def _local(sources: dict[str, SectionSource], rank: int, ranks: int) -> LocalState:
     kinds = {"model": "module", "optimizer": "optimizer", "rng": "stateful"}
     sections: Any = [SimpleNamespace(name=name, adapter=SimpleNamespace(name=kinds[name])) for name in sources]
-    return LocalState(sections, sources, rank=rank, world_size=ranks, allow_pickle=False)
+    return LocalState(sections, sources, rank=rank, world_size=ranks, options=SaveOptions())
 
 
 def _by_kind(world: World, make: Any) -> list[Any]:

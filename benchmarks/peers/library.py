@@ -33,6 +33,10 @@ class Library(Contestant):
         report = self._checkpointer.load(path, state.sections, verify=self._verify)
         self._stages = report.timings.seconds
 
+    def warm_up(self, state: Any) -> None:
+        """Prepare for saves of the state."""
+        self._checkpointer.warmup(state.sections)
+
     def versions(self) -> Mapping[str, str]:
         return {"bytecheckpoint": bcp.__version__}
 

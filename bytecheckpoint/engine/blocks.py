@@ -5,6 +5,7 @@ A fresh buffer copies at a fifth of a warm one's speed, because each page is fau
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import weakref
@@ -22,6 +23,10 @@ _HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23  # madvise(2), Linux 5.14: fault in all pages with one call
 _WIPE_ON_FORK = 18  # madvise(2), Linux 4.14: a child gets zeros, so the parent never pays for copies of pages
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+# ``mmap.madvise`` holds the GIL, which would stop the training while pages are faulted in; ctypes releases it.
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def page_round(nbytes: int) -> int:
@@ -58,11 +63,12 @@ class Block:
         with self._lock:
             if nbytes <= self._warm:
                 return
-            start, stop = self._warm, min(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, self.nbytes)
-            try:
-                self._memory.madvise(_POPULATE_WRITE, self._start + start, stop - start)
-            except OSError:  # older kernel
-                self.tensor[start:stop].zero_()
+            stop = min(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, self.nbytes)
+            # One huge page at a time: a call keeps other threads from mapping memory until it returns.
+            for start in range(self._warm, stop, _HUGE_PAGE):
+                end = min(start + _HUGE_PAGE, stop)
+                if _madvise(self.address + start, end - start, _POPULATE_WRITE):  # older kernel
+                    self.tensor[start:end].zero_()
             self._warm = stop
 
     def pin(self) -> int:

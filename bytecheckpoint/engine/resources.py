@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from ..errors import StateError, UsageError
 from ..planners import PlanCache
 from ..runtime.exit import before_exit
+from .blocks import Block
 from .files import FileLayout
 from .merging.merge import MIN_MERGE_BLOCKS, MergeWork
 from .reading.bounce import BouncePool
@@ -30,6 +32,8 @@ _START_THREADS_S = 1.0  # limit for starting threads early; a busy pool has star
 _DAEMON_CALL_S = 5.0  # at exit: limit for daemon threads to finish their save or load
 _DAEMON_END_S = 1.0  # at exit: limit for these threads to end
 _POLL_S = 0.002
+
+_log = logging.getLogger(__name__)
 
 
 def _close_at_exit(engine: weakref.ref[IOEngine]) -> None:
@@ -60,6 +64,7 @@ class IOEngine:
         io: Runs single reads, writes and copies.
         background: Finishes asynchronous saves one after the other, in the order in which they began.
         copier: Copies the state of gated saves.
+        faulter: Faults in staging memory ahead of its use.
         merge_arena: Memory of the merge stage.
         merge_threads: The two threads of the merge stage.
         bounce_pool: Buffers for reads that do not go straight into their tensors.
@@ -84,6 +89,7 @@ class IOEngine:
         self.merge_arena = Arena(merge_memory)
         self.merge_threads = ThreadPoolExecutor(2, thread_name_prefix="bcp-merge")
         self.copier = ThreadPoolExecutor(1, thread_name_prefix="bcp-copy")
+        self.faulter = ThreadPoolExecutor(max(1, self.copy_helpers), thread_name_prefix="bcp-fault")
         self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
         self.bounce_pool = BouncePool()
         self._daemons: list[threading.Thread] = []  # that have saved or loaded
@@ -93,7 +99,13 @@ class IOEngine:
         before_exit(partial(_close_at_exit, weakref.ref(self)))
 
     def check_usable(self, *, waits: bool = False) -> None:
-        """Raise ``UsageError`` after ``close``, or if the background thread would wait for itself (``waits``)."""
+        """Raise ``UsageError`` after ``close``, in a forked child (which has none of the threads), or if the background
+        thread would wait for itself (``waits``)."""
+        if self.pid != os.getpid():
+            raise UsageError(
+                "the threads of this Checkpointer, or of the one that opened this checkpoint, are in the process that "
+                "this one was forked from; open the checkpoint, or create the Checkpointer, in this process"
+            )
         if self._closed:
             raise UsageError("this Checkpointer is closed; create a new one")
         if waits and self.is_background_thread:
@@ -150,6 +162,21 @@ class IOEngine:
         list(self.io.map(wait_for_others, range(self.io_threads)))
         wait(single, _START_THREADS_S)
 
+    def grow_arena(self, goal: int, prepare: Callable[[Block], None] | None = None) -> None:
+        """Fault in staging memory in the background until the arena has ``goal`` blocks; pass each to ``prepare``."""
+
+        def add_blocks() -> None:
+            try:
+                while not self._closed and self.arena.add(goal, prepare):
+                    pass
+            except Exception as error:  # noqa: BLE001 - a save makes do with the blocks that exist
+                _log.warning("staging memory stays at %d bytes: %s", self.arena.nbytes, error)
+
+        if self.arena.blocks < goal:
+            with suppress(RuntimeError):  # closed: the save itself fails
+                for _ in range(max(1, self.copy_helpers)):
+                    self.faulter.submit(add_blocks)
+
     def submit(self, task: Callable[[], None]) -> Future[None]:
         """Queue ``task`` for the background thread. Raises ``StateError`` after ``close``."""
         try:
@@ -164,6 +191,7 @@ class IOEngine:
     def close(self) -> None:
         """Finish all saves in flight, end the threads and release the memory."""
         self._closed = True
+        self.faulter.shutdown(wait=True)  # stops before the next block
         self.copier.shutdown(wait=True)
         self.background.shutdown(wait=True)
         self.merge_threads.shutdown(wait=True)

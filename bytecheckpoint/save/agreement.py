@@ -21,8 +21,9 @@ from ..control.base import Operation
 from ..engine.files import FileLayout
 from ..engine.merging.merge import MergeWork
 from ..errors import DisagreementError
-from ..planners import CachedPlan, PlanCache, pack_boxes
+from ..planners import CONTRIBUTION_BYTES, CachedPlan, PlanCache, pack_boxes
 from .local_state import Listing, LocalState
+from .selection import raise_unmatched
 
 __all__ = ["NewPlan", "Plans", "RankSummary", "SaveShare", "SkipSave", "agree"]
 
@@ -61,7 +62,8 @@ class RankSummary(NamedTuple):
 
     The digests of the plan's table and of the contents let rank 0 request each distinct table and each distinct set of
     contents once. ``arguments`` are the packed arguments of the call, ``places`` the rank's coordinates in its meshes,
-    ``boxes`` the boxes that other ranks cannot compute.
+    ``boxes`` the boxes that other ranks cannot compute, ``unmatched`` the packed arguments that select nothing on it,
+    ``replicas`` its term of the sum over declared replicas.
     """
 
     arguments: bytes
@@ -69,6 +71,8 @@ class RankSummary(NamedTuple):
     contents_digest: bytes
     places: bytes
     boxes: bytes
+    unmatched: bytes
+    replicas: bytes
 
     @classmethod
     def of(cls, local: LocalState, listing: Listing, arguments: Mapping[str, str]) -> RankSummary:
@@ -79,6 +83,8 @@ class RankSummary(NamedTuple):
             xxhash.xxh3_128_digest(local.contents.tobytes()),
             listing.plan.flat_coordinates().astype("<i4").tobytes(),
             pack_boxes(listing.plan.own_boxes()),
+            msgpack.packb(local.unmatched),
+            local.declared.checksum().to_bytes(CONTRIBUTION_BYTES, "little"),
         )
 
 
@@ -103,6 +109,7 @@ def agree(
 
     Raises:
         DisagreementError: Ranks were called with different arguments. Rank 0 raises it here, the others in ``plan``.
+        UsageError: Patterns select nothing on any rank. Raised in the same way.
     """
     known = plans.find(local.fingerprint)
     received = op.gather("agree", _first_message(local, arguments, known, is_busy=is_busy))
@@ -121,6 +128,7 @@ def agree(
     if any(summary.arguments != summaries[0].arguments for summary in summaries):
         by_rank = [msgpack.unpackb(summary.arguments) for summary in summaries]
         raise DisagreementError(describe_disagreement("save", by_rank))
+    raise_unmatched([msgpack.unpackb(summary.unmatched) for summary in summaries], local.names)
     return NewPlan(listing, summaries)
 
 
@@ -131,7 +139,7 @@ def _first_message(
     if known is None:
         return bytes([flag])
     shared = msgpack.packb([known.plan_id, sorted(arguments.items())])
-    return bytes([flag]) + known.checks.summarize(local.contents, shared)
+    return bytes([flag]) + known.checks.summarize(local.contents, shared, local.declared.checksum())
 
 
 def _verdict(received: Sequence[bytes], known: PlannedShare | None, job: bytes) -> bytes:

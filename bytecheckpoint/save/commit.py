@@ -51,6 +51,7 @@ class SaveCommit:
 
     def confirm(self, written: WrittenFiles) -> list[list[WrittenFile]] | None:
         """Send rank 0 the checksums of this rank's files; on rank 0, return the files of every rank."""
+        self._op.check()  # no manifest is written without this rank's checksums, which it has not sent yet
         self._may_exist = self._op.rank != 0
         received = self._op.gather("written", pack_written(written.planned))
         if received is None:

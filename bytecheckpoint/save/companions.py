@@ -17,11 +17,13 @@ import numpy as np
 from torch import nn
 
 from ..engine.files import FileImage, data_key
+from ..errors import UsageError
 from ..format.hf_index import CONFIG_KEY, INDEX_KEY, index_document
 from ..format.manifest import COMPANION
 from ..planners import SavePlan
+from .options import SaveOptions
 
-__all__ = ["StoredModel", "companion_images", "find_models"]
+__all__ = ["StoredModel", "companion_images", "find_models", "refuse_adapters"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +45,33 @@ def find_models(state: Mapping[str, Any]) -> list[StoredModel]:
         if name == "model" or (modules and len(modules) == len(parts)):
             found.append(StoredModel(name, next((c for m in modules if (c := _config(m)) is not None), None)))
     return found
+
+
+def refuse_adapters(state: Mapping[str, Any], options: SaveOptions) -> None:
+    """Raise ``UsageError`` for a model of PEFT that would be stored with ``layout="whole"``.
+
+    Its names are those of PEFT's wrappers, in which ``from_pretrained`` finds none of the model's weights: it would
+    initialize them at random.
+    """
+    if options.layout != "whole":
+        return
+    for name, obj in sorted(state.items()):
+        parts = obj if isinstance(obj, (list, tuple)) else [obj]
+        modules = [sub for part in parts if isinstance(part, nn.Module) for sub in part.modules()]
+        if options.stores_all_of(name) and any(map(_has_adapters, modules)):
+            raise UsageError(
+                f"section {name!r} is a model with PEFT adapters, whose names from_pretrained does not know: with "
+                "layout='whole' the directory would load with random weights. Use layout='merged' or 'shards' for "
+                "checkpoints of training; for inference, call save_pretrained() for the adapter alone, or save "
+                "merge_and_unload() with layout='whole'"
+            )
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    """Whether this is PEFT's model, or one of its layers around a layer of the model. Imports nothing."""
+    return "_peft_config" in vars(module) or (
+        "base_layer" in module._modules and hasattr(type(module), "adapter_layer_names")
+    )
 
 
 def companion_images(plan: SavePlan, models: Sequence[StoredModel], attempt: str) -> list[FileImage]:

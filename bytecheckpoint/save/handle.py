@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..engine.staging.staging import Staging
 from ..telemetry.trace import Timings
 from .lifecycle import SaveLifecycle, SaveState
 
-__all__ = ["SaveHandle", "SaveResult"]
+__all__ = ["SaveHandle", "SaveProgress", "SaveResult"]
+
+
+@dataclass(frozen=True)
+class SaveProgress:
+    """How far a save is on this rank.
+
+    Attributes:
+        state: ``preparing``, ``queued``, ``merging``, ``writing``, ``committed``, ``failing``, ``failed`` or
+            ``skipped``.
+        bytes_written: Bytes that this rank has written.
+        bytes_total: Bytes that this rank will write; 0 while the save is being planned.
+    """
+
+    state: str
+    bytes_written: int
+    bytes_total: int
 
 
 @dataclass(frozen=True)
@@ -22,6 +38,7 @@ class SaveResult:
         attempt: The directory of its data files, relative to ``url``.
         bytes_written: Bytes that this rank wrote.
         files_written: Files that this rank wrote.
+        seconds: How long each step took on this rank, in the order of the steps.
     """
 
     url: str
@@ -29,6 +46,7 @@ class SaveResult:
     attempt: str
     bytes_written: int
     files_written: int
+    seconds: Mapping[str, float]
 
 
 class SaveHandle:
@@ -54,6 +72,7 @@ class SaveHandle:
         self.timings = timings
         self._lifecycle = lifecycle
         self._staging: Staging | None = None
+        self._bytes_total = 0
 
     @property
     def skipped(self) -> bool:
@@ -74,7 +93,10 @@ class SaveHandle:
             CPU and no gate was requested.
         """
         staging = self._staging
-        return self.done() or (staging is not None and staging.is_settled())
+        if self.done():
+            return True
+        self._lifecycle.check_is_own()
+        return staging is not None and staging.is_settled()
 
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Wait until ``staged`` returns True.
@@ -88,7 +110,18 @@ class SaveHandle:
         staging = self._staging
         if staging is None or self.done():
             return self._lifecycle.wait_final(timeout)
+        self._lifecycle.check_is_own()
         return staging.wait_settled(timeout)
+
+    def progress(self) -> SaveProgress:
+        """Return how far the save is on this rank. Does not wait.
+
+        Returns:
+            The state and the bytes.
+        """
+        written = self.timings.work.get("write")
+        nbytes = 0 if written is None else written.nbytes
+        return SaveProgress(self._lifecycle.state.name.lower(), nbytes, max(self._bytes_total, nbytes))
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not."""
@@ -105,6 +138,7 @@ class SaveHandle:
 
         Raises:
             SavePendingError: The save has not ended after ``timeout`` seconds and continues. It is a ``TimeoutError``.
+            UsageError: This process was forked from the one that saves.
             SaveSkippedError: The save was skipped.
             CommitUnknownError: The checkpoint may or may not exist.
             BytecheckpointError: The failure, on whichever rank it occurred. Nothing was committed.
@@ -138,9 +172,9 @@ class SaveHandle:
         state = self._lifecycle.state
         return f"<SaveHandle {self.url} {state.name.lower() if state.is_final else 'pending'}>"
 
-    def _watch(self, staging: Staging) -> None:
+    def _watch(self, staging: Staging, bytes_total: int) -> None:
         """Answer ``staged`` from ``staging`` until the save has ended, and release ``staging`` then."""
-        self._staging = staging
+        self._staging, self._bytes_total = staging, bytes_total
         self._lifecycle.add_done_callback(self._release_staging)
 
     def _release_staging(self) -> None:

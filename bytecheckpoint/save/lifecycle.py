@@ -15,13 +15,14 @@ thread that moves the save to ``FAILING`` cleans up and then moves it to ``FAILE
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
-from ..errors import SavePendingError
+from ..errors import SavePendingError, UsageError
 
 __all__ = ["InvalidTransition", "SaveLifecycle", "SaveState"]
 
@@ -80,6 +81,7 @@ class SaveLifecycle(Generic[ResultT]):
     """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._state = SaveState.PREPARING
         self._result: ResultT | None = None
@@ -167,11 +169,19 @@ class SaveLifecycle(Generic[ResultT]):
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the save has ended, on the thread that ends it; at once if it has ended already."""
+        self.check_is_own()
         with self._lock:
             if not self._state.is_final:
                 self._callbacks.append(callback)
                 return
         _call(callback)
+
+    def check_is_own(self) -> None:
+        """Raise ``UsageError`` in a forked child, which has none of the threads that would end the save."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"process {self._pid} made this save, and only it can wait for the end; this process was forked from it"
+            )
 
     # -- internals -----------------------------------------------------------------------------------------------
 
@@ -204,6 +214,9 @@ class SaveLifecycle(Generic[ResultT]):
         return True
 
     def _wait(self, reached: Callable[[SaveState], bool], timeout_s: float | None = None) -> bool:
+        if reached(self._state):
+            return True
+        self.check_is_own()
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             waiter = threading.Lock()

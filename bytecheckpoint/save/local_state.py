@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ import xxhash
 
 from ..control.base import Operation
 from ..engine.files import FileImage, FileLayout, data_key, lay_out_file, tensor_image
-from ..format.values import encode_path, encode_value, encode_values_file, path_name, value_digest
+from ..format.values import Container, encode_path, encode_value, encode_values_file, path_name, value_digest
 from ..frameworks.sections import Section, rank_name, resolve_sections
 from ..planners import (
     OWN_BOXES,
@@ -34,12 +34,16 @@ from ..tensors.shards import IrregularShard, MeshShard, Path, SectionSource, Sha
 from ..tensors.tables import BoxTable, TensorTable
 from ..version import HEADER_METADATA
 from .options import SaveOptions
+from .replicas import DeclaredReplicas, add_digests
+from .selection import full_names, select_sources, unmatched_options
 
 __all__ = ["Listing", "LocalState", "describe_state"]
 
 
-def describe_state(op: Operation, state: Mapping[str, Any], options: SaveOptions) -> LocalState:
+def describe_state(op: Operation, state: Mapping[str, Any], options: SaveOptions, *, seed: str) -> LocalState:
     """Ask the adapters what this rank holds of ``state``. Copies no tensor and does no I/O.
+
+    ``seed`` is equal on all ranks, and chooses the declared replicas that they compare.
 
     Raises:
         StateError: The state holds something that cannot be stored.
@@ -50,14 +54,18 @@ def describe_state(op: Operation, state: Mapping[str, Any], options: SaveOptions
         rank=op.rank,
         world_size=op.world_size,
         allow_pickle=options.allow_pickle,
+        trainable_only=options.trainable_only,
     )
+    sources = {section.name: section.capture() for section in sections}
     return LocalState(
         sections,
-        {section.name: section.capture() for section in sections},
+        select_sources(sources, options.selection),
         rank=op.rank,
         world_size=op.world_size,
-        allow_pickle=options.allow_pickle,
-        layout=options.layout,
+        unmatched=unmatched_options(sections, sources, options),
+        names=full_names(sources),
+        options=options,
+        seed=seed,
     )
 
 
@@ -81,9 +89,10 @@ class LocalState:
     """This rank's shards and encoded values.
 
     ``fingerprint`` covers everything that planning looks at and nothing else: names, dtypes, shapes, boxes, adapters,
-    which tensors belong to one rank alone, the paths of values, the rank, the world size and the layout. It does not
-    cover the contents of tensors and values. Two states of one process with equal fingerprints have the same plan,
-    provided that the ranks' contents compare the same way.
+    which tensors belong to one rank alone, the paths of values, the rank, the world size, the layout and what
+    selects names (``selected_by``). It does not cover the contents of tensors and values. Two states of one process
+    with equal fingerprints have the same plan, provided that the ranks' contents compare the same way. ``unmatched``
+    are arguments of the call that select nothing here; ``names`` are suggested instead.
     """
 
     def __init__(
@@ -93,29 +102,47 @@ class LocalState:
         *,
         rank: int,
         world_size: int,
-        allow_pickle: bool,
-        layout: Layout = "shards",
+        options: SaveOptions,
+        unmatched: Sequence[Sequence[str]] = (),
+        names: Iterable[str] = (),
+        seed: str = "",
     ) -> None:
-        self.layout: Layout = layout
+        self.layout: Layout = options.layout
+        selection = options.selection
+        self._selected_by = [list(selection.include), list(selection.exclude), options.trainable_only]
+        self.unmatched, self.names = unmatched, names
         self.section_names = [section.name for section in sections]
         self._kinds = [(section.name, section.adapter.name) for section in sections]
         self._sources, self._rank = sources, rank
+        self._must_match = options.replicas != "own"
+        self.declared = DeclaredReplicas(rank, world_size)
+        if options.replicas == "trust":
+            for source in sources.values():
+                source.unproven.clear()
+        else:
+            add_digests(sources.values())
+            self.declared.add(sources, seed=seed, everything=options.replicas == "check", on_device=not options.gate)
         self.values: list[tuple[str, Path, bytes]] = []
         self._entries: list[ValueEntry] = []
         for name, source in sources.items():
             # The options of an optimizer's group appear once for each of its parameters: encode each object once.
             last: object = self
             data = digest = b""
+            containers: dict[Container, tuple[bytes, bytes]] = {}  # many mappings have the same keys
             for path, value in source.values.items():
-                if value is not last:
-                    data = encode_value(value, f"{name}.{path_name(path)}", allow_pickle=allow_pickle)
+                if type(value) is Container:
+                    if value not in containers:
+                        containers[value] = _encode_container(value, name)
+                    last, (data, digest) = value, containers[value]
+                elif value is not last:
+                    data = encode_value(value, f"{name}.{path_name(path)}", allow_pickle=options.allow_pickle)
                     last, digest = value, value_digest(data)
                 self.values.append((name, path, data))
                 self._entries.append(ValueEntry(name, encode_path(path), digest, len(data), path in source.per_rank))
         self.fingerprint = self._compute_fingerprint(world_size)
 
     def _compute_fingerprint(self, world_size: int) -> bytes:
-        parts: list[object] = [self._rank, world_size, self.layout, self._kinds]
+        parts: list[object] = [self._rank, world_size, self.layout, self._kinds, self._selected_by]
         for source in self._sources.values():
             metas, shards = source.metas.values(), source.shards
             parts += [
@@ -128,6 +155,7 @@ class LocalState:
                 [fqn in source.per_rank for fqn in source.metas] if source.per_rank else [],
                 sorted(source.pinned),
                 list(source.digests),
+                sorted(source.unproven) if self._must_match else [],
             ]
         parts += [[entry.section, entry.path, entry.per_rank] for entry in self._entries]
         return xxhash.xxh3_128_digest(msgpack.packb(parts))
@@ -164,7 +192,8 @@ class LocalState:
 
     def list_items(self) -> Listing:
         """Build this rank's local plan."""
-        return _ListingBuilder(self._sources, self._rank).build(self._entries, self._kinds)
+        builder = _ListingBuilder(self._sources, self._rank, must_match=self._must_match)
+        return builder.build(self._entries, self._kinds)
 
     def lay_out(self, assignment: Assignment, order: list[int] | None) -> list[FileLayout]:
         """Lay out the tensor files that this rank writes. The result is valid for every state of this fingerprint."""
@@ -207,6 +236,11 @@ class LocalState:
         return images
 
 
+def _encode_container(container: Container, where: str) -> tuple[bytes, bytes]:
+    """The encoded container, and the digest with which ranks compare it: the keys of one of them suffice."""
+    return encode_value(container, where), value_digest(encode_value(container.unordered, where))
+
+
 def _shards_of(source: SectionSource) -> Iterator[Shard]:
     """The section's shards, and one empty shard for each tensor without elements, so that a file lists that tensor."""
     yield from source.shards
@@ -222,8 +256,8 @@ def _shards_of(source: SectionSource) -> Iterator[Shard]:
 class _ListingBuilder:
     """Turns the tensors and shards of all sections into the columns of a ``LocalPlan``."""
 
-    def __init__(self, sources: Mapping[str, SectionSource], rank: int) -> None:
-        self._sources, self._rank = sources, rank
+    def __init__(self, sources: Mapping[str, SectionSource], rank: int, *, must_match: bool) -> None:
+        self._sources, self._rank, self._must_match = sources, rank, must_match
         self._layouts: dict[MeshPlace, int] = {}
         self._derivable: dict[tuple[int, tuple[int, ...], Box], bool] = {}
 
@@ -232,6 +266,7 @@ class _ListingBuilder:
         is_own: list[bool] = []
         pinned: list[bool] = []
         compared: list[bool] = []
+        must_match: list[bool] = []
         holdings: list[int] = []
         derived: list[tuple[int, int, Box]] = []  # boxes that other ranks can compute
         listed: list[tuple[int, int, Box]] = []  # boxes that other ranks cannot compute
@@ -248,6 +283,7 @@ class _ListingBuilder:
                 is_own.append(per_rank)
                 pinned.append(fqn in source.pinned)
                 compared.append(fqn in source.digests)
+                must_match.append(self._must_match and fqn in source.unproven)
                 shards = by_name.get(fqn, [])
                 holding = self._holding(shards[0][1]) if len(shards) == 1 else OWN_BOXES
                 holdings.append(holding)
@@ -268,6 +304,7 @@ class _ListingBuilder:
             [place.layout for place in self._layouts],
             [place.coordinate for place in self._layouts],
             np.array(compared, np.bool_),
+            np.array(must_match, np.bool_),
         )
         return Listing(plan, None if order == list(range(len(order))) else order)
 

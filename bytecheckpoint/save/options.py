@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
+import xxhash
+
+from ..checkpoint.selection import Selection
 from ..engine.checksums import chunk_size_for
-from ..errors import UsageError
 from ..format.manifest import pack_metadata
-from ..planners import LAYOUTS, Layout
+from ..planners import Layout
+from ..runtime.arguments import check_arguments, choice
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..version import VERSION
+from .replicas import Replicas
 
 __all__ = ["SaveOptions", "WhenBusy"]
 
-_MAX_CHUNK_SIZE = 1 << 30  # bytes
+_MAX_SHOWN = 100  # characters of a metadata value in a message
 
 WhenBusy = Literal["wait", "skip"]
 """What an asynchronous save does when earlier saves still hold the staging memory it needs."""
@@ -34,6 +38,9 @@ class SaveOptions:
         chunk_size: Bytes under one checksum; None chooses by the size of the checkpoint.
         when_busy: What an asynchronous save does when staging memory is short.
         layout: How tensors that are sharded across ranks are stored.
+        selection: What to store, by full name.
+        trainable_only: Leave out parameters that get no gradient, and their optimizer state.
+        replicas: How tensors that several ranks hold are compared before one copy is stored.
         gate: Copy parameters and optimizer state after the call has returned.
         job: Mark of the job that holds the lease of the root; part of the attempt's name.
         guard: Called on rank 0 right before the manifest is written. If it raises, the save fails.
@@ -47,22 +54,27 @@ class SaveOptions:
     chunk_size: int | None = None
     when_busy: WhenBusy = "wait"
     layout: Layout = "shards"
+    selection: Selection = field(default_factory=Selection)
+    trainable_only: bool = False
+    replicas: Replicas = "auto"
     gate: bool = False
     job: bytes = b""
     guard: Callable[[], None] = field(default=lambda: None, compare=False)
 
-    def check(self) -> None:
-        """Raise ``UsageError`` if an option is invalid."""
-        step, chunk_size = self.step, self.chunk_size
-        if step is not None and (type(step) is not int or not 0 <= step < 1 << 63):
-            raise UsageError(f"step must be an integer from 0 to 2^63-1, not {step!r}")
-        if chunk_size is not None and (type(chunk_size) is not int or not 1 <= chunk_size <= _MAX_CHUNK_SIZE):
-            raise UsageError(f"chunk_size must be a number of bytes from 1 to {_MAX_CHUNK_SIZE}, not {chunk_size!r}")
-        if self.layout not in LAYOUTS:
-            raise UsageError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
-        if self.when_busy not in get_args(WhenBusy):
-            raise UsageError(f"when_busy must be one of {', '.join(get_args(WhenBusy))}, not {self.when_busy!r}")
-        pack_metadata(dict(self.metadata))
+    def checked(self) -> SaveOptions:
+        """Return these options as the types that the code expects. Raises ``UsageError`` if one is invalid."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        options = replace(
+            self,
+            **check_arguments(values, layout=choice(Layout), when_busy=choice(WhenBusy), replicas=choice(Replicas)),
+        )
+        options.selection.check()
+        pack_metadata(dict(options.metadata))
+        return options
+
+    def stores_all_of(self, section: str) -> bool:
+        """Return whether nothing of the section is left out; False if in doubt."""
+        return not self.trainable_only and self.selection.selects_all_of(section)
 
     def chunk_size_for(self, nbytes: int) -> int:
         """Return the number of bytes under one checksum in a checkpoint of ``nbytes`` bytes."""
@@ -76,5 +88,25 @@ class SaveOptions:
             "sections": ", ".join(sections),
             "chunk size": str(self.chunk_size),
             "layout": self.layout,
+            "include": ", ".join(self.selection.include),
+            "exclude": ", ".join(self.selection.exclude),
+            "trainable_only": str(self.trainable_only),
+            **{f"metadata[{key!r}]": _shortened(_canonical(value)) for key, value in self.metadata.items()},
+            "replicas": self.replicas,
             "library version": VERSION,
         }
+
+
+def _canonical(value: object) -> str:
+    """Plain values as text that does not depend on the order of keys."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{key!r}: {_canonical(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_canonical, value)) + "]"
+    return repr(value)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[:_MAX_SHOWN]}... ({xxhash.xxh3_128_hexdigest(text.encode(errors='surrogatepass'))})"

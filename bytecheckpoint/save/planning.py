@@ -1,14 +1,18 @@
 """The ``plan`` step: rank 0 plans the save and sends each rank its share.
 
 Rank 0 requests each distinct table and each distinct set of contents from one rank that has it. If plain tensors of
-trees turn out not to be replicas, the ranks first mark them as their own and send new summaries.
+trees turn out not to be replicas, the ranks first mark them as their own and send new summaries. If declared replicas
+have diverged, all ranks send their digests, and rank 0 reports the tensors.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import xor
 from typing import Any
 
 import msgpack
@@ -39,14 +43,18 @@ from ..planners import (
 from ..version import HEADER_METADATA
 from .agreement import NewPlan, Plans, RankSummary, SaveShare
 from .local_state import Listing, LocalState
+from .replicas import Contents, find_diverged, replica_error
 
 __all__ = ["PlanNegotiation", "plan_save"]
 
-_PLAN_ID_BYTES = 16
-_MAX_ROUNDS = 5  # tables and contents, names to separate, new tables, shares; one more than can occur
+_log = logging.getLogger(__name__)
 
-# What rank 0 sends a rank: a request for its table or contents, names to separate, or its share.
-_SEND, _SEPARATE, _SHARE = "send", "separate", "share"
+_PLAN_ID_BYTES = 16
+_MAX_ROUNDS = 6  # digests, tables and contents, names to separate, new tables, shares; one more than can occur
+
+# What rank 0 sends a rank: a request for its table or contents, or for digests of its declared replicas, names to
+# separate, or its share.
+_SEND, _SEND_DIGESTS, _SEPARATE, _SHARE = "send", "digests", "separate", "share"
 
 
 def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, job: bytes = b"") -> SaveShare:
@@ -54,6 +62,7 @@ def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, j
 
     Raises:
         PlanError: The ranks' states do not fit together.
+        ReplicaMismatchError: Replicas differ.
         DisagreementError: Ranks were called with different arguments.
     """
     listing = new.listing
@@ -66,6 +75,8 @@ def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, j
         if kind == _SEND:
             table, contents = content
             reply: list[Any] = [listing.table if table else b"", local.contents.tobytes() if contents else b""]
+        elif kind == _SEND_DIGESTS:
+            reply = [local.declared.pack()]
         else:
             (separated,) = content
             local.separate(separated)
@@ -102,28 +113,53 @@ class PlanNegotiation:
         self._tables = {summaries[0].table_digest: listing.plan.table()}
         self._contents = {summaries[0].contents_digest: local.contents}
         self._requests: list[tuple[bool, bool]] = []  # by rank, whether it sends its table, and its contents
+        self._asks_for_digests = False
+        self._declared_must_match = local.declared.must_match
+        self._compares_declared = reduce(xor, (int.from_bytes(one.replicas, "little") for one in summaries)) != 0
         self.plan: SavePlan | None = None
         self.comparison: ContentComparison | None = None
 
     def messages(self) -> list[bytes]:
-        """Return the next message to each rank: a request, names to separate, or the rank's share."""
+        """Return the next message to each rank: a request, names to separate, or the rank's share.
+
+        Raises:
+            PlanError: The ranks' states do not fit together.
+            ReplicaMismatchError: Unproven replicas differ.
+        """
+        self._asks_for_digests, self._compares_declared = self._compares_declared, False
+        if self._asks_for_digests:
+            return [msgpack.packb([_SEND_DIGESTS])] * len(self._summaries)
         self._requests = self._missing()
         if any(map(any, self._requests)):
             return [msgpack.packb([_SEND, *request]) for request in self._requests]
         if self.comparison is None:
             contents = [self._contents[summary.contents_digest] for summary in self._summaries]
+            tables = self._ranks_by_table()
             held = [
                 HeldContents(table.compared_items(), np.array(ranks), [contents[rank] for rank in ranks])
-                for table, ranks in self._ranks_by_table()
+                for table, ranks in tables
             ]
             self.comparison = compare_contents(held, len(self._summaries))
             names = sorted(name for name in self.comparison.differing if isinstance(name, str))
+            if differing := self._must_match().intersection(names):
+                raise replica_error(_contents_by_rank(tables, held, differing), are_declared=False)
             if names:
                 return [msgpack.packb([_SEPARATE, names])] * len(self._summaries)
         return self._shares(self.comparison)
 
     def receive(self, replies: Sequence[list[Any]], listing: Listing) -> None:
-        """Take the ranks' replies to the last messages. ``listing`` is rank 0's own, as it is now."""
+        """Take the ranks' replies to the last messages. ``listing`` is rank 0's own, as it is now.
+
+        Raises:
+            ReplicaMismatchError: Declared replicas differ, and the save is asked to check them.
+        """
+        if self._asks_for_digests:
+            if diverged := find_diverged([packed for (packed,) in replies]):
+                error = replica_error(diverged, are_declared=True)
+                if self._declared_must_match:
+                    raise error
+                _log.warning("%s", error)
+            return
         if not any(map(any, self._requests)):
             self._summaries = [RankSummary(*reply) for reply in replies]
             self._tables[self._summaries[0].table_digest] = listing.plan.table()
@@ -147,6 +183,11 @@ class PlanNegotiation:
             tables.add(summary.table_digest)
             contents.add(summary.contents_digest)
         return requests
+
+    def _must_match(self) -> set[str]:
+        """Return the names of the tensors whose holders must have equal contents."""
+        tables = self._tables.values()
+        return {table.tensors.names[row] for table in tables for row in np.flatnonzero(table.must_match).tolist()}
 
     def _ranks_by_table(self) -> list[tuple[PlanTable, list[int]]]:
         ranks: dict[bytes, list[int]] = {}
@@ -179,6 +220,20 @@ class PlanNegotiation:
             share = [attempt_id, plan_id, nbytes, assignments.assignment_bytes(rank), gather_bytes, checks]
             shares.append(msgpack.packb([_SHARE, *share]))
         return shares
+
+
+def _contents_by_rank(
+    tables: Sequence[tuple[PlanTable, list[int]]], held: Sequence[HeldContents], names: set[str]
+) -> Contents:
+    found: Contents = {}
+    for (table, _), one in zip(tables, held):
+        metas = {name: str(table.tensors.meta_of(row)) for row, name in enumerate(table.tensors.names) if name in names}
+        for item, key in enumerate(one.keys):
+            if isinstance(key, str) and key in names:
+                for rank, contents in zip(one.ranks.tolist(), one.contents):
+                    content = (metas[key], contents[item].tobytes())
+                    found.setdefault(key, {}).setdefault(content, []).append(rank)
+    return found
 
 
 def _verify(rank: int, what: str, data: bytes, digest: bytes) -> None:

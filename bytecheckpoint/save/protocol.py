@@ -63,7 +63,7 @@ def save(
             run.check(state)
         with paused():
             with run.step("describe"):
-                local = describe_state(op, state, options)
+                local = describe_state(op, state, options, seed=backend.url)
             with run.step("agree"):
                 arguments = options.shared_arguments(backend.url, local.section_names)
                 is_busy = is_async and options.when_busy == "skip" and would_wait(engine, engine.plans, local)
@@ -84,11 +84,13 @@ def save(
         with run.step("stage"):
             copy = run.prepare_copy(local, share)
             models = find_models(state) if op.rank == 0 and options.layout == "whole" else []
+            models = [model for model in models if options.stores_all_of(model.section)]
             complete = partial(_complete, run, share, copy, models)
             with copy.reserved():
                 if copy.mode is CopyMode.PIPELINED:
-                    run.queue(complete)  # the copy needs memory that only writing releases
-                    run.lifecycle.wait_merged()
+                    run.queue(complete)  # writing begins before the copy ends, and releases memory for the rest
+                    if copy.waits_for_merge:
+                        run.lifecycle.wait_merged()
                 copy.copy(state)
         if copy.mode is not CopyMode.PIPELINED:
             run.queue(complete)

@@ -13,10 +13,13 @@ from ..engine.files import data_key
 from ..engine.writing import WrittenFile
 from ..errors import PlanError
 from ..format.manifest import FileTable, Manifest, SectionInfo, timestamp
+from ..format.safetensors import DATA_ALIGNMENT
 from ..planners import SavePlan
 from ..tensors.tables import Int64, ragged_positions
 
 __all__ = ["Confirmations", "WrittenFiles", "build_manifest", "pack_written"]
+
+_MAX_LENGTH = (1 << 62) - 1  # bytes of a header or a file of values that a manifest can record
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,19 @@ class Confirmations:
             PlanError: The message does not describe the files that the plan assigns to the rank.
         """
         planned = self._plan.files_of(rank)
-        lengths, raw = msgpack.unpackb(message)
+        lengths, raw = _unpack_written(rank, message)
         chunks = [0 if row is None else int(self.chunk_counts[row]) for _, _, row in planned]
         if len(lengths) != len(planned) or len(raw) != 8 * (len(planned) + sum(chunks)):
             raise PlanError(
                 f"rank {rank} was assigned {len(planned)} files with {sum(chunks)} checksums, but confirmed "
                 f"{len(lengths)} files with {len(raw) // 8 - len(lengths)} checksums"
             )
+        for (section, _, row), length in zip(planned, lengths):
+            if row is not None and (length == 0 or length % DATA_ALIGNMENT):
+                raise PlanError(
+                    f"rank {rank} confirmed a file of {section} with a header of {length} bytes, which is not a "
+                    f"multiple of {DATA_ALIGNMENT}"
+                )
         words = np.frombuffer(raw, "<u8").astype(np.uint64)
         written, at = [], len(planned)
         for index, ((section, kind, row), count) in enumerate(zip(planned, chunks)):
@@ -76,6 +85,19 @@ class Confirmations:
             )
             at += count
         return written
+
+
+def _unpack_written(rank: int, message: bytes) -> tuple[list[int], bytes]:
+    """Return the header lengths and the checksums in a message; refuse one that has another structure."""
+    try:
+        lengths, raw = msgpack.unpackb(message)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise PlanError(f"rank {rank} confirmed its files with a message that cannot be decoded: {error!r}") from error
+    if not isinstance(raw, bytes) or not isinstance(lengths, list):
+        raise PlanError(f"rank {rank} confirmed its files with a message that is not a list of lengths and checksums")
+    if not all(type(length) is int and 0 <= length <= _MAX_LENGTH for length in lengths):
+        raise PlanError(f"rank {rank} confirmed files with impossible lengths: {lengths[:8]}")
+    return lengths, raw
 
 
 def build_manifest(

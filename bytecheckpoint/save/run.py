@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ..checkpoint.manifest_file import check_replaceable
 from ..control.base import Operation
-from ..engine.files import data_key
+from ..engine.files import FileImage, data_key
 from ..engine.resources import IOEngine
 from ..engine.writing import check_space
-from ..errors import KeyNotFoundError, SaveSkippedError, StateError, UsageError
-from ..format.manifest import MANIFEST_KEY
+from ..errors import SaveSkippedError, StateError, UsageError
 from ..frameworks.sections import check_state
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from .agreement import SaveShare
 from .commit import SaveCommit
+from .companions import refuse_adapters
 from .handle import SaveHandle, SaveResult
 from .lifecycle import SaveLifecycle, SaveState
 from .local_state import LocalState
@@ -61,12 +62,11 @@ class SaveRun:
         """Validate the call. Rank 0 also checks that the path can be read."""
         self.engine.check_usable(waits=not self.is_async)
         check_state(state)
-        self.options.check()
+        refuse_adapters(state, self.options)
         if self.options.gate and (not self.is_async or self.engine.is_background_thread):
             raise UsageError("gate=True needs async_save=True and must be called from the training thread")
         if self.op.rank == 0:
-            with contextlib.suppress(KeyNotFoundError):
-                self.backend.stat(MANIFEST_KEY)
+            check_replaceable(self.backend)
 
     def begin_attempt(self, share: SaveShare) -> None:
         """From here on, a failure removes the files of this attempt."""
@@ -82,7 +82,8 @@ class SaveRun:
         planned, merge = share.planned, share.planned.merge
         shards = local.shards(planned.order)
         images = local.images(planned.files, planned.assignment, shards, share.attempt)
-        merged = [] if merge is None else [file.section for file in merge.files]
+        merge_files = [] if merge is None else merge.files
+        merged = [file.section for file in merge_files]
         self._keys += [image.key for image in images]
         self._keys += [data_key(share.attempt, section, self.op.rank, "tensors") for section in merged]
         self._copy = StateCopy(
@@ -94,7 +95,8 @@ class SaveRun:
             is_async=self.is_async,
             gate=self.options.gate,
         )
-        self.handle._watch(self._copy.staging)
+        files = [*images, *(FileImage("", one.section, "", one.head, one.offsets, one.nbytes) for one in merge_files)]
+        self.handle._watch(self._copy.staging, sum(file.size for file in files))
         return self._copy
 
     def queue(self, complete: Callable[[], None]) -> None:
@@ -162,9 +164,15 @@ class SaveRun:
         self.op.close()
         _log.info("committed %s (%s)", self.backend.url, self.timings)
         nbytes = sum(file.size for file in written.planned)
-        self.lifecycle.commit(
-            SaveResult(self.backend.url, self.options.step, self.commit.attempt, nbytes, len(written.planned))
+        result = SaveResult(
+            self.backend.url,
+            self.options.step,
+            self.commit.attempt,
+            bytes_written=nbytes,
+            files_written=len(written.planned),
+            seconds=dict(self.timings.seconds),
         )
+        self.lifecycle.commit(result)
 
     # -- internals -----------------------------------------------------------------------------------------------
 

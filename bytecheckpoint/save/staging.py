@@ -1,8 +1,8 @@
 """The ``stage`` step: how one save copies the state.
 
 A synchronous save copies on demand, a few blocks at a time, just before each piece is written. An asynchronous save
-copies everything before the call returns; if the state does not fit into staging memory, it copies as fast as writing
-releases memory. Behind a gate, most of it is copied after the call has returned.
+copies everything before the call returns; if the state does not fit into the staging memory that is faulted in, it
+copies as fast as writing releases memory. Behind a gate, most of it is copied after the call has returned.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..engine.blocks import page_round
 from ..engine.files import FileImage
 from ..engine.merging.fragments import Fragments, LiveFragments, StagedFragments, fragment_image
 from ..engine.resources import IOEngine
+from ..engine.staging.device_copy_out import block_preparation
 from ..engine.staging.staging import Staging
 from ..errors import DeadlineError, UsageError
 from ..telemetry.trace import Timings
@@ -37,7 +38,7 @@ class CopyMode(Enum):
     ON_DEMAND = auto()  # while the caller waits for the end of the save
     AHEAD = auto()  # before the call returns
     GATED = auto()  # late tensors after the call has returned, the rest before
-    PIPELINED = auto()  # before the call returns, as fast as writing releases memory
+    PIPELINED = auto()  # before the call returns, as fast as writing releases memory or it is faulted in
 
 
 class StateCopy:
@@ -63,24 +64,31 @@ class StateCopy:
         self._engine, self._timings, self._deadline_s = engine, timings, deadline_s
         self._late_copy: Future[None] | None = None
         self._reserved = ExitStack()
+        self.waits_for_merge = False
+        """Whether copying may only begin after the merge stage, which reads the tensors, and after earlier saves."""
         self.fragments: Fragments
+        arena, few = engine.arena, engine.io_threads + _BLOCKS_AHEAD
         if not is_async:
             self.mode = CopyMode.ON_DEMAND
             self.fragments = LiveFragments(fragments)
-            ring = engine.io_threads + _BLOCKS_AHEAD
-            self.staging = Staging(engine.arena, images, timings, deadline_s=deadline_s, on_demand=ring)
+            self.staging = Staging(arena, images, timings, deadline_s=deadline_s, on_demand=few)
             return
         staged = fragment_image(list(fragments.values()))
-        self.staging = Staging(engine.arena, [staged, *images], timings, deadline_s=deadline_s)
-        if self.staging.fits:
+        self.staging = Staging(arena, [staged, *images], timings, deadline_s=deadline_s)
+        goal = arena.goal(self.staging.blocks)
+        # A save in a done callback must not wait for its own thread, and stalls no training.
+        is_resident = goal - arena.blocks <= few or engine.is_background_thread
+        if self.staging.fits and is_resident:
             self.mode = CopyMode.GATED if gate else CopyMode.AHEAD
             self.fragments = StagedFragments(self.staging, staged, list(fragments))
         else:
-            # The merge stage needs fragments in another order than staging would copy them, so they stay in place.
             self.mode = CopyMode.PIPELINED
+            self.waits_for_merge = bool(fragments) or not self.staging.fits
+            # The merge stage needs fragments in another order than staging would copy them, so they stay in place.
             self.fragments = LiveFragments(fragments)
-            self.staging = Staging(engine.arena, images, timings, deadline_s=deadline_s)
+            self.staging = Staging(arena, images, timings, deadline_s=deadline_s, fresh=few)
             timings.pipelined = True
+            engine.grow_arena(goal, block_preparation(images))
 
     @contextmanager
     def reserved(self) -> Iterator[None]:

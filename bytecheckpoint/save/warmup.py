@@ -7,10 +7,10 @@ from typing import Any
 
 from ..control.base import Operation
 from ..engine.resources import IOEngine
-from ..engine.staging.device_copy_out import cuda_devices, pin
+from ..engine.staging.device_copy_out import block_preparation
 from ..engine.staging.pieces import split_images
-from ..errors import UsageError
 from ..frameworks.sections import check_state
+from ..runtime.arguments import check_arguments
 from .agreement import NewPlan, SaveShare, agree
 from .local_state import describe_state
 from .options import SaveOptions
@@ -19,18 +19,19 @@ from .planning import plan_save
 __all__ = ["warm_up"]
 
 
-def warm_up(engine: IOEngine, op: Operation, state: Mapping[str, Any], options: SaveOptions, slots: int) -> None:
+def warm_up(
+    engine: IOEngine, op: Operation, state: Mapping[str, Any], options: SaveOptions, slots: int, *, wait: bool
+) -> None:
     """Plan a save of ``state``, cache the plan, fault in the staging memory of ``slots`` asynchronous saves within the
-    memory budget, and start the threads. Closes ``op``."""
+    memory budget (in the background if not ``wait``), and start the threads. Closes ``op``."""
     try:
         with op.phase("check"):
             engine.check_usable()
             check_state(state)
-            options.check()
-            if type(slots) is not int or slots < 0:
-                raise UsageError(f"slots must be a number of saves, not {slots!r}")
+            options = options.checked()
+            slots = check_arguments({"slots": slots})["slots"]
         with op.phase("describe"):
-            local = describe_state(op, state, options)
+            local = describe_state(op, state, options, seed="")
         with op.phase("agree"):
             agreement = agree(op, engine.plans, local, options.shared_arguments("", local.section_names))
         with op.phase("plan"):
@@ -47,6 +48,10 @@ def warm_up(engine: IOEngine, op: Operation, state: Mapping[str, Any], options: 
             blocks = engine.arena.blocks_for(nbytes) + (pieces[-1].block + 1 if pieces else 0)
             engine.start_threads()
             engine.arena.make_room(blocks)
-            engine.arena.prefault(slots * blocks, engine.io, pin if cuda_devices(images) else None)
+            prepare = block_preparation(images)
+            if wait:
+                engine.arena.prefault(slots * blocks, engine.io, prepare)
+            else:
+                engine.grow_arena(slots * blocks, prepare)
     finally:
         op.close()

@@ -71,6 +71,54 @@ def test_the_budget_limits_all_blocks() -> None:
     assert Arena(budget=1 << 30).block_size == BLOCK
 
 
+def test_a_save_that_may_allocate_few_blocks_waits_for_others() -> None:
+    arena = Arena()
+    arena.make_room(4)
+    lent = [arena.acquire(0, fresh=2) for _ in range(2)]
+    with pytest.raises(DeadlineError):
+        arena.acquire(0, fresh=2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(arena.acquire, 60.0, fresh=2)
+        arena.release(lent.pop())
+        lent.append(waiting.result())
+        waiting = pool.submit(arena.acquire, 60.0, fresh=2)
+        assert arena.add(3)
+        lent.append(waiting.result())
+    assert lent[-1]._warm == BLOCK, "an added block is faulted in before it is lent"
+    assert arena.blocks == 3
+
+
+def test_blocks_are_added_up_to_the_goal_and_the_capacity() -> None:
+    arena = Arena()
+    arena.make_room(2)
+    prepared: list[Block] = []
+    assert arena.goal(2) == 2
+    held = arena.acquire(0)
+    assert arena.goal(2) == 3
+    with ThreadPoolExecutor(4) as pool:
+        added = list(pool.map(lambda _: arena.add(3, prepared.append), range(4)))
+    assert sorted(added) == [False, False, True, True]
+    assert arena.blocks == 3
+    assert all(block._warm == BLOCK for block in prepared)
+    assert {arena.acquire(0) for _ in range(2)} == set(prepared)
+    assert arena.goal(2) == 4, "the reserved block is not part of a save"
+    assert [arena.add(100) for _ in range(3)] == [True, True, False]
+    arena.release(held)
+    assert arena.nbytes == 5 * BLOCK
+
+
+def test_a_block_that_cannot_be_prepared_is_kept() -> None:
+    def refuse(block: Block) -> None:
+        raise StateError("it cannot be pinned")
+
+    arena = Arena()
+    arena.make_room(1)
+    with pytest.raises(StateError, match="pinned"):
+        arena.add(1, refuse)
+    assert arena.blocks == 1
+    arena.acquire(0)
+
+
 @pytest.mark.parametrize("budget", [-1, 0, PAGE, 2 * PAGE - 1])
 def test_a_budget_that_is_too_small(budget: int) -> None:
     with pytest.raises(UsageError, match="memory budget"):
@@ -97,12 +145,29 @@ def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "no such advice")
 
     monkeypatch.setattr(blocks.mmap, "mmap", Plain)
+    monkeypatch.setattr(blocks, "_madvise", lambda address, nbytes, advice: -1)
     block = Block(3 * PAGE)
     block.fault_in(PAGE)
     block.tensor[0] = 7
     block.fault_in(3 * PAGE)
     assert block.view[0] == 7
     assert block.tensor[1:].eq(0).all()
+
+
+def test_faulting_in_releases_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``mmap.madvise`` would hold it for the whole call."""
+    advice: list[int] = []
+
+    class Recording(mmap.mmap):
+        def madvise(self, option: int, *arguments: int) -> None:
+            advice.append(option)
+            super().madvise(option, *arguments)
+
+    monkeypatch.setattr(blocks.mmap, "mmap", Recording)
+    block = Block(BLOCK)
+    block.fault_in(BLOCK)
+    assert blocks._POPULATE_WRITE not in advice
+    assert not blocks._madvise._flags_ & 4  # FUNCFLAG_PYTHONAPI: called with the GIL held
 
 
 def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

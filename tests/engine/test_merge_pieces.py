@@ -17,6 +17,8 @@ from safetensors.torch import load as load_safetensors
 
 from bytecheckpoint.control.single import SingleOperation
 from bytecheckpoint.control.streams import Streams
+from bytecheckpoint.engine import writing
+from bytecheckpoint.engine.checksums import ChunkHasher
 from bytecheckpoint.engine.files import tensor_image
 from bytecheckpoint.engine.merging.fragments import LiveFragments, StagedFragments, fragment_image
 from bytecheckpoint.engine.merging.merge import MIN_MERGE_BLOCKS, MergeResources, MergeWork, merge
@@ -187,8 +189,8 @@ def test_any_tiling_in_any_pieces(world: Any, piece: int, room: int, live: bool)
         assert torch.equal(tensor, full[name]), name
 
 
-@pytest.mark.parametrize("failing", ["send", "write"])
-def test_a_failure_of_one_thread_ends_the_other(failing: str) -> None:
+@pytest.mark.parametrize("failing", ["send", "write", "hash"])
+def test_a_failure_of_one_thread_ends_the_other(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After one rank fails, all blocks are returned and its incomplete files are removed."""
     full = {"a": torch.arange(4000, dtype=torch.float32), "b": torch.arange(4000, dtype=torch.float32)}
     half = Box((0,), (2000,)), Box((2000,), (2000,))
@@ -207,9 +209,19 @@ def test_a_failure_of_one_thread_ends_the_other(failing: str) -> None:
                 raise OSError("injected")
             return super().create(key, size)
 
+    class BrokenHasher(ChunkHasher):
+        def update(self, start: int, data: memoryview) -> None:
+            if start:  # a piece that holds a block
+                raise OSError("injected")
+            super().update(start, data)
+
+    if failing == "hash":
+        monkeypatch.setattr(writing, "ChunkHasher", BrokenHasher)
+
     class BrokenStreams(_WireStreams):
         def send(self, to: int, channel: str, data: Any) -> None:
-            raise OSError("injected")
+            if failing != "hash":
+                raise OSError("injected")
 
         def receive(self, source: int, channel: str, into: Any) -> None:
             """The content does not matter here."""
@@ -226,5 +238,6 @@ def test_a_failure_of_one_thread_ends_the_other(failing: str) -> None:
         with pytest.raises(OSError, match="injected"):
             merge(Op(_Wire(1), 0), backend, work, images, LiveFragments(shards), resources, 64, Timings("save"))
     assert ring._acquired == 0
+    assert ring.blocks <= MIN_MERGE_BLOCKS
     # The save removes a file that was complete before the failure.
     assert failing == "send" or not list(backend.list())

@@ -23,6 +23,7 @@ from small_training import differing, memory, training
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
+from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.errors import DeadlineError, SaveSkippedError, StateError, UsageError
 from bytecheckpoint.save.lifecycle import SaveLifecycle
 from bytecheckpoint.testing import time_limit
@@ -382,7 +383,7 @@ def test_a_state_that_is_larger_than_the_budget(tmp_path: Path, budget: int) -> 
         state["extra_state"]["large"].zero_()
         handle.result(WAIT_S)
         assert handle.timings.pipelined
-        assert "memory budget" in str(handle.timings)
+        assert "less staging memory than state" in str(handle.timings)
         assert saver._engine.arena.nbytes <= budget
     loaded = _full_state(9.0)
     loaded["extra_state"]["large"] = torch.zeros(512, 512, dtype=torch.int64)
@@ -444,6 +445,38 @@ def test_an_interrupted_synchronous_save_reads_the_state_no_more(tmp_path: Path,
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 
+@pytest.mark.parametrize("budget", [None, 24 << 20], ids=["all at once", "as writing releases memory"])
+def test_tensors_that_change_after_an_interrupt_while_staging_are_never_stored(
+    tmp_path: Path, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C arrives when some pieces are copied. What is committed at the path is the state at a call, or nothing."""
+    weight = torch.ones(16 << 20)  # 64 MiB: eight pieces
+    copied = threading.Event()
+
+    def interrupt(staging: Staging, *arguments: Any, **options: Any) -> Any:
+        result = copy_piece(staging, *arguments, **options)
+        if threading.current_thread() is threading.main_thread() and not copied.is_set():
+            copied.set()
+            raise KeyboardInterrupt
+        return result
+
+    copy_piece = Staging._copy_into
+    with bcp.Checkpointer(memory_budget=budget) as saver:
+        monkeypatch.setattr(Staging, "_copy_into", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(tmp_path / "0", {"x": {"weight": weight}}, async_save=True)
+        weight.fill_(2.0)
+        monkeypatch.undo()
+        saver.save(tmp_path / "1", {"x": {"weight": weight}}, async_save=True).result(WAIT_S)
+    assert copied.is_set()
+    assert bcp.open(tmp_path / "1")["x.weight"].load().unique().tolist() == [2.0]
+    if (tmp_path / "0" / "manifest.msgpack").exists():
+        assert bcp.open(tmp_path / "0")["x.weight"].load().unique().tolist() == [1.0]
+    else:
+        left = [str(path) for path in (tmp_path / "0").rglob("*")]
+        assert not left, left
+
+
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "still queued"])
 def test_an_interrupt_while_a_save_is_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
     """The background thread ends the save if it has started it, otherwise the caller does."""
@@ -469,6 +502,18 @@ def test_an_interrupt_while_a_save_is_handed_over(tmp_path: Path, monkeypatch: p
         assert bcp.open(tmp_path / "1").verify().ok
     else:
         assert not (tmp_path / "1").exists()
+
+
+def test_progress_and_durations(tmp_path: Path) -> None:
+    with _held_at("save.commit"):
+        handle = bcp.save(tmp_path, training(1.0), async_save=True)
+        assert handle.progress().bytes_total > 0
+    result = handle.result(WAIT_S)
+    done = handle.progress()
+    assert done == bcp.SaveProgress("committed", result.bytes_written, result.bytes_written)
+    assert list(result.seconds)[:5] == ["check", "describe", "agree", "plan", "stage"]
+    assert {"write", "confirm", "commit"} <= set(result.seconds)
+    assert all(seconds >= 0 for seconds in result.seconds.values())
 
 
 def test_an_asynchronous_save_in_a_done_callback(tmp_path: Path) -> None:

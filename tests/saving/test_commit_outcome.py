@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 import torch.distributed as dist
+from damage import keys_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint import checkpointer, telemetry
+from bytecheckpoint.control import current_communicator
+from bytecheckpoint.engine.writing import WrittenFile
 from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, StorageError, UsageError
+from bytecheckpoint.save import commit
+from bytecheckpoint.save.record import pack_written
+from bytecheckpoint.storage_backends import ObjectWriter
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.storage_backends.writers import BufferedWriter
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
+from bytecheckpoint.testing.faults import Call, FaultRule, FaultyBackend
 from bytecheckpoint.testing.ranks import RankPool
 
 
@@ -120,6 +131,239 @@ def test_the_outcome_is_unknown_if_rank_0_and_the_store_are_lost(pool: RankPool,
     outcomes = pool.run(_lose_rank_0_and_the_store, str(tmp_path), world_size=2, expect_death={0: signal.SIGKILL})
     assert outcomes[1].startswith("CommitUnknownError, True: ")
     assert bcp.open(tmp_path).verify().ok, "the checkpoint exists, and none of its files was removed"
+
+
+def test_a_manifest_that_the_store_refuses_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store answers that the manifest is not there, so the outcome is known and the attempt is removed."""
+    bcp.save(tmp_path, _state(0, 1.0), step=1)
+    old = keys_of(tmp_path)
+    rule = FaultRule("put", "manifest.msgpack", error=StorageError("refused"))
+    real = checkpointer.open_backend
+    monkeypatch.setattr(
+        checkpointer, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule])
+    )
+    with pytest.raises(StorageError, match="refused") as caught:
+        bcp.save(tmp_path, _state(0, 2.0), step=2)
+    assert not caught.value.may_have_committed
+    assert keys_of(tmp_path) == old
+    assert bcp.open(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["lost", "stored"])
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+def test_the_outcome_is_unknown_if_the_manifest_can_be_neither_written_nor_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_async: bool, is_stored: bool
+) -> None:
+    """The store stops to respond at the commit, perhaps after it has taken the manifest. Every file stays."""
+    bcp.save(tmp_path, _state(0, 1.0), step=1)
+    old = keys_of(tmp_path)
+
+    def stop_responding(call: Call) -> None:
+        rules.append(FaultRule("*", "*", times=None, error=StorageError("no response")))
+
+    rules = [FaultRule("put", "manifest.msgpack", error=StorageError("timed out"), after=is_stored)]
+    rules[0].hook = stop_responding
+    real, opened = checkpointer.open_backend, []
+
+    def open_faulty(url: object, **options: object) -> FaultyBackend:
+        opened.append(FaultyBackend(real(url, **options), rules))
+        opened[-1].rules = rules
+        return opened[-1]
+
+    monkeypatch.setattr(checkpointer, "open_backend", open_faulty)
+    with pytest.raises(CommitUnknownError, match=r"timed out.*no response.*may or may not be committed") as caught:
+        bcp.save(tmp_path, _state(0, 2.0), step=2, async_save=use_async).result(time_limit(60))
+    assert caught.value.may_have_committed
+    assert rules[0].matched == 1
+    monkeypatch.undo()
+    assert set(old) < set(keys_of(tmp_path)), "no file of the old or of the new checkpoint is removed"
+    checkpoint = bcp.open(tmp_path)
+    assert checkpoint.step == (2 if is_stored else 1)
+    assert checkpoint.verify().ok
+    bcp.save(tmp_path, _state(0, 3.0), step=3)
+    assert bcp.open(tmp_path).step == 3
+
+
+def _fail_between_confirm_and_commit(rank: int, world_size: int, path: str, victim: int) -> str:
+    """The victim fails when it has confirmed; rank 0 is about to write the manifest."""
+    bcp.save(path, _state(rank, 1.0), step=1, deadline_s=time_limit(30))
+    dist.barrier()
+    router = current_communicator().router
+
+    def observer(name: str, event: str) -> None:
+        if rank == victim != 0 and (name, event) == ("save.confirm", "exit"):
+            raise OSError("injected after confirm")
+        if rank == 0 and (name, event) == ("save.commit.before", "point"):
+            if victim == 0:
+                raise OSError("injected after confirm")
+            has_failed = lambda: any(state.failure for state in router._states.values())  # noqa: E731
+            assert router.wait_until(has_failed, time_limit(20))
+
+    stop = telemetry.observe(observer)
+    try:
+        bcp.save(path, _state(rank, 2.0), step=2, deadline_s=time_limit(30))
+    except BytecheckpointError as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        stop()
+    return "saved"
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["first", "last"])
+def test_a_failure_between_confirm_and_commit_keeps_the_old_checkpoint(
+    pool: RankPool, tmp_path: Path, victim: int
+) -> None:
+    path = tmp_path / "checkpoint"
+    results = pool.run(_fail_between_confirm_and_commit, str(path), victim)
+    assert len(set(results)) == 1, results
+    phase = "commit" if victim == 0 else "confirm"
+    assert results[0].startswith(f"RankFailedError: rank {victim} on ")
+    assert results[0].endswith(f"failed in {phase}: OSError: injected after confirm")
+    checkpoint = bcp.open(path)
+    assert checkpoint.step == 1
+    assert checkpoint.verify().ok
+    assert len(os.listdir(path)) == 2, "the manifest and the attempt of step 1"
+
+
+class _ObjectStore(LocalBackend):
+    """An object appears when it is complete, as in an object store."""
+
+    def create(self, key: str, size: int) -> ObjectWriter:
+        return BufferedWriter(f"writing {key!r}", size, lambda data: self.put(key, data))
+
+
+def _hold_in_write(rank: int, world_size: int, path: str, operation: str, is_object_store: bool) -> str:
+    """Rank 0 fails in write and removes the attempt while rank 1 is held in an operation of its store."""
+    bcp.save(path, _state(rank, 1.0), step=1, deadline_s=time_limit(30))
+    dist.barrier()
+
+    def hold(call: Call) -> None:
+        dist.barrier()  # rank 0 fails now
+        dist.barrier()  # rank 0 has raised
+
+    def fail(name: str, event: str) -> None:
+        if rank == 0 and (name, event) == ("save.write", "enter"):
+            dist.barrier()
+            raise OSError("injected in write")
+
+    rule = FaultRule(operation, "*/model-00001.safetensors", hook=hold)
+    real = checkpointer.open_backend
+    if rank == 1:
+        checkpointer.open_backend = lambda url, **options: FaultyBackend(
+            _ObjectStore(url) if is_object_store else real(url, **options), [rule]
+        )
+    stop = telemetry.observe(fail)
+    try:
+        # Rank 0 waits this long for rank 1 before it removes the attempt.
+        bcp.save(path, _state(rank, 2.0), step=2, deadline_s=0.5 if rank == 0 else time_limit(30))
+        return "saved"
+    except BytecheckpointError as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        stop()
+        checkpointer.open_backend = real
+        if rank == 0:
+            dist.barrier()
+
+
+@pytest.mark.parametrize("is_object_store", [False, True], ids=["file system", "object store"])
+@pytest.mark.parametrize("operation", ["create", "write", "complete"])
+def test_a_rank_that_still_writes_when_rank_0_removes_the_attempt_leaves_nothing(
+    pool: RankPool, tmp_path: Path, operation: str, is_object_store: bool
+) -> None:
+    results = pool.run(_hold_in_write, str(tmp_path), operation, is_object_store, world_size=2)
+    assert len(set(results)) == 1, results
+    assert results[0].endswith("failed in write: OSError: injected in write")
+    checkpoint = bcp.open(tmp_path)
+    assert checkpoint.step == 1
+    assert checkpoint.verify().ok
+    assert len(os.listdir(tmp_path)) == 2, "the manifest and the attempt of step 1"
+
+
+def _lose_rank_0_in_the_cleanup(rank: int, world_size: int, path: str) -> str:
+    """Rank 2 fails in write; rank 0 dies when it begins to remove the attempt, while rank 1 still writes."""
+    bcp.save(path, _state(rank, 1.0), step=1, deadline_s=time_limit(30))
+    dist.barrier()
+    pids = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+
+    def wait_for_its_death(call: Call) -> None:
+        while _runs(pids[0]):
+            os.sched_yield()
+
+    def fail(name: str, event: str) -> None:
+        if rank == 2 and (name, event) == ("save.write", "exit"):
+            raise OSError("injected after write")
+
+    rules = [FaultRule("delete" if rank == 2 else "complete", times=None, hook=wait_for_its_death)]
+    if rank == 0:
+        rules = [FaultRule("list", "attempt-*", hook=lambda call: os.kill(os.getpid(), signal.SIGKILL))]
+    real = checkpointer.open_backend
+    checkpointer.open_backend = lambda url, **options: FaultyBackend(real(url, **options), rules)
+    stop = telemetry.observe(fail)
+    try:
+        bcp.save(path, _state(rank, 2.0), step=2, deadline_s=0.5 if rank == 0 else time_limit(30))
+        return "saved"
+    except BytecheckpointError as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        stop()
+        checkpointer.open_backend = real
+
+
+def test_the_others_clean_up_although_rank_0_dies_while_it_does(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(_lose_rank_0_in_the_cleanup, str(tmp_path), expect_death={0: signal.SIGKILL})
+    assert results[1] == results[2]
+    assert results[1].startswith("RankFailedError: rank 2 on ")
+    assert results[1].endswith("failed in write: OSError: injected after write")
+    checkpoint = bcp.open(tmp_path)
+    assert checkpoint.step == 1
+    assert checkpoint.verify().ok
+    names = Counter(Path(key).name for key in keys_of(tmp_path))
+    assert names.pop("model-00000.safetensors") <= 2, "only rank 0 may leave a file of its attempt"
+    assert names == {"manifest.msgpack": 1, "model-00001.safetensors": 1, "model-00002.safetensors": 1}
+
+
+def _forge(rank: int, world_size: int, path: str, forgery: str) -> str:
+    def forged(files: Sequence[WrittenFile]) -> bytes:
+        return FORGERIES[forgery](*msgpack.unpackb(pack_written(files)))
+
+    if rank == 1:
+        commit.pack_written = forged
+    try:
+        bcp.save(path, _state(rank, 1.0), deadline_s=time_limit(30))
+        return "saved"
+    except BytecheckpointError as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        commit.pack_written = pack_written
+
+
+FORGERIES: dict[str, Callable[[list[int], bytes], bytes]] = {
+    "another file": lambda lengths, raw: msgpack.packb([[*lengths, 4096], raw + bytes(8)]),
+    "a file less": lambda lengths, raw: msgpack.packb([[], b""]),
+    "another checksum": lambda lengths, raw: msgpack.packb([lengths, raw + bytes(8)]),
+    "a checksum less": lambda lengths, raw: msgpack.packb([lengths, raw[:-8]]),
+    "half a checksum": lambda lengths, raw: msgpack.packb([lengths, raw[:-4]]),
+    "another size": lambda lengths, raw: msgpack.packb([[lengths[0] + 8], raw]),
+    "a negative size": lambda lengths, raw: msgpack.packb([[-8], raw]),
+    "a huge size": lambda lengths, raw: msgpack.packb([[2**63], raw]),
+    "a size that is text": lambda lengths, raw: msgpack.packb([["8"], raw]),
+    "no list": lambda lengths, raw: msgpack.packb({"files": lengths}),
+    "no message": lambda lengths, raw: b"\xc1",
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_rank_0_refuses_a_confirmation_that_does_not_match_the_plan(
+    pool: RankPool, tmp_path: Path, forgery: str
+) -> None:
+    results = pool.run(_forge, str(tmp_path), forgery, world_size=2)
+    assert results[0] == results[1]
+    assert re.match(r"PlanError: rank 1 (was assigned 1 files with 1 checksums, but )?confirmed ", results[0]), results
+    assert keys_of(tmp_path) == []
 
 
 def _destroy_group_in_flight(rank: int, world_size: int, path: str) -> str:

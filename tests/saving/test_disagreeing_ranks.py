@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from damage import keys_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.testing import time_limit
@@ -33,6 +36,11 @@ def _disagree(rank: int, world_size: int, root: str, what: str) -> tuple[str, st
         state["more"] = {"value": 1}
     if what == "chunk size":
         options["chunk_size"] = 1024 * (rank + 1)
+    if what == "metadata":
+        options["metadata"] = {
+            "loss": {"train": 0.5 + rank, **({"a": 1} if rank else {})},
+            "long": "x" * 200 + str(rank),
+        }
     try:
         bcp.save(path, state, **options)
     except bcp.errors.BytecheckpointError as error:
@@ -57,6 +65,20 @@ def _disagree_on_contents(rank: int, world_size: int, root: str) -> tuple[str, s
     return "saved", ""
 
 
+def _disagree_on_a_global_shape(rank: int, world_size: int, root: str, order: tuple[int, int]) -> tuple[str, str]:
+    """Each rank holds its half of a DTensor of another global shape, which its own description tiles."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    rows = (4, 6)[order[rank]]
+    weight = DTensor.from_local(
+        torch.ones(rows // 2, 3), mesh, [Shard(0)], run_check=False, shape=(rows, 3), stride=(3, 1)
+    )
+    try:
+        bcp.save(f"{root}/checkpoint", {"model": {"w": weight}}, deadline_s=time_limit(30))
+    except bcp.errors.BytecheckpointError as error:
+        return type(error).__name__, str(error)
+    return "saved", ""
+
+
 def _fail_on_one(rank: int, world_size: int, root: str) -> tuple[str, str, int]:
     try:
         bcp.save(f"{root}/checkpoint", {"extra_state": {"f": print if rank == 1 else 1}}, deadline_s=time_limit(30))
@@ -74,7 +96,7 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-@pytest.mark.parametrize("what", ["path", "step", "sections", "chunk size"])
+@pytest.mark.parametrize("what", ["path", "step", "sections", "chunk size", "metadata"])
 def test_ranks_that_disagree(pool: RankPool, tmp_path: Path, what: str) -> None:
     results = pool.run(_disagree, str(tmp_path), what)
     assert {kind for kind, _ in results} == {"DisagreementError"}, results
@@ -86,10 +108,22 @@ def test_ranks_that_disagree(pool: RankPool, tmp_path: Path, what: str) -> None:
         "step": ["10", "11"],
         "sections": ["extra_state, more"],
         "chunk size": ["1024", "2048"],
+        "metadata": ["metadata['loss']", "0.5", "1.5", "metadata['long']"],
     }[what]
     assert all(part in message for part in expected), message
     assert re.search(r"\brank", message)
     assert keys_of(tmp_path) == [], "something was written"
+
+
+def _agree_in_another_order(rank: int, world_size: int, root: str) -> str:
+    metadata = {"a": {"x": 1, "y": [float("nan")]}, "b": "z" * 1000}
+    if rank:
+        metadata = {"b": "z" * 1000, "a": {"y": [float("nan")], "x": 1}}
+    return bcp.save(f"{root}/checkpoint", {"extra_state": {"value": 1}}, metadata=metadata).url
+
+
+def test_the_order_of_metadata_does_not_matter(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_agree_in_another_order, str(tmp_path)) == [str(tmp_path / "checkpoint")] * 2
 
 
 def test_loads_that_disagree(pool: RankPool, tmp_path: Path) -> None:
@@ -99,9 +133,19 @@ def test_loads_that_disagree(pool: RankPool, tmp_path: Path) -> None:
 
 def test_one_name_with_two_shapes(pool: RankPool, tmp_path: Path) -> None:
     results = pool.run(_disagree_on_contents, str(tmp_path))
-    assert results[0][0] == results[1][0] == "PlanError", results
-    for part in ("model.weight", "[1, 2]", "[1, 3]", "rank 0", "rank 1"):
+    assert results[0][0] == results[1][0] == "ReplicaMismatchError", results
+    for part in ("model.weight: rank(s) 0 hold", "of float32[1, 2]", "rank(s) 1 hold", "of float32[1, 3]"):
         assert all(part in message for _, message in results), results
+    assert keys_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["larger last", "larger first"])
+def test_one_name_with_two_global_shapes(pool: RankPool, tmp_path: Path, order: tuple[int, int]) -> None:
+    results = pool.run(_disagree_on_a_global_shape, str(tmp_path), order)
+    assert results[0] == results[1]
+    assert results[0][0] == "PlanError", results
+    first, second = (("float32[4, 3]", "float32[6, 3]")[which] for which in order)
+    assert f"model.w: {first} in section 'model' on rank 0; {second} in section 'model' on rank 1" in results[0][1]
     assert keys_of(tmp_path) == []
 
 

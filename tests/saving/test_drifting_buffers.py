@@ -22,8 +22,10 @@ def pool() -> Iterator[RankPool]:
 
 
 def _save(rank: int, world_size: int, path: str, wrap: str) -> None:
+    torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4))
     if rank == 0 and wrap == "stages":
+        torch.manual_seed(0)
         model = nn.Sequential(nn.Identity(), nn.Linear(3, 4))  # the first to have the statistics is rank 1
     wrapped = {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": fully_shard, "stages": nn.Identity}[wrap](model)
     for name, buffer in model.named_buffers():

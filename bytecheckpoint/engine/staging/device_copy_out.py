@@ -17,7 +17,7 @@ from ..files import FileImage
 from ..tensor_bytes import as_bytes
 from .piece_copy import copy_flat_range, copy_head, is_plain, parts
 
-__all__ = ["DeviceCopyOut", "cuda_devices", "pin"]
+__all__ = ["DeviceCopyOut", "block_preparation", "cuda_devices", "pin"]
 
 _PACK = 1 << 20  # bytes; several smaller tensors are concatenated on the device, which is cheaper than single copies
 
@@ -101,3 +101,16 @@ def pin(block: Block) -> None:
             f"CUDA cannot pin {block.nbytes} bytes of staging memory (error {failed}); raise the limit of locked "
             f"memory (ulimit -l) or give a smaller memory budget"
         )
+
+
+def block_preparation(images: Sequence[FileImage]) -> Callable[[Block], None] | None:
+    """Return what any thread must do with a new block before it stages these images: pin it if they are on a device."""
+    devices = cuda_devices(images)
+    if not devices:
+        return None
+
+    def prepare(block: Block) -> None:
+        with torch.cuda.device(devices[0]):  # else a thread of the library would create a context on device 0
+            pin(block)
+
+    return prepare

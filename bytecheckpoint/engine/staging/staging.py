@@ -47,14 +47,19 @@ class Staging:
         *,
         deadline_s: float | None = None,
         on_demand: int | None = None,
+        fresh: int | None = None,
     ) -> None:
-        """Divide ``images`` into pieces. ``on_demand`` limits the number of blocks; None selects ``fill``."""
+        """Divide ``images`` into pieces. ``on_demand`` limits the number of blocks; None selects ``fill``.
+
+        ``fresh`` limits the blocks that copying may allocate, see ``Arena.acquire``.
+        """
         self.images = list(images)
         self.pieces = split_images(images, arena.block_size)
         self.on_demand = on_demand is not None
         self._arena, self._timings, self._deadline_s = arena, timings, deadline_s
         self.blocks = needed = self.pieces[-1].block + 1 if self.pieces else 0
         self._max_blocks = needed if on_demand is None else on_demand
+        self._fresh = fresh
         self.fits = arena.make_room(min(needed, self._max_blocks))
         """Whether all pieces fit into memory at once when earlier saves have released theirs."""
         self._unreleased = [0] * needed  # pieces of each block that are not released
@@ -216,7 +221,8 @@ class Staging:
             self._raise_failure()
             if len(self._blocks) >= self._max_blocks:
                 raise DeadlineError(f"no piece was written within {self._deadline_s} s; storage is too slow or hangs")
-        block = self._arena.acquire(None if end is None else max(0.0, end - time.monotonic()), last=self.on_demand)
+        timeout_s = None if end is None else max(0.0, end - time.monotonic())
+        block = self._arena.acquire(timeout_s, last=self.on_demand, fresh=self._fresh)
         with self._changed:
             if self._failure is None:
                 self._blocks[piece.block] = block

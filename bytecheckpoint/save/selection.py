@@ -1,0 +1,120 @@
+"""Leave out what the caller does not want to save, and record it in the checkpoint.
+
+Each name that is left out becomes a value ``LEFT_OUT`` at its path (for a tensor: its name), so that a load can
+distinguish it from a name that the checkpoint should contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ..checkpoint.selection import Selection, SimilarNames
+from ..errors import UsageError
+from ..format.values import LEFT_OUT, Container, path_name
+from ..frameworks.module_tree import modules_of
+from ..frameworks.sections import Section
+from ..tensors.shards import SectionSource
+from .options import SaveOptions
+
+__all__ = ["full_names", "raise_unmatched", "select_sources", "unmatched_options"]
+
+
+def select_sources(sources: Mapping[str, SectionSource], selection: Selection) -> dict[str, SectionSource]:
+    """Return the selected part of each section, with ``LEFT_OUT`` for everything else."""
+    return {name: _select(name, source, selection) for name, source in sources.items()}
+
+
+def unmatched_options(
+    sections: Sequence[Section], sources: Mapping[str, SectionSource], options: SaveOptions
+) -> list[list[str]]:
+    """The options ``[argument, value]`` that select nothing on this rank. It is an error if no rank uses one of
+    them."""
+    found: list[list[str]] = []
+    if not options.selection.selects_all:
+        found += options.selection.unmatched(sources, full_names(sources))
+    if options.trainable_only and not any(
+        parameter.requires_grad
+        for section in sections
+        for module in modules_of(section.obj)
+        for parameter in module.parameters()
+    ):
+        found.append(["trainable_only", "True"])
+    return found
+
+
+def raise_unmatched(by_rank: Iterable[Sequence[Sequence[str]]], names: Iterable[str]) -> None:
+    """Raise ``UsageError`` if an option selects nothing on any rank. ``names`` are suggested."""
+    useless = set.intersection(*({(argument, value) for argument, value in of_rank} for of_rank in by_rank))
+    if not useless:
+        return
+    similar = SimilarNames(names)
+    lines = []
+    for argument, value in sorted(useless):
+        if argument == "trainable_only":
+            lines.append("  trainable_only: no module of the state has a parameter that requires a gradient")
+        else:
+            hint = similar.nearest(value) if argument in ("include", "exclude") else ""
+            lines.append(f"  {argument}: {value!r}{hint}")
+    raise UsageError("\n".join(["these arguments of save select nothing in the state; nothing was saved:", *lines]))
+
+
+def full_names(sources: Mapping[str, SectionSource]) -> Iterator[str]:
+    """The full names of all tensors and values that patterns may select."""
+    for section, source in sources.items():
+        for name in (*source.metas, *source.aliases):
+            yield f"{section}.{name}"
+        for path in (*source.values, *source.left_out):
+            if type(source.values.get(path)) is not Container:
+                yield f"{section}.{path_name(path)}"
+
+
+def _select(section: str, source: SectionSource, selection: Selection) -> SectionSource:
+    selected = source
+    if not selection.selects_all:
+        selected = SectionSource(left_out=set(source.left_out))
+        _select_tensors(section, source, selection, selected)
+        _select_values(section, source, selection, selected)
+    selected.values.update(dict.fromkeys(sorted(selected.left_out, key=path_name), LEFT_OUT))
+    return selected
+
+
+def _select_tensors(section: str, source: SectionSource, selection: Selection, selected: SectionSource) -> None:
+    """Keep the tensors of which at least one name is selected, under the first such name."""
+    names = {fqn: [fqn] for fqn in source.metas}
+    for alias, fqn in source.aliases.items():
+        names[fqn].append(alias)
+    stored_as: dict[str, str] = {}
+    for fqn, tied in names.items():
+        kept = [name for name in tied if selection.selects(f"{section}.{name}")]
+        selected.left_out.update((name,) for name in tied if name not in kept)
+        if kept:
+            stored_as[fqn] = kept[0]
+            selected.aliases.update(dict.fromkeys(kept[1:], kept[0]))
+    for fqn, name in stored_as.items():
+        selected.metas[name] = source.metas[fqn]
+        if fqn in source.digests:
+            selected.digests[name] = source.digests[fqn]
+        if fqn in source.unproven:
+            selected.unproven.add(name)
+        if fqn in source.replicated:
+            selected.replicated[name] = source.replicated[fqn]
+        if fqn in source.pinned:
+            selected.pinned.add(name)
+        if fqn in source.per_rank:
+            selected.per_rank.add(name)
+    for shard in source.shards:
+        stored = stored_as.get(shard.fqn)
+        if stored is not None:
+            selected.shards.append(shard if stored == shard.fqn else replace(shard, fqn=stored))
+
+
+def _select_values(section: str, source: SectionSource, selection: Selection, selected: SectionSource) -> None:
+    for path, value in source.values.items():
+        is_branch = type(value) is Container and value.kind != "tensor"  # not a name
+        if is_branch or selection.selects(f"{section}.{path_name(path)}"):
+            selected.values[path] = value
+            if path in source.per_rank:
+                selected.per_rank.add(path)
+        elif type(value) is not Container:
+            selected.left_out.add(path)
