@@ -5,32 +5,37 @@ It needs neither ``torch.distributed`` nor a model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal, overload
 
-import numpy as np
 import torch
 
 from ..engine.reading.reader import Reader, ReadPart, ReadStats
 from ..engine.reading.verify import verify_files
 from ..engine.resources import IOEngine
 from ..engine.tensor_bytes import box_view
-from ..errors import NameNotFoundError, StateError, TensorIndexError, UsageError
+from ..errors import CheckpointError, NameNotFoundError, StateError, UsageError
 from ..format.hf_index import model_directory
 from ..format.manifest import Manifest
-from ..format.values import decode_value, path_name
+from ..format.values import Container, decode_value, is_left_out, path_name
+from ..frameworks.sections import split_rank_name
+from ..frameworks.tree_paths import PathIndex, build_tree
 from ..planners import plan_load
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
 from ..tensors.geometry import Box
-from ..tensors.metadata import BasicMeta, ShardMeta
-from ..tensors.shards import Path, torch_dtype
+from ..tensors.shards import Path
 from ..tensors.tables import BoxTable
 from .manifest_file import read_manifest
+from .selection import SimilarNames
+from .stored_tensor import StoredTensor
+from .summary import summary_html
 from .values import stored_values
 
-__all__ = ["Checkpoint", "StoredTensor", "VerifyReport"]
+__all__ = ["Checkpoint", "VerifyReport"]
 
 
 @dataclass(frozen=True)
@@ -55,116 +60,12 @@ class VerifyReport:
         return not self.problems
 
 
-class StoredTensor:
-    """One tensor of a checkpoint. Nothing is read until it is indexed or loaded.
-
-    Attributes:
-        name: Full name of the tensor in the checkpoint.
-        meta: Its dtype and global shape.
-
-    Example:
-        >>> tensor = bcp.open("runs/7b/step-1000")["model.wte.weight"]
-        >>> tensor.shape, tensor.dtype
-        ((50257, 768), torch.float32)
-        >>> rows = tensor[0:128]
-    """
-
-    def __init__(self, checkpoint: Checkpoint, name: str, row: int) -> None:
-        """Refer to a tensor. ``Checkpoint`` calls this.
-
-        Args:
-            checkpoint: The checkpoint that holds the tensor.
-            name: Full name of the tensor.
-            row: Row of the tensor in the manifest.
-        """
-        self._checkpoint, self._row = checkpoint, row
-        self.name = name
-        self.meta: BasicMeta = checkpoint.manifest.tensors.meta_of(row)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The global shape."""
-        return self.meta.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The stored dtype."""
-        return torch_dtype(self.meta)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.meta.nbytes
-
-    @property
-    def shards(self) -> list[ShardMeta]:
-        """The boxes in which the tensor is stored."""
-        manifest = self._checkpoint.manifest
-        rows = manifest.shards_of(self._row)
-        return [ShardMeta(self.name, manifest.shards.box_of(row)) for row in range(rows.start, rows.stop)]
-
-    def load(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Read the whole tensor, and check its bytes.
-
-        Args:
-            device: Device of the result.
-
-        Returns:
-            A new tensor of the stored shape and dtype.
-
-        Raises:
-            CorruptionError: Stored bytes are damaged or missing. Names the file, tensor and byte range.
-            StorageError: The store failed.
-        """
-        return self.read(Box.whole(self.shape), device)
-
-    def read(self, box: Box, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Read one box of the tensor, and check its bytes. Reads whole checksum chunks around the box.
-
-        Args:
-            box: Offsets and lengths in each dimension, inside the tensor.
-            device: Device of the result.
-
-        Returns:
-            A new tensor with the shape of ``box``.
-
-        Raises:
-            UsageError: The box is not inside the tensor.
-            CorruptionError: Stored bytes are damaged or missing. Names the file, tensor and byte range.
-            StorageError: The store failed.
-        """
-        if len(box.lengths) != len(self.shape) or not Box.whole(self.shape).contains(box):
-            raise UsageError(f"{self.name}: the box {box} is not inside a tensor of shape {list(self.shape)}")
-        out = torch.empty(box.lengths, dtype=self.dtype, device=device)
-        self._checkpoint.read([(self._row, box, out)])
-        return out
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read a slice, as ``torch.Tensor`` would return it.
-
-        Args:
-            index: Integers, slices with positive steps, and ``...``.
-
-        Returns:
-            A new CPU tensor.
-
-        Raises:
-            TensorIndexError: The index is out of range or not supported.
-            CorruptionError: Stored bytes are damaged or missing.
-            StorageError: The store failed.
-        """
-        box, rest = _index_box(index, self.shape, self.name)
-        return self.read(box)[rest]
-
-    def __repr__(self) -> str:
-        """Show the name, dtype and shape."""
-        return f"<StoredTensor {self.name} {self.meta}>"
-
-
 class Checkpoint(Mapping[str, StoredTensor]):
     """A read-only checkpoint: maps full tensor names (``model.wte.weight``, tied names too) to ``StoredTensor``.
 
-    ``bcp.open`` returns it. Thread-safe. Reads only the bytes that are requested, in whole checksum chunks.
+    ``bcp.open`` returns it. Thread-safe. Reads only the bytes that are requested, in whole checksum chunks. It can be
+    pickled and used in forked processes, such as the workers of a data loader: there, it opens the path again. A pickle
+    contains the path and the storage options.
 
     Attributes:
         backend: Storage backend whose root is the checkpoint.
@@ -183,7 +84,15 @@ class Checkpoint(Mapping[str, StoredTensor]):
     has_checksums = True
     """Whether the manifest's checksums are those of the stored bytes."""
 
-    def __init__(self, backend: StorageBackend, manifest: Manifest, engine: IOEngine, *, verify: bool = True) -> None:
+    def __init__(
+        self,
+        backend: StorageBackend,
+        manifest: Manifest,
+        engine: IOEngine,
+        *,
+        verify: bool = True,
+        reopen: Callable[[], Checkpoint] | None = None,
+    ) -> None:
         """Create a handle from a decoded manifest. Use ``bcp.open`` instead.
 
         Args:
@@ -191,7 +100,9 @@ class Checkpoint(Mapping[str, StoredTensor]):
             manifest: The checkpoint's manifest.
             engine: Threads and memory for reads.
             verify: Check all bytes that are read against their checksums.
+            reopen: Opens the same path in another process; picklable. Without it, the handle works in one process only.
         """
+        self._reopen = reopen
         self.backend = backend
         self.manifest = manifest
         self._engine = engine
@@ -265,6 +176,35 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """Maps each tied name to the name under which its bytes are stored."""
         return self._aliases
 
+    @cached_property
+    def left_out(self) -> Sequence[str]:
+        """Full names that the save was asked to leave out (``include``, ``exclude``, ``trainable_only``), sorted.
+
+        Reads the plain values of all sections.
+        """
+        values = stored_values(self.backend, self.manifest)
+        return sorted({value.name for value in values if is_left_out(value.decode())})
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is a tensor of this full name, or a tied name."""
+        return isinstance(name, str) and self._row(name) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a tensor without reading it, or ``default`` if there is none.
+
+        Args:
+            name: Full name of the tensor, or a tied name.
+            default: What to return for any other name.
+
+        Returns:
+            The tensor or ``default``.
+        """
+        row = self._row(name)
+        return default if row is None else StoredTensor(self, name, row)
+
+    def _row(self, name: str) -> int | None:
+        return self.manifest.tensor_row(self._aliases.get(name, name)) if isinstance(name, str) else None
+
     def __getitem__(self, name: str) -> StoredTensor:
         """Return a tensor without reading it.
 
@@ -275,11 +215,12 @@ class Checkpoint(Mapping[str, StoredTensor]):
             The tensor.
 
         Raises:
-            NameNotFoundError: The checkpoint has no tensor of this name. Also a ``KeyError``.
+            NameNotFoundError: The checkpoint has no tensor of this name; the message contains similar names. Also a
+                ``KeyError``.
         """
-        row = self.manifest.tensor_row(self._aliases.get(name, name))
+        row = self._row(name)
         if row is None:
-            raise NameNotFoundError(f"no tensor {name!r} in {self.url}")
+            raise NameNotFoundError(f"no tensor {name!r} in {self.url}{SimilarNames(self).nearest(str(name))}")
         return StoredTensor(self, name, row)
 
     def __iter__(self) -> Iterator[str]:
@@ -307,12 +248,108 @@ class Checkpoint(Mapping[str, StoredTensor]):
             CorruptionError: Stored bytes are damaged or missing.
             StorageError: The store failed.
         """
-        if self.manifest.section_index(section) is None:
-            raise NameNotFoundError(f"{self.url} has no section {section!r}; it has {', '.join(self.sections)}")
+        found = self._entries(section, rank)
+        return {path: value for path, value in found.items() if type(value) is not Container}
+
+    def _entries(self, section: str, rank: int) -> dict[Path, Any]:
+        """The section's values, and what describes the containers around values and tensors."""
+        self._require_section(section)
         values = stored_values(self.backend, self.manifest, section=section, ranks=(rank,))
         shared_first = sorted(values, key=lambda value: value.rank is not None)
         encoded = {value.path: value.encoded for value in shared_first}
-        return {path: decode_value(data, where=f"{section}.{path_name(path)}") for path, data in encoded.items()}
+        found = {path: decode_value(data, where=f"{section}.{path_name(path)}") for path, data in encoded.items()}
+        return {path: value for path, value in found.items() if not is_left_out(value)}
+
+    def _require_section(self, section: str) -> None:
+        if self.manifest.section_index(section) is None:
+            raise NameNotFoundError(f"{self.url} has no section {section!r}; it has {', '.join(self.sections)}")
+
+    @overload
+    def state_dict(
+        self, section: str = "model", *, lazy: Literal[False] = False, rank: int = 0, device: torch.device | str = "cpu"
+    ) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def state_dict(
+        self, section: str = "model", *, lazy: Literal[True], rank: int = 0, device: torch.device | str = "cpu"
+    ) -> dict[str, StoredTensor]: ...
+
+    def state_dict(
+        self, section: str = "model", *, lazy: bool = False, rank: int = 0, device: torch.device | str = "cpu"
+    ) -> dict[str, torch.Tensor] | dict[str, StoredTensor]:
+        """Return a section's tensors under their names in the section, as a module's ``state_dict()`` has them.
+
+        Args:
+            section: Name of the section.
+            lazy: Return ``StoredTensor`` objects, which read when they are indexed or loaded.
+            rank: Rank of the save whose own tensors are included, in addition to those that all ranks share.
+            device: Device of the tensors that are read.
+
+        Returns:
+            A new dict with whole tensors. Tied names have the same tensor. Plain values are not included; see ``tree``.
+
+        Raises:
+            NameNotFoundError: The section is not stored.
+            CorruptionError: Stored bytes are damaged or missing. Names the file, tensor and byte range.
+            StorageError: The store failed.
+
+        Example:
+            >>> model.load_state_dict(bcp.open("runs/7b/step-1000").state_dict("model"))
+        """
+        self._require_section(section)
+        rows = self._section_rows(section, rank)
+        names = self.manifest.tensors.names
+        by_row = {row: StoredTensor(self, names[row], row) for row in rows.values()}
+        if lazy:
+            return {name: by_row[row] for name, row in rows.items()}
+        read = {row: torch.empty(one.shape, dtype=one.dtype, device=device) for row, one in by_row.items()}
+        self.read([(row, Box.whole(by_row[row].shape), tensor) for row, tensor in read.items()])
+        return {name: read[row] for name, row in rows.items()}
+
+    def tree(self, section: str, *, rank: int = 0, device: torch.device | str = "cpu") -> Any:
+        """Return a section that was saved as a tree (``extra_state``, a scheduler, a data loader) as it was saved.
+
+        Args:
+            section: Name of the section.
+            rank: Rank of the save whose own values and tensors are included, in addition to those that all ranks share.
+            device: Device of the tensors in the tree.
+
+        Returns:
+            New dicts, lists, tuples, plain values and tensors. Of a module or an optimizer, tensors have flat names.
+
+        Raises:
+            NameNotFoundError: The section is not stored.
+            StateError: A value was stored as a pickle.
+            MismatchError: An item of a list or tuple was left out of the save.
+            CorruptionError: Stored bytes are damaged or missing. Names the file, tensor and byte range.
+            StorageError: The store failed.
+
+        Example:
+            >>> bcp.open("runs/7b/step-1000").tree("extra_state")
+            {'step': 1000, 'table': tensor([0., 1., 2.])}
+        """
+        values = self._entries(section, rank)
+        if set(values) == {()} and not isinstance(values[()], (dict, Container)):
+            return values[()]
+        index = PathIndex.of(values)
+        tensors = self.state_dict(section, rank=rank, device=device)
+        leaves = [(path, value) for path, value in values.items() if type(value) is not Container]
+        leaves += [(index.path_of(fqn), tensor) for fqn, tensor in tensors.items()]
+        return build_tree(leaves, index.containers, (), section)
+
+    def _section_rows(self, section: str, rank: int) -> dict[str, int]:
+        """The rows of a section's tensors by name, for one rank; tied names come last."""
+        tensors, rows = self.manifest.tensors, dict[str, int]()
+        for row in self.manifest.section_tensors(section).tolist():
+            owner, fqn = int(self.manifest.scope[row]), tensors.fqn_of(row)
+            if owner in (-1, rank):
+                rows[fqn if owner < 0 else split_rank_name(fqn)[0]] = row
+        prefix = f"{section}."
+        for alias, name in self._aliases.items():
+            tied = self.manifest.tensor_row(name) if alias.startswith(prefix) else None
+            if tied is not None:
+                rows[alias[len(prefix) :]] = tied
+        return rows
 
     def read(self, parts: Sequence[tuple[int, Box, torch.Tensor]]) -> None:
         """Fill tensors with boxes of stored tensors, and check the bytes.
@@ -325,6 +362,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
             CorruptionError: Stored bytes are damaged or missing. Names the file, tensor and byte range.
             StorageError: The store failed.
         """
+        self._enter_process()
+        self._engine.check_usable()
         requested = BoxTable.build([(row, box) for row, box, _ in parts])
         plan = plan_load(self.manifest.tensors, self.manifest.shards, requested)
         self.reader.read(
@@ -356,6 +395,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
             StateError: Another library wrote the files, which have no checksums.
         """
         self.require_checksums()
+        self._enter_process()
+        self._engine.check_usable()
         return Reader(self.backend, self.manifest, self._engine.io, bounce_pool=self._engine.bounce_pool)
 
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:
@@ -379,37 +420,33 @@ class Checkpoint(Mapping[str, StoredTensor]):
             progress(nbytes)
         return VerifyReport(self.url, len(self.manifest.files), checked, tuple(problems))
 
+    def _enter_process(self) -> None:
+        """Open the path again in a forked process, which has no threads of its parent."""
+        if self._engine.pid != os.getpid():
+            here = _reopened(self._reopen, self.manifest.attempt, self.url)
+            self.backend, self._engine, self.reader = here.backend, here._engine, here.reader
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle how to open the path again."""
+        if self._reopen is None:
+            raise UsageError(f"{self!r} was not opened with bcp.open and cannot be pickled")
+        return _reopened, (self._reopen, self.manifest.attempt, self.url)
+
+    def _repr_html_(self) -> str:
+        """Show a table of the sections, in a notebook."""
+        return summary_html(self.url, self.manifest)
+
     def __repr__(self) -> str:
         """Show the URL, step, number of tensors and size."""
         size = f"{len(self.manifest.tensors)} tensors, {self.manifest.nbytes} bytes"
         return f"<Checkpoint {self.url} step={self.step} {size}>"
 
 
-def _index_box(index: Any, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[Any, ...]]:
-    """Return the box that contains an index expression, and the index that remains inside this box."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if items.count(Ellipsis) > 1 or len(items) - items.count(Ellipsis) > len(shape):
-        raise TensorIndexError(f"{name}: {index!r} does not index a tensor of shape {shape}")
-    fill = [slice(None)] * (len(shape) - len(items) + items.count(Ellipsis))
-    at = items.index(Ellipsis) if Ellipsis in items else len(items)
-    items = items[:at] + fill + items[at + 1 :]
-    offsets: list[int] = []
-    lengths: list[int] = []
-    rest: list[Any] = []
-    for d, (item, size) in enumerate(zip(items, shape)):
-        if isinstance(item, slice):
-            start, stop, step = item.indices(size)
-            if step < 0:
-                raise TensorIndexError(f"{name}: a negative step in dimension {d} is not supported")
-            offsets.append(start if stop > start else 0)
-            lengths.append(max(stop - start, 0))
-            rest.append(slice(None, None, step))
-        elif isinstance(item, (int, np.integer)) and not isinstance(item, bool) and -size <= item < size:
-            offsets.append(int(item) % size)
-            lengths.append(1)
-            rest.append(0)
-        else:
-            raise TensorIndexError(
-                f"{name}: index {item!r} is out of range or unsupported in dimension {d} of size {size}"
-            )
-    return Box(tuple(offsets), tuple(lengths)), tuple(rest)
+def _reopened(reopen: Callable[[], Checkpoint] | None, attempt: str, url: str) -> Checkpoint:
+    """Open a checkpoint in another process. Raises ``CheckpointError`` if the path now holds another one."""
+    if reopen is None:
+        raise UsageError(f"{url} was opened in another process; open it in this one")
+    checkpoint = reopen()
+    if checkpoint.manifest.attempt != attempt:
+        raise CheckpointError(f"{url} was overwritten after this handle was opened; open it again")
+    return checkpoint

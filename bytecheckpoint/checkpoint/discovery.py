@@ -7,6 +7,7 @@ the manifest names has its full size.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections import defaultdict
@@ -18,8 +19,10 @@ from ..errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptionError,
+    NotACheckpointError,
     NoValidCheckpointError,
     UnsupportedVersionError,
+    UsageError,
 )
 from ..format.manifest import MANIFEST_KEY, Manifest
 from ..storage_backends import join, open_backend
@@ -27,7 +30,27 @@ from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 from .manifest_file import read_manifest
 
-__all__ = ["CompleteCheckpoint", "Listing", "find_newest", "list_checkpoints", "trailing_number"]
+__all__ = [
+    "METRICS_KEY",
+    "MILESTONE_KEY",
+    "BestMode",
+    "CompleteCheckpoint",
+    "Listing",
+    "check_is_root",
+    "committed_names",
+    "find_newest",
+    "list_checkpoints",
+]
+__all__ += ["find_best", "find_milestone", "metric_of", "milestone_of", "open_complete", "trailing_number"]
+
+METRICS_KEY = "metrics"
+"""The key of a checkpoint's metrics in its metadata."""
+
+MILESTONE_KEY = "milestone"
+"""The key of a milestone's name in its metadata."""
+
+BestMode = Literal["min", "max"]
+"""Whether the best checkpoint has the lowest or the highest metric."""
 
 _TRAILING_NUMBER = re.compile(r"(\d+)$")
 _MOST_PROBLEMS_SHOWN = 10
@@ -42,6 +65,11 @@ class CompleteCheckpoint:
     name: str
     backend: StorageBackend
     manifest: Manifest
+
+    @property
+    def milestone(self) -> str | None:
+        """The name under which the manager keeps it for ever."""
+        return milestone_of(self.manifest)
 
     @property
     def step(self) -> int:
@@ -72,6 +100,7 @@ def find_newest(
         The checkpoint, or None if nothing was ever saved below ``root``.
 
     Raises:
+        UsageError: ``root`` is a checkpoint itself.
         NoValidCheckpointError: Saves left traces but no complete checkpoint, and ``allow_fresh`` is False.
         UnsupportedVersionError: A newer library wrote the newest checkpoint.
         StorageError: The store failed.
@@ -87,10 +116,7 @@ def find_newest(
             problems.append(f"{name}: loading it failed before")
             continue
         try:
-            backend = open_backend(join(top.url, name), **options)
-            manifest = read_manifest(backend)
-            _check_files_complete(backend, manifest)
-            complete.append(CompleteCheckpoint(name, backend, manifest))
+            complete.append(open_complete(join(top.url, name), name, options))
         except CheckpointNotFoundError:
             continue  # removed after it was listed
         except UnsupportedVersionError:
@@ -101,6 +127,7 @@ def find_newest(
                 _log.warning("skipped an invalid checkpoint: %s", error)
     if complete:
         return max(complete, key=lambda found: (found.step, found.name))
+    check_is_root(top)
     if problems and not allow_fresh:
         shown = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS_SHOWN])
         more = len(problems) - _MOST_PROBLEMS_SHOWN
@@ -110,6 +137,87 @@ def find_newest(
             + "\nRepair one of them, or pass allow_fresh=True to start from scratch."
         )
     return None
+
+
+def find_best(
+    root: str | os.PathLike[str], metric: str, mode: BestMode, *, storage_options: Mapping[str, Any] | None = None
+) -> CompleteCheckpoint | None:
+    """Return the complete checkpoint with the lowest or highest ``metric`` among the direct children of ``root``.
+
+    Of equal ones, that of the latest step. None if no checkpoint has the metric. Reads the manifests of all.
+    """
+    sign = 1.0 if mode == "min" else -1.0
+    found = [
+        (value, one)
+        for one in _all_complete(root, storage_options)
+        if (value := metric_of(one.manifest, metric)) is not None
+    ]
+    return min(found, key=lambda pair: (sign * pair[0], -pair[1].step), default=(0.0, None))[1]
+
+
+def find_milestone(
+    root: str | os.PathLike[str], name: str, *, storage_options: Mapping[str, Any] | None = None
+) -> CompleteCheckpoint | None:
+    """Return the complete checkpoint that was saved as this milestone; of several, that of the latest step."""
+    found = [one for one in _all_complete(root, storage_options) if one.milestone == name]
+    return max(found, key=lambda one: one.step, default=None)
+
+
+def metric_of(manifest: Manifest, metric: str) -> float | None:
+    """Return a number in the checkpoint's metrics, or else in its metadata; None if it has none or NaN."""
+    metrics = manifest.metadata.get(METRICS_KEY)
+    value = metrics.get(metric) if isinstance(metrics, Mapping) else None
+    value = manifest.metadata.get(metric) if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        return None
+    return float(value)
+
+
+def milestone_of(manifest: Manifest) -> str | None:
+    """Return the milestone's name in the checkpoint's metadata."""
+    name = manifest.metadata.get(MILESTONE_KEY)
+    return name if isinstance(name, str) else None
+
+
+def _all_complete(
+    root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> Iterator[CompleteCheckpoint]:
+    options = dict(storage_options or {})
+    top = open_backend(root, **options)
+    names = list(_children(top))
+    if not names:
+        check_is_root(top)
+    for name in names:
+        try:
+            yield open_complete(join(top.url, name), name, options)
+        except (CheckpointNotFoundError, NotACheckpointError):
+            continue
+        except CheckpointError as error:
+            _log.warning("skipped an invalid checkpoint: %s", error)
+
+
+def open_complete(url: str, name: str, options: Mapping[str, Any]) -> CompleteCheckpoint:
+    """Open the checkpoint at ``url``. Raises ``CheckpointError`` unless it is complete."""
+    backend = open_backend(url, **options)
+    manifest = read_manifest(backend)
+    _check_files_complete(backend, manifest)
+    return CompleteCheckpoint(name, backend, manifest)
+
+
+def committed_names(root: StorageBackend) -> set[str]:
+    """Return the names of the direct children of ``root`` that have a manifest. Reads names only."""
+    return {name for name in _children(root) if MANIFEST_KEY in root.list_children(f"{name}/")}
+
+
+def check_is_root(backend: StorageBackend) -> None:
+    """Raise ``UsageError`` if the folder is a checkpoint, or one that was never committed, and not the root of some."""
+    children = backend.list_children("")
+    if MANIFEST_KEY in children or any(child.startswith(ATTEMPT_PREFIX) for child in children):
+        parent = backend.url.rstrip("/").rpartition("/")[0]
+        raise UsageError(
+            f"{backend.url} is a checkpoint, and not a folder of checkpoints; pass {parent or 'its parent'} instead, "
+            f"or open the checkpoint itself with bcp.open or bcp.load"
+        )
 
 
 def trailing_number(name: str) -> int:

@@ -13,12 +13,14 @@ from ..errors import (
     KeyNotFoundError,
     NotACheckpointError,
     StorageError,
+    UsageError,
 )
-from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, decode, encode
+from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, START, Manifest, decode, encode
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 
 __all__ = [
+    "check_replaceable",
     "commit",
     "decode_manifest",
     "read_manifest",
@@ -81,6 +83,24 @@ def read_replaced_manifest(backend: StorageBackend) -> Manifest | None:
     except CheckpointError as error:
         _log.warning("cannot read the checkpoint that this save overwrites; its files are kept: %s", error)
         return None
+
+
+def check_replaceable(backend: StorageBackend) -> None:
+    """Raise ``UsageError`` if a save would overwrite a ``manifest.msgpack`` of another program.
+
+    A damaged manifest of this library may be overwritten.
+    """
+    try:
+        size = backend.stat(MANIFEST_KEY).size
+        start = bytearray(min(size, len(START)))
+        backend.read_into(MANIFEST_KEY, 0, start)
+    except KeyNotFoundError:
+        return
+    if not START.startswith(start) and any(start):  # a crash may leave zeros
+        raise UsageError(
+            f"{backend.url}/{MANIFEST_KEY} was not written by this library, and the save would overwrite it; remove "
+            f"it, or save to another path"
+        )
 
 
 def commit(backend: StorageBackend, manifest: Manifest) -> None:

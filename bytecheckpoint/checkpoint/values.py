@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import StateError
 from ..format.manifest import COMPANION, Manifest
-from ..format.values import decode_value, decode_values_file, path_name
+from ..format.values import MAPPINGS, Container, decode_value, decode_values_file, path_name
 from ..storage_backends.base import StorageBackend
 from ..tensors.shards import Path
 
@@ -29,6 +29,12 @@ class StoredValue(NamedTuple):
         owner = "" if self.rank is None else f"@{self.rank}"
         return f"{self.section}.{path_name(self.path)}{owner}"
 
+    @property
+    def only_orders_keys(self) -> bool:
+        """Whether this is no value, but the kind of a mapping and the order of its keys."""
+        decoded = self.decode()
+        return type(decoded) is Container and decoded.kind in MAPPINGS
+
     def decode(self) -> Any:
         """Return the value, or a note in place of a pickle, which is never loaded here."""
         try:
@@ -43,7 +49,7 @@ def values_files(manifest: Manifest) -> list[int]:
 
 
 def stored_values(
-    backend: StorageBackend, manifest: Manifest, *, section: str | None = None, ranks: Container[int] | None = None
+    backend: StorageBackend, manifest: Manifest, *, section: str | None = None, ranks: Collection[int] | None = None
 ) -> Iterator[StoredValue]:
     """Yield all values, or those of one section, in the order of files and entries. Reads each file once.
 

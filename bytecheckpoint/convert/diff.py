@@ -278,7 +278,9 @@ def _value_diffs(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
     values_b = {value.name: value for value in stored_values(b.backend, b.manifest)}
     for name in sorted(values_a.keys() | values_b.keys()):
         one, other = values_a.get(name), values_b.get(name)
-        if one is None or other is None or one.encoded != other.encoded:
+        if one is not None and other is not None and one.encoded == other.encoded:
+            continue
+        if not all(value is None or value.only_orders_keys for value in (one, other)):
             yield ValueDiff(name, _value_text(one), _value_text(other))
 
 

@@ -29,7 +29,7 @@ from ..format.hf_index import INDEX_KEY, SINGLE_KEY, index_document
 from ..format.safetensors import DATA_ALIGNMENT
 from ..load.matching import fault_lines
 from ..load.options import Rename, renaming
-from ..runtime.choices import check_choice
+from ..runtime.arguments import check_choice
 from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DTYPES, DType, is_meaningful_cast

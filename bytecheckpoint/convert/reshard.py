@@ -19,7 +19,7 @@ from ..engine.reading.stored_files import read_stored_file
 from ..errors import UsageError
 from ..format.manifest import Manifest
 from ..format.safetensors import shard_name
-from ..runtime.choices import check_choice
+from ..runtime.arguments import check_choice
 from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
 from ..tensors.geometry import Box

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .callbacks import Callbacks
 from .manager import CheckpointManager
 from .options import Cadence, Preemption, Retention
 
-__all__ = ["Cadence", "CheckpointManager", "Preemption", "Retention"]
+__all__ = ["Cadence", "Callbacks", "CheckpointManager", "Preemption", "Retention"]

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import msgpack
@@ -25,7 +25,7 @@ from ..save.handle import SaveHandle
 from .options import Cadence, Preemption
 from .signals import SignalWatch
 
-__all__ = ["CoordinationRounds", "Decision", "RoundTimer", "SaveCoordinator", "SavesInFlight"]
+__all__ = ["Call", "CoordinationRounds", "Decision", "RoundTimer", "SaveCoordinator", "SavesInFlight"]
 
 _MAX_TURNS = 10_000  # between two rounds, however short the turns seem
 _EARLIER_SAVES = "earlier saves"
@@ -45,19 +45,23 @@ class CoordinationRounds:
 
     @contextmanager
     def round(self, followed_by: str = "") -> Iterator[Operation]:
-        """Run one round. If it fails on this rank, report the failure also to the operation that follows it.
+        """Run one round. ``followed_by`` is the kind of the operation that continues it: "save" or "load"."""
+        with self.begin() as op, self.reporting(op, followed_by) if followed_by else nullcontext():
+            yield op
 
-        Other ranks may already have entered that operation (``followed_by``: "save" or "load").
+    @contextmanager
+    def reporting(self, op: Operation, followed_by: str) -> Iterator[None]:
+        """Report a failure of the block on this rank also to the next operation of kind ``followed_by`` after ``op``.
+
+        Other ranks, for which the block succeeded, may already wait in that operation.
         """
-        with self.begin() as op:
-            try:
-                yield op
-            except BaseException as error:
-                op.close()
-                if followed_by:
-                    with op.follow(followed_by, deadline_s=self._deadline_s) as next_op:
-                        next_op.fail("coordinate", error)
-                raise
+        try:
+            yield
+        except BaseException as error:
+            op.close()
+            with op.follow(followed_by, deadline_s=self._deadline_s) as next_op:
+                next_op.fail("coordinate", error)
+            raise
 
     def report_failure(self, error: BaseException) -> None:
         """Report the error that ended training on this rank. The other ranks raise it in their next round."""
@@ -81,6 +85,9 @@ class SavesInFlight:
 
     def is_full(self) -> bool:
         return sum(not handle.done() for handle in self._saves) >= self._limit
+
+    def is_any_running(self) -> bool:
+        return any(not handle.done() for handle in tuple(self._saves))
 
     def settle(self, op: Operation) -> None:
         """Forget saves that ended on this rank. If one failed on any rank, raise its cause on every rank.
@@ -138,24 +145,44 @@ class _RankStatus(NamedTuple):
 
     step: int
     turn: int
-    is_due: bool  # by its step, or forced
+    is_due: bool  # by its step
+    is_forced: bool
     is_requested: bool  # by request_save or a signal
     is_busy: bool  # with earlier saves
     preemption_signal: int
     grace_s: float  # left, if there was a preemption signal
+    milestone: str
 
     def facts(self) -> dict[str, str]:
         """The values that must be the same on all ranks."""
-        return {"step": str(self.step), "call of save": str(self.turn), "a save is due": str(self.is_due)}
+        return {
+            "step": str(self.step),
+            "call of save": str(self.turn),
+            "a save is due": str(self.is_due or self.is_forced),
+        }
 
 
 class Decision(NamedTuple):
-    """Rank 0's response: whether to save, and the preemption signal (or 0) with the shortest grace period left."""
+    """Rank 0's response: whether to save, and the preemption signal (or 0) with the shortest grace period left.
+
+    ``metrics`` are those of rank 0.
+    """
 
     save: bool
     preemption_signal: int
     grace_s: float
     next_turn: int
+    metrics: dict[str, float]
+
+
+class Call(NamedTuple):
+    """One call of ``save`` on this rank."""
+
+    step: int
+    is_due: bool  # by its step
+    is_forced: bool
+    metrics: dict[str, float]
+    milestone: str
 
 
 class SaveCoordinator:
@@ -188,9 +215,9 @@ class SaveCoordinator:
         self._turn += 1
         return is_due or self._turn >= self._next_turn
 
-    def decide(self, op: Operation, step: int, *, is_due: bool, is_busy: bool) -> Decision:
+    def decide(self, op: Operation, call: Call, *, is_busy: bool) -> Decision:
         """Exchange status and decision. Every rank raises ``DisagreementError`` if steps or turns differ."""
-        packed = op.gather("coordinate", msgpack.packb(self._status(step, is_due=is_due, is_busy=is_busy)))
+        packed = op.gather("coordinate", msgpack.packb(self._status(call, is_busy=is_busy)))
         response = None
         if packed is not None:
             statuses = [_RankStatus(*msgpack.unpackb(one)) for one in packed]
@@ -198,7 +225,7 @@ class SaveCoordinator:
                 differences = describe_disagreement("CheckpointManager.save", [one.facts() for one in statuses])
                 if differences:
                     raise DisagreementError(differences)
-            response = msgpack.packb(self._decide(statuses))
+            response = msgpack.packb(self._decide(statuses, call.metrics))
         decision = Decision(*msgpack.unpackb(op.broadcast("decision", response)))
         self._next_turn = decision.next_turn
         return decision
@@ -214,14 +241,15 @@ class SaveCoordinator:
         """A save failed; the same step may be saved again."""
         self._last_step = None
 
-    def _status(self, step: int, *, is_due: bool, is_busy: bool) -> _RankStatus:
+    def _status(self, call: Call, *, is_busy: bool) -> _RankStatus:
         received = self._signals.received
         number = next((number for number in self._preemption.signals if number in received), 0)
         grace_s = self._preemption.grace_s - (time.monotonic() - received[number]) if number else 0.0
         is_requested = self._is_requested or any(number in received for number in self._cadence.signals)
-        return _RankStatus(step, self._turn, is_due, is_requested, is_busy, number, grace_s)
+        due = (call.is_due, call.is_forced, is_requested)
+        return _RankStatus(call.step, self._turn, *due, is_busy, number, grace_s, call.milestone)
 
-    def _decide(self, statuses: Sequence[_RankStatus]) -> Decision:
+    def _decide(self, statuses: Sequence[_RankStatus], metrics: dict[str, float]) -> Decision:
         now, step, turn = time.monotonic(), statuses[0].step, statuses[0].turn
         leaving = [one for one in statuses if one.preemption_signal]
         minutes = self._cadence.every_minutes
@@ -233,9 +261,11 @@ class SaveCoordinator:
         )
         if step == self._last_step:
             save = False
-        if save and not leaving and self._skip_when_busy and any(one.is_busy for one in statuses):
+        if statuses[0].is_forced:
+            save = True
+        elif save and not leaving and self._skip_when_busy and any(one.is_busy for one in statuses):
             _log.info("step %d is not saved: earlier saves are still in flight", step)
             save = False
         grace_s = min((one.grace_s for one in leaving), default=0.0)
         number = leaving[0].preemption_signal if leaving else 0
-        return Decision(save, number, grace_s, turn + self._timer.turns_to_next(turn, now))
+        return Decision(save, number, grace_s, turn + self._timer.turns_to_next(turn, now), metrics if save else {})

@@ -6,26 +6,21 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of, remove_attempt
-from ..checkpoint.discovery import trailing_number
+from ..checkpoint.discovery import metric_of, milestone_of, trailing_number
 from ..checkpoint.manifest_file import read_manifest
-from ..errors import CheckpointError, KeyNotFoundError
-from ..format.manifest import MANIFEST_KEY, Manifest
+from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UsageError
+from ..format.manifest import MANIFEST_KEY
 from ..save.handle import SaveHandle
-from ..storage_backends import join, open_backend
+from ..storage_backends import check_key, join, open_backend
 from .options import Retention
 
-__all__ = ["METRICS_KEY", "STEP_NAME", "Committed", "Housekeeping", "expendable"]
-
-METRICS_KEY = "metrics"
-"""The key of a checkpoint's metrics in its metadata."""
-
-STEP_NAME = "step-{}"
+__all__ = ["Committed", "Housekeeping", "StepNames", "expendable"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,13 +32,43 @@ class Committed:
     name: str
     step: int
     metric: float | None = None
+    is_milestone: bool = False
+
+
+class StepNames:
+    """The folder names of checkpoints, such as ``checkpoint-{step}`` or ``step-{step:08d}``."""
+
+    def __init__(self, template: str) -> None:
+        """Raises ``UsageError`` unless the step can be read off the end of every name."""
+        self._template = template
+        try:
+            check_key(self.of(1))
+            is_plain = "/" not in self.of(1) and self.of(1) == self.of(1).strip()
+            is_valid = is_plain and all(self.step_of(self.of(step)) == step for step in (0, 7, 8_000_123))
+        except (BytecheckpointError, LookupError, TypeError, ValueError, AttributeError):
+            is_valid = False
+        if not is_valid or self.of(1).startswith((".", ATTEMPT_PREFIX)):
+            raise UsageError(
+                f"name_template must be the name of a folder that ends in {{step}}, such as 'checkpoint-{{step}}' or "
+                f"'step-{{step:08d}}', not {template!r}"
+            )
+
+    def of(self, step: int) -> str:
+        """Return the name of the checkpoint of ``step``."""
+        return self._template.format(step=step)
+
+    def step_of(self, name: str) -> int | None:
+        """Return the step of a checkpoint's name; None if the manager does not use this name."""
+        step = trailing_number(name)
+        return step if step >= 0 and name == self.of(step) else None
 
 
 def expendable(retention: Retention, committed: Sequence[Committed]) -> list[Committed]:
     """Return the checkpoints that no rule keeps. ``committed`` lists all of them in the order of their commits."""
     if retention.last is None and retention.every_steps is None and retention.best is None:
         return []
-    kept = {one.name for one in committed[-(retention.last or 1) :]}
+    kept = {one.name for one in committed if one.is_milestone}
+    kept |= {one.name for one in committed[-(retention.last or 1) :]}
     if retention.every_steps is not None:
         kept |= {one.name for one in committed if one.step % retention.every_steps == 0}
     if retention.best is not None:
@@ -58,12 +83,21 @@ def expendable(retention: Retention, committed: Sequence[Committed]) -> list[Com
 class Housekeeping:
     """Runs on rank 0, in its own thread.
 
-    It touches only folders that are named as the manager names them, and never files of a committed checkpoint that
+    It touches only folders that the manager's template names, and never files of a committed checkpoint that
     is kept. ``expect``, ``forget`` and ``follow`` are called from the training thread.
     """
 
-    def __init__(self, root: str, options: Mapping[str, Any], retention: Retention, job: bytes) -> None:
-        self._root, self._options = root, dict(options)
+    def __init__(
+        self,
+        root: str,
+        options: Mapping[str, Any],
+        retention: Retention,
+        job: bytes,
+        *,
+        names: StepNames,
+        on_removed: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        self._root, self._options, self._names, self._on_removed = root, dict(options), names, on_removed
         self._backend = open_backend(root, **self._options)
         self._retention, self._job = retention, job
         self._committed: list[Committed] | None = None  # in the order of their commits; None: unknown
@@ -81,25 +115,25 @@ class Housekeeping:
         with self._lock:
             self._expected[name] -= 1
 
-    def follow(self, save: SaveHandle, name: str, step: int, metrics: Mapping[str, float]) -> None:
+    def follow(self, save: SaveHandle, saved: Committed) -> None:
         """Once this save is committed, remove the checkpoints that no rule keeps. Returns at once."""
-        self._thread.submit(self._after_save, save, name, step, metrics)
+        self._thread.submit(self._after_save, save, saved)
 
     def close(self) -> None:
         """Finish all work and end the thread."""
         self._thread.shutdown(wait=True)
 
-    def _after_save(self, save: SaveHandle, name: str, step: int, metrics: Mapping[str, float]) -> None:
+    def _after_save(self, save: SaveHandle, saved: Committed) -> None:
         failed = save.exception() is not None
-        self.forget(name)
+        self.forget(saved.name)
         if failed:
             self._committed = None  # an earlier checkpoint of this name may still be there
             return
         try:
             if self._committed is None:
                 self._committed = self._scan_root()
-            self._committed = [one for one in self._committed if one.name != name]
-            self._committed.append(Committed(name, step, metrics.get(self._retention.metric or "")))
+            self._committed = [one for one in self._committed if one.name != saved.name]
+            self._committed.append(saved)
             for one in expendable(self._retention, self._committed):
                 self._committed.remove(one)
                 self._remove(one.name)
@@ -123,13 +157,15 @@ class Housekeeping:
                 except CheckpointError as error:
                     _log.warning("not touched, because it cannot be read: %s", error)
                     continue
-                found.append((manifest.created, Committed(name, trailing_number(name), self._metric_of(manifest))))
+                metric = metric_of(manifest, self._retention.metric or "")
+                is_milestone = milestone_of(manifest) is not None
+                found.append((manifest.created, Committed(name, trailing_number(name), metric, is_milestone)))
             self._remove_unfinished(name, [one for one in attempts if manifest is None or one != manifest.attempt])
         return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
     def _folders(self) -> Sequence[str]:
         names = (child[:-1] for child in self._backend.list_children("") if child.endswith("/"))
-        return [name for name in names if name == STEP_NAME.format(trailing_number(name))]
+        return [name for name in names if self._names.step_of(name) is not None]
 
     def _remove_unfinished(self, name: str, attempts: Sequence[str]) -> None:
         """This job holds the lease, so any other job that left an attempt has ended. An attempt without a job mark
@@ -153,8 +189,4 @@ class Housekeeping:
             _log.info("%s: removing %s", self._root, name)
             self._backend.delete([f"{name}/{MANIFEST_KEY}"])
         self._backend.delete([f"{name}/{key}" for key in manifest.files.name])
-
-    def _metric_of(self, manifest: Manifest) -> float | None:
-        metrics = manifest.metadata.get(METRICS_KEY)
-        value = metrics.get(self._retention.metric) if isinstance(metrics, Mapping) else None
-        return float(value) if isinstance(value, (int, float)) and not math.isnan(value) else None
+        self._on_removed(join(self._root, name))

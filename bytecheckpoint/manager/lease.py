@@ -2,7 +2,8 @@
 
 Clocks of different hosts are never compared, and modification times are never used. A job that finds another job's
 lease watches it. If the holder does not write for three of its own heartbeat intervals, on the watcher's clock, the
-watcher takes the lease over; it does so at once if the holder's process ran on this host and has ended. A holder that
+watcher takes the lease over. It does so at once if the holder's process ran on this host and has ended, or if torchrun
+has restarted this job since the holder began, because torchrun ends all workers before it restarts them. A holder that
 was only suspended finds that the lease was taken, and saves no more. Stores have no lock that a suspended process loses
 automatically, so the holder also checks the lease right before each commit. If the lease changes between that check and
 the commit, the result may be a checkpoint whose files are removed; every reader detects that.
@@ -11,9 +12,11 @@ the commit, the result may be a checkpoint whose files are removed; every reader
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
@@ -31,6 +34,7 @@ LEASE_KEY = "lease.msgpack"
 _MAX_BYTES = 1 << 16
 HEARTBEATS_PER_LEASE = 3
 _MAX_INTERVAL_S = 300.0
+_MAX_TRIES = 16  # to acquire a lease that other jobs release at the same moments
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +48,12 @@ class LeaseRecord:
     beat: int
     interval_s: float
     written: str
+    run: str = ""  # torchrun's name of the job; empty if unknown
+    restart: int = 0  # how often torchrun has restarted it
+
+    def precedes(self, other: LeaseRecord) -> bool:
+        """Whether torchrun ended this holder's process before it started that of ``other``."""
+        return self.run == other.run != "" and self.restart < other.restart
 
     def pack(self) -> bytes:
         return bytes(msgpack.packb(asdict(self)))
@@ -54,7 +64,7 @@ class LeaseRecord:
         try:
             fields = msgpack.unpackb(data)
             record = cls(**{**fields, "holder": PeerIdentity(**fields["holder"])})
-            valid = type(record.beat) is int and 0 < float(record.interval_s) <= _MAX_INTERVAL_S
+            valid = type(record.beat) is type(record.restart) is int and 0 < float(record.interval_s) <= _MAX_INTERVAL_S
         except Exception as error:
             raise ValueError(f"not a lease: {error}") from error
         if not valid:
@@ -69,10 +79,13 @@ class LeaseRecord:
 
 
 class Lease:
-    """Held from ``acquire`` to ``close``. Thread-safe."""
+    """Held from ``acquire`` to ``close``, or until ``is_unwanted`` returns True, which each heartbeat calls.
 
-    def __init__(self, backend: StorageBackend, record: LeaseRecord) -> None:
-        self._backend, self._record = backend, record
+    Thread-safe.
+    """
+
+    def __init__(self, backend: StorageBackend, record: LeaseRecord, is_unwanted: Callable[[], bool]) -> None:
+        self._backend, self._record, self._is_unwanted = backend, record, is_unwanted
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._lost: RootInUseError | None = None
@@ -80,7 +93,14 @@ class Lease:
         self._heartbeat = self._thread.submit(self._send_heartbeats)
 
     @classmethod
-    def acquire(cls, backend: StorageBackend, here: PeerIdentity, *, interval_s: float) -> Lease:
+    def acquire(
+        cls,
+        backend: StorageBackend,
+        here: PeerIdentity,
+        *,
+        interval_s: float,
+        is_unwanted: Callable[[], bool] = lambda: False,
+    ) -> Lease:
         """Acquire the lease of the root that ``backend`` is open on.
 
         If another job holds it, this waits up to ``3 * interval_s`` of that job to find out whether it is alive.
@@ -92,19 +112,23 @@ class Lease:
             RootInUseError: Another job holds the lease and is alive.
             StorageError: The store failed.
         """
-        record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now())
-        while True:
+        run, restart = _torchrun_identity()
+        record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now(), run, restart)
+        for _ in range(_MAX_TRIES):
             found = _read(backend)
             if found is None:
                 try:
                     _put_first(backend, record)
                 except KeyExistsError:
                     continue
-                break
-            if _has_died(backend, found, here):
+                return cls(backend, record, is_unwanted)
+            if _has_died(backend, found, record):
                 _put(backend, record)
-                break
-        return cls(backend, record)
+                return cls(backend, record, is_unwanted)
+        raise StorageError(
+            f"{backend.url}: {LEASE_KEY} can neither be read nor created. It may be a directory or a link to a missing "
+            f"file: remove it, or use another root"
+        )
 
     @property
     def job(self) -> bytes:
@@ -128,6 +152,9 @@ class Lease:
         """Release the lease. Never raises."""
         self._ended.set()
         self._thread.shutdown(wait=True)
+        self._delete()
+
+    def _delete(self) -> None:
         with self._lock:
             try:
                 found = _read(self._backend)
@@ -142,6 +169,9 @@ class Lease:
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._record.interval_s):
+            if self._is_unwanted():
+                self._delete()
+                return
             with self._lock:
                 try:
                     self._read_own()
@@ -162,9 +192,10 @@ class Lease:
             )
 
 
-def _has_died(backend: StorageBackend, found: LeaseRecord, here: PeerIdentity) -> bool:
-    """Return whether the holder has ended; False if the lease was released or taken over in between."""
-    if here.can_observe(found.holder) and found.holder.has_ended():
+def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> bool:
+    """Return whether the holder has ended; False if the lease was released in between."""
+    here = own.holder
+    if found.precedes(own) or (here.can_observe(found.holder) and found.holder.has_ended()):
         _log.info("%s: %s has ended; its lease is taken over", backend.url, found)
         return True
     _log.info("%s: waiting for a heartbeat of %s", backend.url, found)
@@ -175,10 +206,7 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, here: PeerIdentity) -
         if latest is None:
             return False
         if (latest.job, latest.beat) != (found.job, found.beat):
-            raise RootInUseError(
-                f"{backend.url} is in use by {latest}. Two jobs must not save below one root: stop that job, or use "
-                f"another root for this one"
-            )
+            raise _in_use(backend, latest, here)
         if here.can_observe(found.holder) and found.holder.has_ended():
             return True
     _log.warning(
@@ -188,6 +216,19 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, here: PeerIdentity) -
         HEARTBEATS_PER_LEASE * found.interval_s,
     )
     return True
+
+
+def _in_use(backend: StorageBackend, record: LeaseRecord, here: PeerIdentity) -> RootInUseError:
+    holder = record.holder
+    if here.can_observe(holder) and (here.pid, here.start_ticks) == (holder.pid, holder.start_ticks):
+        return RootInUseError(
+            f"this process already has a CheckpointManager open on {backend.url}: close that one first "
+            f"(manager.close(), or a with block), or keep using it"
+        )
+    return RootInUseError(
+        f"{backend.url} is in use by {record}. Two jobs must not save below one root: stop that job, or use another "
+        f"root for this one"
+    )
 
 
 def _read(backend: StorageBackend) -> LeaseRecord | None:
@@ -210,6 +251,13 @@ def _put_first(backend: StorageBackend, record: LeaseRecord) -> None:
     except StorageError:
         # The store has no conditional puts. If two jobs begin at once, the faster one finds its lease taken later.
         _put(backend, record)
+
+
+def _torchrun_identity() -> tuple[str, int]:
+    """Return torchrun's name of this job and the number of its restarts; an empty name if there is none."""
+    run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    # Without --rdzv-id, every job is called "none".
+    return (run, int(restart)) if run not in ("", "none") and restart.isdecimal() else ("", 0)
 
 
 def _put(backend: StorageBackend, record: LeaseRecord) -> None:

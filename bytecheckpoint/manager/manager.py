@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,22 +15,35 @@ import msgpack
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.discovery import find_newest
+from ..checkpoint.discovery import (
+    METRICS_KEY,
+    MILESTONE_KEY,
+    BestMode,
+    CompleteCheckpoint,
+    check_is_root,
+    find_best,
+    find_milestone,
+    find_newest,
+)
+from ..checkpoint.selection import Selection
 from ..checkpointer import Checkpointer, default_checkpointer
 from ..control.base import Operation
 from ..control.peers import PeerIdentity
 from ..errors import CheckpointError, KeyNotFoundError, UnsupportedVersionError, UsageError
 from ..load.report import LoadReport
 from ..planners import Layout
-from ..runtime.exit import before_exit
+from ..runtime.arguments import STEP, check_arguments, check_choice
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..save.handle import SaveHandle
 from ..save.options import SaveOptions, WhenBusy
-from ..storage_backends import join, open_backend
-from .coordinator import CoordinationRounds, Decision, SaveCoordinator, SavesInFlight
-from .housekeeping import METRICS_KEY, STEP_NAME, Housekeeping
+from ..save.replicas import Replicas
+from ..storage_backends import join, open_backend, url_text
+from .callbacks import CallbackRunner, Callbacks
+from .coordinator import Call, CoordinationRounds, Decision, SaveCoordinator, SavesInFlight
+from .housekeeping import Committed, Housekeeping, StepNames
 from .lease import HEARTBEATS_PER_LEASE, Lease
-from .options import Cadence, Preemption, Retention, check_seconds, check_whole_number
+from .options import Cadence, Preemption, Retention
+from .resources import ManagerResources
 from .signals import SignalWatch
 
 __all__ = ["CheckpointManager"]
@@ -50,15 +62,18 @@ class CheckpointManager:
 
     Create one manager per root and job, on every rank. Call every method on every rank, from the training thread;
     only ``request_save`` may be called on a single rank and from any thread. Checkpoints are the folders
-    ``step-<number>`` of the root; nothing else below the root is touched. A lease on the root prevents two jobs from
-    saving there by mistake.
+    ``step-<number>`` of the root (``name_template``); nothing else below the root is touched. A lease on the root
+    prevents two jobs from saving there by mistake.
 
     Args:
         root: Local path or URL below which the checkpoints are saved.
+        name_template: The names of the checkpoints' folders; it ends in ``{step}``, with zeros if you like
+            (``{step:08d}``).
         cadence: When saves are due. An int ``n`` is short for ``Cadence(every_steps=n)``. With None, only
             ``save(..., force=True)``, ``request_save`` and preemption save.
         keep: Which checkpoints to keep. An int ``n`` is short for ``Retention(last=n)``; None keeps all. Others are
             removed on rank 0, in a background thread, after a new checkpoint is committed.
+        callbacks: Functions to call when a save is staged, committed or failed, or a checkpoint is removed.
         preemption: Signals on which all ranks save and exit; by default SIGTERM. None handles no signals.
         async_save: Whether ``save`` returns once the state is copied. The other save options mean the same as in
             ``bytecheckpoint.save``.
@@ -67,9 +82,14 @@ class CheckpointManager:
             "skip" the new one.
         framework: As in ``bytecheckpoint.save``.
         layout: As in ``bytecheckpoint.save``.
+        include: As in ``bytecheckpoint.save``.
+        exclude: As in ``bytecheckpoint.save``.
+        trainable_only: As in ``bytecheckpoint.save``.
+        replicas: As in ``bytecheckpoint.save``.
         gate: As in ``bytecheckpoint.save``; ignored if ``async_save`` is False.
         allow_pickle: As in ``bytecheckpoint.save``.
-        metadata: Plain values that are stored with every checkpoint. The key ``"metrics"`` is reserved.
+        metadata: Plain values that are stored with every checkpoint. The keys ``"metrics"`` and ``"milestone"``
+            are reserved.
         deadline_s: Seconds that each wait for another rank, for staging memory or for storage may take.
         lease_s: Seconds without a heartbeat after which another job may take the root over.
         coordinate_every_s: About how often, in seconds, ranks exchange signals, requests and clock-based decisions;
@@ -82,7 +102,7 @@ class CheckpointManager:
         preempted: Whether a preemption signal made all ranks save.
 
     Raises:
-        UsageError: An argument is invalid.
+        UsageError: An argument is invalid, or the root is a checkpoint itself.
         RootInUseError: Another job saves below this root.
         StorageError: The lease could not be written.
         ControlError: The ranks could not work together.
@@ -101,14 +121,20 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str],
         *,
+        name_template: str = "step-{step}",
         cadence: Cadence | int | None = None,
         keep: Retention | int | None = None,
+        callbacks: Callbacks | None = None,
         preemption: Preemption | None = _LEAVE_ON_SIGTERM,
         async_save: bool = True,
         max_in_flight: int = 1,
         when_busy: WhenBusy = "wait",
         framework: str | None = None,
         layout: Layout = "shards",
+        include: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        trainable_only: bool = False,
+        replicas: Replicas = "auto",
         gate: bool = False,
         allow_pickle: bool = False,
         metadata: Mapping[str, Any] | None = None,
@@ -118,56 +144,72 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         checkpointer: Checkpointer | None = None,
     ) -> None:
-        self.root = os.fspath(root)
+        self.root = url_text(root)
         self.preempted = False
-        self._pid = os.getpid()
         self._checkpointer = checkpointer if checkpointer is not None else default_checkpointer()
         self._rounds = CoordinationRounds(self._checkpointer, deadline_s)
-        self._storage_options = dict(storage_options or {})
+        self._storage_options = storage_options
         self._deadline_s, self._async = deadline_s, async_save
         self._preemption = preemption if preemption is not None else Preemption(signals=())
-        self._metadata = dict(metadata or {})
+        self._metadata: dict[str, Any] = {}
         self._options = SaveOptions(
             framework=framework,
             allow_pickle=allow_pickle,
             deadline_s=deadline_s,
             layout=layout,
-            gate=gate and async_save,
+            selection=Selection(include, exclude),
+            trainable_only=trainable_only,
+            replicas=replicas,
+            gate=gate,
         )
-        self._in_flight = SavesInFlight(max_in_flight)
-        self._signals = SignalWatch(())
-        self._lease: Lease | None = None
-        self._housekeeping: Housekeeping | None = None
-        self._closed = False
+        self._resources = held = ManagerResources(self, self.root, SavesInFlight(max_in_flight))
         op = self._rounds.begin()
         try:
             with op.phase("lease"):
-                check_whole_number("max_in_flight", max_in_flight)
-                check_seconds("lease_s", lease_s)
-                check_seconds("coordinate_every_s", coordinate_every_s)
-                if METRICS_KEY in self._metadata:
-                    raise UsageError(f"the metadata key {METRICS_KEY!r} is reserved for the metrics passed to save")
-                replace(self._options, when_busy=when_busy, metadata=self._metadata).check()
+                check_arguments(
+                    {
+                        "async_save": async_save,
+                        "max_in_flight": max_in_flight,
+                        "lease_s": lease_s,
+                        "coordinate_every_s": coordinate_every_s,
+                        "storage_options": storage_options,
+                    }
+                )
+                checked = replace(self._options, when_busy=when_busy, metadata=metadata or {}).checked()
+                self._options = replace(checked, when_busy="wait", gate=checked.gate and async_save)
+                self._metadata = dict(checked.metadata)
+                for key in (METRICS_KEY, MILESTONE_KEY):
+                    if key in self._metadata:
+                        raise UsageError(f"the metadata key {key!r} is reserved for an argument of save")
+                if not isinstance(callbacks, (Callbacks, type(None))):
+                    raise UsageError(f"callbacks must be a bytecheckpoint.Callbacks or None, not {callbacks!r}")
+                self._names = StepNames(name_template)
+                self._callbacks = CallbackRunner(callbacks or Callbacks())
+                if not isinstance(self._preemption, Preemption):
+                    raise UsageError(f"preemption must be a bytecheckpoint.Preemption or None, not {preemption!r}")
                 cadence = cadence if isinstance(cadence, Cadence) else Cadence(every_steps=cadence)
-                retention = keep if isinstance(keep, Retention) else Retention(last=keep)
-                self._signals = SignalWatch((*self._preemption.signals, *cadence.signals))
+                self._retention = keep if isinstance(keep, Retention) else Retention(last=keep)
+                held.signals = SignalWatch(
+                    (*self._preemption.signals, *cadence.signals),
+                    grace_s=dict.fromkeys(self._preemption.signals, self._preemption.grace_s),
+                    is_abandoned=held.is_abandoned,
+                )
                 self._coordinator = SaveCoordinator(
                     cadence,
                     self._preemption,
-                    self._signals,
+                    held.signals,
                     skip_when_busy=when_busy == "skip",
                     # In a single process a round exchanges nothing and costs nothing.
                     interval_s=coordinate_every_s if op.world_size > 1 else 0.0,
                 )
                 if op.rank == 0:
-                    self._acquire_root(retention, lease_s)
+                    self._acquire_root(lease_s)
             op.barrier("lease")
         except BaseException:
-            self._release()
+            held.release()
             raise
         finally:
             op.close()
-        before_exit(partial(_release_at_exit, weakref.ref(self)))
 
     def latest(self, *, allow_fresh: bool = False) -> Checkpoint | None:
         """Open the newest valid checkpoint below the root, the same one on all ranks.
@@ -185,14 +227,52 @@ class CheckpointManager:
             StorageError: The store failed.
             ControlError: The ranks could not work together.
         """
-        with self._rounds.round() as op:
-            name = self._find_newest(op, (), allow_fresh=allow_fresh)
-        if name is None:
-            return None
-        return self._checkpointer.open(join(self.root, name), storage_options=self._storage_options)
+        return self._find(
+            partial(find_newest, self.root, allow_fresh=allow_fresh, storage_options=self._storage_options)
+        )
+
+    def best(self, metric: str | None = None, mode: BestMode | None = None) -> Checkpoint | None:
+        """Open the best checkpoint below the root, the same one on all ranks.
+
+        Args:
+            metric: The key in the ``metrics`` of ``save``, or in the metadata. By default that of ``keep``.
+            mode: ``"min"`` if a lower metric is better, ``"max"`` if a higher one is. By default that of ``keep``.
+
+        Returns:
+            The checkpoint, of equal ones that of the latest step; None if no checkpoint has the metric.
+
+        Raises:
+            UsageError: There is no metric to compare.
+            StorageError: The store failed.
+            ControlError: The ranks could not work together.
+        """
+        metric, mode = metric or self._retention.metric, mode or self._retention.mode
+        if not isinstance(metric, str):
+            raise UsageError("best needs a metric: pass one, or set Retention.metric")
+        check_choice("mode", mode, BestMode)
+        return self._find(partial(find_best, self.root, metric, mode, storage_options=self._storage_options))
+
+    def milestone(self, name: str) -> Checkpoint | None:
+        """Open the checkpoint that was saved as this milestone, the same one on all ranks.
+
+        Args:
+            name: The ``milestone`` of ``save``.
+
+        Returns:
+            The checkpoint, of several that of the latest step; None if there is none.
+
+        Raises:
+            UsageError: The manager is closed.
+            StorageError: The store failed.
+            ControlError: The ranks could not work together.
+        """
+        return self._find(partial(find_milestone, self.root, name, storage_options=self._storage_options))
 
     def resume(self, state: Mapping[str, Any], *, allow_fresh: bool = False, **options: Any) -> LoadReport | None:
         """Load the newest valid checkpoint into ``state``.
+
+        If saves are asynchronous, background threads then fault in the memory of the first one (see
+        ``bytecheckpoint.warmup``).
 
         If a checkpoint turns out to be damaged while it is loaded, the damage is logged and the one before it is
         loaded. Only damage makes the manager fall back: a state that does not fit the checkpoint and a checkpoint of
@@ -213,14 +293,27 @@ class CheckpointManager:
             UnsupportedVersionError: A newer library saved the newest checkpoint.
             BytecheckpointError: Other errors of ``bytecheckpoint.load``.
         """
+        self._check_usable()
         damaged: list[str] = []
         while True:
             with self._rounds.round(followed_by="load") as op:
-                name = self._find_newest(op, damaged, allow_fresh=allow_fresh)
+                name = _agree_on_name(
+                    op,
+                    partial(
+                        find_newest,
+                        self.root,
+                        excluding=damaged,
+                        allow_fresh=allow_fresh,
+                        storage_options=self._storage_options,
+                    ),
+                )
             if name is None:
                 return None
             try:
-                with self._checkpointer.following(op, "load", self._deadline_s):
+                with (
+                    self._rounds.reporting(op, "warmup"),
+                    self._checkpointer.following(op, "load", self._deadline_s),
+                ):
                     report = self._checkpointer.load(
                         join(self.root, name),
                         state,
@@ -235,6 +328,7 @@ class CheckpointManager:
                 damaged.append(name)
             else:
                 _log.info("%s: resumed from %s", self.root, name)
+                self._prepare_saves(op, state)
                 return report
 
     def save(
@@ -243,6 +337,7 @@ class CheckpointManager:
         state: State,
         *,
         metrics: Mapping[str, float] | None = None,
+        milestone: str | None = None,
         force: bool = False,
     ) -> SaveHandle | None:
         """Save ``state`` if a save is due. Call it once per iteration of the training loop, after the training step.
@@ -255,7 +350,9 @@ class CheckpointManager:
             state: As in ``bytecheckpoint.save``, or a function that returns it and is called only if a save is made.
             metrics: Numbers that are stored with the checkpoint (those of rank 0) and that ``Retention.metric`` refers
                 to.
-            force: Save now, whatever the cadence. A step that was already saved is not saved again.
+            milestone: Save now, and keep the checkpoint for ever. ``CheckpointManager.milestone`` finds it by this
+                name, which is the same on all ranks.
+            force: Save now, whatever the cadence, even if this step was saved before or earlier saves are in flight.
 
         Returns:
             The handle of the save, or None if no save was made.
@@ -268,19 +365,21 @@ class CheckpointManager:
             BytecheckpointError: Whatever ``bytecheckpoint.save`` raises, and on all ranks the failure of an earlier
                 save in the background. Nothing was saved; call ``save`` again to continue.
         """
-        if self._closed:
-            raise UsageError("this CheckpointManager is closed; create a new one")
-        is_due = force or self._coordinator.is_due(step)
-        if not self._coordinator.begin_turn(is_due=is_due):
+        self._check_usable()
+        self._callbacks.poll()
+        step = STEP("step", step)
+        is_due = self._coordinator.is_due(step)
+        force = force or milestone is not None
+        if not self._coordinator.begin_turn(is_due=is_due or force):
             return None
         with self._rounds.round(followed_by="save") as op:
-            decision, plain_metrics = self._coordinate(op, step, metrics, is_due=is_due)
+            decision = self._coordinate(op, step, metrics, milestone, is_due=is_due, is_forced=force)
         handle = None
         if decision.save:
             is_leaving = decision.preemption_signal != 0
             deadline_s = max(_MIN_DEADLINE_S, decision.grace_s) if is_leaving else self._deadline_s
             with self._checkpointer.following(op, "save", deadline_s):
-                handle = self._begin_save(step, state, plain_metrics, deadline_s)
+                handle = self._begin_save(step, state, decision.metrics, milestone, deadline_s)
         if decision.preemption_signal:
             self._leave(step, decision.preemption_signal)
         return handle
@@ -295,8 +394,10 @@ class CheckpointManager:
         Raises:
             BytecheckpointError: The failure of a save, on all ranks.
         """
+        self._check_usable()
         with self._rounds.round() as op, self._settling():
-            self._in_flight.finish(op)
+            self._resources.in_flight.finish(op)
+        self._callbacks.poll()
 
     def close(self) -> None:
         """Wait for all saves, then release the lease, the signal handlers and the threads.
@@ -304,12 +405,12 @@ class CheckpointManager:
         Raises:
             BytecheckpointError: The failure of a save, after everything is released.
         """
-        if self._closed:
+        if self._resources.is_released or self._resources.is_inherited:
             return
         try:
             self.wait()
         finally:
-            self._release()
+            self._resources.release()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -319,39 +420,51 @@ class CheckpointManager:
             self.close()
         else:
             # The other ranks may be elsewhere or gone, so this rank does not wait for them.
-            if not self._closed:
+            if not (self._resources.is_released or self._resources.is_inherited):
                 self._rounds.report_failure(error)
-            self._release()
+            self._resources.release()
 
-    def _find_newest(self, op: Operation, excluded: Sequence[str], *, allow_fresh: bool) -> str | None:
-        """Return the name of the newest valid checkpoint, the same on all ranks. Raises like ``find_newest``.
+    def _prepare_saves(self, op: Operation, state: Mapping[str, Any]) -> None:
+        """Let background threads fault in the memory of the first asynchronous save while training begins."""
+        if not self._async:
+            return
+        try:
+            with self._checkpointer.following(op, "warmup", self._deadline_s):
+                self._checkpointer.warm_up_with(state, self._options, slots=1, wait=False)
+        except UsageError as error:
+            _log.warning("%s: this state can be resumed but not saved: %s", self.root, error)
 
-        Only rank 0 lists the root, because ranks may see different states of a network file system.
-        """
-        response = None
-        with op.phase("find"):
-            if op.rank == 0:
-                found = find_newest(
-                    self.root, excluding=excluded, allow_fresh=allow_fresh, storage_options=self._storage_options
-                )
-                response = msgpack.packb(None if found is None else found.name)
-        name: str | None = msgpack.unpackb(op.broadcast("found", response))
-        return name
+    def _find(self, search: Callable[[], CompleteCheckpoint | None]) -> Checkpoint | None:
+        self._check_usable()
+        with self._rounds.round() as op:
+            name = _agree_on_name(op, search)
+        if name is None:
+            return None
+        return self._checkpointer.open(join(self.root, name), storage_options=self._storage_options)
 
     def _coordinate(
-        self, op: Operation, step: int, metrics: Mapping[str, float] | None, *, is_due: bool
-    ) -> tuple[Decision, dict[str, float]]:
+        self,
+        op: Operation,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        milestone: str | None,
+        *,
+        is_due: bool,
+        is_forced: bool,
+    ) -> Decision:
         with self._settling():
             with op.phase("check"):
-                plain_metrics = _as_floats(metrics)
-                if self._lease is not None:
-                    self._lease.raise_if_lost()
-            is_busy = self._in_flight.is_full()
-            self._in_flight.settle(op)
-            decision = self._coordinator.decide(op, step, is_due=is_due, is_busy=is_busy)
+                check_arguments({"force": is_forced, "milestone": milestone})
+                call = Call(step, is_due, is_forced, _as_floats(metrics), milestone or "")
+                if self._resources.lease is not None:
+                    self._resources.lease.raise_if_lost()
+            in_flight = self._resources.in_flight
+            is_busy = in_flight.is_full()
+            in_flight.settle(op)
+            decision = self._coordinator.decide(op, call, is_busy=is_busy)
             if decision.save:
-                self._in_flight.wait_for_room(op)
-            return decision, plain_metrics
+                in_flight.wait_for_room(op)
+            return decision
 
     @contextmanager
     def _settling(self) -> Iterator[None]:
@@ -360,18 +473,25 @@ class CheckpointManager:
             yield
         except BaseException:
             self._coordinator.save_failed()
-            self._in_flight.drain()
+            self._resources.in_flight.drain()
             raise
 
-    def _begin_save(self, step: int, state: State, metrics: Mapping[str, float], deadline_s: float) -> SaveHandle:
+    def _begin_save(
+        self, step: int, state: State, metrics: Mapping[str, float], milestone: str | None, deadline_s: float
+    ) -> SaveHandle:
         self._coordinator.save_began(step)
-        metadata = {**self._metadata, METRICS_KEY: metrics} if metrics else self._metadata
+        metadata: dict[str, Any] = dict(self._metadata)
+        if metrics:
+            metadata[METRICS_KEY] = metrics
+        if milestone is not None:
+            metadata[MILESTONE_KEY] = milestone
         options = replace(self._options, step=step, metadata=metadata, deadline_s=deadline_s)
-        if self._lease is not None:
-            options = replace(options, job=self._lease.job, guard=self._lease.check)
-        name = STEP_NAME.format(step)
-        if self._housekeeping is not None:
-            self._housekeeping.expect(name)
+        lease, housekeeping = self._resources.lease, self._resources.housekeeping
+        if lease is not None:
+            options = replace(options, job=lease.job, guard=lease.check)
+        name = self._names.of(step)
+        if housekeeping is not None:
+            housekeeping.expect(name)
         url = join(self.root, name)
         try:
             handle = self._checkpointer.save_with(
@@ -379,12 +499,14 @@ class CheckpointManager:
             )
         except BaseException:
             self._coordinator.save_failed()
-            if self._housekeeping is not None:
-                self._housekeeping.forget(name)
+            if housekeeping is not None:
+                housekeeping.forget(name)
             raise
-        self._in_flight.add(handle)
-        if self._housekeeping is not None:
-            self._housekeeping.follow(handle, name, step, metrics)
+        self._resources.in_flight.add(handle)
+        if housekeeping is not None:
+            metric = metrics.get(self._retention.metric or "")
+            housekeeping.follow(handle, Committed(name, step, metric, milestone is not None))
+        self._callbacks.follow(handle)
         return handle
 
     def _leave(self, step: int, number: int) -> None:
@@ -395,27 +517,46 @@ class CheckpointManager:
             self.wait()
         finally:
             if exits:
-                self._release()
+                self._resources.release()
         if exits:
             raise SystemExit(128 + number)
 
-    def _acquire_root(self, retention: Retention, lease_s: float) -> None:
-        backend = open_backend(self.root, **self._storage_options)
+    def _acquire_root(self, lease_s: float) -> None:
+        held, backend = self._resources, open_backend(self.root, **(self._storage_options or {}))
+        check_is_root(backend)
         here = PeerIdentity.of_this_process(0)
-        self._lease = Lease.acquire(backend, here, interval_s=lease_s / HEARTBEATS_PER_LEASE)
-        self._housekeeping = Housekeeping(self.root, self._storage_options, retention, self._lease.job)
+        interval_s = lease_s / HEARTBEATS_PER_LEASE
+        held.lease = Lease.acquire(backend, here, interval_s=interval_s, is_unwanted=held.finish_if_abandoned)
+        held.housekeeping = Housekeeping(
+            self.root,
+            self._storage_options or {},
+            self._retention,
+            held.lease.job,
+            names=self._names,
+            on_removed=self._callbacks.removed,
+        )
 
-    def _release(self) -> None:
-        """Wait for this rank's part of all saves, log failures, and release everything. Does not wait for others."""
-        if self._closed:
-            return
-        self._closed = True
-        self._in_flight.drain()
-        if self._housekeeping is not None:
-            self._housekeeping.close()
-        if self._lease is not None:
-            self._lease.close()
-        self._signals.close()
+    def _check_usable(self) -> None:
+        if self._resources.is_released:
+            raise UsageError("this CheckpointManager is closed; create a new one")
+        if self._resources.is_inherited:
+            raise UsageError(
+                "this CheckpointManager belongs to the process that this one was forked from; use it only there"
+            )
+
+
+def _agree_on_name(op: Operation, search: Callable[[], CompleteCheckpoint | None]) -> str | None:
+    """Return the name of the checkpoint that ``search`` finds on rank 0, and raise on all ranks what it raises.
+
+    Only rank 0 lists the root, because ranks may see different states of a network file system.
+    """
+    response = None
+    with op.phase("find"):
+        if op.rank == 0:
+            found = search()
+            response = msgpack.packb(None if found is None else found.name)
+    name: str | None = msgpack.unpackb(op.broadcast("found", response))
+    return name
 
 
 def _as_floats(metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -435,10 +576,3 @@ def _state_factory(state: Any) -> Callable[[], Any]:
         return lambda: state
     factory: Callable[[], Any] = state
     return factory
-
-
-def _release_at_exit(manager: weakref.ref[CheckpointManager]) -> None:
-    alive = manager()
-    # multiprocessing runs this also at the end of a forked child, whose saves, lease and threads are its parent's.
-    if alive is not None and alive._pid == os.getpid():
-        alive._release()

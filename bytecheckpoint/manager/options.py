@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ..checkpoint.discovery import BestMode
 from ..errors import UsageError
-from ..runtime.choices import check_choice
+from ..runtime.arguments import ARGUMENTS, Rule, choice, optional, positive_number, whole_number
 
-__all__ = ["BestMode", "Cadence", "Preemption", "PreemptionAction", "Retention", "check_seconds", "check_whole_number"]
-
-BestMode = Literal["min", "max"]
-"""Whether the best checkpoint has the lowest or the highest metric."""
+__all__ = ["BestMode", "Cadence", "Preemption", "PreemptionAction", "Retention"]
 
 PreemptionAction = Literal["exit", "return"]
 """What ``CheckpointManager.save`` does after it saved because of a preemption signal."""
 
-_MAX_SECONDS = 900.0  # a limit against values in milliseconds
+_count = optional(whole_number(1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +40,17 @@ class Cadence:
     signals: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        check_whole_number("Cadence.every_steps", self.every_steps)
-        if self.every_minutes is not None and not self.every_minutes > 0:
-            raise UsageError(f"Cadence.every_minutes must be a positive number, not {self.every_minutes!r}")
+        _set(self, "every_steps", _count)
+        _set(self, "every_minutes", optional(positive_number))
+        _set(self, "signals", _signals)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
     """Which checkpoints a ``CheckpointManager`` keeps. A checkpoint is kept if any rule keeps it.
 
-    The checkpoint that was committed last is always kept. Without any rule, all checkpoints are kept.
+    The checkpoint that was committed last and all milestones (``CheckpointManager.save``) are always kept. Without any
+    rule, all checkpoints are kept.
 
     Args:
         last: Keep this many of the checkpoints that were committed last.
@@ -77,8 +75,9 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name in ("last", "every_steps", "best"):
-            check_whole_number(f"Retention.{name}", getattr(self, name))
-        check_choice("Retention.mode", self.mode, BestMode)
+            _set(self, name, _count)
+        _set(self, "metric", ARGUMENTS["metric"])
+        _set(self, "mode", choice(BestMode))
         if (self.best is None) != (self.metric is None):
             raise UsageError("Retention.best and Retention.metric must be set together")
 
@@ -107,17 +106,17 @@ class Preemption:
     action: PreemptionAction = "exit"
 
     def __post_init__(self) -> None:
-        check_seconds("Preemption.grace_s", self.grace_s)
-        check_choice("Preemption.action", self.action, PreemptionAction)
+        _set(self, "signals", _signals)
+        _set(self, "grace_s", ARGUMENTS["grace_s"])
+        _set(self, "action", choice(PreemptionAction))
 
 
-def check_whole_number(name: str, value: object) -> None:
-    """Raise ``UsageError`` unless ``value`` is None or an int of at least 1."""
-    if value is not None and (type(value) is not int or value < 1):
-        raise UsageError(f"{name} must be a whole number of at least 1, not {value!r}")
+def _set(options: object, name: str, rule: Rule) -> None:
+    """Validate a field of a frozen dataclass, and give it the type that the code expects."""
+    object.__setattr__(options, name, rule(f"{type(options).__name__}.{name}", getattr(options, name)))
 
 
-def check_seconds(name: str, value: float) -> None:
-    """Raise ``UsageError`` unless ``value`` is a plausible number of seconds."""
-    if not isinstance(value, (int, float)) or math.isnan(value) or not 0 < value <= _MAX_SECONDS:
-        raise UsageError(f"{name} must be a number of seconds between 0 and {_MAX_SECONDS:g}, not {value!r}")
+def _signals(name: str, value: Any) -> Sequence[int]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise UsageError(f"{name} must be a list of signals, such as [signal.SIGTERM], not {value!r}")
+    return tuple(value)

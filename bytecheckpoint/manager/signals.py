@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -22,12 +23,21 @@ class SignalWatch:
     """Replaces the handlers of ``signals`` until ``close``, which restores the previous ones.
 
     ``received`` maps each signal to the time of its first arrival on the monotonic clock. A signal has no other effect
-    on the process, however often it arrives. Python handles signals only in the main thread: created in another thread,
-    a watch records nothing and logs a warning.
+    on the process until its ``grace_s`` has passed since its first arrival. Then, and if ``is_abandoned`` returns True,
+    it has the effect that it had before the watch: a training loop that hangs, or that has lost its manager, can be
+    ended. Python handles signals only in the main thread: created in another thread, a watch records nothing and logs a
+    warning.
     """
 
-    def __init__(self, signals: Iterable[int]) -> None:
+    def __init__(
+        self,
+        signals: Iterable[int],
+        *,
+        grace_s: Mapping[int, float] | None = None,
+        is_abandoned: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.received: dict[int, float] = {}
+        self._grace_s, self._is_abandoned = dict(grace_s or {}), is_abandoned
         self._previous: dict[int, Any] = {}
         self._closed = False
         self._pid = os.getpid()
@@ -55,18 +65,18 @@ class SignalWatch:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handler_before(self, number: int) -> Any:
-        """The previous handler; if it belongs to a watch that is closed by now, the one before that."""
+        """The previous handler; if it belongs to a watch that is closed or abandoned by now, the one before that."""
         handler = self._previous[number]
         watch = getattr(handler, "__self__", None)
-        if isinstance(watch, SignalWatch) and watch._closed:
+        if isinstance(watch, SignalWatch) and (watch._closed or watch._is_abandoned()):
             return watch._handler_before(number)
         return handler
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            # A forked child, such as a data loader's worker: it ends as it would without this library.
-            handler = self._previous[number]
+        now = time.monotonic()
+        waited_s = now - self.received.setdefault(number, now)
+        is_inherited = os.getpid() != self._pid  # by a forked child, such as a data loader's worker
+        if is_inherited or self._is_abandoned() or waited_s > self._grace_s.get(number, math.inf):
+            handler = self._handler_before(number)
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
             os.kill(os.getpid(), number)
-            return
-        self.received.setdefault(number, time.monotonic())

@@ -30,6 +30,7 @@ from bytecheckpoint.errors import (
     NotACheckpointError,
     NoValidCheckpointError,
     StorageError,
+    TensorIndexError,
 )
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.tensors.geometry import Box
@@ -406,3 +407,37 @@ def test_adjacent_small_tensors_are_fetched_together(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert len(calls) <= 5, "one read for all small tensors, in addition to header and values"
     assert report.bytes_requested == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        [0, 1], None, True, np.bool_(1), torch.tensor([0, 1]), torch.tensor(True), torch.tensor([True, False]),
+        np.arange(2), (0, [1]), (torch.tensor([0]), ...), (None, 0), "a", 1.5, slice("a"),
+        slice(0, 4, 0), slice(None, None, -1),
+        (..., ...), (0, 0, 0), 99, -99,
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_cannot_be_indexed(tmp_path: Path, index: Any) -> None:
+    bcp.save(tmp_path, {"model": {"w": torch.arange(12.0).reshape(4, 3)}})
+    with pytest.raises(TensorIndexError, match=r"^model\.w: "):
+        bcp.open(tmp_path)["model.w"][index]
+
+
+def test_integers_of_other_libraries_index(tmp_path: Path) -> None:
+    weight = torch.arange(12.0).reshape(4, 3)
+    bcp.save(tmp_path, {"model": {"w": weight}})
+    tensor = bcp.open(tmp_path)["model.w"]
+    for index in (np.int64(2), torch.tensor(2), (slice(np.int64(1), None), torch.tensor(-1)), (..., np.uint8(0))):
+        assert torch.equal(tensor[index], weight[index])
+
+
+def test_what_is_not_a_name_is_not_in_a_checkpoint(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": {"w": torch.ones(1)}})
+    checkpoint = bcp.open(tmp_path)
+    for name in (5, None, ["model.w"], b"model.w", "model"):
+        assert name not in checkpoint
+        with pytest.raises(NameNotFoundError):
+            checkpoint[name]  # type: ignore[index]
+    assert checkpoint.get(5) is None  # type: ignore[call-overload]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.convert.reshard import reshard
-from bytecheckpoint.errors import CorruptionError
+from bytecheckpoint.errors import CorruptionError, UsageError
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -209,3 +209,33 @@ def test_resharding_drops_the_companions(tmp_path: Path, layout: Any) -> None:
     assert found.model_directory is None
     assert not list((tmp_path / "to").rglob("*.json"))
     assert found.section_values("extra_state") == {("step",): 3}
+
+
+class _LoraLinear(nn.Module):
+    """A stand-in for PEFT's layer, with its names."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(2, 2)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 1, bias=False)})
+
+
+class _PeftModel(nn.Module):
+    """A stand-in for ``peft.PeftModel``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._peft_config = None
+        self.base_model = inner
+
+
+@pytest.mark.parametrize("make", [_LoraLinear, lambda: _PeftModel(nn.Linear(2, 2))], ids=["layer", "model"])
+def test_models_with_adapters_are_not_stored_as_directories(make: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(make())
+    with pytest.raises(UsageError, match=r"'model' is a model with PEFT adapters.*random.*save_pretrained"):
+        bcp.save(tmp_path / "whole", {"model": model}, layout="whole")
+    assert not (tmp_path / "whole").exists()
+    bcp.save(tmp_path / "merged", {"model": model}, layout="merged")
+    bcp.save(tmp_path / "other", {"model": nn.Linear(2, 2)}, layout="whole")

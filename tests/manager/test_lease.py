@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,6 +89,58 @@ def test_the_lease_of_an_ended_process_of_this_host_is_taken_over_at_once(backen
     record = LeaseRecord(b"dead", holder, 7, 300.0, "2026-01-01T00:00:00Z")
     backend.put(LEASE_KEY, record.pack())
     Lease.acquire(backend, HERE, interval_s=INTERVAL_S).close()
+
+
+def test_a_restart_by_torchrun_takes_the_lease_of_its_predecessor_over_at_once(
+    backend: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def acquire(run: str, restart: int, interval_s: float) -> Lease:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        return Lease.acquire(backend, ELSEWHERE, interval_s=interval_s)
+
+    # Waiting for one of these intervals would be longer than a test may take.
+    first = acquire("job", 0, 300.0)
+    second = acquire("job", 2, 300.0)
+    with pytest.raises(RootInUseError, match="has taken this root over"):
+        first.check()
+    second.check()
+    first.close()
+    second.close()
+    held = acquire("job", 2, INTERVAL_S)
+    for run, restart in (("job", 2), ("job", 1), ("other", 3)):
+        with pytest.raises(RootInUseError):
+            acquire(run, restart, INTERVAL_S)
+    held.close()
+    held = acquire("none", 0, INTERVAL_S)
+    with pytest.raises(RootInUseError):
+        acquire("none", 1, INTERVAL_S)
+    held.close()
+
+
+@pytest.mark.parametrize(("missed", "keeps"), [(0, True), (2, True), (3, False)])
+def test_a_holder_that_misses_two_heartbeats_keeps_its_root(
+    backend: StorageBackend, monkeypatch: pytest.MonkeyPatch, missed: int, *, keeps: bool
+) -> None:
+    """Time passes only when the watcher sleeps, and the holder writes one interval after the missed heartbeats."""
+    record = LeaseRecord(b"slow", ELSEWHERE, 7, 60.0, "2026-01-01T00:00:00Z")
+    backend.put(LEASE_KEY, record.pack())
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now >= (missed + 1) * record.interval_s - seconds:  # a heartbeat arrives just before the interval is over
+            backend.put(LEASE_KEY, replace(record, beat=8).pack())
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep, strftime=time.strftime, gmtime=time.gmtime)
+    monkeypatch.setattr("bytecheckpoint.manager.lease.time", clock)
+    if keeps:
+        with pytest.raises(RootInUseError, match="heartbeat number 8"):
+            Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
+        assert _read(backend).job == b"slow"
+    else:
+        Lease.acquire(backend, HERE, interval_s=INTERVAL_S).close()
 
 
 def _start_ticks(pid: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,22 @@ def test_saves_every_n_steps(tmp_path: Path) -> None:
     assert not (tmp_path / LEASE_KEY).exists()
 
 
+def test_a_part_of_the_state_is_saved_and_resumed(tmp_path: Path) -> None:
+    state = _state(1.0)
+    state["model"].weight.requires_grad_(False)
+    options: dict[str, Any] = {"cadence": 1, "trainable_only": True, "exclude": ["extra_state"]}
+    with bcp.CheckpointManager(tmp_path, **options) as manager:
+        manager.save(1, state)
+    assert list(bcp.open(tmp_path / "step-1")) == ["model.bias"]
+    other = _state(5.0)
+    with bcp.CheckpointManager(tmp_path, **options) as manager:
+        report = manager.resume(other)
+    assert report is not None
+    assert report.left_out == ["extra_state.value", "model.weight"]
+    assert other["model"].bias.tolist() == [1.0, 1.0]
+    assert other["extra_state"]["value"] == 5.0
+
+
 def test_forced_and_requested_saves(tmp_path: Path) -> None:
     made: list[int] = []
 
@@ -104,10 +121,13 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["step-1", "step-2"]
 
 
-def test_a_step_is_saved_only_once(tmp_path: Path) -> None:
-    with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
-        assert manager.save(1, _state()) is not None
-        assert manager.save(1, _state(), force=True) is None
+def test_a_step_is_saved_only_once_unless_it_is_forced(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, cadence=1, when_busy="skip") as manager:
+        assert manager.save(1, _state(1.0)) is not None
+        assert manager.save(1, _state(2.0)) is None
+        assert manager.save(1, _state(3.0), force=True) is not None
+    assert _names(tmp_path) == ["step-1"]
+    assert _value(tmp_path) == 3.0
 
 
 def test_retention(tmp_path: Path) -> None:
@@ -357,6 +377,21 @@ def test_a_fresh_start_returns_none(tmp_path: Path) -> None:
         assert manager.latest() is None
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_checkpoint_instead_of_a_root_is_an_error(tmp_path: Path, *, is_committed: bool) -> None:
+    _save_all(tmp_path, [1])
+    step = tmp_path / "step-1"
+    if not is_committed:
+        (step / "manifest.msgpack").unlink()
+    before = sorted(step.rglob("*"))
+    expected = f"{re.escape(str(step))} is a checkpoint, .* pass {re.escape(str(tmp_path))} instead"
+    with pytest.raises(UsageError, match=expected):
+        bcp.latest(step)
+    with pytest.raises(UsageError, match=expected):
+        bcp.CheckpointManager(step)
+    assert sorted(step.rglob("*")) == before
+
+
 @pytest.mark.parametrize("damage", ["manifest", "missing", "cut", "flipped"])
 def test_falls_back_to_the_checkpoint_before(tmp_path: Path, damage: str) -> None:
     _save_all(tmp_path, range(1, 4))
@@ -418,7 +453,7 @@ def test_unfinished_attempts_of_ended_jobs_are_removed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "somewhere-4" / attempt_name(new_attempt_id(b"dead"))
     elsewhere.mkdir(parents=True)
     with bcp.CheckpointManager(tmp_path, cadence=1) as manager:
-        own = _attempt(tmp_path, 4, manager._lease.job)  # type: ignore[union-attr]
+        own = _attempt(tmp_path, 4, manager._resources.lease.job)  # type: ignore[union-attr]
         assert all(attempt.exists() for attempt in dead), "nothing is removed before a new checkpoint is committed"
         manager.save(5, _state(5.0))
     assert not any(attempt.exists() for attempt in dead)
@@ -431,9 +466,31 @@ def test_unfinished_attempts_of_ended_jobs_are_removed(tmp_path: Path) -> None:
 
 def test_a_second_job_on_the_same_root_is_refused(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, lease_s=6.0):
-        with pytest.raises(RootInUseError, match=f"process {os.getpid()} on "):
+        with pytest.raises(RootInUseError, match="this process already has a CheckpointManager open on"):
             bcp.CheckpointManager(tmp_path)
         bcp.CheckpointManager(tmp_path / "another").close()
+
+
+def test_a_root_that_cannot_be_leased_is_an_error(tmp_path: Path) -> None:
+    for name, make in (("directory", Path.mkdir), ("link", lambda path: path.symlink_to("missing"))):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / LEASE_KEY)
+        with pytest.raises(StorageError, match=r"lease\.msgpack can neither be read nor created.*remove it"):
+            bcp.CheckpointManager(tmp_path / name)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_dropped_manager_releases_its_root(tmp_path: Path, held: threading.Event) -> None:
+    manager = bcp.CheckpointManager(tmp_path, cadence=1, lease_s=0.3)
+    handle = manager.save(1, _state(1.0))
+    assert handle is not None
+    del manager
+    with pytest.raises(RootInUseError, match="this process already has"):
+        bcp.CheckpointManager(tmp_path)  # a save is still in flight
+    held.set()
+    handle.result()
+    bcp.CheckpointManager(tmp_path).close()
+    assert _names(tmp_path) == ["step-1"]
 
 
 def test_a_job_that_lost_its_lease_cannot_save(tmp_path: Path, held: threading.Event) -> None:
@@ -575,3 +632,85 @@ def test_a_manager_that_was_not_closed_finishes_its_saves(tmp_path: Path) -> Non
     assert done.stderr == ""
     assert _names(tmp_path) == ["step-2"]
     assert not (tmp_path / LEASE_KEY).exists()
+
+
+def _run(script: str, *arguments: object, stdin: int | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_manager_that_was_dropped_does_not_keep_the_process(tmp_path: Path) -> None:
+    """The root is released at exit, although the heartbeat comes only every 300 s."""
+    script = """
+        import sys, torch, bytecheckpoint as bcp
+        bcp.CheckpointManager(sys.argv[1], lease_s=900.0)
+        manager = bcp.CheckpointManager(sys.argv[1] + "/other", cadence=1, lease_s=900.0)
+        manager.save(1, {"extra_state": {"value": 1}})
+        del manager
+        """
+    process = _run(script, tmp_path)
+    _, errors = process.communicate(timeout=time_limit(60))
+    assert process.returncode == 0, errors
+    assert _names(tmp_path / "other") == ["step-1"]
+    assert not list(tmp_path.rglob(LEASE_KEY))
+
+
+def test_a_manager_that_was_dropped_lets_signals_through(tmp_path: Path) -> None:
+    script = """
+        import signal, sys, bytecheckpoint as bcp
+        bcp.CheckpointManager(sys.argv[1])
+        print("ready", flush=True)
+        signal.pause()
+        print("survived", flush=True)
+        """
+    process = _run(script, tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=time_limit(60))
+    assert process.returncode == -signal.SIGTERM, output
+
+
+def test_a_forked_child_cannot_wait_for_its_parent(tmp_path: Path) -> None:
+    script = """
+        import os, sys, threading
+        import bytecheckpoint as bcp
+        from bytecheckpoint import telemetry
+        from bytecheckpoint.errors import UsageError
+
+        held = threading.Event()
+        telemetry.observe(lambda name, event: held.wait(60) if name == "save.commit.before" else None)
+        state = {"model": {"w": __import__("torch").ones(3)}}
+        checkpointer = bcp.Checkpointer()
+        with bcp.CheckpointManager(sys.argv[1], cadence=1, checkpointer=checkpointer) as manager:
+            handle = manager.save(1, state)
+            child = os.fork()
+            if child == 0:
+                calls = [
+                    handle.result, handle.exception, handle.staged, handle.wait_staged, manager.wait, manager.latest,
+                    lambda: handle.add_done_callback(print), lambda: manager.save(2, state),
+                    lambda: manager.resume(state),
+                    lambda: checkpointer.save(sys.argv[1] + "/a", state), lambda: checkpointer.load("a", state),
+                ]
+                refused = 0
+                for call in calls:
+                    try:
+                        call()
+                    except UsageError as error:
+                        refused += 1
+                manager.close()
+                assert not handle.done()
+                os._exit(0 if refused == len(calls) else 1)
+            _, status = os.waitpid(child, 0)
+            assert status == 0, status
+            held.set()
+        opened = bcp.open(sys.argv[1] + "/step-1")
+        opened["model.w"].load()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if opened["model.w"].load().tolist() == [1, 1, 1] else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        """
+    process = _run(script, tmp_path)
+    output, errors = process.communicate(timeout=time_limit(60))
+    assert process.returncode == 0, output + errors

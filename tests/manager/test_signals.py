@@ -31,6 +31,31 @@ def test_a_signal_is_recorded_once_with_its_time() -> None:
     watch.close()
 
 
+def test_after_its_grace_period_a_signal_has_its_earlier_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Monotonic time passes only when the test says so."""
+    now = [100.0]
+    monkeypatch.setattr("bytecheckpoint.manager.signals.time.monotonic", lambda: now[0])
+    reached: list[int] = []
+    before = signal.signal(NUMBER, lambda number, frame: reached.append(number))
+    watch = SignalWatch([NUMBER], grace_s={NUMBER: 30.0})
+    for now[0], expected in ((100.0, []), (130.0, []), (130.1, [NUMBER])):
+        os.kill(os.getpid(), NUMBER)
+        assert reached == expected
+    watch.close()
+    signal.signal(NUMBER, before)
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_an_abandoned_watch_lets_signals_through(*, is_abandoned: bool) -> None:
+    reached: list[int] = []
+    before = signal.signal(NUMBER, lambda number, frame: reached.append(number))
+    watch = SignalWatch([NUMBER], is_abandoned=lambda: is_abandoned)
+    os.kill(os.getpid(), NUMBER)
+    assert reached == ([NUMBER] if is_abandoned else [])
+    watch.close()
+    signal.signal(NUMBER, before)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_watches_may_be_closed_in_any_order(order: tuple[int, int]) -> None:
     watches = [SignalWatch([NUMBER]), SignalWatch([NUMBER])]

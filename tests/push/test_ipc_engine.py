@@ -169,20 +169,19 @@ def test_workers_do_not_raise_in_an_engine_that_would_not_survive_it() -> None:
             _assert_serves(engine, version)
 
 
-def _fail(rank: int, world_size: int, url: str, options: dict[str, Any], deadline_s: float) -> tuple[str, str, float]:
-    """Return the class and message of this rank's error, and the seconds that it took."""
+def _fail(rank: int, world_size: int, url: str, options: dict[str, Any], deadline_s: float) -> tuple[str, str]:
+    """Return the class and message of this rank's error."""
     with Pusher(_ipc_engine(url) if rank == 0 else None, deadline_s=time_limit(deadline_s), **options) as pusher:
-        begin = time.monotonic()
         try:
             pusher.push(fully_shard(ToyTrainee(2)), version=2)
         except BytecheckpointError as error:
-            return type(error).__name__, str(error), time.monotonic() - begin
+            return type(error).__name__, str(error)
     raise AssertionError("the push did not fail")
 
 
 def _same(raised: list[Any], kind: type[Exception]) -> str:
-    assert {name for name, _, _ in raised} == {kind.__name__}, raised
-    assert len({message.splitlines()[0] for _, message, _ in raised}) == 1, raised
+    assert {name for name, _ in raised} == {kind.__name__}, raised
+    assert len({message.splitlines()[0] for _, message in raised}) == 1, raised
     return str(raised[0][1])
 
 
@@ -223,7 +222,6 @@ def test_a_worker_stopped_while_it_loads(engine: ToyEngine, pool: RankPool, opti
         assert "the worker on cpu-1 of" in message
         assert "is its process stopped?" in message
         assert "is left paused" in message
-        assert all(seconds < time_limit(3 * 4.0) for _, _, seconds in raised)
     finally:
         os.kill(stopped, signal.SIGCONT)
     pool.run(_push_and_look, engine.url, [3], options)

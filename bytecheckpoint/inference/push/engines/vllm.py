@@ -192,22 +192,23 @@ class NativeEngine(Engine):
     def __init__(self, engine: HttpEngine | LocalEngine) -> None:
         self.name = engine.name
         self._engine = engine
-        self._key = secrets.token_bytes(NONCE_BYTES)
         self._listener = socket.create_server(("", 0))
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         budget = Budget(timeout_s)
+        # A late answer to an earlier request has another key, and is refused.
+        key = secrets.token_bytes(NONCE_BYTES)
         # The endpoint comes with each request, since several senders may use one engine in turn.
         info = {
             "request": request,
             "hosts": list(local_addresses()),
             "port": self._listener.getsockname()[1],
-            "key": self._key.hex(),
+            "key": key.hex(),
         }
         # Answers arrive while vLLM still handles the request.
         has_failed = threading.Event()
         with ThreadPoolExecutor(1, thread_name_prefix="bcp-push-answers") as thread:
-            answers = thread.submit(self._collect, budget, has_failed)
+            answers = thread.submit(self._collect, key, budget, has_failed)
             try:
                 # One session per request: a session that a dead sender leaves open would block the next one.
                 self._engine.transfer_step("start_weight_update", {}, budget.left)
@@ -231,7 +232,7 @@ class NativeEngine(Engine):
     def close(self) -> None:
         self._listener.close()
 
-    def _collect(self, budget: Budget, has_failed: threading.Event) -> list[str]:
+    def _collect(self, key: bytes, budget: Budget, has_failed: threading.Event) -> list[str]:
         """Return the answers of all workers, by number, or an incomplete list after a failure."""
         found: dict[int, str] = {}
         workers = 1
@@ -248,7 +249,7 @@ class NativeEngine(Engine):
                 ) from None
             with connection, contextlib.suppress(OSError, EngineError):
                 connection.settimeout(budget.left)
-                authenticate_client(connection, self._key)
+                authenticate_client(connection, key)
                 number, workers, length = _HEAD.unpack(receive(connection, _HEAD.size))
                 if length > _MAX_ANSWER_BYTES:
                     raise EngineError(f"an answer of {length} bytes is refused")

@@ -1,0 +1,69 @@
+"""Wait for new checkpoints below a root, for processes such as evaluators that do not take part in training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ..errors import CheckpointError, UnsupportedVersionError
+from ..runtime.arguments import check_arguments
+from ..storage_backends import join, open_backend
+from ..storage_backends.base import StorageBackend
+from .checkpoint import Checkpoint
+from .discovery import CompleteCheckpoint, check_is_root, committed_names, open_complete
+
+__all__ = ["watch"]
+
+_log = logging.getLogger(__name__)
+
+
+def watch(
+    root: str,
+    opened: Callable[[CompleteCheckpoint], Checkpoint],
+    *,
+    poll_s: float,
+    timeout_s: float | None,
+    stop: Callable[[], bool],
+    include_existing: bool,
+    storage_options: Mapping[str, Any] | None,
+) -> Iterator[Checkpoint]:
+    """See ``Checkpointer.watch``. ``opened`` opens what was found."""
+    options = check_arguments({"poll_s": poll_s, "timeout_s": timeout_s, "storage_options": storage_options})
+    backend = open_backend(root, **options["storage_options"])
+    check_is_root(backend)
+    seen = set() if include_existing else committed_names(backend)
+    return (opened(one) for one in _new_checkpoints(backend, seen, options, stop))
+
+
+def _new_checkpoints(
+    root: StorageBackend, seen: set[str], options: Mapping[str, Any], stop: Callable[[], bool]
+) -> Iterator[CompleteCheckpoint]:
+    timeout_s, never = options["timeout_s"], threading.Event()
+    last = time.monotonic()
+    while not stop():
+        names = committed_names(root)
+        seen &= names  # a checkpoint that was removed and saved again is a new one
+        found = [one for name in names - seen if (one := _open(root, name, options)) is not None]
+        for one in sorted(found, key=lambda one: (one.step, one.name)):
+            seen.add(one.name)
+            yield one
+            last = time.monotonic()
+            if stop():
+                return
+        if timeout_s is not None and time.monotonic() - last >= timeout_s:
+            return
+        never.wait(options["poll_s"])
+
+
+def _open(root: StorageBackend, name: str, options: Mapping[str, Any]) -> CompleteCheckpoint | None:
+    """The checkpoint, or None if it cannot be read yet or was removed; it is then tried again."""
+    try:
+        return open_complete(join(root.url, name), name, options["storage_options"])
+    except UnsupportedVersionError:
+        raise
+    except CheckpointError as error:
+        _log.info("%s/%s is not read yet: %s", root.url, name, error)
+        return None
