@@ -4,7 +4,7 @@
 #   PYTHON=python3.12 make test        use another interpreter
 #   PIP_EXTRA_INDEX_URL=... make demo  if the default index has only CUDA builds of torch: PyTorch's CPU index
 #   PYTEST_ARGS="-k manifest" make test
-#   BCP_TEST_FULL=1 make test          every case of the tests that otherwise run a daily sample
+#   BCP_TEST_FULL=1 make test          every case of the tests that otherwise run a sample
 #   BCP_TEST_TIME_FACTOR=5 make test   multiply all time limits (default: measured at the start)
 
 SHELL := /bin/bash

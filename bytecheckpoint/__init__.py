@@ -9,21 +9,23 @@ Example:
 from __future__ import annotations
 
 from . import errors
-from .api import latest, load, open, save, warmup
-from .checkpoint.checkpoint import Checkpoint, StoredTensor, VerifyReport
+from .api import latest, load, open, save, warmup, watch
+from .checkpoint.checkpoint import Checkpoint, VerifyReport
+from .checkpoint.stored_tensor import StoredTensor
 from .checkpointer import Checkpointer
 from .frameworks.per_rank import PerRank
 from .frameworks.registry import register_adapter
 from .frameworks.rng import RNGState
 from .load.report import LoadReport
-from .manager import Cadence, CheckpointManager, Preemption, Retention
-from .save.handle import SaveHandle, SaveResult
+from .manager import Cadence, Callbacks, CheckpointManager, Preemption, Retention
+from .save.handle import SaveHandle, SaveProgress, SaveResult
 from .telemetry.trace import Timings
 from .telemetry.trace_files import TraceFiles
 from .version import VERSION as __version__
 
 __all__ = [
     "Cadence",
+    "Callbacks",
     "Checkpoint",
     "CheckpointManager",
     "Checkpointer",
@@ -33,6 +35,7 @@ __all__ = [
     "RNGState",
     "Retention",
     "SaveHandle",
+    "SaveProgress",
     "SaveResult",
     "StoredTensor",
     "Timings",
@@ -46,4 +49,5 @@ __all__ = [
     "register_adapter",
     "save",
     "warmup",
+    "watch",
 ]

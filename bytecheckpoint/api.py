@@ -1,4 +1,4 @@
-"""The public functions ``save``, ``load``, ``open``, ``latest`` and ``warmup``.
+"""The public functions ``save``, ``load``, ``open``, ``latest``, ``watch`` and ``warmup``.
 
 They are the methods of ``Checkpointer`` of these names, called on the instance that all of them share.
 """
@@ -12,7 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from .checkpointer import Checkpointer, default_checkpointer
 
-__all__ = ["latest", "load", "open", "save", "warmup"]
+__all__ = ["latest", "load", "open", "save", "warmup", "watch"]
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -38,3 +38,4 @@ load = _on_shared_checkpointer(Checkpointer.load)
 open = _on_shared_checkpointer(Checkpointer.open)  # shadows the builtin on purpose: bcp.open(path)
 latest = _on_shared_checkpointer(Checkpointer.latest)
 warmup = _on_shared_checkpointer(Checkpointer.warmup)
+watch = _on_shared_checkpointer(Checkpointer.watch)

@@ -7,35 +7,43 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.discovery import find_newest
+from .checkpoint.discovery import CompleteCheckpoint, find_newest
+from .checkpoint.manifest_file import decode_manifest
+from .checkpoint.selection import Selection
+from .checkpoint.watch import watch
 from .control import current_communicator
 from .control.base import Communicator, Operation
 from .engine.resources import DEFAULT_MERGE_MEMORY_BYTES, IOEngine
-from .errors import CheckpointNotFoundError, NotACheckpointError
-from .foreign.safetensors import open_safetensors
+from .errors import UsageError
+from .foreign.location import Location
+from .foreign.safetensors import ForeignCheckpoint
+from .foreign.safetensors_folder import SafetensorsFolder
 from .frameworks.per_rank import OnResize
 from .load.options import Cast, LoadOptions, Strictness
 from .load.protocol import load as run_load
 from .load.report import LoadReport
 from .load.shared_reads.negotiation import ShareReads
 from .planners import Layout
+from .runtime.arguments import ARGUMENTS, check_arguments
 from .runtime.limits import DEFAULT_DEADLINE_S
 from .save.gating import pass_gates
 from .save.handle import SaveHandle
 from .save.options import SaveOptions, WhenBusy
 from .save.protocol import save as run_save
+from .save.replicas import Replicas
 from .save.warmup import warm_up
-from .storage_backends import StorageBackend, open_backend
+from .storage_backends import StorageBackend, open_backend, url_text
 from .telemetry.trace_files import TraceFiles
 
 __all__ = ["TRACE_VARIABLE", "URL", "Checkpointer", "default_checkpointer"]
 
 URL: TypeAlias = str | os.PathLike[str]
+_Options = TypeVar("_Options", SaveOptions, LoadOptions)
 
 TRACE_VARIABLE = "BYTECHECKPOINT_TRACE"
 """Environment variable that names the directory into which every rank writes a trace of its saves and loads."""
@@ -99,6 +107,10 @@ class Checkpointer:
         chunk_size: int | None = None,
         when_busy: WhenBusy = "wait",
         layout: Layout = "shards",
+        include: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        trainable_only: bool = False,
+        replicas: Replicas = "auto",
         gate: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
@@ -112,10 +124,9 @@ class Checkpointer:
         commits it. CUDA tensors are copied on internal streams, and the caller's current streams wait for these copies:
         kernels launched after the call may change the tensors, and the host thread does not block.
 
-        A value that several ranks hold is written once. For parameters and optimizer state, the layout states which
-        ranks hold the same values, and any one of them writes. Module buffers may have diverged between ranks, so those
-        of the lowest rank are stored. Tensors and values in trees are compared; if they differ, the value of each rank
-        is stored.
+        A value that several ranks hold is written once. ``replicas`` states how parameters and optimizer state are
+        compared before that. Module buffers may have diverged between ranks, so those of the lowest rank are stored.
+        Tensors and values in trees are compared; if they differ, the value of each rank is stored.
 
         Args:
             path: Local path, or URL of any fsspec filesystem.
@@ -136,6 +147,22 @@ class Checkpointer:
                 merges irregular shards (flat parameters of FSDP-1 and ZeRO) into whole tensors. "whole" merges all
                 shards, and also writes the index and configuration with which Hugging Face libraries and vLLM load the
                 model from ``Checkpoint.model_directory``. Merging runs in the background and does not delay the call.
+            include: Shell patterns of what to store: full names (``"model.lora_*"``) or sections (``"model"``). All
+                ranks pass the same patterns; one that matches nothing on any rank is an error. A tied tensor is stored
+                under those of its names that are selected. The checkpoint lists what was left out, and a load reports
+                it in ``LoadReport.left_out`` instead of as missing, unless it is called with ``strict="exact"``.
+            exclude: Shell patterns of what not to store; applied after ``include``, with the same rules.
+            trainable_only: Leave out the parameters of modules that do not require a gradient, and their optimizer
+                state and hyper-parameters, as for a LoRA run. A tied parameter is stored if any of its names requires
+                one. Buffers and extra state are stored, because a forward pass may change them; ``exclude`` leaves
+                them out too. Other sections are not affected. Combines with ``include`` and ``exclude``.
+            replicas: How parameters and optimizer state that several ranks hold are compared. "auto" compares
+                completely what nothing declares to be replicas (plain modules without ``DistributedDataParallel``), and
+                a sample, which changes with ``path``, of what the state declares (``DistributedDataParallel``,
+                ``Replicate()``, HSDP; with ``gate``, only in host memory). The save fails if copies of the former
+                differ, and logs a warning if copies of the latter do. "check" compares all of them and fails in both
+                cases, "trust" compares none. "own" is like "auto", but stores the copy of each rank where
+                undeclared replicas differ.
             gate: With ``async_save``, return before parameters and optimizer state are copied. The copy overlaps with
                 the next forward and backward pass; ``torch.optim.Optimizer.step`` of the optimizers in ``state``,
                 ``load_state_dict`` of its optimizers and modules, and ``load`` wait until it is done. Call it from the
@@ -152,7 +179,8 @@ class Checkpointer:
         Raises:
             UsageError: An argument is invalid.
             StateError: The state cannot be saved. Subclasses: ``UnknownObjectError``, ``UnserializableError``,
-                ``NameCollisionError``, ``UnsupportedTensorError``.
+                ``NameCollisionError``, ``UnsupportedTensorError``, ``ReplicaMismatchError`` (ranks hold different
+                copies of what must be one tensor).
             DisagreementError: The ranks passed different arguments.
             StorageError: A storage operation failed, for example because the disk is full.
             RankFailedError: One rank failed; all ranks raise the same cause.
@@ -171,12 +199,15 @@ class Checkpointer:
         options = SaveOptions(
             framework=framework,
             step=step,
-            metadata=dict(metadata or {}),
+            metadata={} if metadata is None else metadata,
             allow_pickle=allow_pickle,
             deadline_s=deadline_s,
             chunk_size=chunk_size,
             when_busy=when_busy,
             layout=layout,
+            selection=Selection(include, exclude),
+            trainable_only=trainable_only,
+            replicas=replicas,
             gate=gate,
         )
         return self.save_with(path, lambda: state, options, async_save=async_save, storage_options=storage_options)
@@ -205,8 +236,10 @@ class Checkpointer:
             A handle, already done if ``async_save`` is False.
         """
         with self._engine.track_call():
-            backend, op, state = self._begin("save", path, storage_options, options.deadline_s, make_state)
-            return run_save(self._engine, backend, op, state, options, is_async=async_save)
+            backend, op, state, options = self._begin(
+                "save", path, make_state, options, storage_options=storage_options, async_save=async_save
+            )
+            return run_save(self._engine, backend, op, state, options, is_async=bool(async_save))
 
     def warmup(
         self,
@@ -216,11 +249,16 @@ class Checkpointer:
         framework: str | None = None,
         allow_pickle: bool = False,
         layout: Layout = "shards",
+        include: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        trainable_only: bool = False,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        wait: bool = True,
     ) -> None:
         """Prepare for saves of ``state``, so that the first save is as fast as the second.
 
-        Call it once on every rank before training begins. It plans the save and caches the plan, allocates the staging
+        Without it, the first asynchronous save stalls training about as long as a synchronous save would. Call it once
+        on every rank before training begins. It plans the save and caches the plan, allocates the staging
         memory of ``slots`` asynchronous saves and faults it in, pins it if tensors are on a CUDA device, and starts the
         threads. Nothing is copied or written.
 
@@ -234,7 +272,12 @@ class Checkpointer:
             framework: As in the saves to come.
             allow_pickle: As in the saves to come.
             layout: As in the saves to come.
+            include: As in the saves to come.
+            exclude: As in the saves to come.
+            trainable_only: As in the saves to come.
             deadline_s: Seconds that each single wait may take.
+            wait: Return when the memory is faulted in. False lets background threads fault it in; a save that begins
+                earlier uses what is ready. ``CheckpointManager.resume`` does this for one slot.
 
         Raises:
             UsageError: An argument is invalid.
@@ -244,9 +287,27 @@ class Checkpointer:
         Example:
             >>> bcp.warmup({"model": model, "optimizer": optimizer})
         """
-        options = SaveOptions(framework=framework, allow_pickle=allow_pickle, layout=layout, deadline_s=deadline_s)
+        options = SaveOptions(
+            framework=framework,
+            allow_pickle=allow_pickle,
+            layout=layout,
+            selection=Selection(include, exclude),
+            trainable_only=trainable_only,
+            deadline_s=deadline_s,
+        )
+        self.warm_up_with(state, options, slots=slots, wait=wait)
+
+    def warm_up_with(self, state: Mapping[str, Any], options: SaveOptions, *, slots: int, wait: bool) -> None:
+        """Prepare for saves with options that are already validated; the manager uses it.
+
+        Args:
+            state: As in ``warmup``.
+            options: Those of the saves to come.
+            slots: As in ``warmup``.
+            wait: As in ``warmup``.
+        """
         with self._engine.track_call():
-            warm_up(self._engine, self.operation("warmup", deadline_s), state, options, slots)
+            warm_up(self._engine, self.operation("warmup", options.deadline_s), state, options, slots, wait=wait)
 
     def load(
         self,
@@ -270,11 +331,16 @@ class Checkpointer:
         """Fill ``state`` in place from the checkpoint at ``path``, whatever layout and world size saved it.
 
         Call it on every rank. Tensors keep their identity and are overwritten; plain values are replaced inside the
-        given trees. Sections that are stored but not in ``state`` are not read. All missing, unexpected and mismatched
+        given trees, and an empty dict receives everything that is stored of its section. Sections that are stored but
+        not in ``state`` are not read. All missing, unexpected and mismatched
         names of all ranks are found before any tensor changes, and are raised as one ``MismatchError``.
 
         If reading fails on any rank after that, tensors may already hold loaded values, while plain values and newly
         created optimizer state are unchanged. Load again, or initialize the state, before you continue.
+
+        ``path`` may also be whatever else ``open`` reads: a safetensors file, or a folder in Hugging Face's layout. Its
+        tensors are the section ``model`` (``{"model": model}``), and their bytes are not verified. A model's own lists
+        (``_keys_to_ignore_on_load_unexpected``, ``_keys_to_ignore_on_load_missing``, ``_tied_weights_keys``) apply.
 
         Args:
             path: Local path, or URL of any fsspec filesystem.
@@ -283,10 +349,16 @@ class Checkpointer:
             strict: One rule, or a rule for each section name. True (the same as "strict") tolerates only differences
                 that the section's adapter declares harmless, such as optimizer state that was never created. "exact"
                 tolerates none. False (the same as "lenient") tolerates missing and unexpected names and reports them;
-                shapes and dtypes must still match.
-            include: Shell patterns of full names to load (``"optimizer.*"``).
-            exclude: Shell patterns of full names not to load; applied after ``include``.
-            rename: Mapping from stored full names to those of ``state``, or a function that maps one to the other.
+                shapes and dtypes must still match. "skip_mismatched" is like "strict", but leaves tensors unchanged
+                that are stored with another shape, such as those of a new head, and reports them:
+                ``strict={"model": "skip_mismatched"}``.
+            include: Shell patterns of what to load: full names (``"optimizer.state.*"``) or sections (``"model"``),
+                under the names of ``state``, that is, after ``rename``. A pattern that matches no name, neither of
+                ``state`` nor stored in its sections, is an error.
+            exclude: Shell patterns of what not to load; applied after ``include``, with the same rules.
+            rename: Mapping from stored full names to those of ``state``, or a function that maps one to the other. The
+                keys of a mapping are names of the checkpoint; a key that is not stored is an error, unless it belongs
+                to a section that is not loaded. Optimizer state follows its parameter and cannot be a key.
             cast: Which dtype conversions are allowed. "exact": none. "widen": those that keep every value. "any": also
                 those that round.
             per_rank: What to do with values that were stored for each rank if the world size has changed. "error"
@@ -329,21 +401,21 @@ class Checkpointer:
         options = LoadOptions(
             framework=framework,
             strict=strict,
-            include=include,
-            exclude=exclude,
+            selection=Selection(include, exclude),
             rename=rename,
             cast=cast,
             per_rank=per_rank,
             allow_pickle=allow_pickle,
             verify=verify,
-            device=None if device is None else torch.device(device),
+            device=device,
             share_reads=share_reads,
             deadline_s=deadline_s,
         )
         with self._engine.track_call():
             pass_gates()
-            backend, op, _ = self._begin("load", path, storage_options, deadline_s, lambda: state)
-            return run_load(self._engine, backend, op, state, options)
+            backend, op, _, options = self._begin("load", path, lambda: state, options, storage_options=storage_options)
+            location = Location(url_text(path), backend, dict(storage_options or {}))
+            return run_load(self._engine, location, op, state, options)
 
     def open(self, path: URL, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
         """Open the checkpoint at ``path`` for reading. Needs no process group and no model.
@@ -372,18 +444,19 @@ class Checkpointer:
             >>> checkpoint["model.wte.weight"][0:128]     # reads only these rows
         """
         self._engine.check_usable()
-        url, options = os.fspath(path), dict(storage_options or {})
-        if url.endswith(".safetensors"):
-            file = open_safetensors(url, self._engine, storage_options=options)
-            if file is not None:
-                return file
-        try:
-            return Checkpoint.open(open_backend(url, **options), self._engine, verify=verify)
-        except (CheckpointNotFoundError, NotACheckpointError):
-            foreign = open_safetensors(url, self._engine, storage_options=options)
-            if foreign is None:
-                raise
-            return foreign
+        arguments = check_arguments({"verify": verify, "storage_options": storage_options})
+        url, options = url_text(path), arguments["storage_options"]
+        backend = open_backend(url, **options)
+        found = Location(url, backend, options).find()
+        if isinstance(found, SafetensorsFolder):
+            return ForeignCheckpoint(found, self._engine, reopen=functools.partial(_reopen, url, options))
+        return Checkpoint(
+            backend,
+            decode_manifest(found, backend.url),
+            self._engine,
+            verify=arguments["verify"],
+            reopen=functools.partial(_reopen, url, options, verify=arguments["verify"]),
+        )
 
     def latest(
         self, root: URL, *, allow_fresh: bool = False, storage_options: Mapping[str, Any] | None = None
@@ -404,6 +477,7 @@ class Checkpointer:
             The checkpoint, or None if nothing was ever saved below ``root``.
 
         Raises:
+            UsageError: ``root`` is a checkpoint itself, and not the folder above it.
             NoValidCheckpointError: Saves were made below ``root``, but none of them is valid.
             UnsupportedVersionError: A newer library saved the newest checkpoint.
             StorageError: A storage operation failed.
@@ -414,8 +488,57 @@ class Checkpointer:
             ...     bcp.load(newest.url, state)
         """
         self._engine.check_usable()
+        check_arguments({"allow_fresh": allow_fresh, "storage_options": storage_options})
         found = find_newest(root, allow_fresh=allow_fresh, storage_options=storage_options)
-        return None if found is None else Checkpoint(found.backend, found.manifest, self._engine)
+        return None if found is None else self._opened(found, storage_options)
+
+    def watch(
+        self,
+        root: URL,
+        *,
+        poll_s: float = 10.0,
+        timeout_s: float | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        include_existing: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Iterator[Checkpoint]:
+        """Iterate over checkpoints as they are committed below ``root``, for example to evaluate them.
+
+        Takes no part in the saves: it needs no process group and no lease. Checkpoints that are found at the same time
+        are returned in the order of their steps. One that is removed before it is found is not returned, and one that
+        cannot be read is tried again.
+
+        Args:
+            root: Local path or URL whose children are checkpoints. It need not exist yet.
+            poll_s: Seconds between two looks at ``root``.
+            timeout_s: End when this many seconds have passed since the last checkpoint was returned and processed.
+                None waits until ``stop`` returns True.
+            stop: Called before every wait and after every checkpoint; returns True to end.
+            include_existing: Begin with the checkpoints that are there already.
+            storage_options: Options for the storage backend.
+
+        Returns:
+            An iterator of opened checkpoints.
+
+        Raises:
+            UsageError: An argument is invalid, or ``root`` is a checkpoint itself.
+            UnsupportedVersionError: A newer library saved a checkpoint; raised by the iterator.
+            StorageError: A storage operation failed; also raised by the iterator.
+
+        Example:
+            >>> for checkpoint in bcp.watch("runs/7b", timeout_s=3600):
+            ...     evaluate(checkpoint)
+        """
+        self._engine.check_usable()
+        return watch(
+            url_text(root),
+            lambda found: self._opened(found, storage_options),
+            poll_s=poll_s,
+            timeout_s=timeout_s,
+            stop=stop,
+            include_existing=include_existing,
+            storage_options=storage_options,
+        )
 
     def close(self) -> None:
         """Finish the saves in flight and release threads and memory.
@@ -431,33 +554,38 @@ class Checkpointer:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _opened(self, found: CompleteCheckpoint, storage_options: Mapping[str, Any] | None) -> Checkpoint:
+        reopen = functools.partial(_reopen, found.backend.url, dict(storage_options or {}))
+        return Checkpoint(found.backend, found.manifest, self._engine, reopen=reopen)
+
     def _begin(
         self,
         kind: str,
         path: URL,
-        storage_options: Mapping[str, Any] | None,
-        deadline_s: float,
         make_state: Callable[[], Mapping[str, Any]],
-    ) -> tuple[StorageBackend, Operation, Mapping[str, Any]]:
+        options: _Options,
+        **arguments: Any,
+    ) -> tuple[StorageBackend, Operation, Mapping[str, Any], _Options]:
         """Begin the operation before anything that may fail on a single rank: ranks match operations by counting."""
-        op = self.operation(kind, deadline_s)
+        op = self.operation(kind, options.deadline_s)
         try:
             with op.phase("check"):
-                backend = open_backend(path, **dict(storage_options or {}))
+                checked = options.checked()
+                backend = open_backend(path, **check_arguments(arguments)["storage_options"])
                 op.set_description(f"{kind} of {backend.url}")
             with op.phase("state"):
-                return backend, op, make_state()
+                return backend, op, make_state(), checked
         except BaseException:
             op.close()
             raise
 
     @contextmanager
     def following(self, op: Operation, kind: str, deadline_s: float) -> Iterator[None]:
-        """Make the first operation that begins in this block, a save or a load, a successor of ``op``.
+        """Make the first operation that begins in this block a successor of ``op``.
 
         Args:
             op: An operation that all ranks have entered.
-            kind: The kind of the successor, ``"save"`` or ``"load"``.
+            kind: The kind of the successor: ``"save"``, ``"load"`` or ``"warmup"``.
             deadline_s: Limit of each wait in the successor, in seconds.
 
         Yields:
@@ -484,6 +612,10 @@ class Checkpointer:
         if self._following is not None:
             following, self._following = self._following, None
             return following
+        try:
+            deadline_s = ARGUMENTS["deadline_s"]("deadline_s", deadline_s)
+        except UsageError:
+            deadline_s = DEFAULT_DEADLINE_S  # the first step of the operation reports it, to all ranks
         ranks = self._communicator if self._communicator is not None else current_communicator(deadline_s=deadline_s)
         return ranks.operation(kind, deadline_s=deadline_s)
 
@@ -492,6 +624,11 @@ class Checkpointer:
 def _checkpointer_of(pid: int) -> Checkpointer:
     # By process, because threads do not survive a fork: a forked child gets a new one.
     return Checkpointer()
+
+
+def _reopen(url: str, storage_options: Mapping[str, Any], *, verify: bool = True) -> Checkpoint:
+    """Open a path in the process that unpickles a ``Checkpoint``, or that was forked from the one that opened it."""
+    return default_checkpointer().open(url, verify=verify, storage_options=storage_options)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ _STDERR = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("timeout") is None:
         config.option.timeout = time_limit(_TEST_S)
-    # In the environment, so that all workers choose the same sample, even at midnight.
+    # In the environment, so that all workers choose the same sample without asking git again.
     os.environ.setdefault("BCP_TEST_SEED", str(sampling.seed()))
     # pytest replaces standard error while tests run.
     config.stash[_STDERR] = os.dup(2)

@@ -6,7 +6,7 @@ import click
 
 from ..version import VERSION
 from .huggingface import export_command, import_command
-from .inspection import inspect_command, ls_command, verify_command
+from .inspection import inspect_command, latest_command, ls_command, verify_command
 from .maintenance import copy_command, diff_command, reshard_command, rm_command, trace_command
 from .options import EXIT_CODES
 from .push import push_command
@@ -26,6 +26,7 @@ def cli() -> None:
 
 for _command in (
     ls_command,
+    latest_command,
     inspect_command,
     verify_command,
     diff_command,

@@ -16,7 +16,7 @@ from .. import api
 from ..convert.export import Expected, export_safetensors
 from ..convert.importing import import_safetensors
 from ..foreign.safetensors_folder import SafetensorsFolder
-from .options import command, options_for, parse_size, rename_option
+from .options import checked, command, options_for, parse_size, rename_option
 from .output import Output, size_text
 
 __all__ = ["export_command", "import_command"]
@@ -93,7 +93,7 @@ def export_command(
 @click.argument("source")
 @click.argument("target")
 @click.option("--section", default="model", show_default=True, help="The section in which to store the tensors.")
-@click.option("--step", type=click.IntRange(0), help="The training step to store.")
+@click.option("--step", type=int, callback=checked, help="The training step to store.")
 @rename_option
 def import_command(
     out: Output,

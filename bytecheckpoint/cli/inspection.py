@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, get_args
 
 import click
 import numpy as np
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.discovery import Listing, list_checkpoints
+from ..checkpoint.discovery import BestMode, Listing, find_best, find_milestone, find_newest, list_checkpoints
 from ..checkpoint.values import stored_values
+from ..errors import CheckpointNotFoundError
 from .options import EXIT_CORRUPT, EXIT_NEGATIVE, command, options_for
 from .output import Output, plain, size_text
 
-__all__ = ["inspect_command", "ls_command", "verify_command"]
+__all__ = ["inspect_command", "latest_command", "ls_command", "verify_command"]
 
 _FIELDS_OF_ANY_FOLDER = ("name", "url", "status", "problem", "attempts")
 _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
@@ -62,6 +63,41 @@ def _listing(one: Listing) -> dict[str, Any]:
     document["bytes"] = document.pop("size")
     is_checkpoint = one.status == "checkpoint"
     return document if is_checkpoint else {key: document[key] for key in _FIELDS_OF_ANY_FOLDER}
+
+
+@command("latest")
+@click.argument("root")
+@click.option("--best", "metric", metavar="METRIC", help="The one with the best METRIC, instead of the newest.")
+@click.option("--mode", type=click.Choice(get_args(BestMode)), default="min", show_default=True, help="With --best.")
+@click.option("--milestone", metavar="NAME", help="The milestone NAME, instead of the newest.")
+@click.option("--allow-fresh", is_flag=True, help="Exit with 3, not 4, if saves were made but none of them is valid.")
+def latest_command(
+    out: Output,
+    options: Mapping[str, Any],
+    root: str,
+    *,
+    metric: str | None,
+    mode: BestMode,
+    milestone: str | None,
+    allow_fresh: bool,
+) -> None:
+    """Print the path of the newest valid checkpoint below ROOT, and nothing else, for use in scripts.
+
+    Exits with 3 if there is none, and with 4 if saves were made but none of them is valid.
+    """
+    storage_options = options_for(root, options)
+    if metric is not None and milestone is not None:
+        raise click.UsageError("use --best or --milestone, not both")
+    if metric is not None:
+        found = find_best(root, metric, mode, storage_options=storage_options)
+    elif milestone is not None:
+        found = find_milestone(root, milestone, storage_options=storage_options)
+    else:
+        found = find_newest(root, allow_fresh=allow_fresh, storage_options=storage_options)
+    if found is None:
+        raise CheckpointNotFoundError(f"there is no such checkpoint below {root}; check the path")
+    out.document({"url": found.backend.url, "step": found.manifest.step, "created": found.manifest.created})
+    out.line(found.backend.url)
 
 
 @command("inspect")
@@ -217,6 +253,7 @@ def _values(found: Checkpoint) -> list[dict[str, Any]]:
     return [
         {"name": value.name, "section": value.section, "rank": value.rank, "value": plain(value.decode())}
         for value in stored_values(found.backend, found.manifest)
+        if not value.only_orders_keys
     ]
 
 

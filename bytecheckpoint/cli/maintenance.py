@@ -146,12 +146,12 @@ def rm_command(out: Output, options: Mapping[str, Any], checkpoint: str, *, yes:
         out.line(f"{len(report.left)} other object(s) are still there: {', '.join(report.left[:5])}")
 
 
-@command("trace")
+@command("trace", uses_storage=False)
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write; by default DIRECTORY/trace.json."
 )
-def trace_command(out: Output, options: Mapping[str, Any], directory: Path, output: Path | None) -> None:
+def trace_command(out: Output, directory: Path, output: Path | None) -> None:
     """Merge the traces that ranks wrote to DIRECTORY into one file for ui.perfetto.dev or chrome://tracing.
 
     Ranks write traces if BYTECHECKPOINT_TRACE=DIRECTORY is set in their environment.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +23,11 @@ from ..errors import (
     StorageError,
     UsageError,
 )
+from ..runtime.arguments import ARGUMENTS
 from .output import Output, printable
 
 __all__ = ["EXIT_CODES", "EXIT_CORRUPT", "EXIT_NEGATIVE", "command", "exit_code", "options_for", "parse_size"]
-__all__ += ["rename_option"]
+__all__ += ["checked", "rename_option"]
 
 EXIT_CODES = """\b
 Exit codes:
@@ -36,6 +39,7 @@ Exit codes:
   5  a storage operation failed or was denied, or the target already exists
   6  any other error
   130  interrupted
+  141  the reader of the output ended first
 """
 
 EXIT_NEGATIVE = 1
@@ -43,6 +47,7 @@ EXIT_USAGE = 2
 EXIT_CORRUPT = 4
 EXIT_OTHER = 6
 EXIT_INTERRUPTED = 130
+EXIT_NOT_READ = 141  # as of a process that SIGPIPE ends
 _SIZE_UNITS = {
     "": 1,
     **{unit: 1000**power for power, unit in enumerate("KMGT", 1)},
@@ -52,27 +57,32 @@ _SIZE_UNITS = {
 Run = Callable[..., None]
 
 
-def command(name: str) -> Callable[[Run], click.Command]:
-    """Decorate a function of an ``Output``, the storage options and its own parameters as a command."""
+def command(name: str, *, uses_storage: bool = True) -> Callable[[Run], click.Command]:
+    """Decorate a function of an ``Output``, the storage options and its own parameters as a command.
+
+    A command of local files only (``uses_storage=False``) has no ``--storage-option``; its function gets no options.
+    """
 
     def decorate(function: Run) -> click.Command:
         @functools.wraps(function)
-        def run(*, as_json: bool, debug: bool, storage_option: tuple[str, ...], **arguments: Any) -> None:
+        def run(*, as_json: bool, debug: bool, storage_option: tuple[str, ...] = (), **arguments: Any) -> None:
             with _failures(debug=debug):
-                function(Output(as_json=as_json), _storage_options(storage_option), **arguments)
+                out = Output(as_json=as_json)
+                if uses_storage:
+                    function(out, _storage_options(storage_option), **arguments)
+                else:
+                    function(out, **arguments)
 
-        for option in (
-            click.option("--debug", is_flag=True, help="Print the traceback of an error."),
-            click.option(
+        run = click.option("--debug", is_flag=True, help="Print the traceback of an error.")(run)
+        if uses_storage:
+            run = click.option(
                 "-o",
                 "--storage-option",
                 multiple=True,
                 metavar="KEY=VALUE",
                 help="Option for storage backends of URLs (endpoint_url=https://...); VALUE may be JSON. Repeatable.",
-            ),
-            click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
-        ):
-            run = option(run)
+            )(run)
+        run = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(run)
         return click.command(name, epilog=EXIT_CODES)(run)
 
     return decorate
@@ -99,7 +109,9 @@ def _failures(*, debug: bool) -> Iterator[None]:
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
     except BrokenPipeError:
-        raise  # the reader of the output is gone; click ends without a message
+        # The reader of the output is gone. Without this, Python would try to write the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(EXIT_NOT_READ) from None
     except KeyboardInterrupt:
         click.echo("bcp: interrupted; incomplete output was removed", err=True)
         raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
@@ -129,7 +141,7 @@ def _storage_options(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 def options_for(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the storage options for one of a command's URLs; local paths have none."""
-    scheme = url.partition("://")[0] if "://" in url or "::" in url else ""
+    scheme = url.partition("://")[0].lower() if "://" in url or "::" in url else ""
     return {} if scheme in ("", "file", "local", "memory") else options
 
 
@@ -144,6 +156,14 @@ def parse_size(context: click.Context, parameter: click.Parameter, value: str) -
     if size < 1:
         raise click.BadParameter(f"{value!r} is less than one byte")
     return size
+
+
+def checked(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Apply the rule that the library has for the argument of this name (``runtime.arguments``)."""
+    try:
+        return ARGUMENTS[parameter.name or ""](parameter.opts[0], value)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _prefix_renaming(

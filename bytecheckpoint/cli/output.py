@@ -72,7 +72,7 @@ class Output:
             table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
         for row in rows:
             table.add_row(*(printable(cell) for cell in row))
-        console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
+        console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
         if not console.is_terminal:
             console.width = _WIDTH_WITHOUT_TERMINAL
         console.print(table)
@@ -123,3 +123,9 @@ def _bars() -> Iterator[Progress | None]:
     speed = (TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, *speed, console=console, transient=True) as bars:
         yield bars
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command, as for output that rich does not print."""
+        raise BrokenPipeError

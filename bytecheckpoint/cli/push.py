@@ -22,7 +22,7 @@ from ..inference.push import (
 from ..inference.push.engines.vllm import PauseMode
 from ..inference.push.transports.group import GroupBackend
 from ..runtime.limits import DEFAULT_DEADLINE_S
-from .options import command, options_for, rename_option
+from .options import checked, command, options_for, rename_option
 from .output import Output, size_text
 
 __all__ = ["push_command"]
@@ -72,7 +72,13 @@ __all__ = ["push_command"]
     help="A worker's GPU, with --protocol; by default all. Repeatable.",
 )
 @click.option(
-    "--deadline", type=float, default=DEFAULT_DEADLINE_S, show_default=True, help="Limit of each wait, in seconds."
+    "--deadline",
+    "deadline_s",
+    type=float,
+    default=DEFAULT_DEADLINE_S,
+    show_default=True,
+    callback=checked,
+    help="Limit of each wait, in seconds.",
 )
 @click.option("--partial", is_flag=True, help="Push even if SOURCE does not fill all parameters of the engine.")
 def push_command(
@@ -91,7 +97,7 @@ def push_command(
     cuda_ipc: bool,
     protocol: str | None,
     devices: tuple[str, ...],
-    deadline: float,
+    deadline_s: float,
     partial: bool,
 ) -> None:
     """Push the weights of SOURCE into running engines. Each worker receives only its own part of them.
@@ -128,7 +134,7 @@ def push_command(
         )
         engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
     with ExitStack() as stack:
-        pusher = stack.enter_context(Pusher(engines, deadline_s=deadline, group=group, cuda_ipc=cuda_ipc))
+        pusher = stack.enter_context(Pusher(engines, deadline_s=deadline_s, group=group, cuda_ipc=cuda_ipc))
         what: Any
         if from_engine:
             what = _engine(source, pause, native=native)

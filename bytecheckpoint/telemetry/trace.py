@@ -121,7 +121,8 @@ class Timings:
         seconds: Elapsed seconds of each step, in the order in which the steps ran.
         nbytes: Bytes that each step moved.
         work: Work of threads inside the steps, by name.
-        pipelined: True if the staging memory was smaller than the state, so that staging had to wait for writing.
+        pipelined: True if the state was staged while it was written, because there was less staging memory than state:
+            the memory budget is smaller, or the memory was not faulted in yet (in the first save of a process).
     """
 
     operation: str
@@ -213,7 +214,7 @@ class Timings:
         return (
             f"{self.operation}: {steps}"
             + (f"; over all threads: {inside}" if inside else "")
-            + ("; staging waited for writing (the memory budget is smaller than the state)" if self.pipelined else "")
+            + ("; staged while writing (less staging memory than state)" if self.pipelined else "")
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -228,6 +229,22 @@ def test_as_a_separate_process(one: Path, tmp_path: Path) -> None:
     assert missing.returncode == 3
     assert missing.stdout == ""
     assert missing.stderr.startswith("bcp: no checkpoint at")
+
+
+def test_output_that_cannot_be_written(one: Path) -> None:
+    script = "from bytecheckpoint.cli import main; main()"
+    verify = [sys.executable, "-c", script, "verify", str(one)]
+    table = [sys.executable, "-c", script, "ls", str(one.parent)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as gone, open("/dev/full", "wb") as full:
+        found = [
+            subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=time_limit(120))
+            for command, output in ((verify, gone), (table, gone), (verify, full))
+        ]
+    assert [one.returncode for one in found] == [141, 141, 6]
+    assert found[0].stderr == found[1].stderr == ""
+    assert "No space left" in found[2].stderr
 
 
 def test_nothing_slow_is_imported_for_nothing() -> None:

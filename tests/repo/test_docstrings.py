@@ -63,17 +63,18 @@ def is_inherited(cls: type, name: str, function: Callable[..., Any]) -> bool:
     return function.__doc__ is None and any(hasattr(base, name) for base in cls.__bases__)
 
 
-def cases() -> Iterator[Any]:
+def documented_functions() -> Iterator[tuple[str, Callable[..., Any], Any]]:
+    """Yield a name, the function with the parameters, and the object with the docstring."""
     for name, value in public_names():
         if inspect.isfunction(value):
-            yield pytest.param(value, value, id=name)
+            yield name, value, value
             continue
         if not issubclass(value, BaseException):
             constructor = value if dataclasses.is_dataclass(value) else vars(value).get("__init__")
             if constructor is not None and value.__name__ not in MADE_BY_THE_LIBRARY:
-                yield pytest.param(constructor, value, id=name)
+                yield name, constructor, value
         for member, function in public_members(value):
-            yield pytest.param(function, function, id=f"{name}.{member}")
+            yield f"{name}.{member}", function, function
 
 
 def sections(docstring: str) -> dict[str, str]:
@@ -109,48 +110,91 @@ def is_test(function: Callable[..., Any]) -> bool:
     return function.__name__.startswith("test_") or hasattr(function, "_pytestfixturefunction")
 
 
-CASES = list(cases())
+def test_the_arguments_are_those_of_the_signature() -> None:
+    found = list(faults(argument_fault))
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(("function", "documented"), CASES)
-def test_the_arguments_are_those_of_the_signature(function: Callable[..., Any], documented: Any) -> None:
+def test_results_are_described() -> None:
+    found = list(faults(result_fault))
+    assert not found, "\n".join(found)
+
+
+def test_the_exceptions_exist() -> None:
+    found = list(faults(exception_fault))
+    assert not found, "\n".join(found)
+
+
+def faults(check: Callable[[Callable[..., Any], Any], str | None]) -> Iterator[str]:
+    for name, function, documented in documented_functions():
+        fault = check(function, documented)
+        if fault is not None:
+            yield f"{name}: {fault}"
+
+
+def argument_fault(function: Callable[..., Any], documented: Any) -> str | None:
     if is_test(function):  # its name states what it checks
-        return
+        return None
     text = inspect.getdoc(documented) or ""
-    assert text, "no docstring"
+    if not text:
+        return "no docstring"
     if documented is not function and function.__doc__:  # a constructor with a docstring
         text += "\n\n" + inspect.cleandoc(function.__doc__)
+    expected = parameters(function)
     if (other := same_as(text)) is not None:
-        assert parameters(function) == parameters(other)
-        return
+        return None if expected == parameters(other) else f"its parameters are not those of {other.__name__}"
     described = sections(text)
     names = entries(described.get("Args", ""))
-    if is_one_line(text) and all(f"``{name}``" in text for name in parameters(function)):
-        return
+    if is_one_line(text) and all(f"``{name}``" in text for name in expected):
+        return None
     if inspect.isclass(function):  # a dataclass may describe its fields as attributes, and further attributes
         names += entries(described.get("Attributes", ""))
-        names = [name for name in names if name in parameters(function)]
-    assert names == parameters(function)
+        names = [name for name in names if name in expected]
+    return None if names == expected else f"describes {names}, and its parameters are {expected}"
 
 
-@pytest.mark.parametrize(("function", "documented"), CASES)
-def test_a_result_is_described(function: Callable[..., Any], documented: Any) -> None:
+def result_fault(function: Callable[..., Any], documented: Any) -> str | None:
     if inspect.isclass(function) or function.__name__ == "__init__" or is_test(function):
-        return
+        return None
     annotation = inspect.signature(function).return_annotation
     text = inspect.getdoc(documented) or ""
-    described = sections(text)
     if (is_one_line(text) and text.startswith(("Return ", "Yield ", "Whether "))) or same_as(text) is not None:
-        return
-    if annotation not in (None, "None", "NoReturn", inspect.Signature.empty):
-        assert {"Returns", "Yields"} & set(described), f"returns {annotation}"
+        return None
+    has_result = annotation not in (None, "None", "NoReturn", inspect.Signature.empty)
+    return f"does not describe {annotation}" if has_result and not {"Returns", "Yields"} & set(sections(text)) else None
 
 
-@pytest.mark.parametrize(("function", "documented"), CASES)
-def test_the_exceptions_exist(function: Callable[..., Any], documented: Any) -> None:
+def exception_fault(function: Callable[..., Any], documented: Any) -> str | None:
     names = entries(sections(inspect.getdoc(documented) or "").get("Raises", ""))
     known = {**vars(builtins), **vars(errors), **(function.__globals__ if inspect.isfunction(function) else {})}
-    assert [name for name in names if not _is_exception(known.get(name.rpartition(".")[2]))] == []
+    unknown = [name for name in names if not _is_exception(known.get(name.rpartition(".")[2]))]
+    return f"raises {', '.join(unknown)}, which does not exist" if unknown else None
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("Do it.", "describes [], and its parameters are ['a']"),
+        ("Do it.\n\nArgs:\n    b: More.\n\nReturns:\n    It.\n", "describes ['b'], and its parameters are ['a']"),
+        ("Return ``a``.\n\nArgs:\n    a: One.\n", "does not describe int"),
+        (
+            "Return ``a``.\n\nArgs:\n    a: One.\n\nReturns:\n    It.\n\nRaises:\n    NoError: Never.\n",
+            "raises NoError",
+        ),
+        ("", "no docstring"),
+        ("Return ``a``.", None),
+    ],
+)
+def test_what_the_checks_find(text: str, fault: str | None) -> None:
+    def function(a: int) -> int:
+        return a
+
+    function.__doc__ = text
+    found = [check(function, function) for check in (argument_fault, result_fault, exception_fault)]
+    if fault is None:
+        assert found == [None] * 3
+    else:
+        assert any(one and one.startswith(fault) for one in found), found
 
 
 def _is_exception(value: Any) -> bool:

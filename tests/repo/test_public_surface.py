@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -56,13 +58,6 @@ def module_files() -> dict[str, Path]:
 MODULES = module_files()
 
 
-@pytest.fixture(params=MODULES)
-def module(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param in NEEDS:
-        pytest.importorskip(NEEDS[request.param])
-    return importlib.import_module(request.param)
-
-
 def test_public_names_exist_and_are_documented() -> None:
     assert len(set(bcp.__all__)) == len(bcp.__all__)
     for name in bcp.__all__:
@@ -80,39 +75,86 @@ def test_the_public_functions_and_their_parameters_exist() -> None:
     assert {"path", "state", "framework", "strict"} <= set(inspect.signature(bcp.load).parameters)
 
 
-def test_module_declares_what_it_exports(module: ModuleType) -> None:
+def test_modules_declare_what_they_export() -> None:
+    faults = [
+        f"{name}: {fault}"
+        for name in MODULES
+        if name not in NEEDS or importlib.util.find_spec(NEEDS[name])
+        for fault in export_faults(importlib.import_module(name))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def export_faults(module: ModuleType) -> Iterator[str]:
     names = getattr(module, "__all__", None)
-    assert isinstance(names, list), f"{module.__name__} has no __all__"
-    assert len(set(names)) == len(names)
-    assert not [name for name in names if not hasattr(module, name)]
-    assert module.__doc__, f"{module.__name__} has no docstring"
+    if not isinstance(names, list):
+        yield "no __all__"
+        return
+    if len(set(names)) < len(names):
+        yield "__all__ has a name twice"
+    yield from (f"{name} is in __all__ and does not exist" for name in names if not hasattr(module, name))
+    if not module.__doc__:
+        yield "no docstring"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_library_code_neither_prints_nor_pickles(name: str) -> None:
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id not in ("print", "eval", "exec"), f"{name}:{node.lineno}: {node.func.id}()"
-        imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            imported = [node.module]
-        if name not in MAY_PICKLE:
-            assert not SERIALISERS & {path.partition(".")[0] for path in imported}, f"{name}:{node.lineno}"
+def test_library_code_neither_prints_nor_pickles() -> None:
+    faults = list(faults_in_modules(print_or_pickle))
+    assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_threads_patches_and_globals_only_where_they_are_allowed(name: str) -> None:
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
-        place = f"{name}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Global):
-            assert name in MAY_HAVE_GLOBALS, place
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            assert node.func.id != "setattr" or name in MAY_PATCH, place
-        called = node.func if isinstance(node, ast.Call) else None
-        bases = node.bases if isinstance(node, ast.ClassDef) else []
-        for one in filter(None, [called, *bases]):
-            is_thread = isinstance(one, ast.Attribute) and one.attr in ("Thread", "Timer")
-            assert not is_thread or name.startswith(MAY_START_THREADS), place
+def test_threads_patches_and_globals_only_where_they_are_allowed() -> None:
+    faults = list(faults_in_modules(thread_patch_or_global))
+    assert not faults, "\n".join(faults)
+
+
+def faults_in_modules(check: Callable[[str, ast.AST], str | None]) -> Iterator[str]:
+    """Yield the place and the text of each fault that ``check`` finds in a node of a module."""
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            fault = check(name, node)
+            if fault is not None:
+                yield f"{name}:{getattr(node, 'lineno', 0)}: {fault}"
+
+
+def print_or_pickle(name: str, node: ast.AST) -> str | None:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "eval", "exec"):
+        return f"{node.func.id}()"
+    imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        imported = [node.module]
+    found = SERIALISERS & {path.partition(".")[0] for path in imported}
+    return f"imports {', '.join(sorted(found))}" if found and name not in MAY_PICKLE else None
+
+
+def thread_patch_or_global(name: str, node: ast.AST) -> str | None:
+    if isinstance(node, ast.Global) and name not in MAY_HAVE_GLOBALS:
+        return "global"
+    called = node.func if isinstance(node, ast.Call) else None
+    if isinstance(called, ast.Name) and called.id == "setattr" and name not in MAY_PATCH:
+        return "setattr()"
+    bases = node.bases if isinstance(node, ast.ClassDef) else []
+    for one in filter(None, [called, *bases]):
+        is_thread = isinstance(one, ast.Attribute) and one.attr in ("Thread", "Timer")
+        if is_thread and not name.startswith(MAY_START_THREADS):
+            return "a thread"
+    return None
+
+
+@pytest.mark.parametrize(
+    ("check", "source", "fault"),
+    [
+        (print_or_pickle, "print(1)", "print()"),
+        (print_or_pickle, "eval('1')", "eval()"),
+        (print_or_pickle, "import pickle.x", "imports pickle"),
+        (print_or_pickle, "from marshal import loads", "imports marshal"),
+        (thread_patch_or_global, "def f():\n    global x", "global"),
+        (thread_patch_or_global, "setattr(a, 'b', 1)", "setattr()"),
+        (thread_patch_or_global, "threading.Thread()", "a thread"),
+        (thread_patch_or_global, "class A(threading.Timer): pass", "a thread"),
+    ],
+)
+def test_what_the_checks_of_modules_find(check: Callable[[str, ast.AST], str | None], source: str, fault: str) -> None:
+    assert [found for node in ast.walk(ast.parse(source)) if (found := check("a.module", node))] == [fault]
 
 
 def test_no_module_has_a_vague_name() -> None:
