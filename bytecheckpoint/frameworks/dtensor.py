@@ -7,17 +7,17 @@ checks the computed boxes against the local tensor's shape.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache, partial
-from itertools import product
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import UnsupportedTensorError
-from ..tensors.geometry import Box
+from ..tensors.geometry import row_major_strides
 from ..tensors.mesh_layout import MeshLayout, MeshPlace
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import MeshShard, Shard, basic_meta
@@ -143,8 +143,9 @@ def dtensor_layout(fqn: str, dtensor: DTensor) -> ParamLayout:
     boxes = dtensor_boxes(fqn, dtensor)
     if len(boxes) == 1 and boxes[0].box.lengths == local_shape:
         return ParamLayout(local_shape, (ParamPart(fqn, shape, boxes[0].box, 0),), {fqn: shape})
-    parts = [ParamPart(fqn, shape, box, start) for part in boxes for box, start in _contiguous(part, local_shape)]
-    return ParamLayout(local_shape, tuple(sorted(parts, key=lambda part: part.start)), {fqn: shape})
+    strides = row_major_strides(local_shape)
+    parts = [ParamPart(fqn, shape, box, sum(map(mul, local, strides)), strides) for box, local in boxes]
+    return ParamLayout(local_shape, tuple(parts), {fqn: shape})
 
 
 def empty_like_dtensor(
@@ -181,15 +182,3 @@ def tensor_meta(fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> BasicMeta
         return basic_meta(dtype, tuple(shape))
     except UnsupportedTensorError as error:
         raise UnsupportedTensorError(f"{fqn}: {error}") from None
-
-
-def _contiguous(part: LocalBox, local_shape: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
-    """Split a box into boxes that are contiguous in the local memory, each with the index of its first element."""
-    lengths = part.box.lengths
-    partial = [d for d, (have, all_of) in enumerate(zip(lengths, local_shape)) if have != all_of]
-    split = partial[-1] if partial else 0
-    strides = [prod(local_shape[d + 1 :]) for d in range(len(local_shape))]
-    for index in product(*(range(n) for n in lengths[:split])):
-        inner = (*index, *(0 for _ in lengths[split:]))
-        box = Box(tuple(o + i for o, i in zip(part.box.offsets, inner)), (*(1 for _ in index), *lengths[split:]))
-        yield box, sum((o + i) * s for o, i, s in zip(part.local, inner, strides))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import StateError, UnsupportedTensorError
-from ..tensors.geometry import Box, decompose, row_major_strides
+from ..tensors.geometry import Box, row_major_strides
 from .dtensor import is_dtensor, loaded_class, sharding_of
 from .layout import ParamLayout, ParamPart
 from .module_tree import named_submodules
@@ -29,15 +29,16 @@ class OriginalParam:
     """One parameter inside a flat one. It is stored under the first of its names.
 
     ``local_shape`` is the shape that FSDP flattened: the global ``shape``, or a tensor-parallel rank's part of it,
-    which begins at ``corner`` (None for an empty part). ``start`` and ``length`` are the range of this rank's shard
-    that holds elements of the parameter, from element ``first`` on.
+    which begins at ``corner`` (None for an empty part). ``strides`` are those of the memory that FSDP flattened;
+    None if it is row-major. ``start`` and ``length`` are the range of this rank's shard that holds elements of the
+    parameter, from element ``first`` on.
     """
 
     fqns: tuple[str, ...]
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     corner: tuple[int, ...] | None
-    order: tuple[int, ...] | None
+    strides: tuple[int, ...] | None
     start: int
     length: int
     first: int
@@ -46,15 +47,9 @@ class OriginalParam:
         """The boxes that this rank holds, in memory order."""
         if self.corner is None or self.length == 0:
             return
-        dims = self.order or tuple(range(len(self.local_shape)))
-        position = self.start
-        for cut in decompose(self.first, self.length, [self.local_shape[d] for d in dims]):
-            offsets, lengths = [0] * len(dims), [0] * len(dims)
-            for place, d in enumerate(dims):
-                offsets[d] = cut.offsets[place] + self.corner[d]
-                lengths[d] = cut.lengths[place]
-            yield ParamPart(self.fqns[0], self.shape, Box(tuple(offsets), tuple(lengths)), position, self.order)
-            position += cut.numel
+        whole = ParamPart(self.fqns[0], self.shape, Box(self.corner, self.local_shape), 0, self.strides)
+        for part in whole.narrowed(self.first, self.length):
+            yield part._replace(start=part.start + self.start)
 
 
 class FlatParam:
@@ -87,10 +82,10 @@ class FlatParam:
             )
         local_shape = tuple(flat._shapes[i])
         shape, corner = _placed(fqns[0], flat._param_extensions[i], local_shape)
-        order = None if flat._contiguities[i] else _memory_order(fqns[0], local_shape, tuple(flat._strides[i]))
+        strides = None if flat._contiguities[i] else _dense_strides(fqns[0], local_shape, tuple(flat._strides[i]))
         held = flat._shard_param_infos[i]
         where = (held.offset_in_shard, held.numel_in_shard, held.intra_param_start_idx) if held.in_shard else (0, 0, 0)
-        return OriginalParam(fqns, shape, local_shape, corner, order, *where)
+        return OriginalParam(fqns, shape, local_shape, corner, strides, *where)
 
     @property
     def owned(self) -> Iterator[tuple[int, str]]:
@@ -202,13 +197,13 @@ def _placed(fqn: str, spec: Any, local_shape: tuple[int, ...]) -> tuple[tuple[in
     return tuple(spec.shape), boxes[0].box.offsets if boxes else None
 
 
-def _memory_order(fqn: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions from slowest to fastest in the memory that FSDP flattened."""
-    order = tuple(sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d], d)))
+def _dense_strides(fqn: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, if the elements fill the memory that FSDP flattened in some order of the dimensions."""
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d], d))
     dense = row_major_strides([shape[d] for d in order])
     if any(strides[d] != step and shape[d] > 1 for d, step in zip(order, dense)):
         raise UnsupportedTensorError(
             f"{fqn}: FSDP flattened a parameter of shape {shape} and strides {strides}, which is not dense; make it "
             "contiguous before wrapping"
         )
-    return order
+    return strides

@@ -7,12 +7,15 @@ DDP or plain modules. DTensors describe themselves (see ``dtensor.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import torch
 
-from ..tensors.geometry import Box
+from ..errors import PlanError
+from ..tensors.geometry import Box, decompose_strided, row_major_strides
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import IrregularShard, Shard, basic_meta
 
@@ -20,26 +23,41 @@ __all__ = ["ParamLayout", "ParamPart"]
 
 
 class ParamPart(NamedTuple):
-    """Consecutive elements of the flattened local memory, which hold ``box`` of the tensor ``fqn``.
+    """Elements of the local memory that hold ``box`` of the tensor ``fqn``.
 
-    ``shape`` is the global shape. ``start`` counts elements from the beginning of the local tensor's row-major memory.
-    ``order`` lists the dimensions from the slowest to the fastest in memory, if that is not the usual order (for a
-    channels-last parameter, which FSDP-1 flattens in memory order).
+    ``shape`` is the global shape. ``start`` is the position of the box's first element, counted in elements from the
+    beginning of the local tensor's memory. ``strides`` are the distances between neighbours along each dimension of the
+    box, in elements; None if the elements are consecutive and row-major. Strides describe a part whose rows lie apart
+    (a half of a fused weight, a block of columns), or whose dimensions are in another order (a channels-last parameter,
+    which FSDP-1 flattens in memory order).
     """
 
     fqn: str
     shape: tuple[int, ...]
     box: Box
     start: int
-    order: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The part's elements in the 1-D ``flat``, shaped like the box."""
-        piece = flat.narrow(0, self.start, self.box.numel)
-        if self.order is None:
-            return piece.view(self.box.lengths)
-        in_memory = piece.view([self.box.lengths[d] for d in self.order])
-        return in_memory.permute([self.order.index(d) for d in range(len(self.order))])
+        lengths = self.box.lengths
+        if self.strides is None:
+            return flat.narrow(0, self.start, self.box.numel).view(lengths)
+        extent = 1 + sum((n - 1) * step for n, step in zip(lengths, self.strides)) if self.box.numel else 0
+        memory = flat.narrow(0, self.start, extent)  # raises where as_strided would leave ``flat`` unnoticed
+        steps = [step * flat.stride(0) for step in self.strides]
+        return memory.as_strided(lengths, steps, memory.storage_offset())
+
+    def narrowed(self, start: int, length: int) -> Iterator[ParamPart]:
+        """What ``length`` elements of the local memory from ``start`` on hold of this part, relative to ``start``."""
+        strides = self.strides or row_major_strides(self.box.lengths)
+        for piece in decompose_strided(start - self.start, length, self.box.lengths, strides):
+            position = self.start + sum(map(mul, piece.offsets, strides)) - start
+            dense = all(
+                n == 1 or step == run for n, step, run in zip(piece.lengths, strides, row_major_strides(piece.lengths))
+            )
+            box = piece.shift(self.box.offsets)
+            yield ParamPart(self.fqn, self.shape, box, position, None if dense else strides)
 
 
 class ParamLayout(NamedTuple):
@@ -70,7 +88,7 @@ class ParamLayout(NamedTuple):
         if not self.is_replica or len(self.parts) != 1 or len(self.fqns) != 1:
             return None
         part = self.parts[0]
-        whole = part.order is None and part.shape == self.local_shape == part.box.lengths
+        whole = part.strides is None and part.shape == self.local_shape == part.box.lengths
         return part.fqn if whole and part.fqn in self.fqns else None
 
     def renamed(self, rename: Callable[[str], str]) -> ParamLayout:
@@ -78,9 +96,25 @@ class ParamLayout(NamedTuple):
         parts = tuple(part._replace(fqn=rename(part.fqn)) for part in self.parts)
         return self._replace(parts=parts, fqns={rename(fqn): shape for fqn, shape in self.fqns.items()})
 
+    def narrowed(self, start: int, length: int) -> ParamLayout:
+        """The layout of a 1-D tensor that holds ``length`` elements of the local memory from ``start`` on.
+
+        This is what a distributed optimizer keeps of a parameter. All names remain, also those without an element in
+        the range. Raises ``PlanError`` if the local memory does not contain the range.
+        """
+        size = prod(self.local_shape)
+        if start < 0 or length < 0 or start + length > size:
+            raise PlanError(
+                f"flat range [{start}, {start + length}) is outside the {size} local elements of "
+                f"{next(iter(self.fqns), 'a parameter')}"
+            )
+        parts = [piece for part in self.parts for piece in part.narrowed(start, length)]
+        parts.sort(key=lambda part: part.start)
+        return ParamLayout((length,), tuple(parts), self.fqns)
+
     def describe(self, tensor: torch.Tensor, rename: Callable[[str], str]) -> tuple[dict[str, BasicMeta], list[Shard]]:
         """Metadata of every name, and views of ``tensor`` (of ``local_shape``), under new names. Never copies."""
-        if len(self.parts) == 1 and self.parts[0].order is None and self.parts[0].box.lengths == tuple(tensor.shape):
+        if len(self.parts) == 1 and self.parts[0].strides is None and self.parts[0].box.lengths == tuple(tensor.shape):
             views = [tensor]
         else:
             flat = tensor.view(-1)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..errors import PlanError
 
-__all__ = ["Box", "Int64", "decompose", "find_overlap", "inseparable", "row_major_strides"]
+__all__ = ["Box", "Int64", "decompose", "decompose_strided", "find_overlap", "inseparable", "row_major_strides"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -194,6 +194,59 @@ def _decompose(start: int, stop: int, shape: tuple[int, ...], prefix: tuple[int,
 
 def _box(prefix: tuple[int, ...], start: int, stop: int, rest: tuple[int, ...]) -> Box:
     return Box((*prefix, start, *(0 for _ in rest)), (*(1 for _ in prefix), stop - start, *rest))
+
+
+def decompose_strided(start: int, length: int, lengths: Sequence[int], strides: Sequence[int]) -> list[Box]:
+    """Split the elements of a strided box that lie in a range of its memory into few boxes.
+
+    The boxes are disjoint and come in memory order. For a contiguous tensor this is ``decompose``.
+
+    Args:
+        start: The first element of the range, counted from the box's first element. It may be negative.
+        length: The number of elements of memory, including the gaps of the box.
+        lengths: The lengths of the box.
+        strides: The distance in memory between neighbours along each dimension, in elements.
+
+    Returns:
+        Boxes relative to the given one, at most ``2 n - 1`` for ``n`` dimensions.
+
+    Raises:
+        PlanError: Steps along one dimension do not lead past all elements of the faster dimensions, so that elements
+            interleave or share memory. No part of a row-major tensor is like this, in any order of its dimensions.
+    """
+    if 0 in lengths:
+        return []
+    dims = sorted(range(len(lengths)), key=lambda d: (-strides[d], -lengths[d]))
+    span = 1
+    for d in reversed(dims):
+        if lengths[d] > 1 and strides[d] < span:
+            raise PlanError(f"elements of a box of lengths {tuple(lengths)} interleave at strides {tuple(strides)}")
+        span += (lengths[d] - 1) * strides[d] if lengths[d] > 1 else 0
+    in_memory = [lengths[d] for d in dims]
+    steps = [strides[d] for d in dims]
+    first, stop = (_elements_before(position, in_memory, steps) for position in (start, start + length))
+    boxes = []
+    for cut in decompose(first, stop - first, in_memory):
+        offsets, sizes = [0] * len(dims), [0] * len(dims)
+        for d, offset, size in zip(dims, cut.offsets, cut.lengths):
+            offsets[d], sizes[d] = offset, size
+        boxes.append(Box.unchecked(tuple(offsets), tuple(sizes)))
+    return boxes
+
+
+def _elements_before(position: int, lengths: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements have a lower memory position. The dimensions are sorted from slowest to fastest."""
+    inner, before = prod(lengths), 0
+    for n, stride in zip(lengths, strides):
+        if position <= 0:
+            return before
+        inner //= n
+        index = min(position // stride, n) if n > 1 else 0
+        before += index * inner
+        if index == n:
+            return before
+        position -= index * stride
+    return before + (position > 0)
 
 
 def find_overlap(offsets: Int64, lengths: Int64) -> tuple[int, int] | None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bytecheckpoint.errors import UnsupportedTensorError
-from bytecheckpoint.frameworks.dtensor import _contiguous, dtensor_boxes
+from bytecheckpoint.frameworks.dtensor import dtensor_boxes
 from bytecheckpoint.frameworks.placements import LocalBox, MeshSharding
 from bytecheckpoint.tensors.geometry import Box
 
@@ -171,20 +171,3 @@ def test_rank_outside_the_mesh_holds_nothing():
 def test_scalars_and_negative_dims():
     assert local_boxes((), (2,), (1,), [Replicate()]) == [LocalBox(Box((), ()), ())]
     assert local_boxes((4, 4), (2,), (1,), [Shard(-1)]) == [LocalBox(Box((0, 2), (4, 2)), (0, 0))]
-
-
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=3))
-@settings(deadline=None, max_examples=100)
-def test_contiguous_pieces_of_a_local_box(axes):
-    lengths = tuple(n for n, _, _ in axes)
-    local_at = tuple(before for _, before, _ in axes)
-    local_shape = tuple(n + before + after for n, before, after in axes)
-    shape = tuple(n + 10 for n in local_shape)
-    box = Box(tuple(7 for _ in axes), lengths)
-    whole = torch.arange(int(np.prod(shape))).reshape(shape)
-    local = torch.full(local_shape, -1)
-    local[LocalBox(box, local_at).local_slices()] = whole[box.slices()]
-    pieces = list(_contiguous(LocalBox(box, local_at), local_shape))
-    assert sum(piece.numel for piece, _ in pieces) == box.numel
-    for piece, start in pieces:
-        assert torch.equal(local.view(-1)[start : start + piece.numel], whole[piece.slices()].reshape(-1))
