@@ -26,6 +26,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV := $(VENV)-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# Trainers' frameworks, each in an environment on top of $(VENV).
+ENGINES := deepspeed megatron
 SOURCES := bytecheckpoint planners storage_backends tests examples benchmarks
 
 # With small tensors on few cores, more threads only compete.
@@ -34,14 +36,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Parts of `make test` and of `make check`. A part that fails does not keep the others from running.
 LINT_PARTS := style types contracts
-TEST_PARTS := $(LINT_PARTS) test-main $(if $(filter yes,$(WITH_VLLM)),test-vllm)
+TEST_PARTS := $(LINT_PARTS) test-main $(ENGINES:%=test-%) $(if $(filter yes,$(WITH_VLLM)),test-vllm)
 CHECK_PARTS := $(LINT_PARTS) test-fast
 
 # The tests of `make check`: format, planners, golden files, command line, parts of save and load, repository rules.
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo test check test-main test-fast test-vllm lint style types contracts format bench clean
+.PHONY: help demo test check test-main test-fast test-vllm $(ENGINES:%=test-%) lint style types contracts format bench clean
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
@@ -51,6 +53,7 @@ help:
 	@echo "make test-main  every test that needs no vLLM"
 	@echo "make test-vllm  the tests with a real vLLM, in a second environment (part of make test on Linux x86-64;"
 	@echo "                WITH_VLLM=no skips it)"
+	@echo "make test-deepspeed, make test-megatron   the tests with a real DeepSpeed or Megatron-core, each in its environment"
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"
 	@echo "                BENCH_ARGS='--peers all' for more systems, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
@@ -110,6 +113,17 @@ test-fast: $(STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
 
+$(ENGINES:%=test-%): test-%: $(VENV)-%/.installed
+	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+
+$(ENGINES:%=$(VENV)-%/.installed): $(VENV)-%/.installed: requirements-%.txt $(STAMP)
+	@echo "make: installing into $(@D) (once; a few seconds) ..."
+	@$(PYTHON) -m venv $(@D)
+	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
+	  >"$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	@$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation -r requirements-$*.txt
+	@touch $@
+
 $(VLLM_STAMP): pyproject.toml setup.cfg requirements-vllm.txt
 	@echo "make: installing vLLM into $(VLLM_VENV) (once; about 3.5 GB and a few minutes; WITH_VLLM=no skips it) ..."
 	@$(PYTHON) -m venv $(VLLM_VENV)
@@ -125,5 +139,5 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --report $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES:%=$(VENV)-%) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

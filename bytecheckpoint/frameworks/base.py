@@ -91,6 +91,10 @@ class Adapter(ABC):
     name: ClassVar[str]
     """The name that callers pass as ``framework=``."""
 
+    kind: ClassVar[str] = ""
+    """What a checkpoint calls sections of this adapter; ``name`` if it is empty. Sections of kind ``optimizer`` follow
+    the names of their parameters when a load renames them."""
+
     priority: ClassVar[int] = 0
     """Of several adapters that recognize an object, the one with the highest priority serves it. An adapter for a
     wrapper needs a higher priority than the adapter for the plain module."""

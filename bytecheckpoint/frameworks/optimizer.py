@@ -40,6 +40,7 @@ class OptimizerAdapter(Adapter):
     """
 
     name: ClassVar[str] = "optimizer"
+    kind: ClassVar[str] = "optimizer"
     priority: ClassVar[int] = 10
 
     def recognizes(self, obj: object) -> bool:
@@ -47,8 +48,30 @@ class OptimizerAdapter(Adapter):
             return bool(obj) and all(is_optimizer(item) for item in obj)
         return is_optimizer(obj)
 
+    def describe(self, obj: Any, context: Context) -> tuple[Sequence[StateHolder], list[NamedParam]]:
+        """Find the optimizers that compute the steps, and the names and layouts of their parameters.
+
+        A subclass overrides this for optimizers that step flat or partitioned copies of a model's parameters. Their
+        layouts come from the optimizer's own structures.
+
+        Args:
+            obj: An object that ``recognizes`` accepts.
+            context: The call that the object is part of.
+
+        Returns:
+            The optimizers, and every parameter that they step on this rank.
+
+        Raises:
+            StateError: A wrapper keeps state elsewhere, or a parameter has no name.
+        """
+        holders = holders_of(as_list(obj), context)
+        # First, because a wrapper that replaces parameters may communicate in its state_dict().
+        params = named_params(holders, context)
+        require_complete(holders, context)
+        return holders, params
+
     def capture(self, obj: Any, context: Context) -> SectionSource:
-        holders, params = _described(obj, context)
+        holders, params = self.describe(obj, context)
         source = SectionSource()
         if context.trainable_only:
             params = _leave_out_frozen(params, source)
@@ -67,7 +90,7 @@ class OptimizerAdapter(Adapter):
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
-        holders, params = _described(obj, context)
+        holders, params = self.describe(obj, context)
         return fill_by_name(holders, params, context, stored)
 
 
@@ -87,14 +110,6 @@ def _leave_out_frozen(params: list[NamedParam], source: SectionSource) -> list[N
         source.left_out.update(frozen.values)
         source.left_out.update(path(name) for name in named.names for path in (group_path, class_path))
     return kept
-
-
-def _described(obj: Any, context: Context) -> tuple[list[StateHolder], list[NamedParam]]:
-    holders = holders_of(as_list(obj), context)
-    # First, because a wrapper that replaces parameters may communicate in its state_dict().
-    params = named_params(holders, context)
-    require_complete(holders, context)
-    return holders, params
 
 
 def fill_by_name(

@@ -21,7 +21,10 @@ __all__ = ["class_path", "is_elementwise", "lineage_of", "needed_keys", "require
 
 _MAX_SHOWN = 5
 
-_ADAM, _ADAMW = "torch.optim.adam.Adam", "torch.optim.adamw.AdamW"
+_ADAMS = frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "CPUAdam"})
+"""Implementations of Adam with the same two moments. How they decay weights is an option of most of them."""
+
+_ADAM_PACKAGES = frozenset({"apex", "deepspeed", "megatron", "torch", "transformer_engine"})
 
 # What the step of each class of torch reads from a state that is not empty.
 _NEEDED = {
@@ -96,10 +99,14 @@ def require_same_class(params: Iterable[NamedParam], values: Mapping[Path, Any],
 
 
 def _are_related(stored: Sequence[str], target: Sequence[str]) -> bool:
-    if {stored[0], target[0]} == {_ADAM, _ADAMW}:  # before torch 2.7, they were unrelated classes
+    if _is_adam(stored[0]) and _is_adam(target[0]):
         return True
     if stored[0] in target or target[0] in stored:
         return True
     # A script's own class is in the module __main__ or in one of the script's name, as it was started.
     (module, _, name), (other, _, other_name) = stored[0].rpartition("."), target[0].rpartition(".")
     return name == other_name and "__main__" in (module, other)
+
+
+def _is_adam(path: str) -> bool:
+    return path.partition(".")[0] in _ADAM_PACKAGES and path.rpartition(".")[2] in _ADAMS

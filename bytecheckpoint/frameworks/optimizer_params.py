@@ -7,10 +7,10 @@ The names come from the modules in the same state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,18 +21,24 @@ from .layout import ParamLayout
 from .module_tree import clean_name, modules_of, named_slots
 from .optimizer_wrappers import StateHolder
 
-__all__ = ["NamedParam", "named_params", "owned_layouts"]
+__all__ = ["NamedParam", "OwnedLayout", "named_params", "owned_layouts"]
 
 
 @dataclass(eq=False)
 class NamedParam:
-    """One parameter of one optimizer, its group, and its names and layout. ``key`` is that of its state."""
+    """One parameter of one optimizer, its group, and its names and layout. ``key`` is that of its state.
+
+    ``master`` is the copy that the optimizer steps if the model computes in a lower precision; it has the layout of the
+    parameter. ``origins`` maps each name to the section and name of the model's tensor that is computed from it.
+    """
 
     param: torch.Tensor
     layout: ParamLayout
     holder: StateHolder
     group: MutableMapping[str, Any]
     key: Any
+    master: torch.Tensor | None = None
+    origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +83,7 @@ def named_params(holders: Sequence[StateHolder], context: Context) -> list[Named
     parameter without a name or in two groups, and ``NameCollisionError`` for two parameters with the same name.
     """
     slots = list(_slots(holders))
-    layouts = owned_layouts({id(param) for *_, param in slots}, context)
+    layouts = {key: owned.layout for key, owned in owned_layouts({id(param) for *_, param in slots}, context).items()}
     result: list[NamedParam] = []
     seen: dict[int, str] = {}
     taken: dict[str, str] = {}
@@ -147,14 +153,31 @@ def _slots(
                 yield f"{prefix}group {group_number}, parameter {index}", holder, group, index, param
 
 
-def owned_layouts(params: set[int], context: Context) -> Mapping[int, ParamLayout]:
-    """Layouts of those parameters that a model of the state owns, with their final names, by ``id``."""
+class OwnedLayout(NamedTuple):
+    """The layout of a parameter under its final names, and the section of the model that owns it."""
+
+    layout: ParamLayout
+    section: str
+    is_qualified: bool = False
+
+    @property
+    def origins(self) -> dict[str, tuple[str, str]]:
+        """For each name, the section and name of the model's tensor."""
+        skipped = len(self.section) + 1 if self.is_qualified else 0
+        return {name: (self.section, name[skipped:]) for name in self.layout.fqns}
+
+
+def owned_layouts(params: set[int], context: Context) -> Mapping[int, OwnedLayout]:
+    """Layouts of those parameters that a model of the state owns, by ``id``.
+
+    The names are qualified with the section if no single section owns all of them.
+    """
     owners = {name: context.layouts_of(value) for name, value in context.state.items() if modules_of(value)}
     owned = params.intersection(chain.from_iterable(owners.values()))
-    found: dict[int, ParamLayout] = {}
+    found: dict[int, OwnedLayout] = {}
     for section, layouts in owners.items():
         if owned <= layouts.keys():
-            return layouts
-        own = owned & layouts.keys() - found.keys()
-        found.update({key: layouts[key].renamed(partial(_qualified, section)) for key in own})
+            return {key: OwnedLayout(layouts[key], section) for key in owned}
+        for key in owned & layouts.keys() - found.keys():
+            found[key] = OwnedLayout(layouts[key].renamed(partial(_qualified, section)), section, is_qualified=True)
     return found

@@ -27,6 +27,7 @@ from .optimizer_params import NamedParam
 from .tensors import dense_view, is_sharded_tensor, tensor_shards, whole_shard
 
 __all__ = [
+    "MASTER",
     "TENSOR_LEAF",
     "StoredParam",
     "StoredState",
@@ -38,6 +39,9 @@ __all__ = [
     "state_name",
     "state_path",
 ]
+
+MASTER = "master"
+"""The key of a master weight, which is stored with a parameter's state."""
 
 TENSOR_LEAF = Container("tensor")
 _PREFIX = "state."
@@ -141,6 +145,8 @@ def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) ->
             source.digests.update(dict.fromkeys(metas, raw))
         return TENSOR_LEAF
 
+    if named.master is not None:
+        leaf(MASTER, named.master)
     for key, value in state.items():
         if not isinstance(key, str):
             raise UnserializableError(f"{where}: state key {key!r} is not a str")
@@ -157,7 +163,8 @@ class StoredParam:
     """What a checkpoint stores of one parameter's state: metas of tensors and values, by key.
 
     ``paths`` are those of all its values and hyper-parameters. ``expected`` is state that the parameter must have,
-    although it is not stored: the meta of each tensor, and None for each value.
+    although it is not stored: the meta of each tensor, and None for each value. ``has_master``: the tensors include a
+    master weight, which is not part of the state.
     """
 
     tensors: dict[str, BasicMeta] = field(default_factory=dict)
@@ -165,12 +172,14 @@ class StoredParam:
     paths: list[Path] = field(default_factory=list)
     expected: dict[str, BasicMeta | None] = field(default_factory=dict)
     is_stateless: bool = False
+    has_master: bool = False
 
     @cached_property
     def keys(self) -> list[str]:
         """The keys of ``optimizer.state[param]``, without those of tensors inside a nested entry."""
         nested = tuple(f"{key}." for key, value in self.values.items() if isinstance(value, (dict, list, tuple)))
-        return [key for key in self.tensors if not key.startswith(nested)] + list(self.values)
+        tensors = [key for key in self.tensors if not key.startswith(nested)]
+        return [key for key in tensors if not (self.has_master and key == MASTER)] + list(self.values)
 
 
 class StoredState(dict[str, StoredParam]):
@@ -195,6 +204,11 @@ class StoredState(dict[str, StoredParam]):
             owner = _owner(name, known)
             if owner is not None:
                 self.setdefault(owner, StoredParam()).tensors[name[len(_PREFIX) + len(owner) + 1 :]] = meta
+        for named in params:
+            # A class of the user's may keep state of its own under this key.
+            if named.master is not None or type(named.holder.optimizer).__module__.startswith("torch."):
+                for fqn in named.names:
+                    self[fqn].has_master = MASTER in self[fqn].tensors
         self._expect(params)
 
     def __missing__(self, fqn: str) -> StoredParam:

@@ -15,6 +15,7 @@ from .dtensor import empty_like_dtensor, is_dtensor
 from .optimizer_class import is_elementwise
 from .optimizer_params import NamedParam
 from .optimizer_state import (
+    MASTER,
     TENSOR_LEAF,
     StoredParam,
     StoredState,
@@ -51,6 +52,7 @@ class StateFiller:
         """Add destinations for everything stored for this parameter."""
         existing = named.state
         stored = {fqn: self.stored[fqn] for fqn in named.names}
+        self._add_master(named, stored)
         keys = dict.fromkeys(key for one in stored.values() for key in (*one.keys, *one.expected))
         stateless = [empty_state_path(fqn) for fqn, one in stored.items() if one.is_stateless]
         self.target.requested_values.update(stateless)
@@ -66,6 +68,16 @@ class StateFiller:
             self._steps.append(lambda values: named.holder.state.pop(named.key, None) and None)
         else:
             self._keep(named, existing)
+
+    def _add_master(self, named: NamedParam, stored: Mapping[str, StoredParam]) -> None:
+        """A master weight that is not stored is filled from the model's tensor, which is computed from it."""
+        names = {fqn: state_name(fqn, MASTER) for fqn in named.names}
+        if named.master is None:
+            self.target.ignorable.update(names[fqn] for fqn, one in stored.items() if one.has_master)
+            return
+        self._add_tensor(named, MASTER, named.master)
+        self.target.fallbacks.update({names[fqn]: origin for fqn, origin in named.origins.items()})
+        self.target.derived.update(named.origins.values())
 
     def _keep(self, named: NamedParam, existing: Mapping[Any, Any]) -> None:
         """Nothing is stored for the parameter, so its state may stay."""

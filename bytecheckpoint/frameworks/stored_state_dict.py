@@ -115,6 +115,8 @@ class StoredStateDict:
             {*(path for path in target.requested_values if path not in known), *self._stored.values},
             optional={names.get(name, name) if isinstance(name, str) else name for name in target.optional},
             ignorable={names.get(name, name) if isinstance(name, str) else name for name in target.ignorable},
+            fallbacks={names.get(name, name): origin for name, origin in target.fallbacks.items()},
+            derived=target.derived,
             apply=apply,
         )
         for name, room in self._rooms.items():

@@ -19,7 +19,7 @@ from ..errors import MismatchError
 from ..format.values import path_name
 from ..storage_backends.base import StorageBackend
 from ..tensors.shards import Path
-from .matching import Target, mismatch_error
+from .matching import Match, Target, mismatch_error
 from .options import Fault, LoadOptions
 from .shared_reads.negotiation import Answer, ReadOffer, answer_offers
 from .stored import OpenCheckpoint, OpenSection
@@ -60,9 +60,10 @@ class Verdict:
             raise self.mismatch
 
 
-def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadOptions) -> _Claims:
+def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options: LoadOptions, match: Match) -> _Claims:
     """Collect the stored names that this rank's targets use, or may ignore."""
     tensors: _Bits = np.zeros(len(checkpoint.manifest.tensors), np.bool_)
+    tensors[match.rows] = True  # some fill tensors of other names
     values: list[bool] = []
     unused: list[str] = []
     for one in targets:
@@ -108,14 +109,14 @@ def agree(
     options: LoadOptions,
     targets: Sequence[Target],
     *,
-    faults: Sequence[Fault],
+    match: Match,
     offer: ReadOffer,
 ) -> Verdict:
     """Exchange faults, claims and offers. Every rank gets the same verdict; only suggestions in its message differ."""
-    claims = _claim_names(checkpoint, targets, options)
+    claims = _claim_names(checkpoint, targets, options, match)
     known = _known_names(checkpoint, targets, options)
     unmatched = _unmatched(checkpoint, options, known)
-    message = msgpack.packb([faults, claims.tensors, claims.values, claims.unused, offer.message, unmatched])
+    message = msgpack.packb([match.faults, claims.tensors, claims.values, claims.unused, offer.message, unmatched])
     received = op.gather("claims", message)
     packed = None
     if received is not None:

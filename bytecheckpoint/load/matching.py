@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..checkpoint.selection import SimilarNames
 from ..errors import MismatchError
-from ..format.values import MAPPINGS, Container, path_name
+from ..format.values import MAPPINGS, path_name
+from ..format.values import Container as StoredContainer
 from ..frameworks.sections import Section
 from ..planners import Request
 from ..tensors.dtypes import is_lossless_cast, is_meaningful_cast
+from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, Shard
 from .options import Cast, Fault, LoadOptions
 from .overlaps import overlapping_shards
-from .stored import OpenSection
+from .sources import TensorSources
+from .stored import OpenCheckpoint, OpenSection
 
 __all__ = ["Match", "Target", "fault_lines", "match_targets", "mismatch_error"]
 
@@ -36,7 +39,8 @@ class Match:
     """What one rank's targets request from the checkpoint, and every fault found.
 
     ``rows`` are the manifest's tensor rows of ``shards``. ``mismatched`` maps each tensor that stays unchanged because
-    of its shape to the stored shape and the shape in memory.
+    of its shape to the stored shape and the shape in memory, ``resized`` each that was stored with another padding.
+    ``sources`` maps names to the full name of the stored tensor that fills them, if it has another name.
     """
 
     shards: list[Shard] = field(default_factory=list)
@@ -46,6 +50,8 @@ class Match:
     lazy: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
 
@@ -55,13 +61,15 @@ class Match:
         return [Request(row, shard.box, str(shard.tensor.dtype)) for row, shard in zip(self.rows, self.shards)]
 
 
-def match_targets(targets: Iterable[Target], options: LoadOptions) -> Match:
+def match_targets(checkpoint: OpenCheckpoint, targets: Sequence[Target], options: LoadOptions) -> Match:
     """Compare what the targets request with what is stored."""
     match = Match()
+    sources = TensorSources(checkpoint)
+    derived = {origin for one in targets for origin in one.target.derived}
     for one in targets:
         match.faults.extend(one.stored.faults)
         if one.stored.is_stored:
-            matching = _SectionMatching(match, one.stored, one.target, options)
+            matching = _SectionMatching(match, one.stored, one.target, options, sources, derived)
             matching.match_tensors()
             matching.match_values()
         elif options.selection.selects_section(one.stored.name):
@@ -75,6 +83,8 @@ class _SectionMatching:
     stored: OpenSection
     target: SectionTarget
     options: LoadOptions
+    sources: TensorSources
+    derived: Container[tuple[str, str]]
 
     def match_tensors(self) -> None:
         rows: dict[str, int] = {}
@@ -82,12 +92,16 @@ class _SectionMatching:
             full = f"{self.stored.name}.{fqn}"
             if self._is_deselected(full, fqn):
                 continue
-            row = self.stored.tensor_rows.get(fqn)
-            if row is None:
+            row, stored = self.stored.tensor_rows.get(fqn), self.stored.contents.metas.get(fqn)
+            if stored != meta:
+                row, stored = self._other_source(full, fqn, meta, row, stored)
+            if row is None or stored is None:
                 self._add_missing(full, fqn)
-            elif self._fits(full, self.stored.contents.metas[fqn], meta):
+            elif self._fits(full, fqn, stored, meta):
                 rows[fqn] = row
         shards = [shard for shard in self.target.shards if shard.fqn in rows]
+        if self.match.resized:
+            shards = self._without_padding(shards)
         self.match.shards.extend(shards)
         self.match.rows.extend(rows[shard.fqn] for shard in shards)
         for fqn, other in overlapping_shards(shards):
@@ -101,7 +115,9 @@ class _SectionMatching:
                 continue
             if path in self.stored.contents.values:
                 value = self.stored.contents.values[path]
-                if type(value) is not Container or value.kind not in MAPPINGS:  # these only describe what is below
+                if (
+                    type(value) is not StoredContainer or value.kind not in MAPPINGS
+                ):  # these only describe what is below
                     self.match.loaded.append(full)
             else:
                 self._add_missing(full, path)
@@ -109,24 +125,63 @@ class _SectionMatching:
     def _is_deselected(self, full: str, name: str | Path) -> bool:
         return not self.options.selection.selects(full) or name in self.stored.skipped
 
-    def _fits(self, full: str, stored: BasicMeta, requested: BasicMeta) -> bool:
+    def _other_source(
+        self, full: str, fqn: str, requested: BasicMeta, row: int | None, stored: BasicMeta | None
+    ) -> tuple[int | None, BasicMeta | None]:
+        """The stored tensor that fills ``fqn`` best: a master weight, or what the target falls back on."""
+        if stored is not None:
+            # The dtype in memory shows that the caller expects more precision than this tensor was stored with.
+            is_finer = stored.dtype != requested.dtype and is_lossless_cast(stored.dtype, requested.dtype)
+            found = self.sources.master_of(self.stored.name, fqn, requested) if is_finer else None
+        elif fqn in self.target.fallbacks and self.options.strictness(self.stored.name) != "exact":
+            found = self.sources.best_of(*self.target.fallbacks[fqn], requested)
+        else:
+            found = None
+        if found is None:
+            return row, stored
+        self.match.sources[full] = found.name
+        return found.row, found.meta
+
+    def _without_padding(self, shards: Sequence[Shard]) -> list[Shard]:
+        """The shards without what lies behind the end of the stored tensor."""
+        kept: list[Shard] = []
+        for shard in shards:
+            resized = self.match.resized.get(f"{self.stored.name}.{shard.fqn}")
+            if resized is None:
+                kept.append(shard)
+                continue
+            dim = self.target.resizable[shard.fqn]
+            stored = BasicMeta(shard.meta.dtype, resized[0])
+            start, length = shard.box.offsets[dim], shard.box.lengths[dim]
+            length = min(length, stored.shape[dim] - start)
+            if length > 0:
+                lengths = (*shard.box.lengths[:dim], length, *shard.box.lengths[dim + 1 :])
+                box = Box(shard.box.offsets, lengths)
+                kept.append(Shard(shard.fqn, stored, box, shard.tensor.narrow(dim, 0, length)))
+        return kept
+
+    def _fits(self, full: str, fqn: str, stored: BasicMeta, requested: BasicMeta) -> bool:
         """Whether a tensor can be loaded; records the fault or the name and cast."""
         if stored == requested:
             self.match.loaded.append(full)
             return True
-        if stored.shape != requested.shape:
+        if stored.shape != requested.shape and _differ_only_in(self.target.resizable.get(fqn), stored, requested):
+            self.match.resized[full] = (stored.shape, requested.shape)
+        elif stored.shape != requested.shape:
             if self.options.strictness(self.stored.name) == "skip_mismatched":
                 self.match.mismatched[full] = (stored.shape, requested.shape)
                 return False
             detail = f"stored {list(stored.shape)}, requested {list(requested.shape)}"
             self.match.faults.append(Fault("shape", full, detail))
             return False
-        refusal = _refuse_cast(stored, requested, self.options.cast)
+        cast: Cast = "any" if (self.stored.name, fqn) in self.derived else self.options.cast
+        refusal = _refuse_cast(stored, requested, cast)
         if refusal is not None:
             self.match.faults.append(Fault("dtype", full, refusal))
             return False
         self.match.loaded.append(full)
-        self.match.cast[full] = (stored.dtype.name, requested.dtype.name)
+        if stored.dtype != requested.dtype:
+            self.match.cast[full] = (stored.dtype.name, requested.dtype.name)
         return True
 
     def _add_missing(self, full: str, name: str | Path) -> None:
@@ -142,6 +197,12 @@ class _SectionMatching:
             self.match.faults.append(
                 Fault("missing", full, "the save was asked to leave it out" if is_left_out else "")
             )
+
+
+def _differ_only_in(dim: int | None, stored: BasicMeta, requested: BasicMeta) -> bool:
+    if dim is None or len(stored.shape) != len(requested.shape):
+        return False
+    return all(a == b for d, (a, b) in enumerate(zip(stored.shape, requested.shape)) if d != dim)
 
 
 def _refuse_cast(stored: BasicMeta, requested: BasicMeta, cast: Cast) -> str | None:

@@ -120,11 +120,11 @@ def _describe(call: _Load, sections: Sequence[Section], checkpoint: OpenCheckpoi
 
 def _plan(call: _Load, checkpoint: OpenCheckpoint, targets: Sequence[Target]) -> _Plan:
     op, options, manifest = call.op, call.options, checkpoint.manifest
-    match = match_targets(targets, options)
+    match = match_targets(checkpoint, targets, options)
     requests = match.requests if op.world_size > 1 else []
     verify, backend = options.verify and checkpoint.source.has_checksums, checkpoint.source.backend
     offer = make_offer(manifest, requests, options.share_reads, verify=verify, rank=op.rank)
-    verdict = agree(op, backend, checkpoint, options, targets, faults=match.faults, offer=offer)
+    verdict = agree(op, backend, checkpoint, options, targets, match=match, offer=offer)
     accepted = match if verdict.mismatch is None else Match()
     io, pool = call.engine.io, call.engine.bounce_pool
     reader = Reader(backend, manifest, io, verify=verify, bounce_pool=pool, timings=call.timings)

@@ -31,6 +31,10 @@ class LoadReport:
             unchanged.
         mismatched: Maps each tensor that was left unchanged because of its shape, as ``strict="skip_mismatched"``
             allows, to ``(stored shape, shape in memory)``.
+        resized: Maps each tensor that was stored with another padding (of a vocabulary) to ``(stored shape, shape in
+            memory)``; the common part was loaded.
+        sources: Maps each name that was filled from a stored tensor of another name to that full name: a tensor of a
+            model from the optimizer's master weight, or a master weight from the model's tensor.
         cast: Maps each name that was cast to ``(stored dtype, dtype in memory)``.
         notes: Remarks of the adapters, such as tied tensors that were stored separately.
         bytes_read: Bytes that this rank read from storage.
@@ -49,6 +53,8 @@ class LoadReport:
     lazy: list[str]
     left_out: list[str]
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    sources: dict[str, str]
     cast: dict[str, tuple[str, str]]
     notes: list[str]
     bytes_read: int
@@ -57,7 +63,7 @@ class LoadReport:
     timings: Timings
 
     def __str__(self) -> str:
-        kinds = ("missing", "unexpected", "lazy", "left_out", "mismatched", "cast", "notes")
+        kinds = ("missing", "unexpected", "lazy", "left_out", "mismatched", "resized", "cast", "notes")
         counts = {what: len(getattr(self, what)) for what in kinds}
         counted = [f"{count} {what.replace('_', ' ')}" for what, count in counts.items() if count]
         parts = [f"{len(self.loaded)} loaded", *counted]
@@ -89,6 +95,8 @@ def make_report(
         lazy=match.lazy,
         left_out=match.left_out,
         mismatched=match.mismatched,
+        resized=match.resized,
+        sources=match.sources,
         cast=match.cast,
         notes=list(notes),
         bytes_read=counts.read,

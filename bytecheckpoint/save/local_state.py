@@ -112,7 +112,7 @@ class LocalState:
         self._selected_by = [list(selection.include), list(selection.exclude), options.trainable_only]
         self.unmatched, self.names = unmatched, names
         self.section_names = [section.name for section in sections]
-        self._kinds = [(section.name, section.adapter.name) for section in sections]
+        self._kinds = [(section.name, section.adapter.kind or section.adapter.name) for section in sections]
         self._sources, self._rank = sources, rank
         self._must_match = options.replicas != "own"
         self.declared = DeclaredReplicas(rank, world_size)

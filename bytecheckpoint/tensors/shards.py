@@ -272,6 +272,12 @@ class SectionTarget:
             optimizer state that is created lazily.
         ignorable: Stored tensors and values that the object does not need. Only ``strict="exact"`` treats them as
             unexpected.
+        fallbacks: By name, the section and name of another tensor of the state. If this section stores no tensor of the
+            name, it is filled from the master weight of the other tensor, or else from what is stored of that tensor.
+        derived: Sections and names of tensors that are only low-precision copies of master weights that this target
+            holds. They may be rounded when they are loaded, whatever ``cast`` allows.
+        resizable: By name, a dimension in which the stored length may differ from the requested one, because the end is
+            padding. The common part is loaded, and the target fills the rest itself.
         apply: Puts the plain values, and state that was created for the load, into the object. The load calls it once,
             on the thread of the caller, with the stored values by path, after all bytes of all sections have been read
             and verified.
@@ -283,4 +289,7 @@ class SectionTarget:
     aliases: dict[str, str] = field(default_factory=dict)
     optional: set[str | Path] = field(default_factory=set)
     ignorable: set[str | Path] = field(default_factory=set)
+    fallbacks: dict[str, tuple[str, str]] = field(default_factory=dict)
+    derived: set[tuple[str, str]] = field(default_factory=set)
+    resizable: dict[str, int] = field(default_factory=dict)
     apply: Callable[[Mapping[Path, Any]], None] = lambda values: None

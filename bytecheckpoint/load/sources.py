@@ -1,0 +1,75 @@
+"""Find the stored tensor that fills a tensor best: the master weight, where one was saved, or the model's tensor."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from ..errors import MismatchError
+from ..frameworks.optimizer_state import MASTER, state_name
+from ..tensors.dtypes import is_lossless_cast
+from ..tensors.metadata import BasicMeta
+from .stored import OpenCheckpoint
+
+__all__ = ["StoredTensor", "TensorSources"]
+
+
+class StoredTensor(NamedTuple):
+    """A stored tensor: its full name in the checkpoint, its row, and its metadata."""
+
+    name: str
+    row: int
+    meta: BasicMeta
+
+
+class TensorSources:
+    """The stored sources of the model's tensors, under the target's names.
+
+    Mixed-precision optimizers save the copies that they step, the *master weights*, as ``state.<fqn>.master`` in the
+    optimizer's section. They belong to the model's tensors even if the load does not request that section.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def master_of(self, section: str, fqn: str, requested: BasicMeta) -> StoredTensor | None:
+        """The master weight of a model's tensor, if it fits ``requested`` without rounding; None if there is none.
+
+        Raises ``MismatchError`` if several optimizers saved one.
+        """
+        names = (state_name(fqn, MASTER), state_name(f"{section}.{fqn}", MASTER))
+        found = [master for name in names for master in self._masters.get(name, ())]
+        found = [master for master in found if is_lossless_cast(master.meta.dtype, requested.dtype)]
+        if len(found) > 1:
+            listed = ", ".join(master.name for master in found)
+            raise MismatchError(
+                f"{section}.{fqn}: the checkpoint has several master weights of this tensor: {listed}. Load into a "
+                f"tensor of the stored dtype, or pass only one module of this name",
+                [("value", f"{section}.{fqn}", f"several master weights: {listed}")],
+            )
+        return found[0] if found else None
+
+    def best_of(self, section: str, fqn: str, requested: BasicMeta) -> StoredTensor | None:
+        """What is stored of a model's tensor: its master weight, or else the tensor itself; None if neither is."""
+        master = self.master_of(section, fqn, requested)
+        opened = self._checkpoint.sections.get(section)
+        row = None if opened is None else opened.tensor_rows.get(fqn)
+        if master is not None or row is None:
+            return master
+        tensors = self._checkpoint.manifest.tensors
+        return StoredTensor(tensors.names[row], row, tensors.meta_of(row))
+
+    @cached_property
+    def _masters(self) -> dict[str, list[StoredTensor]]:
+        """All master weights by the target's names in their sections."""
+        manifest, names = self._checkpoint.manifest, self._checkpoint.names
+        found: dict[str, list[StoredTensor]] = {}
+        for section in manifest.sections:
+            if section.kind != "optimizer":
+                continue
+            for row in manifest.section_tensors(section.name).tolist():
+                full = manifest.tensors.names[row]
+                if full.endswith(f".{MASTER}"):
+                    name = names.of_tensor(section.name, full[len(section.name) + 1 :])
+                    found.setdefault(name, []).append(StoredTensor(full, row, manifest.tensors.meta_of(row)))
+        return found

@@ -1,0 +1,25 @@
+"""Each environment has the version of its framework that the requirements pin."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+REQUIREMENTS = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("file", "package"),
+    [
+        pytest.param("requirements-deepspeed.txt", "deepspeed", marks=pytest.mark.deepspeed),
+        pytest.param("requirements-megatron.txt", "megatron-core", marks=pytest.mark.megatron),
+    ],
+)
+def test_the_pinned_version_is_installed(file: str, package: str) -> None:
+    try:
+        found = version(package)
+    except ModuleNotFoundError:
+        pytest.skip(f"{package} is not installed here; make test-{package.partition('-')[0]} installs it")
+    assert f"{package}=={found}" in (REQUIREMENTS / file).read_text().splitlines()
