@@ -29,6 +29,7 @@ from .pretrained import apply_name_rules
 from .tensors import tensor_shards
 from .tree_capture import Capture, is_distributed
 from .tree_target import TreeBuilder
+from .unsupported import require_no_masters
 
 __all__ = ["ModuleAdapter", "choose_stored_name", "parameter_layouts"]
 
@@ -111,6 +112,7 @@ class ModuleAdapter(Adapter):
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        require_no_masters(self.slots(modules_of(obj)), context.section)
         target = self.make_target(obj, context, stored)
         apply_name_rules(modules_of(obj), target, context, stored)
         return target

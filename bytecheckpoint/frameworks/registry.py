@@ -19,6 +19,7 @@ from .module import ModuleAdapter
 from .optimizer import OptimizerAdapter
 from .optimizer_state_dict import StateTreeAdapter
 from .tree import StatefulAdapter
+from .unsupported import require_supported
 
 __all__ = ["ENTRY_POINT_GROUP", "adapter_names", "find_adapter", "parameter_layouts", "register_adapter"]
 
@@ -29,6 +30,9 @@ _BUILT_IN: dict[str, Adapter] = {
     adapter.name: adapter
     for adapter in (FSDP1Adapter(), ModuleAdapter(), OptimizerAdapter(), StatefulAdapter(), StateTreeAdapter())
 }
+
+# Adapters that recognize objects by what they look like.
+_GENERAL = frozenset(_BUILT_IN)
 
 # What users call the wrappers that the module adapter supports.
 _SYNONYMS = dict.fromkeys(("ddp", "fsdp2", "pipeline", "torch", "tp"), "module")
@@ -84,9 +88,16 @@ def find_adapter(obj: Any, framework: str | None = None, *, section: str = "") -
         The adapter.
 
     Raises:
-        UnknownObjectError: No adapter recognizes ``obj``, the named adapter does not recognize the model, or no adapter
-            has the name.
+        UnknownObjectError: No adapter recognizes ``obj``, the named adapter does not recognize the model, no adapter
+            has the name, or ``obj`` keeps parameters or state where the adapter does not look.
     """
+    adapter = _choose_adapter(obj, framework, section)
+    if adapter.name in _GENERAL:
+        require_supported(obj, _place(section, obj))
+    return adapter
+
+
+def _choose_adapter(obj: Any, framework: str | None, section: str) -> Adapter:
     if framework is not None:
         forced = _adapter_named(framework)
         if forced.recognizes(obj):

@@ -28,6 +28,9 @@ _ADVICE = {
 }
 
 
+# An attribute of every parameter that ZeRO-3 partitions. Even while its values are gathered, a load into it is lost.
+_ZERO3 = "ds_id"
+
 # Types that override no operation and hold all of their elements on this rank.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -69,6 +72,12 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a plain detached ``torch.Tensor`` on the same memory. Raises ``UnsupportedTensorError``."""
     if type(tensor) in _PLAIN and not _is_odd(tensor):
         return tensor.detach()
+    if hasattr(tensor, _ZERO3):
+        raise UnsupportedTensorError(
+            f"{fqn}: DeepSpeed ZeRO-3 partitioned this parameter of shape {tuple(getattr(tensor, 'ds_shape', ()))} and "
+            "keeps it elsewhere. Pass the engine if an adapter for it is installed; otherwise save a state dict of "
+            "plain tensors, gathered with deepspeed.zero.GatheredParameters, or use save_checkpoint of the engine"
+        )
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedTensorError(
             f"{fqn}: a lazy parameter or buffer has no shape yet; run a forward pass, or pass sizes to the module"
@@ -86,6 +95,11 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         raise UnsupportedTensorError(
             f"{fqn}: a quantized tensor cannot be stored; store .dequantize(), or .int_repr() with its scales"
         )
+    if _is_freed(tensor):
+        raise UnsupportedTensorError(
+            f"{fqn}: the memory of this tensor was freed, so its values are elsewhere, for example in a buffer of the "
+            "wrapper that shards or offloads the model; gather it first"
+        )
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
 
@@ -98,7 +112,15 @@ def _is_odd(tensor: torch.Tensor) -> bool:
         or tensor.is_quantized
         or torch._is_functional_tensor(tensor)
         or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or hasattr(tensor, _ZERO3)
+        or _is_freed(tensor)
     )
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with elements has no memory for them, so that reading it would crash the process."""
+    start = _address(tensor) - tensor.storage_offset() * tensor.element_size()
+    return start == 0 and tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
 
 
 def _has_no_dense_memory(tensor: torch.Tensor) -> bool:

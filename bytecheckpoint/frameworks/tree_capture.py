@@ -18,6 +18,7 @@ from .module_tree import has_fsdp1
 from .per_rank import PerRankState
 from .tensors import is_sharded_tensor, tensor_shards
 from .tree_paths import PathIndex, kind_of
+from .unsupported import require_supported
 
 __all__ = ["ROOT_TENSOR", "Capture", "SameMemory", "is_distributed", "state_of"]
 
@@ -107,6 +108,7 @@ class Capture:
 
 def state_of(obj: Any, where: str) -> Mapping[Any, Any]:
     """``obj.state_dict()``. Raises ``UnserializableError`` for an object whose state would be wrong inside a tree."""
+    require_supported(obj, f"{where}: an object of type {type(obj).__module__}.{type(obj).__qualname__}")
     if isinstance(obj, torch.optim.Optimizer):
         raise UnserializableError(
             f"{where} is an optimizer inside a tree, where its state could not be resharded; make it a separate "
