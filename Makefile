@@ -28,6 +28,7 @@ VLLM_VENV := $(VENV)-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # Trainers' frameworks, each in an environment on top of $(VENV).
 ENGINES := deepspeed megatron
+PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 SOURCES := bytecheckpoint planners storage_backends tests examples benchmarks
 
 # With small tensors on few cores, more threads only compete.
@@ -119,8 +120,7 @@ $(ENGINES:%=test-%): test-%: $(VENV)-%/.installed
 $(ENGINES:%=$(VENV)-%/.installed): $(VENV)-%/.installed: requirements-%.txt $(STAMP)
 	@echo "make: installing into $(@D) (once; a few seconds) ..."
 	@$(PYTHON) -m venv $(@D)
-	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})")' \
-	  >"$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PRINT_SITE)')')" >"$$($(@D)/bin/python -c '$(PRINT_SITE)')/base.pth"
 	@$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation -r requirements-$*.txt
 	@touch $@
 
