@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 import xxhash
 
+from ..tensors.derived import is_derived
 from ..tensors.metadata import BasicMeta
 
 __all__ = ["device_digest", "tensor_digest"]
@@ -30,6 +31,10 @@ def tensor_digest(meta: BasicMeta, tensor: torch.Tensor) -> bytes:
     """
     if not tensor.numel():
         return xxhash.xxh3_128_digest(b"", seed=_seed(meta))
+    if is_derived(tensor):
+        values = tensor.compute()
+        tensor.release(tensor.nbytes)
+        return tensor_digest(meta, values)
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     data = flat.numpy().data if flat.device.type == "cpu" else device_digest(flat)
     return xxhash.xxh3_128_digest(data, seed=_seed(meta))

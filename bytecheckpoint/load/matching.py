@@ -11,6 +11,7 @@ from ..format.values import MAPPINGS, path_name
 from ..format.values import Container as StoredContainer
 from ..frameworks.sections import Section
 from ..planners import Request
+from ..tensors.derived import is_derived
 from ..tensors.dtypes import is_lossless_cast, is_meaningful_cast
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
@@ -57,8 +58,9 @@ class Match:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests as the planner of shared reads needs them."""
-        return [Request(row, shard.box, str(shard.tensor.dtype)) for row, shard in zip(self.rows, self.shards)]
+        """The requests as the planner of shared reads needs them; derived tensors are read alone, one after another."""
+        pairs = [pair for pair in zip(self.rows, self.shards) if not is_derived(pair[1].tensor)]
+        return [Request(row, shard.box, str(shard.tensor.dtype)) for row, shard in pairs]
 
 
 def match_targets(checkpoint: OpenCheckpoint, targets: Sequence[Target], options: LoadOptions) -> Match:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..tensors.derived import is_derived
 from ..tensors.shards import Shard
 
 __all__ = ["overlapping_shards"]
@@ -35,7 +36,7 @@ def overlapping_shards(shards: Iterable[Shard]) -> Iterator[tuple[str, str]]:
     for shard in shards:
         tensor = shard.tensor
         nbytes = tensor.nbytes
-        if not nbytes or tensor.is_meta:
+        if not nbytes or tensor.is_meta or is_derived(tensor):
             continue
         start = tensor.data_ptr()
         end = start + nbytes

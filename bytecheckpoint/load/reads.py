@@ -11,6 +11,8 @@ from ..control.base import Operation
 from ..engine.reading.reader import Reader
 from ..engine.tensor_bytes import as_bytes, copy_elements
 from ..errors import StateError
+from ..tensors.derived import DerivedTensor, is_derived
+from ..tensors.geometry import Box
 from ..tensors.shards import Shard
 from .shared_reads.negotiation import Answer, ReadOffer
 from .shared_reads.pieces import Part
@@ -21,10 +23,11 @@ __all__ = ["ReadCounts", "ShardReads", "plan_shard_reads", "read_shards"]
 
 @dataclass(frozen=True)
 class ShardReads:
-    """The reads of this rank, and the destinations that they fill."""
+    """The reads of this rank, the destinations that they fill, and derived shards, which are filled one by one."""
 
     planned: PlannedReads
     destinations: Sequence[_Destination]
+    derived: Sequence[tuple[int, Box, DerivedTensor]]
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,11 @@ def plan_shard_reads(
     reader: Reader, rows: Sequence[int], shards: Sequence[Shard], offer: ReadOffer, answer: Answer
 ) -> ShardReads:
     """Plan to fill ``shards`` from the manifest's tensors ``rows``. Raises ``StateError`` for a meta shard."""
-    destinations = [_Destination(shard) for shard in shards]
-    parts = [Part(row, shard.box, place.memory) for row, shard, place in zip(rows, shards, destinations)]
-    return ShardReads(plan_reads(reader, parts, offer, answer), destinations)
+    direct = [(row, shard) for row, shard in zip(rows, shards) if not is_derived(shard.tensor)]
+    derived = [(row, shard.box, shard.tensor) for row, shard in zip(rows, shards) if is_derived(shard.tensor)]
+    destinations = [_Destination(shard) for _, shard in direct]
+    parts = [Part(row, shard.box, place.memory) for (row, shard), place in zip(direct, destinations)]
+    return ShardReads(plan_reads(reader, parts, offer, answer), destinations, derived)
 
 
 def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
@@ -50,7 +55,15 @@ def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
     received = run_reads(op, reads.planned)
     for destination in reads.destinations:
         destination.settle()
-    return ReadCounts(reads.planned.reader.stats.read, received, reads.planned.nbytes)
+    reader = reads.planned.reader
+    nbytes = reads.planned.nbytes
+    for row, box, tensor in reads.derived:
+        buffer = torch.empty(box.lengths, dtype=tensor.dtype)
+        alone = plan_reads(reader, [Part(row, box, buffer)])
+        reader.read(alone.own)
+        nbytes += alone.nbytes
+        tensor.assign(buffer.to(tensor.device))
+    return ReadCounts(reader.stats.read, received, nbytes)
 
 
 class _Destination:

@@ -113,7 +113,8 @@ class Shard:
         meta: The dtype and the shape of the global tensor.
         box: The box in global coordinates.
         tensor: The local memory, on any device, with exactly the box's shape and the dtype of ``meta``. It may be a
-            non-contiguous view, but not a copy, because a load fills it.
+            non-contiguous view, but not a copy, because a load fills it. A ``DerivedTensor`` represents values that the
+            object only hands out as copies.
 
     Raises:
         StateError: The tensor does not match the box, or the box exceeds the global shape.

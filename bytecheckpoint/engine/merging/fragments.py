@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import torch
 
+from ...tensors.derived import dense_values, is_derived
 from ...tensors.shards import Shard
 from ..files import FileImage
 from ..staging.piece_copy import copy_flat_range, is_plain
@@ -67,7 +68,7 @@ class LiveFragments(Fragments):
     """Fragments in the caller's tensors, which must not change during the merge. Create it on the caller's thread."""
 
     def __init__(self, shards: Mapping[int, Shard]) -> None:
-        self._tensors = {row: shard.tensor.detach() for row, shard in shards.items()}
+        self._tensors = {row: _detached(shard.tensor) for row, shard in shards.items()}
         self._failure: BaseException | None = None
         for device in {tensor.device for tensor in self._tensors.values() if not tensor.is_cpu}:
             # Other threads copy on their own streams, which do not wait for the caller's stream.
@@ -93,10 +94,17 @@ class LiveFragments(Fragments):
     def _tensor(self, row: int) -> torch.Tensor:
         if self._failure is not None:
             raise self._failure
-        return self._tensors[row]
+        return dense_values(self._tensors[row])
 
     def release(self, row: int, start: int, stop: int) -> None:
-        """Do nothing: the caller owns the tensors."""
+        """Forget values that were computed. The caller owns all other tensors."""
+        tensor = self._tensors[row]
+        if is_derived(tensor):
+            tensor.release(stop - start)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if is_derived(tensor) else tensor.detach()
 
 
 class StagedFragments(Fragments):

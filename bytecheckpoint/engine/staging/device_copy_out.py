@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ...errors import StateError
+from ...tensors.derived import is_derived
 from ..blocks import Block
 from ..files import FileImage
 from ..tensor_bytes import as_bytes
@@ -54,6 +55,10 @@ class DeviceCopyOut:
         touched: set[torch.device] = set()
         for tensor, first, last, at in parts(image, start, stop, only):
             begin = offset + at
+            if is_derived(tensor):
+                values = tensor.compute()
+                tensor.release(last - first)
+                tensor = values
             stream = self._streams.get(tensor.device)
             if stream is None:
                 copy_flat_range(block.tensor[begin : begin + last - first], tensor, first)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from ...tensors.derived import is_derived
 from ...tensors.geometry import decompose
 from ..blocks import Block
 from ..files import FileImage
@@ -47,7 +48,10 @@ def copy_piece(
     copy_head(image, start, stop, block, offset)
     base = block.address + offset
     for tensor, first, last, at in parts(image, start, stop, only):
-        if tensor.is_cpu and is_plain(tensor):
+        if is_derived(tensor):
+            copy_flat_range(block.tensor[offset + at : offset + at + last - first], tensor.compute(), first)
+            tensor.release(last - first)
+        elif tensor.is_cpu and is_plain(tensor):
             copy_memory(base + at, tensor.data_ptr() + first, last - first)
         else:
             copy_flat_range(block.tensor[offset + at : offset + at + last - first], tensor, first)

@@ -47,8 +47,10 @@ class PlannedReads:
     nbytes: int
 
 
-def plan_reads(reader: Reader, parts: Sequence[Part], offer: ReadOffer, answer: Answer) -> PlannedReads:
-    """Plan how this rank reads its parts, given rank 0's answer to its offer.
+def plan_reads(
+    reader: Reader, parts: Sequence[Part], offer: ReadOffer | None = None, answer: Answer | None = None
+) -> PlannedReads:
+    """Plan how this rank reads its parts, given rank 0's answer to its offer; without an offer, alone.
 
     Raises ``PlanError`` if the stored boxes do not cover a part.
     """
@@ -58,16 +60,17 @@ def plan_reads(reader: Reader, parts: Sequence[Part], offer: ReadOffer, answer: 
     except PlanError as error:
         raise PlanError(f"{reader.backend.url}: {error}") from error
     pieces = [StoredPiece(*piece) for piece in plan.rows()]
-    groups = offer.groups(answer)
     shared: set[int] = set()
     exchanges: list[Callable[[Operation, Executor], Exchange]] = []
-    for ranks, classes in find_rings(offer.rank, offer.classes, groups).items():
+    groups = {} if offer is None or answer is None else offer.groups(answer)
+    rank, offered = (0, ()) if offer is None else (offer.rank, offer.classes)
+    for ranks, classes in find_rings(rank, offered, groups).items():
         members = {part for one in classes for part in one.requests}
         stored = StoredPieces(reader, parts, [piece for piece in pieces if piece.part in members])
         name = f"read/{classes[0].summary.digest.hex()}"
         exchanges.append(partial(RingExchange, name, plan_ring(ranks, stored.shared_parts()), stored))
         shared |= members
-    for ranks, classes in find_scatters(offer.rank, offer.classes, groups).items():
+    for ranks, classes in find_scatters(rank, offered, groups).items():
         framed = _pieces_of_frames(reader, parts, classes)
         if framed is not None:
             stored = StoredPieces(reader, parts, framed)
