@@ -17,7 +17,7 @@ from .frameworks.per_rank import PerRank
 from .frameworks.registry import register_adapter
 from .frameworks.rng import RNGState
 from .load.report import LoadReport
-from .manager import Cadence, Callbacks, CheckpointManager, Preemption, Retention
+from .manager import Cadence, Callbacks, CheckpointManager, ExceptionSave, Preemption, Retention
 from .save.handle import SaveHandle, SaveProgress, SaveResult
 from .telemetry.trace import Timings
 from .telemetry.trace_files import TraceFiles
@@ -29,6 +29,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Checkpointer",
+    "ExceptionSave",
     "LoadReport",
     "PerRank",
     "Preemption",

@@ -31,6 +31,7 @@ from .attempts import ATTEMPT_PREFIX
 from .manifest_file import read_manifest
 
 __all__ = [
+    "EXCEPTION_KEY",
     "METRICS_KEY",
     "MILESTONE_KEY",
     "BestMode",
@@ -41,13 +42,17 @@ __all__ = [
     "find_newest",
     "list_checkpoints",
 ]
-__all__ += ["find_best", "find_milestone", "metric_of", "milestone_of", "open_complete", "trailing_number"]
+__all__ += ["find_best", "find_milestone", "is_exception_save", "metric_of", "milestone_of", "open_complete"]
+__all__ += ["trailing_number"]
 
 METRICS_KEY = "metrics"
 """The key of a checkpoint's metrics in its metadata."""
 
 MILESTONE_KEY = "milestone"
 """The key of a milestone's name in its metadata."""
+
+EXCEPTION_KEY = "bytecheckpoint.exception"
+"""The key in the metadata of a checkpoint that was saved because training failed. Only its path leads to it."""
 
 BestMode = Literal["min", "max"]
 """Whether the best checkpoint has the lowest or the highest metric."""
@@ -87,8 +92,8 @@ def find_newest(
     """Return the complete checkpoint with the highest step among the direct children of ``root``.
 
     Children whose names end in a number are tried from the highest number down until one is complete; all other
-    children are tried too. Each child that is not complete is skipped with a warning. Reads manifests, names and sizes
-    only.
+    children are tried too. Each child that is not complete is skipped with a warning, and so is one that was saved on
+    an exception. Reads manifests, names and sizes only.
 
     Args:
         root: Folder whose children are checkpoints.
@@ -108,6 +113,7 @@ def find_newest(
     options = dict(storage_options or {})
     top = open_backend(root, **options)
     complete: list[CompleteCheckpoint] = []
+    ignored: list[CompleteCheckpoint] = []
     problems: list[str] = []
     for name in sorted(_children(top), key=trailing_number, reverse=True):
         if trailing_number(name) >= 0 and any(trailing_number(found.name) >= 0 for found in complete):
@@ -116,7 +122,8 @@ def find_newest(
             problems.append(f"{name}: loading it failed before")
             continue
         try:
-            complete.append(open_complete(join(top.url, name), name, options))
+            found = open_complete(join(top.url, name), name, options)
+            (ignored if is_exception_save(found.manifest) else complete).append(found)
         except CheckpointNotFoundError:
             continue  # removed after it was listed
         except UnsupportedVersionError:
@@ -128,6 +135,8 @@ def find_newest(
     if complete:
         return max(complete, key=lambda found: (found.step, found.name))
     check_is_root(top)
+    for found in ignored:
+        _log.warning("%s is ignored, because it was saved on an exception; it can be loaded by its path", found.name)
     if problems and not allow_fresh:
         shown = "".join(f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS_SHOWN])
         more = len(problems) - _MOST_PROBLEMS_SHOWN
@@ -179,6 +188,11 @@ def milestone_of(manifest: Manifest) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def is_exception_save(manifest: Manifest) -> bool:
+    """Whether the checkpoint was saved because training failed, so that its state may be half-way through a step."""
+    return isinstance(manifest.metadata.get(EXCEPTION_KEY), Mapping)
+
+
 def _all_complete(
     root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> Iterator[CompleteCheckpoint]:
@@ -189,7 +203,9 @@ def _all_complete(
         check_is_root(top)
     for name in names:
         try:
-            yield open_complete(join(top.url, name), name, options)
+            found = open_complete(join(top.url, name), name, options)
+            if not is_exception_save(found.manifest):
+                yield found
         except (CheckpointNotFoundError, NotACheckpointError):
             continue
         except CheckpointError as error:

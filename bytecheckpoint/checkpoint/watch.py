@@ -13,7 +13,7 @@ from ..runtime.arguments import check_arguments
 from ..storage_backends import join, open_backend
 from ..storage_backends.base import StorageBackend
 from .checkpoint import Checkpoint
-from .discovery import CompleteCheckpoint, check_is_root, committed_names, open_complete
+from .discovery import CompleteCheckpoint, check_is_root, committed_names, is_exception_save, open_complete
 
 __all__ = ["watch"]
 
@@ -49,6 +49,8 @@ def _new_checkpoints(
         found = [one for name in names - seen if (one := _open(root, name, options)) is not None]
         for one in sorted(found, key=lambda one: (one.step, one.name)):
             seen.add(one.name)
+            if is_exception_save(one.manifest):
+                continue
             yield one
             last = time.monotonic()
             if stop():

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .callbacks import Callbacks
 from .manager import CheckpointManager
-from .options import Cadence, Preemption, Retention
+from .options import Cadence, ExceptionSave, Preemption, Retention
 
-__all__ = ["Cadence", "Callbacks", "CheckpointManager", "Preemption", "Retention"]
+__all__ = ["Cadence", "Callbacks", "CheckpointManager", "ExceptionSave", "Preemption", "Retention"]

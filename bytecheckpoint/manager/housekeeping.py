@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of, remove_attempt
-from ..checkpoint.discovery import metric_of, milestone_of, trailing_number
+from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of, trailing_number
 from ..checkpoint.manifest_file import read_manifest
 from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UsageError
 from ..format.manifest import MANIFEST_KEY
@@ -21,6 +21,8 @@ from ..storage_backends import check_key, join, open_backend
 from .options import Retention
 
 __all__ = ["Committed", "Housekeeping", "StepNames", "expendable"]
+
+_ON_EXCEPTION = "-exception"
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class Committed:
     step: int
     metric: float | None = None
     is_milestone: bool = False
+    is_exception_save: bool = False
 
 
 class StepNames:
@@ -57,14 +60,34 @@ class StepNames:
         """Return the name of the checkpoint of ``step``."""
         return self._template.format(step=step)
 
+    def on_exception(self, step: int) -> str:
+        """Return the name of a checkpoint that is saved on an exception, after ``step``."""
+        return self.of(step) + _ON_EXCEPTION
+
+    def is_managed(self, name: str) -> bool:
+        """Return whether the manager uses this name."""
+        return self.step_of(name.removesuffix(_ON_EXCEPTION)) is not None
+
     def step_of(self, name: str) -> int | None:
         """Return the step of a checkpoint's name; None if the manager does not use this name."""
         step = trailing_number(name)
         return step if step >= 0 and name == self.of(step) else None
 
 
-def expendable(retention: Retention, committed: Sequence[Committed]) -> list[Committed]:
-    """Return the checkpoints that no rule keeps. ``committed`` lists all of them in the order of their commits."""
+def expendable(
+    retention: Retention, committed: Sequence[Committed], *, keep_exception_saves: int | None = None
+) -> list[Committed]:
+    """Return the checkpoints that no rule keeps. ``committed`` lists all of them in the order of their commits.
+
+    The rules of ``retention`` do not see checkpoints that were saved on an exception; of these, the last ones are kept.
+    """
+    regular = [one for one in committed if not one.is_exception_save]
+    on_exception = [one for one in committed if one.is_exception_save]
+    expendable_ones = _expendable(retention, regular)
+    return expendable_ones if keep_exception_saves is None else on_exception[:-keep_exception_saves] + expendable_ones
+
+
+def _expendable(retention: Retention, committed: Sequence[Committed]) -> list[Committed]:
     if retention.last is None and retention.every_steps is None and retention.best is None:
         return []
     kept = {one.name for one in committed if one.is_milestone}
@@ -95,11 +118,13 @@ class Housekeeping:
         job: bytes,
         *,
         names: StepNames,
+        keep_exception_saves: int | None = None,
         on_removed: Callable[[str], None] = lambda url: None,
     ) -> None:
         self._root, self._options, self._names, self._on_removed = root, dict(options), names, on_removed
         self._backend = open_backend(root, **self._options)
         self._retention, self._job = retention, job
+        self._keep_exception_saves = keep_exception_saves
         self._committed: list[Committed] | None = None  # in the order of their commits; None: unknown
         self._lock = threading.Lock()
         self._expected: Counter[str] = Counter()
@@ -134,7 +159,7 @@ class Housekeeping:
                 self._committed = self._scan_root()
             self._committed = [one for one in self._committed if one.name != saved.name]
             self._committed.append(saved)
-            for one in expendable(self._retention, self._committed):
+            for one in expendable(self._retention, self._committed, keep_exception_saves=self._keep_exception_saves):
                 self._committed.remove(one)
                 self._remove(one.name)
         except Exception as error:  # noqa: BLE001 - the checkpoint is committed; cleaning up must not fail the save
@@ -158,14 +183,14 @@ class Housekeeping:
                     _log.warning("not touched, because it cannot be read: %s", error)
                     continue
                 metric = metric_of(manifest, self._retention.metric or "")
-                is_milestone = milestone_of(manifest) is not None
-                found.append((manifest.created, Committed(name, trailing_number(name), metric, is_milestone)))
+                marks = milestone_of(manifest) is not None, is_exception_save(manifest)
+                found.append((manifest.created, Committed(name, trailing_number(name), metric, *marks)))
             self._remove_unfinished(name, [one for one in attempts if manifest is None or one != manifest.attempt])
         return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
     def _folders(self) -> Sequence[str]:
         names = (child[:-1] for child in self._backend.list_children("") if child.endswith("/"))
-        return [name for name in names if self._names.step_of(name) is not None]
+        return [name for name in names if self._names.is_managed(name)]
 
     def _remove_unfinished(self, name: str, attempts: Sequence[str]) -> None:
         """This job holds the lease, so any other job that left an attempt has ended. An attempt without a job mark

@@ -16,6 +16,7 @@ import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.discovery import (
+    EXCEPTION_KEY,
     METRICS_KEY,
     MILESTONE_KEY,
     BestMode,
@@ -41,8 +42,9 @@ from ..storage_backends import join, open_backend, url_text
 from .callbacks import CallbackRunner, Callbacks
 from .coordinator import Call, CoordinationRounds, Decision, SaveCoordinator, SavesInFlight
 from .housekeeping import Committed, Housekeeping, StepNames
+from .last_save import agree_on_last_save
 from .lease import HEARTBEATS_PER_LEASE, Lease
-from .options import Cadence, Preemption, Retention
+from .options import Cadence, ExceptionSave, Preemption, Retention
 from .resources import ManagerResources
 from .signals import SignalWatch
 
@@ -75,6 +77,8 @@ class CheckpointManager:
             removed on rank 0, in a background thread, after a new checkpoint is committed.
         callbacks: Functions to call when a save is staged, committed or failed, or a checkpoint is removed.
         preemption: Signals on which all ranks save and exit; by default SIGTERM. None handles no signals.
+        save_on_exception: Save when an exception leaves ``with manager:``, in a checkpoint that ``resume`` ignores. A
+            state, or a function that returns it, is short for ``ExceptionSave(state=...)``. The same on all ranks.
         async_save: Whether ``save`` returns once the state is copied. The other save options mean the same as in
             ``bytecheckpoint.save``.
         max_in_flight: How many asynchronous saves may run at a time.
@@ -88,8 +92,8 @@ class CheckpointManager:
         replicas: As in ``bytecheckpoint.save``.
         gate: As in ``bytecheckpoint.save``; ignored if ``async_save`` is False.
         allow_pickle: As in ``bytecheckpoint.save``.
-        metadata: Plain values that are stored with every checkpoint. The keys ``"metrics"`` and ``"milestone"``
-            are reserved.
+        metadata: Plain values that are stored with every checkpoint. The keys ``"metrics"``, ``"milestone"``
+            and ``"bytecheckpoint.exception"`` are reserved.
         deadline_s: Seconds that each wait for another rank, for staging memory or for storage may take.
         lease_s: Seconds without a heartbeat after which another job may take the root over.
         coordinate_every_s: About how often, in seconds, ranks exchange signals, requests and clock-based decisions;
@@ -126,6 +130,7 @@ class CheckpointManager:
         keep: Retention | int | None = None,
         callbacks: Callbacks | None = None,
         preemption: Preemption | None = _LEAVE_ON_SIGTERM,
+        save_on_exception: ExceptionSave | State | None = None,
         async_save: bool = True,
         max_in_flight: int = 1,
         when_busy: WhenBusy = "wait",
@@ -152,6 +157,8 @@ class CheckpointManager:
         self._deadline_s, self._async = deadline_s, async_save
         self._preemption = preemption if preemption is not None else Preemption(signals=())
         self._metadata: dict[str, Any] = {}
+        self._exception_save: ExceptionSave | None = None
+        self._last_step: int | None = None  # that this rank completed since it started or resumed
         self._options = SaveOptions(
             framework=framework,
             allow_pickle=allow_pickle,
@@ -163,7 +170,7 @@ class CheckpointManager:
             gate=gate,
         )
         self._resources = held = ManagerResources(self, self.root, SavesInFlight(max_in_flight))
-        op = self._rounds.begin()
+        op = self._beginning = self._rounds.begin()
         try:
             with op.phase("lease"):
                 check_arguments(
@@ -178,9 +185,12 @@ class CheckpointManager:
                 checked = replace(self._options, when_busy=when_busy, metadata=metadata or {}).checked()
                 self._options = replace(checked, when_busy="wait", gate=checked.gate and async_save)
                 self._metadata = dict(checked.metadata)
-                for key in (METRICS_KEY, MILESTONE_KEY):
+                for key in (METRICS_KEY, MILESTONE_KEY, EXCEPTION_KEY):
                     if key in self._metadata:
-                        raise UsageError(f"the metadata key {key!r} is reserved for an argument of save")
+                        raise UsageError(f"the metadata key {key!r} is reserved for the manager")
+                if save_on_exception is not None and not isinstance(save_on_exception, ExceptionSave):
+                    save_on_exception = ExceptionSave(state=save_on_exception)
+                self._exception_save = save_on_exception
                 if not isinstance(callbacks, (Callbacks, type(None))):
                     raise UsageError(f"callbacks must be a bytecheckpoint.Callbacks or None, not {callbacks!r}")
                 self._names = StepNames(name_template)
@@ -294,6 +304,7 @@ class CheckpointManager:
             BytecheckpointError: Other errors of ``bytecheckpoint.load``.
         """
         self._check_usable()
+        self._last_step = None
         damaged: list[str] = []
         while True:
             with self._rounds.round(followed_by="load") as op:
@@ -367,7 +378,7 @@ class CheckpointManager:
         """
         self._check_usable()
         self._callbacks.poll()
-        step = STEP("step", step)
+        step = self._last_step = STEP("step", step)
         is_due = self._coordinator.is_due(step)
         force = force or milestone is not None
         if not self._coordinator.begin_turn(is_due=is_due or force):
@@ -416,13 +427,42 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.close()
-        else:
-            # The other ranks may be elsewhere or gone, so this rank does not wait for them.
-            if not (self._resources.is_released or self._resources.is_inherited):
+        if self._resources.is_released or self._resources.is_inherited:
+            return
+        try:
+            if error is None:
+                self.wait()
+            else:
+                # The other ranks may be elsewhere or gone, so this rank does not wait for them.
                 self._rounds.report_failure(error)
+                self._save_on(error)
+        except BaseException as failure:
+            if error is None:
+                self._save_on(failure)
+            raise
+        finally:
             self._resources.release()
+
+    def _save_on(self, error: BaseException) -> None:
+        """Save together with the other ranks, if all leave because of an exception. Logs failures, and never raises."""
+        options = self._exception_save
+        if options is None:
+            return
+        try:
+            # Not counted, because a rank that leaves without an exception does not enter it.
+            with self._beginning.follow("last save", deadline_s=options.deadline_s) as op:
+                if not isinstance(error, (Exception, KeyboardInterrupt) if options.on_interrupt else Exception):
+                    op.fail("training", error)
+                    return
+                marker = agree_on_last_save(op, self._last_step, error, options.deadline_s)
+                step = marker["steps"][0]
+                saved = Committed(self._names.on_exception(step), step, is_exception_save=True)
+                with self._checkpointer.following(op, "save", options.deadline_s):
+                    self._save_as(saved, options.state, {EXCEPTION_KEY: marker}, options.deadline_s, is_async=False)
+            if op.rank == 0:
+                _log.warning("%s: saved %s, which only its path leads to, on %s", self.root, saved.name, marker)
+        except BaseException as failure:  # noqa: BLE001 - the original exception is the one to raise
+            _log.error("%s: nothing was saved on the %s: %s", self.root, type(error).__name__, failure)
 
     def _prepare_saves(self, op: Operation, state: Mapping[str, Any]) -> None:
         """Let background threads fault in the memory of the first asynchronous save while training begins."""
@@ -480,33 +520,48 @@ class CheckpointManager:
         self, step: int, state: State, metrics: Mapping[str, float], milestone: str | None, deadline_s: float
     ) -> SaveHandle:
         self._coordinator.save_began(step)
-        metadata: dict[str, Any] = dict(self._metadata)
+        metadata: dict[str, Any] = {}
         if metrics:
             metadata[METRICS_KEY] = metrics
         if milestone is not None:
             metadata[MILESTONE_KEY] = milestone
-        options = replace(self._options, step=step, metadata=metadata, deadline_s=deadline_s)
+        metric = metrics.get(self._retention.metric or "")
+        saved = Committed(self._names.of(step), step, metric, milestone is not None)
+        try:
+            handle = self._save_as(saved, state, metadata, deadline_s, is_async=self._async)
+        except BaseException:
+            self._coordinator.save_failed()
+            raise
+        self._callbacks.follow(handle)
+        return handle
+
+    def _save_as(
+        self, saved: Committed, state: State, metadata: Mapping[str, Any], deadline_s: float, *, is_async: bool
+    ) -> SaveHandle:
+        options = replace(
+            self._options,
+            step=saved.step,
+            metadata={**self._metadata, **metadata},
+            deadline_s=deadline_s,
+            gate=self._options.gate and is_async,
+        )
         lease, housekeeping = self._resources.lease, self._resources.housekeeping
         if lease is not None:
             options = replace(options, job=lease.job, guard=lease.check)
-        name = self._names.of(step)
         if housekeeping is not None:
-            housekeeping.expect(name)
-        url = join(self.root, name)
+            housekeeping.expect(saved.name)
+        url = join(self.root, saved.name)
         try:
             handle = self._checkpointer.save_with(
-                url, _state_factory(state), options, async_save=self._async, storage_options=self._storage_options
+                url, _state_factory(state), options, async_save=is_async, storage_options=self._storage_options
             )
         except BaseException:
-            self._coordinator.save_failed()
             if housekeeping is not None:
-                housekeeping.forget(name)
+                housekeeping.forget(saved.name)
             raise
         self._resources.in_flight.add(handle)
         if housekeeping is not None:
-            metric = metrics.get(self._retention.metric or "")
-            housekeeping.follow(handle, Committed(name, step, metric, milestone is not None))
-        self._callbacks.follow(handle)
+            housekeeping.follow(handle, saved)
         return handle
 
     def _leave(self, step: int, number: int) -> None:
@@ -533,6 +588,7 @@ class CheckpointManager:
             self._retention,
             held.lease.job,
             names=self._names,
+            keep_exception_saves=self._exception_save.keep if self._exception_save is not None else None,
             on_removed=self._callbacks.removed,
         )
 

@@ -1,9 +1,9 @@
-"""Options of a manager: when it saves, which checkpoints it keeps, and how it reacts to preemption."""
+"""Options of a manager: when it saves, which checkpoints it keeps, and how it reacts to preemption and exceptions."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from ..checkpoint.discovery import BestMode
 from ..errors import UsageError
 from ..runtime.arguments import ARGUMENTS, Rule, choice, optional, positive_number, whole_number
 
-__all__ = ["BestMode", "Cadence", "Preemption", "PreemptionAction", "Retention"]
+__all__ = ["BestMode", "Cadence", "ExceptionSave", "Preemption", "PreemptionAction", "Retention"]
 
 PreemptionAction = Literal["exit", "return"]
 """What ``CheckpointManager.save`` does after it saved because of a preemption signal."""
@@ -109,6 +109,52 @@ class Preemption:
         _set(self, "signals", _signals)
         _set(self, "grace_s", ARGUMENTS["grace_s"])
         _set(self, "action", choice(PreemptionAction))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExceptionSave:
+    """Whether and how a ``CheckpointManager`` saves when an exception ends the training loop.
+
+    When an exception leaves ``with manager:``, the rank reports it to the others, and waits until all ranks have left
+    by an exception, too: their own, or the report, which the next ``manager.save`` raises. Then all ranks save
+    ``state`` to the folder ``step-<number>-exception``. If a rank does not come in time, if its process has ended, or
+    if the save fails, that is logged and nothing is saved. The original exception is raised in any case.
+
+    The state may be half-way through a step, and ranks may be in different steps. Therefore ``latest``, ``best``,
+    ``resume``, ``watch`` and ``Retention`` ignore such a checkpoint. To use it, load it by its path. Its metadata
+    states the exception, under the key ``"bytecheckpoint.exception"``.
+
+    Nothing is saved before the first call of ``CheckpointManager.save`` after the start or after ``resume``, for
+    ``SystemExit``, which also follows the save on preemption, and if the manager is used without ``with``.
+
+    Args:
+        state: What to save, or a function that returns it. The same objects as in ``CheckpointManager.save``.
+        deadline_s: Seconds that each wait may take: for the other ranks, for this rank's device, and in the save. The
+            exception can be delayed by this time.
+        keep: Keep this many of these checkpoints; older ones are removed after a new one is committed.
+        on_interrupt: Whether ``KeyboardInterrupt`` counts as an exception.
+
+    Raises:
+        UsageError: A value is out of range.
+
+    Example:
+        >>> CheckpointManager(root, save_on_exception=bcp.ExceptionSave(state=state, deadline_s=120))
+    """
+
+    state: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+    deadline_s: float = 60.0
+    keep: int = 1
+    on_interrupt: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.state, Mapping) and not callable(self.state):
+            raise UsageError(
+                f"ExceptionSave.state must be a mapping such as {{'model': model}}, or a function that returns one, "
+                f"not {type(self.state).__name__}"
+            )
+        _set(self, "deadline_s", ARGUMENTS["deadline_s"])
+        _set(self, "keep", whole_number(1))
+        _set(self, "on_interrupt", ARGUMENTS["on_interrupt"])
 
 
 def _set(options: object, name: str, rule: Rule) -> None:

@@ -147,6 +147,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "metadata": _mapping,
     "metric": optional(_text),
     "milestone": optional(_text),
+    "on_interrupt": _flag,
     "poll_s": _seconds(_MAX_INTERVAL_S),
     "rename": _renaming,
     "slots": whole_number(0),
