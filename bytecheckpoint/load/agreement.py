@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..control.base import Operation
 from ..errors import MismatchError
-from ..format.values import path_name
+from ..format.values import Container, path_name
 from ..storage_backends.base import StorageBackend
 from ..tensors.shards import Path
 from .matching import Match, Target, mismatch_error
@@ -73,6 +73,10 @@ def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options:
         if options.strictness(stored.name) != "exact":
             names.update(name for name in target.ignorable if isinstance(name, str))
             paths.update(path for path in target.ignorable if not isinstance(path, str))
+        else:
+            # Markers of structure, whose content is compared by itself.
+            held = stored.contents.values
+            paths.update(path for path in target.ignorable if type(path) is tuple and type(held.get(path)) is Container)
         rows = stored.tensor_rows
         tensors[[rows[name] for name in names if name in rows]] = True
         values += [path in paths for path in stored.shared_values]

@@ -228,6 +228,24 @@ def test_invalid_strictness_is_refused(saved: Path, strict: Any) -> None:
         bcp.load(saved, training(9.0), strict=strict)
 
 
+def test_exact_accepts_trees_of_the_same_structure(tmp_path: Path) -> None:
+    def tree(value: float) -> dict[str, Any]:
+        inner = {"b": torch.full((2,), value), "a": value, "list": [{"x": value, "y": torch.full((3,), value)}]}
+        return {"extra": {"inner": inner, "rank": bcp.PerRank({"p": value, "q": value}), "pair": (value, value)}}
+
+    bcp.save(tmp_path, tree(1.0))
+    loaded = tree(0.0)
+    assert not bcp.load(tmp_path, loaded, strict="exact").unexpected
+    assert loaded["extra"]["inner"]["a"] == loaded["extra"]["inner"]["list"][0]["x"] == 1.0
+    del loaded["extra"]["inner"]["list"][0]["x"], loaded["extra"]["inner"]["a"]
+    with pytest.raises(MismatchError) as caught:
+        bcp.load(tmp_path, loaded, strict="exact")
+    assert sorted(fault[:2] for fault in caught.value.faults) == [
+        ("unexpected", "extra.inner.a"),
+        ("unexpected", "extra.inner.list.0.x"),
+    ]
+
+
 def test_exact_allows_no_lazy_state(tmp_path: Path) -> None:
     model = plain_model()
     bcp.save(tmp_path, {"model": model, "optimizer": stepped(model, 0)})
