@@ -142,7 +142,8 @@ class Checkpointer:
             chunk_size: Bytes under one checksum. By default 256 KiB, and more if the checkpoint exceeds 1 TiB.
             when_busy: What an asynchronous save does if earlier ones still occupy the staging memory. "wait" waits
                 until they have written enough. "skip" skips the save on all ranks if any of them would have to wait;
-                ``SaveHandle.skipped`` is then True.
+                ``SaveHandle.skipped`` is then True. Memory that is still being faulted in, in the first saves of a
+                process, skips none: such a save stalls about as long as a synchronous one.
             layout: How to store tensors that are sharded across ranks. "shards" stores each shard as it is. "merged"
                 merges irregular shards (flat parameters of FSDP-1 and ZeRO) into whole tensors. "whole" merges all
                 shards, and also writes the index and configuration with which Hugging Face libraries and vLLM load the

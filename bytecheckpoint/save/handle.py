@@ -163,8 +163,9 @@ class SaveHandle:
         """Call ``callback(handle)`` when the save has ended: after the commit, or with the failure.
 
         Args:
-            callback: Runs on the thread that ends the save, or at once if the save has ended already. Its exceptions
-                are logged.
+            callback: Runs on the thread that ends the save, or at once if the save has ended already. As with
+                ``concurrent.futures``, ``result`` may return on another thread before the callback has run. Its
+                exceptions are logged.
         """
         self._lifecycle.add_done_callback(lambda: callback(self))
 
