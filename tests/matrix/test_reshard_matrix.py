@@ -8,6 +8,8 @@ import layouts
 import pytest
 import torch
 from layouts import LAYOUTS, build, differences
+from sampling import is_full, sample
+from titan_layouts import TITAN_LAYOUTS, build_titan, gathered
 
 import bytecheckpoint as bcp
 from bytecheckpoint.testing.ranks import RankPool
@@ -83,3 +85,67 @@ def test_the_reference_itself() -> None:
 def _number(built: layouts.Built) -> int:
     names = sorted([n for n, _ in [*built.model.named_parameters(), *built.model.named_buffers()]])
     return names.index("emb.weight")
+
+
+def _save_titan(rank: int, world_size: int, name: str, path: str) -> list[float]:
+    """Train two steps and save; store the gathered tensors beside the checkpoint; return the losses of three more."""
+    built = build_titan(name, seed=1)
+    built.train(0, 2)
+    bcp.save(path, built.state).result()
+    torch.save(gathered(built), f"{path}.rank{rank}")
+    return built.train(2, 3)
+
+
+def _load_titan(
+    rank: int, world_size: int, name: str, saved: dict[str, tuple[str, list[float]]]
+) -> dict[str, list[str]]:
+    """Load every saved checkpoint into this layout; return the faults by saved layout."""
+    wrong: dict[str, list[str]] = {}
+    for number, (source, (path, losses)) in enumerate(saved.items()):
+        expected: dict[str, torch.Tensor] = {}
+        for file in Path(path).parent.glob(f"{Path(path).name}.rank*"):
+            for fqn, tensor in torch.load(file).items():
+                assert fqn not in expected or torch.equal(tensor, expected[fqn]), fqn
+                expected[fqn] = tensor
+        built = build_titan(name, seed=2)
+        built.train(7, number % 2)  # a fresh optimizer, or one whose state must be overwritten
+        report = bcp.load(path, built.state)
+        found = gathered(built)
+        bad = [fqn for fqn, tensor in found.items() if not _same(tensor, expected.get(fqn))]
+        if report.missing or report.unexpected or report.cast:
+            bad.append(str(report))
+        further = built.train(2, 3)
+        if not torch.allclose(torch.tensor(further), torch.tensor(losses), rtol=1e-9, atol=0):
+            bad.append(f"losses {further} instead of {losses}")
+        if bad:
+            wrong[source] = bad
+    return wrong
+
+
+def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    return b is not None and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+TITAN_NAMES = sample(list(TITAN_LAYOUTS), 6)
+
+
+@pytest.fixture(scope="module")
+def titans(tmp_path_factory: pytest.TempPathFactory, pools) -> dict[str, tuple[str, list[float]]]:
+    """Save every layout of torchtitan; return the path and the next losses of each."""
+    root: Path = tmp_path_factory.mktemp("titan")
+    found = {}
+    for name in TITAN_NAMES:
+        losses = pools[TITAN_LAYOUTS[name].world_size].run(_save_titan, name, str(root / name), timeout_s=120)
+        assert all(other == losses[0] for other in losses)
+        found[name] = (str(root / name), losses[0])
+    return found
+
+
+@pytest.mark.parametrize("target", TITAN_NAMES)
+def test_experts_sharded_like_torchtitan_load_from_every_other_layout(target, titans, pools) -> None:
+    position = TITAN_NAMES.index(target)
+    names = TITAN_NAMES if is_full() else [TITAN_NAMES[position - shift] for shift in (1, 2)]
+    saved = {name: titans[name] for name in names}
+    results = pools[TITAN_LAYOUTS[target].world_size].run(_load_titan, target, saved, timeout_s=280)
+    wrong = {f"{source} on rank {rank}": bad for rank, result in enumerate(results) for source, bad in result.items()}
+    assert not wrong
