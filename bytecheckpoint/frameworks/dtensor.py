@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 __all__ = [
+    "dtensor_around",
     "dtensor_boxes",
     "dtensor_layout",
     "dtensor_shards",
@@ -156,17 +157,21 @@ def empty_like_dtensor(
     The default ``device`` is that of ``dtensor``, or of its mesh if ``dtensor`` is on the meta device. Runs no
     collective.
     """
+    local = dtensor._local_tensor
+    if device is None:
+        device = torch.device(dtensor.device_mesh.device_type) if local.is_meta else local.device
+    return dtensor_around(dtensor, torch.empty_like(local.detach(), dtype=dtype or dtensor.dtype, device=device))
+
+
+def dtensor_around(like: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor with this local tensor and the mesh, placements and shape of ``like``, which requires no gradient."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-    local, spec = dtensor._local_tensor, copy(dtensor._spec)
-    if device is None:
-        device = torch.device(dtensor.device_mesh.device_type) if local.is_meta else local.device
-    dtype = dtype or dtensor.dtype
     # Not from_local: it would move a CPU-offloaded tensor to the mesh's device.
-    spec.tensor_meta = TensorMeta(dtensor.shape, dtensor.stride(), dtype)
-    empty = torch.empty_like(local.detach(), dtype=dtype, device=device)
-    return DTensor(empty, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    spec = copy(like._spec)
+    spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def with_memory(meta: torch.Tensor, device: torch.device | None) -> torch.Tensor:

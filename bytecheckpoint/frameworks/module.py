@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..errors import UnsupportedTensorError
+from ..errors import NameCollisionError, UnsupportedTensorError
+from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .dtensor import dtensor_layout, is_dtensor
@@ -30,6 +31,7 @@ from .tensors import tensor_shards
 from .tree_capture import Capture, is_distributed
 from .tree_target import TreeBuilder
 from .unsupported import require_no_masters
+from .wrapper_tensors import WRAPPER, held_wrapper, is_wrapper, require_same_wrapper
 
 __all__ = ["ModuleAdapter", "choose_stored_name", "parameter_layouts"]
 
@@ -95,16 +97,24 @@ class ModuleAdapter(Adapter):
                 raise UnsupportedTensorError(
                     f"{context.section}: {fqn} is on the meta device and has no values; load or initialize it first"
                 )
-            source.metas[fqn], shards = tensor_shards(fqn, group[0].tensor)
+            if is_wrapper(group[0].tensor):
+                held = held_wrapper(fqn, group[0].tensor)
+                source.values[_wrapper_path(fqn)] = held.record
+                metas, shards = held.metas, held.shards
+            else:
+                meta, shards = tensor_shards(fqn, group[0].tensor)
+                metas = {fqn: meta}
+            _require_free(metas, source.metas)
+            source.metas.update(metas)
             source.shards.extend(shards)
-            source.aliases.update({slot.fqn: fqn for slot in group[1:]})
+            source.aliases.update({slot.fqn + name[len(fqn) :]: name for slot in group[1:] for name in metas})
             if is_distributed(group[0].tensor):
                 continue
             if not group[0].is_parameter:
                 # Running statistics diverge between ranks; like DDP, the first rank's are stored.
-                source.pinned.add(fqn)
+                source.pinned.update(metas)
             elif context.world_size > 1:
-                source.mark_replicas([fqn], declared.get(id(group[0].tensor)))
+                source.mark_replicas(metas, declared.get(id(group[0].tensor)))
         extra = _ExtraState(named)
         if extra.owners:
             capture.visit(extra, _EXTRA_STATE)
@@ -140,7 +150,39 @@ class ModuleAdapter(Adapter):
         return target
 
 
+def _wrapper_path(fqn: str) -> Path:
+    """The path of the record of a tensor that consists of other tensors."""
+    return (WRAPPER, fqn)
+
+
+def _require_free(names: Iterable[str], taken: Mapping[str, BasicMeta]) -> None:
+    for name in names:
+        if name in taken:
+            raise NameCollisionError(f"{name} is a tensor of the module and also a part of another one; rename it")
+
+
+def _add_wrapper_target(target: SectionTarget, group: list[Slot], stored: StoredSection) -> None:
+    """Fill a tensor that consists of others in place. It must be of the stored class and quantized in the same way."""
+    paths = {slot.fqn: _wrapper_path(slot.fqn) for slot in group}
+    fqn = next((name for name, path in paths.items() if path in stored.values), group[0].fqn)
+    if group[0].tensor.is_meta:
+        raise UnsupportedTensorError(
+            f"{fqn}: a {type(group[0].tensor).__name__} on the meta device cannot be given memory; call "
+            "module.to_empty(device=...) before the load"
+        )
+    held = held_wrapper(fqn, group[0].tensor)
+    if paths[fqn] in stored.values:
+        require_same_wrapper(fqn, stored.values[paths[fqn]], held)
+    target.metas.update(held.metas)
+    target.shards.extend(held.shards)
+    target.aliases.update({name + part[len(fqn) :]: part for name in paths if name != fqn for part in held.metas})
+    target.requested_values.add(paths[fqn])
+
+
 def _add_target(target: SectionTarget, group: list[Slot], context: Context, stored: StoredSection) -> None:
+    if is_wrapper(group[0].tensor):
+        _add_wrapper_target(target, group, stored)
+        return
     names = [slot.fqn for slot in group]
     fqn = choose_stored_name(names, target, context, stored)
     tensor = group[0].tensor

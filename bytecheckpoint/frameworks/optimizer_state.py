@@ -3,7 +3,8 @@
 An entry of ``optimizer.state[param]`` with the shape of the local parameter has the parameter's layout. A 0-d tensor
 (``step``) is the same on every rank. A tensor of another shape must belong to a parameter that is complete on this
 rank, since the part of a sharded parameter that it describes would be unknown. Numbers are values. Lists and dicts are
-values in which a ``Container("tensor")`` replaces each tensor, which is stored under its path.
+values in which a ``Container("tensor")`` replaces each tensor, which is stored under its path. A tensor that consists
+of others (``wrapper_tensors``) is stored like a dict of them, with a record of its class.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .layout import ParamLayout
 from .optimizer_class import needed_keys
 from .optimizer_params import NamedParam
 from .tensors import dense_view, is_sharded_tensor, tensor_shards, whole_shard
+from .wrapper_tensors import WRAPPER, HeldWrapper, held_wrapper, is_wrapper
 
 __all__ = [
     "MASTER",
@@ -35,9 +37,11 @@ __all__ = [
     "empty_state_path",
     "is_whole",
     "lay_out",
+    "lay_out_wrapper",
     "map_leaves",
     "state_name",
     "state_path",
+    "wrapper_entry",
 ]
 
 MASTER = "master"
@@ -105,6 +109,29 @@ def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str
     return metas, shards
 
 
+def lay_out_wrapper(named: NamedParam, key: str, tensor: torch.Tensor) -> HeldWrapper:
+    """Describe a state tensor that consists of other tensors. Raises ``UnsupportedTensorError``."""
+    name = state_name(named.names[0], key)
+    if not is_dtensor(tensor) and not is_whole(named.layout):
+        raise UnsupportedTensorError(
+            f"{name}: a {type(tensor).__name__} for a parameter of which this rank holds a flat part; which elements "
+            "its blocks describe in other layouts is unknown. Shard the parameter with FSDP-2 (fully_shard) instead"
+        )
+    return held_wrapper(name, tensor)
+
+
+def wrapper_entry(held: HeldWrapper) -> dict[str, Any]:
+    """The value that is stored for a state tensor that consists of other tensors."""
+    return {WRAPPER: held.record, **dict.fromkeys(held.names, TENSOR_LEAF)}
+
+
+def _may_differ(named: NamedParam, tensor: torch.Tensor) -> bool:
+    """Whether other ranks may hold quantized parts of a tensor, and this rank an empty part that is not quantized."""
+    if not is_dtensor(tensor) or tensor._local_tensor.numel() or not tensor.numel():
+        return False
+    return type(named.holder.optimizer).__module__.startswith("torchao.")
+
+
 def map_leaves(value: Any, leaf: Callable[[str, Any], Any], key: str, where: str) -> Any:
     """A copy of nested dicts, lists and tuples in which ``leaf(dotted key, value)`` replaces every leaf."""
     if isinstance(value, Mapping):
@@ -150,8 +177,15 @@ def capture_state(named: NamedParam, source: SectionSource, *, compare: bool) ->
     for key, value in state.items():
         if not isinstance(key, str):
             raise UnserializableError(f"{where}: state key {key!r} is not a str")
+        if is_wrapper(value):
+            held = lay_out_wrapper(named, key, value)
+            source.metas.update(held.metas)
+            source.shards.extend(held.shards)
+            source.values[state_path(named.names[0], key)] = wrapper_entry(held)
+            continue
         if isinstance(value, torch.Tensor):
-            leaf(key, value)
+            if not _may_differ(named, value):
+                leaf(key, value)
             continue
         plain = map_leaves(value, leaf, key, where)
         if not named.is_remote:

@@ -22,11 +22,13 @@ from .optimizer_state import (
     empty_state_path,
     is_whole,
     lay_out,
+    lay_out_wrapper,
     map_leaves,
     state_name,
     state_path,
 )
 from .tensors import whole_shard
+from .wrapper_tensors import WRAPPER, HeldWrapper, is_wrapper, make_wrapper, require_same_wrapper
 
 __all__ = ["StateFiller"]
 
@@ -82,7 +84,10 @@ class StateFiller:
     def _keep(self, named: NamedParam, existing: Mapping[Any, Any]) -> None:
         """Nothing is stored for the parameter, so its state may stay."""
         for key, value in existing.items():
-            if isinstance(value, torch.Tensor):
+            if is_wrapper(value):
+                held = self._add_wrapper(named, key, value)
+                self.target.optional.update((*held.metas, state_path(named.names[0], key)))
+            elif isinstance(value, torch.Tensor):
                 self._add_tensor(named, key, value)
                 self.target.optional.update(state_name(fqn, key) for fqn in named.names)
             else:
@@ -92,6 +97,11 @@ class StateFiller:
 
     def _add_entry(self, named: NamedParam, stored: Mapping[str, StoredParam], key: str, existing: Any) -> None:
         values = [one.values[key] for one in stored.values() if key in one.values]
+        if values and isinstance(values[0], dict) and WRAPPER in values[0]:
+            self._fill_wrapper(named, key, values[0][WRAPPER], existing)
+            return
+        if is_wrapper(existing):
+            existing = None  # stored plain, as torchao keeps small parts
         if isinstance(existing, torch.Tensor) and existing.ndim and not values:
             self._add_tensor(named, key, existing)
             return
@@ -116,6 +126,25 @@ class StateFiller:
         metas, shards = lay_out(named, key, tensor)
         self.target.metas.update(metas)
         self.target.shards.extend(shards)
+
+    def _add_wrapper(self, named: NamedParam, key: str, tensor: torch.Tensor) -> HeldWrapper:
+        held = lay_out_wrapper(named, key, tensor)
+        self.target.metas.update(held.metas)
+        self.target.shards.extend(held.shards)
+        self.target.requested_values.add(state_path(named.names[0], key))
+        return held
+
+    def _fill_wrapper(self, named: NamedParam, key: str, record: Any, existing: Any) -> None:
+        """Fill a tensor that consists of others in place, or create it: of the stored kind, also where it was plain."""
+        name = state_name(named.names[0], key)
+        tensor = existing
+        if not is_wrapper(existing):
+            tensor = make_wrapper(name, record, named.param, self._device_of(named))
+            self._steps.append(lambda loaded: named.own_state().__setitem__(key, tensor))
+        if not is_wrapper(tensor):  # an empty part; other ranks request the stored tensors
+            self.target.requested_values.add(state_path(named.names[0], key))
+            return
+        require_same_wrapper(name, record, self._add_wrapper(named, key, tensor))
 
     @staticmethod
     def _is_scalar(named: NamedParam, key: str, requested: Mapping[str, BasicMeta], existing: Any) -> bool:
@@ -204,6 +233,13 @@ class StateFiller:
         if is_dtensor(named.param):
             if like_param:
                 return empty_like_dtensor(named.param, dtype, device).zero_()
+            if not is_whole(named.layout) and self._is_quantized(fqn, shape):
+                detail = f"stored with shape {list(meta.shape)} next to 8-bit codes of a parameter that is sharded here"
+                raise MismatchError(
+                    f"{state_name(fqn, key)}: {detail}; which blocks it describes is unknown. Load the state into an "
+                    "optimizer of complete parameters (one rank or DDP)",
+                    [("shape", state_name(fqn, key), detail)],
+                )
             return _replicated(named.param, torch.zeros(meta.shape, dtype=dtype, device=device))
         if like_param:
             layout = named.local_layout
@@ -217,6 +253,12 @@ class StateFiller:
             f"{state_name(fqn, key)}: {detail}; how to shard it is unknown. It was saved from a layout whose "
             "optimizer steps complete parameters: load it into such a layout (DDP or FSDP-2)",
             [("shape", state_name(fqn, key), detail)],
+        )
+
+    def _is_quantized(self, fqn: str, shape: tuple[int, ...]) -> bool:
+        """Whether the state has 8-bit codes like those of bitsandbytes, and other tensors describe blocks of them."""
+        return any(
+            meta.dtype.name in ("uint8", "int8") and meta.shape == shape for meta in self.stored[fqn].tensors.values()
         )
 
     # -------------------------------------------------------------------------------------------------------- nested

@@ -88,7 +88,7 @@ def _number(built: layouts.Built) -> int:
 
 
 def _save_titan(rank: int, world_size: int, name: str, path: str) -> list[float]:
-    """Train two steps and save; store the gathered tensors beside the checkpoint; return the losses of three more."""
+    """Train two steps and save; store the gathered tensors next to the checkpoint; return the losses of three more."""
     built = build_titan(name, seed=1)
     built.train(0, 2)
     bcp.save(path, built.state).result()

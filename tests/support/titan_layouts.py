@@ -88,8 +88,8 @@ class Titan(nn.Module):
         return self.output(x) if self.output is not None else x
 
 
-def _loss(out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(out, wanted)
+def _loss(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(out, labels)
 
 
 @dataclass
@@ -105,23 +105,23 @@ class Trained(Built):
         losses = []
         for number in range(first, first + steps):
             generator = torch.Generator().manual_seed(number)
-            tokens, wanted = torch.randint(0, VOCAB, (2, 8), generator=generator)
+            tokens, labels = torch.randint(0, VOCAB, (2, 8), generator=generator)
             if self.schedule is None:
-                loss = _loss(self.model(tokens), wanted)
+                loss = _loss(self.model(tokens), labels)
                 loss.backward()
                 losses.append(loss.item())
             else:
-                losses.append(self._pipeline_step(tokens, wanted))
+                losses.append(self._pipeline_step(tokens, labels))
             self.optimizer.step()
             self.optimizer.zero_grad()
         return losses
 
-    def _pipeline_step(self, tokens: torch.Tensor, wanted: torch.Tensor) -> float:
+    def _pipeline_step(self, tokens: torch.Tensor, labels: torch.Tensor) -> float:
         assert self.stages is not None
         micro: list[torch.Tensor] = []
         last = self.stages.get_local_rank() == self.stages.size() - 1
         if last:
-            self.schedule.step(target=wanted, losses=micro)
+            self.schedule.step(target=labels, losses=micro)
         else:
             self.schedule.step(tokens)
         loss = torch.stack(micro).mean().detach() if last else torch.zeros((), dtype=torch.float64)
