@@ -15,6 +15,8 @@ from ..errors import BytecheckpointError, UnknownObjectError, UsageError
 from .base import Adapter
 from .fsdp1 import FSDP1Adapter
 from .layout import ParamLayout
+from .megatron.model import MegatronModelAdapter
+from .megatron.optimizer import MegatronOptimizerAdapter
 from .module import ModuleAdapter
 from .optimizer import OptimizerAdapter
 from .optimizer_state_dict import StateTreeAdapter
@@ -28,11 +30,19 @@ ENTRY_POINT_GROUP = "bytecheckpoint.frameworks"
 # Adapters of equal priority are tried in this order.
 _BUILT_IN: dict[str, Adapter] = {
     adapter.name: adapter
-    for adapter in (FSDP1Adapter(), ModuleAdapter(), OptimizerAdapter(), StatefulAdapter(), StateTreeAdapter())
+    for adapter in (
+        MegatronModelAdapter(),
+        MegatronOptimizerAdapter(),
+        FSDP1Adapter(),
+        ModuleAdapter(),
+        OptimizerAdapter(),
+        StatefulAdapter(),
+        StateTreeAdapter(),
+    )
 }
 
-# Adapters that recognize objects by what they look like.
-_GENERAL = frozenset(_BUILT_IN)
+# Adapters that recognize objects by what they look like, and not by the classes of one framework.
+_GENERAL = frozenset(_BUILT_IN) - {MegatronModelAdapter.name, MegatronOptimizerAdapter.name}
 
 # What users call the wrappers that the module adapter supports.
 _SYNONYMS = dict.fromkeys(("ddp", "fsdp2", "pipeline", "torch", "tp"), "module")
