@@ -24,6 +24,7 @@ from ..foreign.location import Location
 from ..frameworks.sections import Section, check_state, resolve_sections, undone_on_failure
 from ..runtime.gc_pause import paused
 from ..telemetry.trace import Timings
+from ..tensors.shards import Path
 from .agreement import Verdict, agree
 from .matching import Match, Target, match_targets
 from .options import LoadOptions
@@ -142,6 +143,12 @@ def _apply(call: _Load, targets: Sequence[Target]) -> None:
     for one in targets:
         with one.section.naming("its load_state_dict()"):
             one.target.apply(one.stored.contents.values)
+        # The function may refer to the target: this cycle would keep the state alive until it is collected.
+        one.target.apply = _apply_nothing
+
+
+def _apply_nothing(values: Mapping[Path, Any]) -> None:
+    """Replaces the function of a target that was applied."""
 
 
 def _report(

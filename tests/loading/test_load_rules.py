@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -403,3 +406,28 @@ def test_each_values_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert extra["shared"] == 5
     (backend,) = opened
     assert [backend.count("read_into", key) for key in ("*/extra*.rank.msgpack", "*/extra*.msgpack")] == [1, 2]
+
+
+class Keeper:
+    """A stateful object that can be referred to weakly."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": 1}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def test_a_load_keeps_nothing_of_the_state_alive(tmp_path: Path) -> None:
+    """Memory would be freed late, and the workers of a loader that the garbage collector frees must be killed."""
+    keeper = Keeper()
+    alive = weakref.ref(keeper)
+    state = {"model": torch.nn.Linear(2, 2), "extra_state": {"keeper": keeper}}
+    bcp.save(tmp_path, state)
+    gc.collect()
+    gc.disable()
+    try:
+        bcp.load(tmp_path, state)
+        del keeper, state
+        assert alive() is None
+    finally:
+        gc.enable()
