@@ -13,6 +13,7 @@ from .api import latest, load, open, save, warmup, watch
 from .checkpoint.checkpoint import Checkpoint, VerifyReport
 from .checkpoint.stored_tensor import StoredTensor
 from .checkpointer import Checkpointer
+from .frameworks.data_loader import DataLoaderState
 from .frameworks.per_rank import PerRank
 from .frameworks.registry import register_adapter
 from .frameworks.rng import RNGState
@@ -29,6 +30,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Checkpointer",
+    "DataLoaderState",
     "ExceptionSave",
     "LoadReport",
     "PerRank",

@@ -144,7 +144,8 @@ class MismatchError(BytecheckpointError):
     Attributes:
         faults: One ``(kind, name, detail)`` for each fault. ``kind`` is one of ``missing``, ``unexpected``, ``shape``,
             ``dtype``, ``coverage``, ``value``, ``per_rank``, ``pattern`` (it matches no name), ``rename`` (its name is
-            not stored), ``overlap`` (its memory would be written twice).
+            not stored), ``overlap`` (its memory would be written twice), ``data_loader`` (saved by another number
+            of data-parallel ranks).
     """
 
     def __init__(self, message: str, faults: list[tuple[str, str, str]] | None = None) -> None:

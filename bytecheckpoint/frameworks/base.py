@@ -42,6 +42,8 @@ class Context:
             not a model.
         notes: Remarks for the caller, one sentence each, to which the adapter appends. ``LoadReport.notes`` lists
             them. All sections of a call share the list.
+        resumed: What the load did with random generators and data loaders, by full name, as in
+            ``LoadReport.resumed``. All sections of a call share the mapping.
         undo: Functions, appended by ``Adapter.target``, that revert its changes to the object. The library calls them
             in reverse order if the load finds a fault before it reads any bytes.
     """
@@ -56,6 +58,7 @@ class Context:
     device: torch.device | None = None
     layouts_of: Callable[[Any], Mapping[int, ParamLayout]] = lambda obj: {}
     notes: list[str] = field(default_factory=list)
+    resumed: dict[str, tuple[str, str]] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
 
 

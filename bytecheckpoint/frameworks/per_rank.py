@@ -60,6 +60,11 @@ class PerRankState(ABC):
     def on_resize(self) -> str:
         """The policy of ``choose_rank`` that applies at another world size."""
 
+    @property
+    def resumed(self) -> Mapping[str, tuple[str, str]]:
+        """What the last load did with each part, by name, as in ``LoadReport.resumed``."""
+        return {}
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as plain values and tensors."""

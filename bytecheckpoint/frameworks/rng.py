@@ -19,6 +19,8 @@ __all__ = ["RNGState"]
 
 OnRNGResize = Literal["reseed", "lowest", "error"]
 
+_CPU_GENERATORS = ("python", "numpy", "torch")
+
 _log = logging.getLogger(__name__)
 
 ByteArray = npt.NDArray[np.uint8]
@@ -54,11 +56,17 @@ class RNGState(PerRankState):
         check_choice("on_resize", on_resize, OnRNGResize)
         self._on_resize = on_resize
         self._rank, self._world_size = rank, world_size
+        self._resumed: dict[str, tuple[str, str]] = {}
 
     @property
     def on_resize(self) -> str:
         """The policy at another world size, as passed to the constructor."""
         return self._on_resize
+
+    @property
+    def resumed(self) -> Mapping[str, tuple[str, str]]:
+        """What the last load did with each generator (``python``, ``numpy``, ``torch``, ``cuda:0``, ...)."""
+        return self._resumed
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all generators as plain values and arrays, without drawing from any of them.
@@ -102,11 +110,17 @@ class RNGState(PerRankState):
             )
         if self._on_resize == "reseed" and saved != (rank, world_size):
             _reseed(state_dict, rank, world_size)
+            new = ("reseeded", f"rank {rank} of {world_size}, from the streams of rank {saved[0]} of {saved[1]}")
+            self._resumed = dict.fromkeys((*_CPU_GENERATORS, *_device_names(*_accelerators())), new)
             return
         random.setstate(_python_state(state_dict["python"]))
         _restore_numpy(state_dict["numpy"])
         torch.set_rng_state(torch.from_numpy(state_dict["torch"]))
-        _restore_accelerators(state_dict.get("accelerator") or {}, exact=self._on_resize == "error")
+        devices = _restore_accelerators(state_dict.get("accelerator") or {}, exact=self._on_resize == "error")
+        detail = f"rank {saved[0]} of {saved[1]}"
+        self._resumed = dict.fromkeys((*_CPU_GENERATORS, *devices), ("continued", detail))
+        others = set(_device_names(*_accelerators())) - set(devices)
+        self._resumed.update(dict.fromkeys(sorted(others), ("unchanged", "no state of this device was stored")))
 
     def _place(self) -> tuple[int, int]:
         """Rank and world size."""
@@ -152,6 +166,10 @@ def _accelerators() -> tuple[str, int]:
     return (device.type, torch.accelerator.device_count()) if device is not None else ("", 0)
 
 
+def _device_names(kind: str, count: int) -> list[str]:
+    return [f"{kind}:{index}" for index in range(count)]
+
+
 def _accelerator_states() -> dict[str, Any]:
     """The states of all accelerators; empty if the process has not used them."""
     kind, count = _accelerators()
@@ -163,9 +181,10 @@ def _accelerator_states() -> dict[str, Any]:
     return {"type": kind, "states": [_to_array(module.get_rng_state(index)) for index in range(count)]}
 
 
-def _restore_accelerators(stored: Mapping[str, Any], *, exact: bool) -> None:
+def _restore_accelerators(stored: Mapping[str, Any], *, exact: bool) -> list[str]:
+    """Restore the generators of those devices that this process has. Returns their names."""
     if not stored:
-        return
+        return []
     kind, count = _accelerators()
     states = stored["states"]
     if kind != stored["type"] or count != len(states):
@@ -174,10 +193,12 @@ def _restore_accelerators(stored: Mapping[str, Any], *, exact: bool) -> None:
         if exact:
             raise StateError(f"{message}; pass RNGState(on_resize='reseed') to load what fits")
         _log.warning("%s; only matching generators are restored", message)
-    if kind == stored["type"]:
-        module = torch.get_device_module(kind)
-        for index, state in enumerate(states[:count]):
-            module.set_rng_state(torch.from_numpy(state), index)
+    if kind != stored["type"]:
+        return []
+    module = torch.get_device_module(kind)
+    for index, state in enumerate(states[:count]):
+        module.set_rng_state(torch.from_numpy(state), index)
+    return _device_names(kind, min(count, len(states)))
 
 
 def _reseed(state: Mapping[str, Any], rank: int, world_size: int) -> None:

@@ -124,6 +124,7 @@ def resolve_sections(
 ) -> list[Section]:
     """Find an adapter for every section. Sections are in the order of their names. Raises ``UnknownObjectError``."""
     notes: list[str] = []
+    resumed: dict[str, tuple[str, str]] = {}
     sections = []
     for name in sorted(state):
         context = Context(
@@ -136,6 +137,7 @@ def resolve_sections(
             device=device,
             layouts_of=parameter_layouts,
             notes=notes,
+            resumed=resumed,
         )
         sections.append(Section(name, state[name], find_adapter(state[name], framework, section=name), context))
     return sections

@@ -11,6 +11,7 @@ import torch
 from ..format.values import MAX_DEPTH, path_name
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
+from .data_loader import DataLoaderState
 from .per_rank import PerRank, PerRankState
 from .tree_capture import Capture
 from .tree_paths import is_stateful, kind_of
@@ -95,6 +96,8 @@ def _collect_policies(node: Any, path: Path, found: dict[Path, str]) -> None:
         _collect_policies(node.value, path, found)
     elif kind == "stateful" and isinstance(node, PerRankState):
         found[path] = node.on_resize
+    elif kind == "stateful" and isinstance(node, DataLoaderState):
+        found[path] = "skip" if node.on_resize == "skip" else "error"
     elif kind == "mapping":
         for key, child in node.items():
             _collect_policies(child, (*path, key), found)

@@ -16,8 +16,9 @@ from ..errors import MismatchError, StateError
 from ..format.values import MAPPINGS, Container, path_name
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from .base import Context
+from .data_loader import DataLoaderState, needs_all, prepare
 from .dtensor import with_memory
-from .per_rank import PerRank
+from .per_rank import PerRank, PerRankState
 from .template_values import tuple_like, value_like
 from .tensors import tensor_shards
 from .tree_capture import ROOT_TENSOR, Capture, SameMemory, is_distributed, state_of
@@ -240,6 +241,8 @@ class TreeBuilder:
 
     def _stateful(self, node: Any, path: Path, *, skip: bool) -> Restore:
         """Load the stored state with whatever keys it has; the object must accept states that grow or shrink."""
+        if isinstance(node, DataLoaderState):
+            return self._data_loader(node, path)
         capture = _Template(self.context)
         capture.visit(state_of(node, self._where(path)), path)
         if path in self.stored.values and self.stored.values[path] == {}:
@@ -250,9 +253,55 @@ class TreeBuilder:
 
         def restore(values: Values) -> Any:
             node.load_state_dict(rebuilt(values))
+            self._record(node, path)
             return node
 
         return restore
+
+    def _data_loader(self, node: DataLoaderState, path: Path) -> Restore:
+        """Load this data-parallel rank's state, or all of them if they must be divided anew.
+
+        Without tensors in them, they are checked and divided now, before anything changes.
+        """
+        if not self._below(path):
+            self._request((*path, "dp_size"), skip=node.on_resize == "skip")
+            return lambda values: node
+        values, where = self.stored.values, self._where(path)
+        saved = values.get((*path, "dp_size"))
+        if not isinstance(saved, int):
+            detail = "was not saved as a DataLoaderState"
+            raise MismatchError(f"{where} {detail}; load it into the loader itself", [("data_loader", where, detail)])
+        own = (*path, "ranks", str(node.dp_rank))
+        everything = needs_all(node, saved, lambda keys: values.get((*own, "state", *keys)))
+        if node.loader is None or (everything and node.on_resize == "skip"):
+            self.target.ignorable.update(p for p in values if p[: len(path)] == path)
+            self.target.ignorable.update(self._tensors_below(path))
+            load = prepare(node, {"dp_size": saved}, where)
+            return lambda values: self._loaded(node, path, load)
+        at = path if everything else own
+        rebuilt = self._rebuilt(at)
+        self.target.requested_values.add((*path, "dp_size"))
+
+        def prepared(values: Values) -> Callable[[], None]:
+            tree = rebuilt(values)
+            ranks = tree.get("ranks", {}) if everything else {str(node.dp_rank): tree}
+            return prepare(node, {"dp_size": saved, "ranks": ranks}, where)
+
+        if self._tensors_below(at):
+            return lambda values: self._loaded(node, path, prepared(values))
+        load = prepared(values)
+        return lambda values: self._loaded(node, path, load)
+
+    def _loaded(self, node: DataLoaderState, path: Path, load: Callable[[], None]) -> DataLoaderState:
+        load()
+        self._record(node, path)
+        return node
+
+    def _record(self, node: object, path: Path) -> None:
+        """Add to the report what a loader or random generators did."""
+        if isinstance(node, (DataLoaderState, PerRankState)):
+            for name, what in node.resumed.items():
+                self.context.resumed[self._where((*path, name) if name else path)] = what
 
     def _absent(self, node: Any, state: SectionSource, path: Path, *, skip: bool) -> Restore:
         """Report everything in a stateful object as missing, since nothing is stored for it, and leave it unchanged."""

@@ -154,9 +154,11 @@ def _apply_nothing(values: Mapping[Path, Any]) -> None:
 def _report(
     call: _Load, checkpoint: OpenCheckpoint, targets: Sequence[Target], plan: _Plan, counts: ReadCounts
 ) -> LoadReport:
-    notes = targets[0].section.context.notes  # all sections share one list
+    context = targets[0].section.context  # all sections share its notes and its record of what was resumed
     url, unexpected = call.url, plan.verdict.unexpected
-    report = make_report(url, checkpoint.manifest, plan.match, unexpected, notes, counts, call.timings)
+    report = make_report(
+        url, checkpoint.manifest, plan.match, unexpected, context.notes, context.resumed, counts, call.timings
+    )
     call.op.barrier("report")  # no rank continues while another fails to apply what it loaded
     _log.info("%s (%s)", report, call.timings)
     return report

@@ -36,6 +36,9 @@ class LoadReport:
         sources: Maps each name that was filled from a stored tensor of another name to that full name: a tensor of a
             model from the optimizer's master weight, or a master weight from the model's tensor.
         cast: Maps each name that was cast to ``(stored dtype, dtype in memory)``.
+        resumed: Maps each random generator of an ``RNGState``, and each ``DataLoaderState``, to what the load did on
+            this rank, and a detail: ``continued`` (exactly where it was saved), ``reseeded`` (a new random stream),
+            ``divided`` (all ranks together continue where they were saved) or ``unchanged``.
         notes: Remarks of the adapters, such as tied tensors that were stored separately.
         bytes_read: Bytes that this rank read from storage.
         bytes_received: Bytes that this rank received from ranks that had read them, in the dtypes in memory.
@@ -56,6 +59,7 @@ class LoadReport:
     resized: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     sources: dict[str, str]
     cast: dict[str, tuple[str, str]]
+    resumed: dict[str, tuple[str, str]]
     notes: list[str]
     bytes_read: int
     bytes_received: int
@@ -80,6 +84,7 @@ def make_report(
     match: Match,
     unexpected: Sequence[str],
     notes: Sequence[str],
+    resumed: Mapping[str, tuple[str, str]],
     counts: ReadCounts,
     timings: Timings,
 ) -> LoadReport:
@@ -98,6 +103,7 @@ def make_report(
         resized=match.resized,
         sources=match.sources,
         cast=match.cast,
+        resumed=dict(resumed),
         notes=list(notes),
         bytes_read=counts.read,
         bytes_received=counts.received,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import bytecheckpoint as bcp
 from bytecheckpoint.errors import StateError, UsageError
 from bytecheckpoint.format.values import decode_value, encode_value
 from bytecheckpoint.frameworks.rng import RNGState
+from bytecheckpoint.testing import time_limit
+from bytecheckpoint.testing.ranks import RankPool
 
 
 @pytest.fixture(autouse=True)
@@ -144,3 +148,42 @@ def test_accelerator_streams_continue_exactly() -> None:
         RNGState(rank=rank, world_size=5).load_state_dict(state)
         drawn.append(torch.rand(3, device=device))
     assert not torch.equal(drawn[0], drawn[1])
+
+
+def _save_streams(rank: int, world_size: int, path: str) -> list[Any]:
+    seed(rank)
+    bcp.save(path, {"rng": RNGState()}, deadline_s=time_limit(30))
+    return draw()
+
+
+def _load_streams(rank: int, world_size: int, path: str, policy: Any) -> tuple[list[Any], dict[str, tuple[str, str]]]:
+    report = bcp.load(path, {"extra_state": {}, "rng": RNGState(policy)}, strict=False, deadline_s=time_limit(30))
+    return draw(), report.resumed
+
+
+def test_the_report_states_which_generators_continue(tmp_path: Path) -> None:
+    names = ("rng.python", "rng.numpy", "rng.torch")
+    with RankPool(3) as pool:
+        saved = pool.run(_save_streams, str(tmp_path), world_size=3)
+        for policy in ("reseed", "lowest", "error"):
+            for rank, (drawn, resumed) in enumerate(pool.run(_load_streams, str(tmp_path), policy, world_size=3)):
+                assert drawn == saved[rank]
+                assert resumed == dict.fromkeys(names, ("continued", f"rank {rank} of 3"))
+        for rank, (drawn, resumed) in enumerate(pool.run(_load_streams, str(tmp_path), "reseed", world_size=2)):
+            assert not set(map(str, drawn)) & {str(one) for of_rank in saved for one in of_rank}
+            detail = f"rank {rank} of 2, from the streams of rank 0 of 3"
+            assert resumed == dict.fromkeys(names, ("reseeded", detail))
+        for drawn, resumed in pool.run(_load_streams, str(tmp_path), "lowest", world_size=2):
+            assert drawn == saved[0]
+            assert resumed == dict.fromkeys(names, ("continued", "rank 0 of 3"))
+
+
+def test_devices_without_a_stored_state_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = through_bytes(RNGState().state_dict())
+    monkeypatch.setattr("bytecheckpoint.frameworks.rng._accelerators", lambda: ("cuda", 2))
+    target = RNGState()
+    target.load_state_dict(state)
+    assert {name: what for name, (what, _) in target.resumed.items()} == {
+        **dict.fromkeys(("python", "numpy", "torch"), "continued"),
+        **dict.fromkeys(("cuda:0", "cuda:1"), "unchanged"),
+    }

@@ -23,6 +23,7 @@ MODULES = (
     "bytecheckpoint",
     "bytecheckpoint.checkpoint",
     "bytecheckpoint.codecs",
+    "bytecheckpoint.data",
     "bytecheckpoint.frameworks",
     "bytecheckpoint.frameworks.base",
     "bytecheckpoint.inference.push",
