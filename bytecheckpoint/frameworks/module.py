@@ -33,7 +33,10 @@ from .tree_target import TreeBuilder
 from .unsupported import require_no_masters
 from .wrapper_tensors import WRAPPER, held_wrapper, is_wrapper, require_same_wrapper
 
-__all__ = ["ModuleAdapter", "choose_stored_name", "parameter_layouts"]
+__all__ = ["ENGINE_COUNTERS", "ModuleAdapter", "choose_stored_name", "parameter_layouts"]
+
+ENGINE_COUNTERS = "_engine"
+"""The counters of a DeepSpeed engine have the path ``(ENGINE_COUNTERS, number)``; other modules have none."""
 
 _EXTRA_STATE: Path = (EXTRA_STATE,)
 
@@ -136,6 +139,7 @@ class ModuleAdapter(Adapter):
         for group in group_tied(own.slots):
             _add_target(target, group, context, stored)
         _note_transient_meta(modules, context)
+        target.ignorable.update(path for path in stored.values if path[:1] == (ENGINE_COUNTERS,))
         extra = _ExtraState(named)
         restore = TreeBuilder(context, stored, target).visit(extra, _EXTRA_STATE) if extra.owners else None
 

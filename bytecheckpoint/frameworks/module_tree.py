@@ -21,6 +21,7 @@ __all__ = [
     "fsdp2_params",
     "group_tied",
     "has_fsdp1",
+    "is_engine",
     "join_names",
     "modules_of",
     "named_slots",
@@ -67,7 +68,7 @@ def _add_submodules(module: nn.Module, prefix: str, found: list[tuple[str, nn.Mo
     found.append((prefix, module))
     children: dict[str, nn.Module | None] = module._modules
     if children:
-        wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel))
+        wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)) or is_engine(module)
         for name, child in children.items():
             if child is not None:
                 transparent = name in _WRAPPER_NAMES or (wraps and name == "module")
@@ -170,7 +171,7 @@ def tie_key(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def declared_replicas(modules: Iterable[nn.Module]) -> dict[int, tuple[int, ...]]:
-    """By ``id`` of each parameter that ``DistributedDataParallel`` keeps in sync, the ranks of its process group."""
+    """By ``id`` of each parameter that DDP or a DeepSpeed engine keeps in sync, the ranks of its process group."""
     declared: dict[int, tuple[int, ...]] = {}
     for module in modules:
         for sub in submodules(module):
@@ -180,7 +181,21 @@ def declared_replicas(modules: Iterable[nn.Module]) -> dict[int, tuple[int, ...]
                 for name, param in sub.module.named_parameters():
                     if name not in ignored:
                         declared[id(param)] = ranks
+            elif is_engine(sub):
+                declared.update(_engine_replicas(sub))
     return declared
+
+
+def _engine_replicas(engine: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
+    for param in engine.module.parameters():
+        is_expert = getattr(param, "allreduce", True) is False
+        group = engine.expert_data_parallel_group[param.group_name] if is_expert else engine.seq_data_parallel_group
+        yield id(param), tuple(dist.get_process_group_ranks(group))
+
+
+def is_engine(module: object) -> bool:
+    """Whether this is a DeepSpeed engine. Imports nothing."""
+    return isinstance(module, loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine"))
 
 
 def has_fsdp1(module: nn.Module) -> bool:

@@ -24,7 +24,12 @@ from .optimizer_target import StateFiller
 from .optimizer_wrappers import StateHolder, as_list, holders_of, is_optimizer, require_complete
 from .stored_state_dict import StoredStateDict, is_stored_state_dict
 
-__all__ = ["OptimizerAdapter", "fill_by_name"]
+__all__ = ["LOSS_SCALER", "OptimizerAdapter", "fill_by_name"]
+
+LOSS_SCALER = "loss_scaler"
+"""The state of a dynamic loss scaler has the path ``(LOSS_SCALER, number)``; most optimizers have none."""
+
+_IGNORABLE = frozenset({"order", "empty_groups", LOSS_SCALER})
 
 
 class OptimizerAdapter(Adapter):
@@ -101,8 +106,7 @@ def _leave_out_frozen(params: list[NamedParam], source: SectionSource) -> list[N
     """
     kept: list[NamedParam] = []
     for named in params:
-        is_trained = named.param.requires_grad or named.master is not None
-        if is_trained or isinstance(named.holder.optimizer, torch.optim.LBFGS):
+        if named.param.requires_grad or isinstance(named.holder.optimizer, torch.optim.LBFGS):
             kept.append(named)
             continue
         frozen = SectionSource()
@@ -149,7 +153,7 @@ def _fill(
     averagers = _averagers(holders)
     target.requested_values.update(shared, averagers, orders)
     target.optional.update(orders)
-    target.ignorable.update(path for path in stored.values if path[:1] in (("order",), ("empty_groups",)))
+    target.ignorable.update(path for path in stored.values if path[:1] and path[0] in _IGNORABLE)
 
     def apply(values: Mapping[Path, Any]) -> None:
         options = GroupOptions(groups, values)

@@ -17,7 +17,7 @@ from ..tensors.shards import Path
 from .base import Context
 from .optimizer_params import NamedParam
 
-__all__ = ["class_path", "is_elementwise", "lineage_of", "needed_keys", "require_same_class"]
+__all__ = ["class_path", "counts_in_numbers", "is_elementwise", "lineage_of", "needed_keys", "require_same_class"]
 
 _MAX_SHOWN = 5
 
@@ -59,6 +59,12 @@ def needed_keys(optimizer: object) -> tuple[str, ...]:
     """What a step of this optimizer reads from a state that is not empty; nothing if that is unknown."""
     cls = type(optimizer)
     return _NEEDED.get(cls.__name__, ()) if cls.__module__.startswith("torch.optim.") else ()
+
+
+def counts_in_numbers(optimizer: object) -> bool | None:
+    """Whether the optimizer counts its steps in plain numbers, or in 0-d tensors; None if that is unknown."""
+    package = type(optimizer).__module__.partition(".")[0]
+    return isinstance(optimizer, torch.optim.SparseAdam) if package == "torch" else {"deepspeed": True}.get(package)
 
 
 def is_elementwise(optimizer: object) -> bool:

@@ -25,6 +25,9 @@ _IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differenti
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 
+_EXPERT_MARKS = frozenset({"moe", "name"})
+"""With these, DeepSpeed marks the groups of experts, and names their process groups, which depend on the layout."""
+
 _GroupParams = tuple["MutableMapping[str, Any]", "list[str]"]
 """A group and the names of its parameters."""
 
@@ -52,7 +55,8 @@ def empty_groups(holders: Sequence[StateHolder]) -> Iterator[tuple[Path, Mutable
 
 def options_of(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The hyper-parameters as plain values. A one-element tensor (a learning rate on a device) becomes a number."""
-    return {key: _plain(value, f"{where}.{key}") for key, value in group.items() if key not in _NOT_OPTIONS}
+    skipped = _NOT_OPTIONS | _EXPERT_MARKS if "moe" in group else _NOT_OPTIONS
+    return {key: _plain(value, f"{where}.{key}") for key, value in group.items() if key not in skipped}
 
 
 def _plain(value: Any, where: str) -> Any:

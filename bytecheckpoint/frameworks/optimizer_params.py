@@ -30,6 +30,7 @@ class NamedParam:
 
     ``master`` is the copy that the optimizer steps if the model computes in a lower precision; it has the layout of the
     parameter. ``origins`` maps each name to the section and name of the model's tensor that is computed from it.
+    ``entry_layouts`` are the layouts of entries of the state that differ from the parameter's, by key.
     """
 
     param: torch.Tensor
@@ -39,6 +40,7 @@ class NamedParam:
     key: Any
     master: torch.Tensor | None = None
     origins: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    entry_layouts: Mapping[str, ParamLayout] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

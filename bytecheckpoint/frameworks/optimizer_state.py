@@ -84,6 +84,7 @@ def lay_out(named: NamedParam, key: str, tensor: torch.Tensor) -> tuple[dict[str
         return {name: meta}, shards
     # A 0-d tensor has the layout of a 0-d parameter only; for others it is a step count.
     layout = named.local_layout if tensor.ndim or not named.param.ndim else None
+    layout = named.entry_layouts.get(key, layout)
     if layout is not None and tensor.shape == layout.local_shape:
         if layout.one_whole is not None:
             name = state_name(layout.one_whole, key)

@@ -12,7 +12,7 @@ from ..errors import MismatchError
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, SectionTarget, torch_dtype
 from .dtensor import empty_like_dtensor, is_dtensor
-from .optimizer_class import is_elementwise
+from .optimizer_class import counts_in_numbers, is_elementwise
 from .optimizer_params import NamedParam
 from .optimizer_state import (
     MASTER,
@@ -203,6 +203,11 @@ class StateFiller:
     ) -> Any:
         if isinstance(existing, torch.Tensor) and isinstance(number, (bool, int, float, complex)):
             return _fill(existing, number, where)
+        as_number = counts_in_numbers(named.holder.optimizer) if key == "step" and existing is None else None
+        if as_number:
+            return _as_number(number, int, where)
+        if loaded is None and as_number is False and isinstance(number, (int, float)):
+            loaded = torch.tensor(float(number))  # another library counted it
         if loaded is None:
             return number
         if isinstance(existing, (int, float)) and not isinstance(existing, bool):
@@ -228,6 +233,8 @@ class StateFiller:
         Where the state must have the parameter's shape, another stored shape becomes a fault of the load.
         """
         dtype, device = torch_dtype(meta), self._device_of(named)
+        if key in named.entry_layouts:
+            return torch.zeros(named.entry_layouts[key].local_shape, dtype=dtype, device=device)
         fqn, shape = next(iter(named.layout.fqns.items()))
         like_param = is_elementwise(named.holder.optimizer) or meta.shape in named.layout.fqns.values()
         if is_dtensor(named.param):

@@ -13,10 +13,9 @@ from torch import nn
 
 from ..errors import BytecheckpointError, UnknownObjectError, UsageError
 from .base import Adapter
+from .deepspeed import DeepSpeedAdapter, DeepSpeedOptimizerAdapter
 from .fsdp1 import FSDP1Adapter
 from .layout import ParamLayout
-from .megatron.model import MegatronModelAdapter
-from .megatron.optimizer import MegatronOptimizerAdapter
 from .module import ModuleAdapter
 from .optimizer import OptimizerAdapter
 from .optimizer_state_dict import StateTreeAdapter
@@ -31,8 +30,8 @@ ENTRY_POINT_GROUP = "bytecheckpoint.frameworks"
 _BUILT_IN: dict[str, Adapter] = {
     adapter.name: adapter
     for adapter in (
-        MegatronModelAdapter(),
-        MegatronOptimizerAdapter(),
+        DeepSpeedAdapter(),
+        DeepSpeedOptimizerAdapter(),
         FSDP1Adapter(),
         ModuleAdapter(),
         OptimizerAdapter(),
@@ -41,8 +40,8 @@ _BUILT_IN: dict[str, Adapter] = {
     )
 }
 
-# Adapters that recognize objects by what they look like, and not by the classes of one framework.
-_GENERAL = frozenset(_BUILT_IN) - {MegatronModelAdapter.name, MegatronOptimizerAdapter.name}
+# Adapters that recognize objects by what they look like.
+_GENERAL = frozenset({"fsdp1", "module", "optimizer", "stateful", "tree"})
 
 # What users call the wrappers that the module adapter supports.
 _SYNONYMS = dict.fromkeys(("ddp", "fsdp2", "pipeline", "torch", "tp"), "module")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from typing_extensions import TypeIs
 
-__all__ = ["dense_view", "has_no_dense_memory", "is_sharded_tensor", "tensor_shards", "whole_shard"]
+__all__ = ["dense_view", "is_sharded_tensor", "tensor_shards", "whole_shard"]
 
 _ADVICE = {
     torch.sparse_coo: ".to_dense()",
@@ -29,7 +29,8 @@ _ADVICE = {
 
 
 # An attribute of every parameter that ZeRO-3 partitions. Even while its values are gathered, a load into it is lost.
-_ZERO3 = "ds_id"
+# (Flat tensors of its optimizer have other attributes of such parameters.)
+_ZERO3 = "ds_tensor"
 
 # Types that override no operation and hold all of their elements on this rank.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -82,7 +83,7 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         raise UnsupportedTensorError(
             f"{fqn}: a lazy parameter or buffer has no shape yet; run a forward pass, or pass sizes to the module"
         )
-    if has_no_dense_memory(tensor):
+    if _has_no_dense_memory(tensor):
         raise UnsupportedTensorError(
             f"{fqn}: a {type(tensor).__module__}.{type(tensor).__qualname__} has no dense memory; convert "
             "it to a plain tensor first, or store its parts as separate tensors"
@@ -123,8 +124,7 @@ def _is_freed(tensor: torch.Tensor) -> bool:
     return start == 0 and tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
 
 
-def has_no_dense_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor keeps its elements in other tensors, as quantized or traced tensors do."""
+def _has_no_dense_memory(tensor: torch.Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

@@ -72,7 +72,7 @@ def require_no_masters(slots: Iterable[Slot], section: str) -> None:
             raise StateError(
                 f"section {section!r}: {slot.fqn}: DeepSpeed's ZeRO optimizer has a full-precision copy of this "
                 "parameter, with which the next step would overwrite what is loaded. Load into the model before "
-                "deepspeed.initialize, or pass the engine if an adapter for it is installed"
+                "deepspeed.initialize, or pass the engine"
             )
 
 

@@ -1,0 +1,185 @@
+"""The adapter for DeepSpeed engines: parameters under the model's own names, and the engine's counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import StateError
+from ...tensors.shards import Path, SectionSource, SectionTarget, StoredSection
+from ..base import Context
+from ..dtensor import loaded_class
+from ..layout import ParamLayout
+from ..module import ENGINE_COUNTERS, ModuleAdapter, choose_stored_name
+from ..module_tree import Slot, join_names, modules_of, named_slots, named_submodules
+from ..optimizer_wrappers import as_list
+from ..pretrained import apply_name_rules
+from ..unsupported import require_no_masters
+from .engine import engines_of, inner_of, is_loaded, optimizer_of, require_supported
+from .partitions import partitions_of, take_changes
+from .zero3 import PartitionedParam, is_partitioned, partitioned_params, release
+
+__all__ = ["DeepSpeedAdapter"]
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class DeepSpeedAdapter(ModuleAdapter):
+    """``DeepSpeedEngine`` at ZeRO 0 to 3, and modules whose parameters ZeRO-3 has partitioned.
+
+    Names are those of the module inside the engine; local experts of DeepSpeed's MoE layers have the numbers that they
+    have among all experts. The tensors are in the precision of the computations; the optimizer's section holds the
+    master weights. If a load does not contain the engine's optimizer, its master weights take the loaded values.
+
+    The section contains the engine's ``global_steps``, ``global_samples`` and ``skipped_steps``. A load sets
+    ``micro_steps`` to the beginning of the next step, since accumulated gradients are not part of a checkpoint.
+
+    Raises ``StateError`` for pipeline and model parallelism, for parameters on NVMe, and while ZeRO-3 computes with
+    gathered parameters.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    priority: ClassVar[int] = 20
+
+    def recognizes(self, obj: object) -> bool:
+        if not is_loaded():
+            return False
+        return bool(engines_of(obj)) or any(
+            is_partitioned(param) for module in modules_of(obj) for param in module.parameters()
+        )
+
+    def slots(self, modules: Sequence[nn.Module]) -> list[Slot]:
+        renamed = _expert_names(modules)
+        return [
+            slot._replace(fqn=renamed.get(slot.fqn, slot.fqn))
+            for slot in super().slots(modules)
+            if not is_partitioned(slot.tensor)
+        ]
+
+    def parameter_layouts(self, obj: Any) -> dict[int, ParamLayout]:
+        layouts = super().parameter_layouts(obj)
+        modules = modules_of(obj)
+        renamed = _expert_names(modules)
+        if renamed:
+            layouts = {key: layout.renamed(lambda fqn: renamed.get(fqn, fqn)) for key, layout in layouts.items()}
+        layouts.update((id(one.param), one.layout) for one in partitioned_params(modules))
+        return layouts
+
+    def capture(self, obj: Any, context: Context) -> SectionSource:
+        engines = _checked_engines(obj, context)
+        source = super().capture(obj, context)
+        for one in partitioned_params(modules_of(obj)):
+            if context.trainable_only and not one.param.requires_grad:
+                source.left_out.update((fqn,) for fqn in one.fqns)
+            else:
+                _add_partition(source, one, one.fqns[0])
+        for path, engine in _counter_paths(engines).items():
+            source.values[path] = {key: getattr(engine, key) for key in _COUNTERS}
+        return source
+
+    def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        target = self.make_target(obj, context, stored)
+        apply_name_rules(modules_of(obj), target, context, stored)
+        return target
+
+    def make_target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        engines = _checked_engines(obj, context)
+        modules = modules_of(obj)
+        if not engines:
+            require_no_masters(self.slots(modules), context.section)
+            _require_no_zero3_masters(modules, context)
+        target = super().make_target(obj, context, stored)
+        params = partitioned_params(modules)
+        for one in params:
+            _add_partition(target, one, choose_stored_name(one.fqns, target, context, stored))
+        counters = _counter_paths(engines)
+        target.requested_values.update(counters)
+        target.optional.update(counters)
+        target.ignorable.difference_update(counters)
+        loaded = {id(optimizer_of(item)) for value in context.state.values() for item in as_list(value)}
+        optimizers = [optimizer_of(engine.optimizer) for engine in engines]
+        partitions = [
+            part
+            for optimizer in optimizers
+            if optimizer is not None and id(optimizer) not in loaded
+            for part in partitions_of(optimizer, context)
+        ]
+        rest = target.apply
+
+        def apply(values: Mapping[Path, Any]) -> None:
+            rest(values)
+            release(params)
+            take_changes(partitions)
+            for path, engine in counters.items():
+                if path in values:
+                    _set_counters(engine, values[path])
+
+        target.apply = apply
+        return target
+
+
+def _checked_engines(obj: Any, context: Context) -> list[Any]:
+    engines = engines_of(obj)
+    where = f"section {context.section!r}"
+    for engine in engines:
+        require_supported(engine, where)
+        inner = {id(optimizer) for optimizer in inner_of(engine)}
+        for section, value in context.state.items():
+            if any(id(item) in inner for item in as_list(value)):
+                raise StateError(
+                    f"section {section!r}: this optimizer is inside the engine's optimizer, and has neither the "
+                    "parameters' names nor the loss scale; pass engine.optimizer instead"
+                )
+    return engines
+
+
+def _require_no_zero3_masters(modules: Sequence[nn.Module], context: Context) -> None:
+    """Refuse to load into the module of an engine without the engine, whose optimizer would undo the load."""
+    for module in modules:
+        if any(hasattr(param, "_z3_optimizer") for param in module.parameters()):
+            raise StateError(
+                f"section {context.section!r}: the module belongs to a DeepSpeed engine, whose master weights would "
+                "overwrite what is loaded in the next step; pass the engine instead"
+            )
+
+
+def _counter_paths(engines: Sequence[Any]) -> dict[Path, Any]:
+    return {(ENGINE_COUNTERS, number): engine for number, engine in enumerate(engines)}
+
+
+def _set_counters(engine: Any, counters: Mapping[str, Any]) -> None:
+    vars(engine).update({key: counters[key] for key in _COUNTERS if key in counters})
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+
+
+def _add_partition(section: SectionSource | SectionTarget, one: PartitionedParam, name: str) -> None:
+    metas, shards = one.layout.describe(one.local_partition(), lambda fqn: name)
+    section.metas.update(metas)
+    section.shards.extend(shards)
+    section.aliases.update({fqn: name for fqn in one.fqns if fqn != name})
+
+
+def _expert_names(modules: Sequence[nn.Module]) -> dict[str, str]:
+    """By local name of a parameter or buffer of an expert, its name with the expert's number among all experts.
+
+    Ranks of an expert-parallel group call their experts by the same names, although they are different ones.
+    """
+    layer = loaded_class("deepspeed.moe.sharded_moe", "MOELayer")
+    renamed: dict[str, str] = {}
+    for prefix, sub in [pair for module in modules for pair in named_submodules(module)] if layer else ():
+        if isinstance(sub, layer):
+            _name_experts(prefix, sub, renamed)
+    return renamed
+
+
+def _name_experts(prefix: str, layer: Any, renamed: dict[str, str]) -> None:
+    if layer.ep_group is None:
+        return
+    first = dist.get_rank(layer.ep_group) * layer.num_local_experts
+    for number, expert in enumerate(layer.experts.deepspeed_experts):
+        local, unique = (join_names(prefix, f"experts.deepspeed_experts.{n}") for n in (number, first + number))
+        for slot in named_slots([expert]):
+            renamed[join_names(local, slot.fqn)] = join_names(unique, slot.fqn)

@@ -1,0 +1,188 @@
+"""The tensors that DeepSpeed's optimizers step: flat partitions of the model's parameters in higher precision.
+
+Each class of optimizer keeps them in other attributes; ``partitions_of`` describes all of them in one form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...errors import StateError
+from ..base import Context
+from ..dtensor import loaded_class
+
+__all__ = ["Partition", "Piece", "partitions_of", "take_changes"]
+
+
+class Piece(NamedTuple):
+    """``length`` elements of a model's parameter, or of its local memory, from ``first`` on, at ``start``."""
+
+    param: Any
+    first: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """One tensor that the inner optimizer steps.
+
+    ``low`` is the model's memory of the same elements. ``pieces`` are the parameters' elements in ``stepped``; those
+    parameters of the group without an element here have pieces of length 0. What is between the pieces is padding.
+    ``entries`` are the pieces of state entries of another size, by key. Without ``is_partial``, every data-parallel
+    rank steps all elements.
+    """
+
+    stepped: torch.Tensor
+    low: torch.Tensor
+    group: MutableMapping[str, Any]
+    pieces: Sequence[Piece]
+    is_partial: bool = True
+    entries: dict[str, Sequence[Piece]] = field(default_factory=dict)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the optimizer steps a copy, and not the model's own memory."""
+        return self.stepped.data_ptr() != self.low.data_ptr() or self.stepped.dtype != self.low.dtype
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the copy has another precision than the model."""
+        return self.stepped.dtype != self.low.dtype
+
+
+def partitions_of(optimizer: Any, context: Context) -> list[Partition]:
+    """What one of DeepSpeed's optimizers steps on this rank. Raises ``StateError`` for one that is not supported."""
+    where = f"section {context.section!r}: {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    for (module, name), find in _FINDERS.items():
+        if type(optimizer) is loaded_class(module, name):
+            _require_in_memory(optimizer, where)
+            return list(find(optimizer))
+    raise StateError(
+        f"{where} is not supported, because where it keeps its state is unknown. Supported are: "
+        + ", ".join(name for _, name in _FINDERS)
+    )
+
+
+def take_changes(partitions: Iterable[Partition]) -> None:
+    """Give the stepped copies the values of the model's memory where they do not round to these.
+
+    So a copy keeps its precision wherever the model did not change.
+    """
+    with torch.no_grad():
+        for part in partitions:
+            if part.is_copy:
+                low = part.low.detach().to(part.stepped.device)
+                changed = part.stepped.detach().to(low.dtype) != low
+                part.stepped.detach().copy_(torch.where(changed, low.to(part.stepped.dtype), part.stepped.detach()))
+
+
+def _require_in_memory(optimizer: Any, where: str) -> None:
+    """Raise ``StateError`` if the optimizer's state is not in its usual memory."""
+    if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
+        raise StateError(f"{where} offloads to NVMe, which is not supported; offload to the CPU instead")
+    if getattr(optimizer, "offloaded_states", None):
+        raise StateError(f"{where}: engine.offload_states() moved its states; call engine.reload_states() first")
+    if hasattr(optimizer, "backup_optimizer"):
+        raise StateError(
+            f"{where} steps a part of the parameters with a second optimizer (offload_optimizer.ratio below 1), which "
+            "is not supported; set the ratio to 1"
+        )
+
+
+def _zero_1_and_2(optimizer: Any) -> Iterator[Partition]:
+    for number, params in enumerate(optimizer.bit16_groups):
+        flat, whole = optimizer.single_partition_of_fp32_groups[number], optimizer.bit16_groups_flat[number]
+        low = optimizer.parallel_partitioned_bit16_groups[number][
+            dist.get_rank(optimizer.real_dp_process_group[number])
+        ]
+        pieces = _pieces(low, whole, [(param, param) for param in params])
+        group = _group_of(optimizer, flat, number)
+        yield Partition(flat, low, group, pieces, entries=_muon_entries(optimizer, number))
+
+
+def _bf16(optimizer: Any) -> Iterator[Partition]:
+    for number, params in enumerate(optimizer.bf16_groups):
+        flat, whole = optimizer.fp32_groups_flat_partition[number], optimizer.bf16_groups_flat[number]
+        low = optimizer.bf16_partitioned_groups[number][dist.get_rank(optimizer.real_dp_process_group[number])]
+        pieces = _pieces(low, whole, [(param, param) for param in params])
+        yield Partition(flat, low, _group_of(optimizer, flat, number), pieces)
+
+
+def _fused(optimizer: Any) -> Iterator[Partition]:
+    for number, params in enumerate(optimizer.fp16_groups):
+        flat, low = optimizer.fp32_groups_flat[number], optimizer.fp16_groups_flat[number]
+        pieces = _pieces(low, low, [(param, param) for param in params])
+        yield Partition(flat, low, _group_of(optimizer, flat, number), pieces, is_partial=False)
+
+
+def _unfused(optimizer: Any) -> Iterator[Partition]:
+    for number, (params, copies) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups)):
+        for param, copy in zip(params, copies):
+            group = _group_of(optimizer, copy, number)
+            yield Partition(copy, param, group, [Piece(param, 0, 0, param.numel())], is_partial=False)
+
+
+def _zero_3(optimizer: Any) -> Iterator[Partition]:
+    for number, params in enumerate(optimizer.fp16_groups):
+        flat, low = optimizer.fp32_partitioned_groups_flat[number], optimizer.fp16_partitioned_groups_flat[number]
+        pieces = _pieces(low, low, [(param, param.ds_tensor) for param in params])
+        yield Partition(flat, low, _group_of(optimizer, flat, optimizer.sub_group_to_group_id[number]), pieces)
+
+
+_FINDERS: dict[tuple[str, str], Callable[[Any], Iterator[Partition]]] = {
+    ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"): _zero_1_and_2,
+    ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): _zero_3,
+    ("deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"): _bf16,
+    ("deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer"): _fused,
+    ("deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"): _unfused,
+}
+
+
+def _group_of(optimizer: Any, stepped: torch.Tensor, number: int) -> MutableMapping[str, Any]:
+    """The inner group of a stepped tensor. ZeRO-3 puts the tensor into it only during a step."""
+    groups: list[MutableMapping[str, Any]] = optimizer.optimizer.param_groups
+    for group in groups:
+        if any(param is stepped for param in group["params"]):
+            return group
+    return groups[number]
+
+
+def _pieces(low: torch.Tensor, whole: torch.Tensor, held: Iterable[tuple[Any, torch.Tensor]]) -> list[Piece]:
+    """Where the memory of each parameter lies in this rank's partition ``low`` of the flat tensor ``whole``.
+
+    Addresses are the only reliable source: DeepSpeed's own links (``_hp_mapping``) point to the wrong elements if
+    ``round_robin_gradients`` reorders the parameters.
+    """
+    found = []
+    width, begin, end = whole.element_size(), whole.data_ptr(), whole.data_ptr() + whole.nbytes
+    for param, memory in held:
+        if memory.nbytes and not (begin <= memory.data_ptr() and memory.data_ptr() + memory.nbytes <= end):
+            raise StateError(
+                f"a parameter of shape {tuple(getattr(param, 'ds_shape', param.shape))} was moved out of the memory "
+                "that DeepSpeed's optimizer updates; assign to parameters in place (param.copy_())"
+            )
+        at = (memory.data_ptr() - low.data_ptr()) // width
+        start, stop = max(at, 0), min(at + memory.numel(), low.numel())
+        found.append(Piece(param, start - at, start, stop - start) if start < stop else Piece(param, 0, 0, 0))
+    return found
+
+
+def _consecutive(params: Sequence[Any], lengths: Sequence[int]) -> Iterator[Piece]:
+    start = 0
+    for param, length in zip(params, lengths):
+        yield Piece(param, 0, start, length)
+        start += length
+
+
+def _muon_entries(optimizer: Any, number: int) -> dict[str, Sequence[Piece]]:
+    """Muon's momentum at ZeRO-1 and 2: one buffer of the complete parameters of which the partition has a fragment."""
+    params = optimizer.params_in_partition[number]
+    if not params or not getattr(params[0], "use_muon", False):
+        return {}
+    return {"momentum_buffer": list(_consecutive(params, [param.numel() for param in params]))}
