@@ -27,6 +27,7 @@ from bytecheckpoint.save.local_state import Listing, LocalState
 from bytecheckpoint.save.options import SaveOptions
 from bytecheckpoint.save.planning import PlanNegotiation
 from bytecheckpoint.save.record import Confirmations, build_manifest
+from bytecheckpoint.save.replicas import DeclaredReplicas
 from bytecheckpoint.tensors.mesh_layout import MeshPlace
 from bytecheckpoint.tensors.shards import IrregularShard, MeshShard, SectionSource, torch_dtype
 from bytecheckpoint.tensors.tables import BoxTable
@@ -182,7 +183,8 @@ def _sources(world: World, rank: int) -> dict[str, SectionSource]:
 
 def _local(sources: dict[str, SectionSource], rank: int, ranks: int) -> LocalState:
     kinds = {"model": "module", "optimizer": "optimizer", "rng": "stateful"}
-    sections: Any = [SimpleNamespace(name=name, adapter=SimpleNamespace(name=kinds[name])) for name in sources]
+    adapters = {name: SimpleNamespace(name=kinds[name], kind=kinds[name]) for name in sources}
+    sections: Any = [SimpleNamespace(name=name, adapter=adapters[name]) for name in sources]
     return LocalState(sections, sources, rank=rank, world_size=ranks, options=SaveOptions())
 
 
@@ -205,15 +207,17 @@ def _summaries(world: World) -> list[bytes]:
     for rank, shared in enumerate(digests):
         plan = world.plan(rank)
         boxes = pack_boxes(plan.own_boxes())
-        words.append(msgpack.packb([*shared, plan.flat_coordinates().astype("<i4").tobytes(), boxes]))
+        words.append(msgpack.packb([*shared[:3], plan.flat_coordinates().astype("<i4").tobytes(), boxes, *shared[3:]]))
     return words
 
 
-def _shared_part(world: World, rank: int) -> tuple[bytes, bytes, bytes]:
-    """Return the part of a summary that ranks of the same kind share."""
-    local: Any = SimpleNamespace(contents=world.contents(rank))
+def _shared_part(world: World, rank: int) -> tuple[bytes, ...]:
+    """Return the fields of a summary that ranks of the same kind share, without its places and boxes."""
+    local: Any = SimpleNamespace(
+        contents=world.contents(rank), unmatched=(), declared=DeclaredReplicas(rank, world.ranks)
+    )
     summary = RankSummary.of(local, Listing(world.plan(rank), None), _ARGUMENTS)
-    return summary.arguments, summary.table_digest, summary.contents_digest
+    return tuple(part for name, part in summary._asdict().items() if name not in ("places", "boxes"))
 
 
 def _reply(world: World, rank: int, needs_table: bool, needs_contents: bool) -> bytes:

@@ -170,7 +170,7 @@ def measure(name: str, ranks: int, tensors: int) -> dict[str, object]:
 
 def _jobs(ranks: int) -> list[tuple[str, int]]:
     """Return the jobs to run and their numbers of ranks."""
-    sizes = {"fsdp": [min(ranks, _FSDP_RANKS)]}
+    sizes = {"fsdp": [min(ranks, _FSDP_RANKS)], "megatron": [ranks // 4]}
     return [(name, size) for name in WORLDS for size in sizes.get(name, sorted({max(ranks // 16, 256), ranks}))]
 
 

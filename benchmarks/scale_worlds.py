@@ -9,6 +9,10 @@ parallel ranks are neighbours, then data parallel ones, then pipeline stages.
   float32, flattened for each tensor parallel rank of a stage and divided into equal ranges over its data parallel
   ranks, regardless of tensor boundaries (ZeRO-1). ``moe-ep`` has whole experts on 8 ranks instead of parts of all
   experts.
+* ``megatron``: the experts as Megatron-core's grouped ones, with the rows of both SwiGLU halves in one matrix, of which
+  a rank holds two boxes. Expert parallelism 8 is a part of the data parallelism, and every expert's matrices are split
+  by tensor parallelism. The distributed optimizer divides each bucket of gradients over the data parallel ranks of its
+  parameters.
 * ``fsdp``: the dense model in float32 with moments, every tensor split along its first axis over all ranks; ``hsdp``:
   over 512 ranks, and replicated over the others.
 
@@ -20,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import groupby, product
 from math import prod
 from typing import Any
 
@@ -35,7 +40,9 @@ from bytecheckpoint.tensors.tables import BoxTable, TensorTable
 
 __all__ = ["GROUP", "STEP", "WORLDS", "World", "make_world", "parameters"]
 
-TENSOR_PARALLEL, STAGES, HSDP = 8, 16, 512
+TENSOR_PARALLEL, STAGES, HSDP, EXPERT_PARALLEL = 8, 16, 512, 8
+_BUCKET = 40_000_000  # elements; Megatron-core's default
+_WIDTH, _INNER, _EXPERTS = 7_168, 2_048, 352  # of the model with experts
 _STATES = ("master", "exp_avg", "exp_avg_sq")
 _RNG = BasicMeta(DTYPES["uint8"], (5056,))
 GROUP = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -74,7 +81,7 @@ def _dense_layer(prefix: str) -> Iterator[Param]:
 
 
 def _moe_layer(prefix: str) -> Iterator[Param]:
-    width, inner, experts = 7_168, 2_048, 352
+    width, inner, experts = _WIDTH, _INNER, _EXPERTS
     yield from _attention(prefix, width)
     yield Param(f"{prefix}.mlp.router.weight", (experts, width), None)
     for expert in range(experts):
@@ -230,10 +237,8 @@ class MegatronWorld(World):
         if not any(param.cut == 0 and len(param.shape) == 1 for param in params):
             layouts.pop()
         held, common = [], []
-        local: list[Box] = []
         for row, param in enumerate(params):
             box = _tensor_parallel_part(param, tensor_rank)
-            local.append(box)
             common.append((row, box))
             held.append(WHOLE if param.cut is None else 3 if len(param.shape) == 1 else 1 + param.cut)
         bf16, fp32 = DTYPES["bfloat16"], DTYPES["float32"]
@@ -243,7 +248,7 @@ class MegatronWorld(World):
         table = _Table(
             TensorTable.build(rows), np.array(held, np.int64), layouts, _values(params), np.zeros(len(rows), np.bool_)
         )
-        return table, common, list(_ranges(local, self._data_parallel, len(params)))
+        return table, common, list(_ranges(common, self._data_parallel, len(params)))
 
 
 def _tensor_parallel_part(param: Param, tensor_rank: int) -> Box:
@@ -255,22 +260,112 @@ def _tensor_parallel_part(param: Param, tensor_rank: int) -> Box:
     return Box(offsets, tuple(size if d == param.cut else n for d, n in enumerate(param.shape)))
 
 
-def _ranges(local: list[Box], pieces: int, first_row: int) -> Iterator[list[tuple[int, Box]]]:
-    """Divide the concatenated local tensors into equal ranges, for three states, and decompose these into boxes."""
-    bounds = np.cumsum([0, *(box.numel for box in local)]).tolist()
+def _ranges(local: list[tuple[int, Box]], pieces: int, first_row: int) -> Iterator[list[tuple[int, Box]]]:
+    """Divide the concatenated local parts into equal ranges, for three states, and decompose these into boxes."""
+    bounds = np.cumsum([0, *(box.numel for _, box in local)]).tolist()
     total, at = bounds[-1], 0
     for piece in range(pieces):
         low, high = total * piece // pieces, total * (piece + 1) // pieces
         held = []
         while at < len(local) and bounds[at] < high:
             start, stop = max(low, bounds[at]), min(high, bounds[at + 1])
-            for box in decompose(start - bounds[at], stop - start, local[at].lengths):
-                there = box.shift(local[at].offsets)
-                held += [(first_row + 3 * at + state, there) for state in range(3)]
+            row, part = local[at]
+            for box in decompose(start - bounds[at], stop - start, part.lengths):
+                there = box.shift(part.offsets)
+                held += [(first_row + 3 * row + state, there) for state in range(3)]
             if bounds[at + 1] > high:
                 break
             at += 1
         yield sorted(held, key=lambda row: row[0])
+
+
+class GroupedExpertsWorld(World):
+    """Megatron-core's experts, SwiGLU and distributed optimizer."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self._data_parallel = ranks // (TENSOR_PARALLEL * STAGES)
+        if self._data_parallel % EXPERT_PARALLEL:
+            raise ValueError(f"needs a multiple of {TENSOR_PARALLEL * STAGES * EXPERT_PARALLEL} ranks, not {ranks}")
+        self._made: dict[tuple[int, int, int], _Cell] = {}
+
+    def _place(self, rank: int) -> tuple[int, int, int]:
+        """Return stage, data parallel rank and tensor parallel rank."""
+        rest, tensor_rank = divmod(rank, TENSOR_PARALLEL)
+        return (*divmod(rest, self._data_parallel), tensor_rank)
+
+    def kind(self, rank: int) -> Hashable:
+        stage, data_rank, _ = self._place(rank)
+        return stage, data_rank % EXPERT_PARALLEL
+
+    def plan(self, rank: int) -> LocalPlan:
+        stage, data_rank, tensor_rank = self._place(rank)
+        cell = stage, data_rank % EXPERT_PARALLEL, tensor_rank
+        if cell not in self._made:
+            self._made[cell] = self._cell(*cell)
+        table, common, ranges = self._made[cell]
+        shards = _rows(common, ranges[data_rank // EXPERT_PARALLEL], len(table.tensors))
+        return self._assemble(rank, table, shards, [(tensor_rank,)] * len(table.layouts))
+
+    def _cell(self, stage: int, expert_rank: int, tensor_rank: int) -> _Cell:
+        params = [p for p in _stage_params("moe", stage) if p.expert is None]
+        names = [p.name.removesuffix(".mlp.router.weight") for p in params if "router" in p.name]
+        for name, expert in product(names, range(expert_rank, _EXPERTS, EXPERT_PARALLEL)):
+            params.append(Param(f"{name}.mlp.experts.linear_fc1.weight{expert}", (2 * _INNER, _WIDTH), 0, expert))
+            params.append(Param(f"{name}.mlp.experts.linear_fc2.weight{expert}", (_WIDTH, _INNER), 1, expert))
+        layouts = [MeshLayout((TENSOR_PARALLEL,), ((0,), ())), MeshLayout((TENSOR_PARALLEL,), ((), (0,)))]
+        held: list[int] = []
+        common: list[tuple[int, Box]] = []
+        halves: list[tuple[int, Box]] = []
+        dense: list[tuple[int, Box]] = []
+        experts: list[tuple[int, Box]] = []
+        for row, param in enumerate(params):
+            part = _tensor_parallel_part(param, tensor_rank)
+            boxes = [part]
+            if "linear_fc1" in param.name:
+                size = _INNER // TENSOR_PARALLEL
+                boxes = [Box((half * _INNER + tensor_rank * size, 0), (size, _WIDTH)) for half in range(2)]
+            held.append(OWN_BOXES if len(boxes) > 1 else WHOLE if param.cut is None else 1 + param.cut)
+            (common if len(boxes) == 1 else halves).extend((row, box) for box in boxes)
+            (dense if param.expert is None else experts).extend((row, box) for box in boxes)
+        bf16, fp32 = DTYPES["bfloat16"], DTYPES["float32"]
+        rows = [("model", p.name, BasicMeta(bf16, p.shape)) for p in params]
+        rows += [("optimizer", f"state.{p.name}.{s}", BasicMeta(fp32, p.shape)) for p in params for s in _STATES]
+        held += [OWN_BOXES] * (3 * len(params))
+        table = _Table(
+            TensorTable.build(rows), np.array(held, np.int64), layouts, _values(params), np.zeros(len(rows), np.bool_)
+        )
+        return table, common, [halves + share for share in self._shares(dense, experts, expert_rank, len(params))]
+
+    def _shares(
+        self, dense: list[tuple[int, Box]], experts: list[tuple[int, Box]], expert_rank: int, first_row: int
+    ) -> list[list[tuple[int, Box]]]:
+        """Return the optimizer's boxes of each rank of the experts' data parallelism."""
+        pieces = self._data_parallel // EXPERT_PARALLEL
+        shares: list[list[tuple[int, Box]]] = [[] for _ in range(pieces)]
+        for bucket in _buckets(experts):
+            for share, held in zip(shares, _ranges(bucket, pieces, first_row)):
+                share += held
+        for bucket in _buckets(dense):
+            for data_rank, held in enumerate(_ranges(bucket, self._data_parallel, first_row)):
+                if data_rank % EXPERT_PARALLEL == expert_rank:
+                    shares[data_rank // EXPERT_PARALLEL] += held
+        return [sorted(share, key=lambda row: row[0]) for share in shares]
+
+
+def _buckets(local: list[tuple[int, Box]]) -> Iterator[list[tuple[int, Box]]]:
+    """Divide parameters into buckets, the last one first, as their gradients become ready."""
+    bucket: list[tuple[int, Box]] = []
+    size = 0
+    for _, boxes in groupby(reversed(local), key=lambda one: one[0]):
+        held = list(boxes)[::-1]
+        bucket += held
+        size += sum(box.numel for _, box in held)
+        if size >= _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
 
 
 class ShardedWorld(World):
@@ -329,6 +424,7 @@ WORLDS: dict[str, Callable[[int], World]] = {
     "dense": lambda ranks: MegatronWorld("dense", ranks),
     "moe": lambda ranks: MegatronWorld("moe", ranks),
     "moe-ep": lambda ranks: MegatronWorld("moe-ep", ranks),
+    "megatron": GroupedExpertsWorld,
     "fsdp": lambda ranks: ShardedWorld(ranks, ranks),
     "hsdp": lambda ranks: ShardedWorld(min(HSDP, ranks), ranks),
 }
@@ -341,5 +437,5 @@ def make_world(name: str, ranks: int) -> World:
 
 def parameters(name: str) -> int:
     """Return the number of parameters of the model."""
-    kind = "moe" if name.startswith("moe") else "dense"
+    kind = "moe" if name.startswith(("moe", "megatron")) else "dense"
     return sum(prod(p.shape) for stage in range(STAGES) for p in _stage_params(kind, stage))
