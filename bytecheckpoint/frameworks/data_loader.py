@@ -200,8 +200,10 @@ def _dividing(target: DataLoaderState, states: Sequence[Any], where: str) -> Cal
 def _loading(target: DataLoaderState, load: Callable[[], None], what: str, detail: str) -> Callable[[], None]:
     """Return a function that loads, and records what it did."""
     resumed = {"": (what, detail)}
-    if what == "divided" and workers_of(target.loader):
-        resumed["workers"] = ("reseeded", "the random generators of the workers begin with new seeds")
+    if what != "unchanged" and workers_of(target.loader):
+        # The state of a StatefulDataLoader contains the seed of its workers, and not the states of their generators.
+        seeds = "their first seeds" if what == "continued" else "new seeds"
+        resumed["workers"] = ("reseeded", f"the random generators of the workers begin with {seeds}")
 
     def run() -> None:
         load()

@@ -53,6 +53,12 @@ def refuse_loader(loader: Any) -> None:
             "because it reads one batch ahead (accelerate issue 3938); pass a StatefulDataLoader that accelerate has "
             "not prepared"
         )
+    if _is_a(loader, "torchdata.nodes", "Loader") and getattr(loader, "restart_on_stop_iteration", False):
+        raise UsageError(
+            "a Loader of torchdata.nodes that restarts by itself returns an old state after it was loaded at the end "
+            "of an epoch (torchdata 0.11); pass Loader(node, restart_on_stop_iteration=False), and iterate again for "
+            "the next epoch"
+        )
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return
     hint = ""

@@ -279,7 +279,7 @@ def test_nodes_that_hold_samples_back_are_refused() -> None:
     nodes = pytest.importorskip("torchdata.nodes")
 
     def loader(sampler: ElasticSampler, wrap: Callable[[Any], Any]) -> Any:
-        return nodes.Loader(wrap(nodes.SamplerWrapper(sampler)))
+        return nodes.Loader(wrap(nodes.SamplerWrapper(sampler)), restart_on_stop_iteration=False)
 
     for wrap, text in [
         (lambda node: nodes.Unbatcher(nodes.Batcher(node, 2)), r"stores \['batch_idx', 'source'\]"),
@@ -288,6 +288,31 @@ def test_nodes_that_hold_samples_back_are_refused() -> None:
         half = ElasticSampler(8, rank=0, world_size=2)
         with pytest.raises(StateError, match=text):
             _divide(loader(ElasticSampler(8), wrap), loader(half, wrap), half)
+
+
+def test_nodes_that_are_loaded_at_the_end_of_an_epoch() -> None:
+    nodes = pytest.importorskip("torchdata.nodes")
+    with pytest.raises(UsageError, match="restart_on_stop_iteration=False"):
+        bcp.DataLoaderState(nodes.Loader(nodes.IterableWrapper(range(3))))
+
+    def make() -> tuple[Any, bcp.DataLoaderState]:
+        node = nodes.Batcher(nodes.SamplerWrapper(ElasticSampler(9), initial_epoch=2), 2, drop_last=False)
+        loader = nodes.Loader(node, restart_on_stop_iteration=False)
+        return loader, bcp.DataLoaderState(loader)
+
+    first, state = make()
+    epochs = [list(first), list(first)]
+    assert epochs[0] != epochs[1]
+    first, state = make()
+    assert list(first) == epochs[0]
+    second, resumed = make()
+    resumed.load_state_dict(state.state_dict())
+    assert list(second) == []
+    iterator = iter(second)
+    seen = [next(iterator), next(iterator)]
+    third, again = make()
+    again.load_state_dict(resumed.state_dict())
+    assert seen + list(third) == epochs[1]
 
 
 @pytest.mark.parametrize("iterable", [False, True])

@@ -73,9 +73,9 @@ def test_an_epoch_over_4_2_3_and_1_ranks_has_every_sample_once(pool: RankPool, t
         assert sorted(seen[kind]) == list(range(SAMPLES)), kind
         shuffled = "packing" not in kind
         assert not shuffled or seen[kind] != sorted(seen[kind]), f"{kind} was not shuffled"
-    # The epoch is over, and a loader of nodes goes on to the next one by itself.
+    # The epoch is over.
     results = pool.run(_train, load, None, None, world_size=2)
-    assert not any(_samples(results, kind) for kind in KINDS if "nodes" not in kind)
+    assert not any(_samples(results, kind) for kind in KINDS)
 
 
 def test_the_same_number_of_ranks_continues_exactly(pool: RankPool, tmp_path: Path) -> None:
@@ -83,7 +83,10 @@ def test_the_same_number_of_ranks_continues_exactly(pool: RankPool, tmp_path: Pa
     resumed = pool.run(_train, str(tmp_path), None, None, world_size=2)
     for (_, expected, _), (found, _, report) in zip(results, resumed):
         assert found == expected
-        assert {what for what, _ in report.values()} == {"continued"}
+        whats = {name: what for name, (what, _) in report.items() if not name.endswith(".workers")}
+        assert set(whats.values()) == {"continued"}
+        seeds = [detail for name, (_, detail) in report.items() if name.endswith(".workers")]
+        assert set(seeds) <= {"the random generators of the workers begin with their first seeds"}
 
 
 def test_another_number_of_model_parallel_ranks_continues_exactly(pool: RankPool, tmp_path: Path) -> None:

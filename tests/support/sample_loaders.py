@@ -103,15 +103,17 @@ def _nodes(rank: int, world_size: int) -> Reader:
     from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
 
     sampler = ElasticSampler(SAMPLES, rank=rank, world_size=world_size, seed=5)
-    node = ParallelMapper(SamplerWrapper(sampler), Numbers().__getitem__, num_workers=2)
-    return Reader(Loader(Prefetcher(Batcher(node, BATCH, drop_last=False), 3)), sampler, sampler.set_epoch)
+    node = ParallelMapper(SamplerWrapper(sampler, initial_epoch=3), Numbers().__getitem__, num_workers=2)
+    root = Prefetcher(Batcher(node, BATCH, drop_last=False), 3)
+    return Reader(Loader(root, restart_on_stop_iteration=False), sampler)
 
 
 def _iterable_nodes(rank: int, world_size: int) -> Reader:
     from torchdata.nodes import Batcher, IterableWrapper, Loader
 
     data = ElasticDataset(shards(), rank=rank, world_size=world_size, seed=5)
-    return Reader(Loader(Batcher(IterableWrapper(data), BATCH, drop_last=False)), data, data.set_epoch)
+    root = Batcher(IterableWrapper(data), BATCH, drop_last=False)
+    return Reader(Loader(root, restart_on_stop_iteration=False), data, data.set_epoch)
 
 
 def shards() -> list[range]:
