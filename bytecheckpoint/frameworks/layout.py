@@ -66,7 +66,9 @@ class ParamLayout(NamedTuple):
     ``local_shape`` is the local tensor's shape. ``fqns`` maps every name in the parameter to its global shape,
     including names of which this rank holds no element. With ``is_replica``, all ranks hold the same elements;
     otherwise a part may cover a tensor completely by chance, and is not a replica. ``replica_ranks`` are the ranks of
-    the default process group that the model declares to hold replicas; None if it declares nothing.
+    the default process group that the model declares to hold replicas; None if it declares nothing. With
+    ``ends_with_padding``, the first dimension of the only tensor may have another length elsewhere (a vocabulary); the
+    parts are then in memory order.
     """
 
     local_shape: tuple[int, ...]
@@ -74,6 +76,7 @@ class ParamLayout(NamedTuple):
     fqns: dict[str, tuple[int, ...]]
     is_replica: bool = False
     replica_ranks: tuple[int, ...] | None = None
+    ends_with_padding: bool = False
 
     @classmethod
     def whole(cls, fqn: str, shape: tuple[int, ...], *, replica_ranks: tuple[int, ...] | None = None) -> ParamLayout:
@@ -110,7 +113,7 @@ class ParamLayout(NamedTuple):
             )
         parts = [piece for part in self.parts for piece in part.narrowed(start, length)]
         parts.sort(key=lambda part: part.start)
-        return ParamLayout((length,), tuple(parts), self.fqns)
+        return ParamLayout((length,), tuple(parts), self.fqns, ends_with_padding=self.ends_with_padding)
 
     def describe(self, tensor: torch.Tensor, rename: Callable[[str], str]) -> tuple[dict[str, BasicMeta], list[Shard]]:
         """Metadata of every name, and views of ``tensor`` (of ``local_shape``), under new names. Never copies."""

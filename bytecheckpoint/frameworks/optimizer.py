@@ -106,7 +106,8 @@ def _leave_out_frozen(params: list[NamedParam], source: SectionSource) -> list[N
     """
     kept: list[NamedParam] = []
     for named in params:
-        if named.param.requires_grad or isinstance(named.holder.optimizer, torch.optim.LBFGS):
+        is_trained = named.param.requires_grad or named.master is not None
+        if is_trained or isinstance(named.holder.optimizer, torch.optim.LBFGS):
             kept.append(named)
             continue
         frozen = SectionSource()

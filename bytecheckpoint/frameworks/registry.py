@@ -16,6 +16,8 @@ from .base import Adapter
 from .deepspeed import DeepSpeedAdapter, DeepSpeedOptimizerAdapter
 from .fsdp1 import FSDP1Adapter
 from .layout import ParamLayout
+from .megatron.model import MegatronModelAdapter
+from .megatron.optimizer import MegatronOptimizerAdapter
 from .module import ModuleAdapter
 from .optimizer import OptimizerAdapter
 from .optimizer_state_dict import StateTreeAdapter
@@ -32,6 +34,8 @@ _BUILT_IN: dict[str, Adapter] = {
     for adapter in (
         DeepSpeedAdapter(),
         DeepSpeedOptimizerAdapter(),
+        MegatronModelAdapter(),
+        MegatronOptimizerAdapter(),
         FSDP1Adapter(),
         ModuleAdapter(),
         OptimizerAdapter(),
@@ -40,7 +44,7 @@ _BUILT_IN: dict[str, Adapter] = {
     )
 }
 
-# Adapters that recognize objects by what they look like.
+# Adapters that recognize objects by what they look like, and not by the classes of one framework.
 _GENERAL = frozenset({"fsdp1", "module", "optimizer", "stateful", "tree"})
 
 # What users call the wrappers that the module adapter supports.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from typing_extensions import TypeIs
 
-__all__ = ["dense_view", "is_sharded_tensor", "tensor_shards", "whole_shard"]
+__all__ = ["dense_view", "has_no_dense_memory", "is_sharded_tensor", "tensor_shards", "whole_shard"]
 
 _ADVICE = {
     torch.sparse_coo: ".to_dense()",
@@ -83,7 +83,7 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         raise UnsupportedTensorError(
             f"{fqn}: a lazy parameter or buffer has no shape yet; run a forward pass, or pass sizes to the module"
         )
-    if _has_no_dense_memory(tensor):
+    if has_no_dense_memory(tensor):
         raise UnsupportedTensorError(
             f"{fqn}: a {type(tensor).__module__}.{type(tensor).__qualname__} has no dense memory; convert "
             "it to a plain tensor first, or store its parts as separate tensors"
@@ -124,7 +124,8 @@ def _is_freed(tensor: torch.Tensor) -> bool:
     return start == 0 and tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
 
 
-def _has_no_dense_memory(tensor: torch.Tensor) -> bool:
+def has_no_dense_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor keeps its elements in other tensors, as quantized or traced tensors do."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

@@ -1,0 +1,350 @@
+"""The adapter for optimizers of Megatron-core, whose ranks hold ranges of parameters or whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ...errors import MismatchError, StateError, UnsupportedTensorError
+from ...tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
+from ..base import Context
+from ..optimizer import OptimizerAdapter, fill_by_name
+from ..optimizer_params import NamedParam, OwnedLayout, owned_layouts
+from ..optimizer_state import MASTER, state_name
+from ..optimizer_wrappers import StateHolder, as_list
+from .model import zero_padding
+from .shards import is_a
+
+__all__ = ["MegatronOptimizerAdapter"]
+
+_MODULE = "megatron.core.optimizer"
+
+# These follow from Megatron's configuration, and have no meaning elsewhere.
+_NOT_OPTIONS = frozenset(
+    {"wd_mult", "lr_mult", "pre_wd_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config"}
+)
+_STEP = "step"
+_SCALER: Path = ("grad_scaler",)
+
+# An optimizer that holds master weights itself keeps them in its state, under this key.
+_OWN_MASTER = "master_param"
+
+
+class MegatronOptimizerAdapter(OptimizerAdapter):
+    """What ``get_megatron_optimizer`` and its layer-wise counterpart return, or a list of them.
+
+    The distributed optimizer's ranges of a parameter become boxes of the model's tensors, and chained optimizers
+    (dense parameters, experts) one union, so the state loads into any other layout, and into optimizers of torch. The
+    step of each parameter is stored with its state, even if the optimizer counts in its groups. The model must be in
+    the same state, since the names and boxes are those of its parameters.
+
+    A parameter that Megatron marks as shared (a copy of the embedding on the last pipeline stage) is not stored, and
+    is loaded from the original.
+    """
+
+    name: ClassVar[str] = "megatron-optimizer"
+    priority: ClassVar[int] = 20
+
+    def recognizes(self, obj: object) -> bool:
+        items = as_list(obj)
+        return bool(items) and all(is_a(item, f"{_MODULE}.optimizer.MegatronOptimizer") for item in items)
+
+    def describe(self, obj: Any, context: Context) -> tuple[Sequence[StateHolder], list[NamedParam]]:
+        found = _Optimizers(obj, context)
+        return found.holders, found.params
+
+    def capture(self, obj: Any, context: Context) -> SectionSource:
+        source = OptimizerAdapter.capture(_WITHOUT_COPIES, obj, context)
+        for scaler in _grad_scalers(obj)[:1]:
+            source.values[_SCALER] = _numbers(scaler.state_dict())
+        return source
+
+    def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
+        found = _Optimizers(obj, context, loading=True)
+        found.make_padded_state(stored)
+        target = fill_by_name(found.holders, found.params, context, stored)
+        padded = found.resize(target, stored)
+        scalers = _grad_scalers(obj)
+        if scalers:
+            target.requested_values.add(_SCALER)
+        target.ignorable.add(_SCALER)
+        rest = target.apply
+
+        def apply(values: Mapping[Path, Any]) -> None:
+            rest(values)
+            with torch.no_grad():
+                for named, rows in padded:
+                    _zero_padding(named, rows)
+                found.write_back()
+            for scaler in scalers if _SCALER in values else ():
+                scaler.load_state_dict({**values[_SCALER], "scale": torch.tensor(values[_SCALER]["scale"])})
+
+        target.apply = apply
+        return target
+
+
+class _WithoutCopies(MegatronOptimizerAdapter):
+    """Describes only the parameters that this rank stores."""
+
+    def describe(self, obj: Any, context: Context) -> tuple[Sequence[StateHolder], list[NamedParam]]:
+        found = _Optimizers(obj, context)
+        return found.holders, [named for named in found.params if id(named) not in found.copies]
+
+
+_WITHOUT_COPIES = _WithoutCopies()
+
+
+@dataclass(eq=False)
+class _Stepped:
+    """A tensor that an inner optimizer steps: the elements of ``span`` of the model's parameter, or all of them."""
+
+    model_param: torch.Tensor
+    tensor: torch.Tensor
+    span: tuple[int, int] | None = None
+
+
+@dataclass(eq=False)
+class _Part:
+    """One inner optimizer. ``holder`` is a copy of its dicts, in the form of torch's optimizers.
+
+    With ``counts_in_groups``, the optimizer keeps the step in its groups. With ``is_scaled``, it holds master weights
+    itself, and may keep them and the moments in its own format, which it converts to fp32 and back.
+    """
+
+    optimizer: Any
+    holder: StateHolder
+    counts_in_groups: bool
+    is_scaled: bool
+
+
+class _Optimizers:
+    """The inner optimizers of a section. ``copies`` are the ``id``s of parameters that another rank stores."""
+
+    def __init__(self, obj: Any, context: Context, *, loading: bool = False) -> None:
+        self.params: list[NamedParam] = []
+        self.copies: set[int] = set()
+        self._parts: list[_Part] = []
+        leaves = [(leaf, layer_wise) for item in as_list(obj) for leaf, layer_wise in _leaves(item)]
+        found = [(leaf, layer_wise, list(_stepped(leaf, context))) for leaf, layer_wise in leaves]
+        owned = owned_layouts({id(item.model_param) for *_, items in found for item in items}, context)
+        for leaf, layer_wise, items in found:
+            self._add(leaf, {id(item.tensor): item for item in items}, owned, context, loading=loading)
+            if layer_wise:
+                self._parts[-1].holder.held = frozenset(id(item.tensor) for item in items)
+
+    @property
+    def holders(self) -> list[StateHolder]:
+        return [part.holder for part in self._parts]
+
+    def _add(
+        self,
+        leaf: Any,
+        items: Mapping[int, _Stepped],
+        owned: Mapping[int, OwnedLayout],
+        context: Context,
+        *,
+        loading: bool,
+    ) -> None:
+        inner = leaf.optimizer
+        counts = type(inner).__module__.partition(".")[0] in ("apex", "transformer_engine")
+        shown = [
+            {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in inner.param_groups
+        ]
+        holder = StateHolder(inner, {}, shown)
+        part = _Part(inner, holder, counts, bool(_config(leaf, "use_precision_aware_optimizer_no_fp8_or_ds_fp8")))
+        self._parts.append(part)
+        for group in shown:
+            count = group.pop(_STEP, None) if counts else None
+            for param in group["params"]:
+                item = items.get(id(param))
+                layout = owned.get(id(item.model_param)) if item is not None else None
+                if item is None or layout is None:
+                    raise StateError(
+                        f"section {context.section!r}: {type(leaf).__name__} steps a tensor of shape "
+                        f"{tuple(param.shape)} that belongs to no model of the state. Add all chunks of the model, for "
+                        "example as 'model'"
+                    )
+                self._add_param(part, group, item, layout, count, loading=loading)
+
+    def _add_param(
+        self,
+        part: _Part,
+        group: MutableMapping[str, Any],
+        item: _Stepped,
+        owned: OwnedLayout,
+        count: Any,
+        *,
+        loading: bool,
+    ) -> None:
+        param = item.tensor
+        layout = owned.layout if item.span is None else owned.layout.narrowed(item.span[0], item.span[1] - item.span[0])
+        state = dict(part.optimizer.state.get(param, {}))
+        master = param if param.dtype != item.model_param.dtype else None
+        if part.is_scaled and param.dtype != torch.float32:
+            state = {key: _unscaled(part.optimizer, param, key) for key in state}
+            master = state.pop(_OWN_MASTER, param.detach().float() if loading else None)
+        if state and count is not None:
+            state[_STEP] = torch.tensor(float(count))
+        if state:
+            part.holder.state[param] = state
+        named = NamedParam(
+            param, layout, part.holder, group, param, master, owned.origins if master is not None else {}
+        )
+        self.params.append(named)
+        if getattr(item.model_param, "shared", False):
+            self.copies.add(id(named))
+
+    # ------------------------------------------------------------------------------------------- padded vocabularies
+
+    def make_padded_state(self, stored: StoredSection) -> None:
+        """Make missing state of padded parameters, whose stored shape does not show that it is like the parameter."""
+        for named in self.params:
+            if not named.layout.ends_with_padding or named.state:
+                continue
+            for key, meta in _stored_entries(named, stored):
+                if key != MASTER:
+                    room = torch.zeros(named.layout.local_shape, dtype=torch_dtype(meta), device=named.param.device)
+                    named.own_state()[key] = room
+
+    def resize(self, target: SectionTarget, stored: StoredSection) -> list[tuple[NamedParam, int]]:
+        """Let padded state have another length. Returns the parameters, and the rows that are stored of each."""
+        padded = []
+        for named in self.params:
+            if named.layout.ends_with_padding:
+                entries = _stored_entries(named, stored)
+                target.resizable.update({state_name(named.names[0], key): 0 for key, _ in entries})
+                if entries:
+                    padded.append((named, entries[0][1].shape[0]))
+        return padded
+
+    # --------------------------------------------------------------------------------------------------------- loading
+
+    def write_back(self) -> None:
+        """Put the loaded groups and state into the optimizers."""
+        masters = {id(named.param): named.master for named in self.params}
+        for part in self._parts:
+            for group, shown in zip(part.optimizer.param_groups, part.holder.groups):
+                group.update({key: value for key, value in shown.items() if key != "params"})
+                counts = {}
+                for param in group["params"]:
+                    state = dict(part.holder.state.get(param, {}))
+                    if part.counts_in_groups and _STEP in state:
+                        counts[int(state.pop(_STEP))] = param
+                    if part.is_scaled and param.dtype != torch.float32:
+                        _write_scaled(
+                            part.optimizer, param, {**state, _OWN_MASTER: masters[id(param)]} if state else {}
+                        )
+                    elif state:
+                        entry = part.optimizer.state[param]
+                        entry.clear()
+                        entry.update(state)
+                    else:
+                        part.optimizer.state.pop(param, None)
+                if len(counts) > 1:
+                    raise MismatchError(
+                        f"parameters of one param group were saved after {', '.join(map(str, sorted(counts)))} steps, "
+                        f"but {type(part.optimizer).__name__} counts the steps of the whole group",
+                        [("value", f"group of {len(group['params'])} parameters", str(sorted(counts)))],
+                    )
+                group.update(dict.fromkeys([_STEP] * len(counts), next(iter(counts), None)))
+
+
+# --------------------------------------------------------------------------------------------------- Megatron's classes
+
+
+def _leaves(optimizer: Any, *, layer_wise: bool = False) -> Iterator[tuple[Any, bool]]:
+    """The optimizers in a chain that step parameters, and whether each rank steps only some of the parameters."""
+    if is_a(optimizer, f"{_MODULE}.optimizer.ChainedOptimizer"):
+        layer_wise = layer_wise or is_a(optimizer, f"{_MODULE}.layer_wise_optimizer.LayerWiseDistributedOptimizer")
+        for part in optimizer.chained_optimizers:
+            yield from _leaves(part, layer_wise=layer_wise)
+    elif optimizer.optimizer is not None:
+        yield optimizer, layer_wise
+
+
+def _stepped(leaf: Any, context: Context) -> Iterator[_Stepped]:
+    """What the inner optimizer steps. Raises ``StateError`` for an optimizer that is not supported."""
+    kind = f"section {context.section!r}: {type(leaf).__name__} with {type(leaf.optimizer).__name__}"
+    if is_a(leaf.optimizer, f"{_MODULE}.cpu_offloading.HybridDeviceOptimizer"):
+        raise StateError(f"{kind} (optimizer_cpu_offload=True) is not supported; set optimizer_cpu_offload=False")
+    if is_a(leaf, f"{_MODULE}.distrib_optimizer.DistributedOptimizer"):
+        if not hasattr(leaf, "gbuf_ranges"):
+            raise StateError(f"{kind} of Megatron-FSDP is not supported; set use_megatron_fsdp=False")
+        scaled = _config(leaf, "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
+        low = leaf.shard_float16_groups if scaled else leaf.shard_fp32_from_float16_groups
+        pairs = ((leaf.model_float16_groups, low), (leaf.model_fp32_groups, leaf.shard_fp32_groups))
+        for models, shards in pairs:
+            for model_group, shard_group in zip(models, shards):
+                for model_param, shard in zip(model_group, shard_group):
+                    buffer, dtype, bucket = leaf.model_param_gbuf_map[model_param]
+                    span = leaf.gbuf_ranges[buffer][dtype][bucket]["param_map"][model_param]["param"]
+                    yield _Stepped(model_param, shard, (span.start, span.end))
+    elif is_a(leaf, f"{_MODULE}.optimizer.Float16OptimizerWithFloat16Params"):
+        for model_group, main_group in zip(leaf.float16_groups, leaf.fp32_from_float16_groups):
+            for model_param, main in zip(model_group, main_group):
+                yield _Stepped(model_param, main)
+        for group in leaf.fp32_from_fp32_groups:
+            for param in group:
+                yield _Stepped(param, param)
+    elif is_a(leaf, f"{_MODULE}.optimizer.FP32Optimizer"):
+        for options in leaf.optimizer.param_groups:
+            for param in options["params"]:
+                yield _Stepped(param, param)
+    else:
+        raise StateError(f"{kind} is not supported; save what its state_dict() returns as a section of PerRank values")
+
+
+def _config(leaf: Any, name: str) -> Any:
+    return getattr(leaf.config, name, None)
+
+
+def _grad_scalers(obj: Any) -> list[Any]:
+    """The dynamic loss scalers, which are equal: all of them see every overflow."""
+    scalers = [getattr(leaf, "grad_scaler", None) for item in as_list(obj) for leaf, _ in _leaves(item)]
+    return [scaler for scaler in scalers if scaler is not None and scaler.state_dict()]
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------- conversions
+
+
+def _unscaled(optimizer: Any, param: torch.Tensor, key: str) -> torch.Tensor:
+    """A copy in fp32 of state that the optimizer keeps in its own format."""
+    value: torch.Tensor = optimizer.get_unscaled_state(param, key)
+    if not value.is_floating_point():
+        raise UnsupportedTensorError(
+            f"{type(optimizer).__name__} keeps {key} as {value.dtype} remainders of the parameters, which is not "
+            "supported; set store_param_remainders=False"
+        )
+    return value.detach().float()
+
+
+def _write_scaled(optimizer: Any, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+    if not state:
+        optimizer.state.pop(param, None)
+        return
+    if not optimizer.state.get(param):
+        optimizer.initialize_state(param, False)
+    for key, value in state.items():
+        optimizer.set_scaled_state(param, key, value)
+
+
+def _stored_entries(named: NamedParam, stored: StoredSection) -> list[tuple[str, Any]]:
+    """The keys and metas of what is stored of a padded parameter with the parameter's shape, but for the length."""
+    ((fqn, shape),) = named.layout.fqns.items()
+    prefix = state_name(fqn, "")
+    found = [(name[len(prefix) :], meta) for name, meta in stored.metas.items() if name.startswith(prefix)]
+    return [(key, meta) for key, meta in found if len(meta.shape) == len(shape) and meta.shape[1:] == shape[1:]]
+
+
+def _zero_padding(named: NamedParam, rows: int) -> None:
+    tensors = [named.master, *named.state.values()]
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == named.layout.local_shape:
+            zero_padding(tensor.detach(), named.layout, rows)

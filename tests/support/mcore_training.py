@@ -1,0 +1,351 @@
+"""Tiny GPT models of Megatron-core in any layout, their training, and their full state as an oracle.
+
+Nothing here uses the library. ``Training.full_state`` assembles the global tensors from the attributes that Megatron
+sets on its parameters, not from its checkpointing code, which the library uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from mcore_cpu import megatron_on_cpu
+
+SEQUENCE, BATCH, VOCABULARY = 8, 8, 60
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share a model; what remains of the world is data parallel."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    ep: int = 1
+    etp: int = 1
+    world: int = 4
+
+    def __str__(self) -> str:
+        return "-".join(f"{name}{n}" for name, n in vars(self).items() if n > 1 or name == "world")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The model and its optimizer."""
+
+    bf16: bool = True
+    distributed: bool = True
+    experts: int = 0
+    mla: bool = False
+    query_groups: int = 2
+    tied: bool = True
+    padded_vocabulary: int = 64
+    unpadded: int = 0
+    layer_wise: bool = False
+
+
+class Training:
+    """A model, its optimizer and its data on this rank."""
+
+    def __init__(self, layout: Layout, recipe: Recipe, seed: int) -> None:
+        from megatron.core import parallel_state
+
+        self.layout, self.recipe, self.steps = layout, recipe, 0
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            layout.pp,
+            layout.vp if layout.vp > 1 else None,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp if recipe.experts else None,
+        )
+        torch.manual_seed(seed)
+        self.chunks = [self._chunk(stage) for stage in range(layout.vp)]
+        if recipe.experts and layout.tp > 1:
+            for chunk in self.chunks:
+                chunk.eval()  # otherwise Megatron demands sequence parallelism, whose norms need CUDA
+        self.optimizer = self._make_optimizer()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.chunks if self.layout.vp > 1 else self.chunks[0], "optimizer": self.optimizer}
+
+    def _config(self) -> Any:
+        from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+        recipe, layout = self.recipe, self.layout
+        options: dict[str, Any] = {}
+        if recipe.experts:
+            options.update(num_moe_experts=recipe.experts, moe_router_topk=2, moe_token_dispatcher_type="allgather")
+            options.update(expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp)
+            options.update(moe_router_load_balancing_type="none")
+        if recipe.mla:
+            options.update(q_lora_rank=8, kv_lora_rank=8, qk_head_dim=4, qk_pos_emb_head_dim=4, v_head_dim=4)
+            options.update(rope_type="rope", multi_latent_attention=True, apply_rope_fusion=False)
+        else:
+            options.update(num_query_groups=recipe.query_groups)
+        dtype = torch.bfloat16 if recipe.bf16 else torch.float32
+        return (MLATransformerConfig if recipe.mla else TransformerConfig)(
+            num_layers=4,
+            hidden_size=16,
+            ffn_hidden_size=24,
+            num_attention_heads=4,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            use_cpu_initialization=True,
+            bf16=recipe.bf16,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            attention_softmax_in_fp32=True,
+            **options,
+        )
+
+    def _chunk(self, vp_stage: int) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.transformer.module import Float16Module
+
+        config, recipe = self._config(), self.recipe
+        stage = {"ignore_virtual": False, "vp_stage": vp_stage if self.layout.vp > 1 else None}
+        model = GPTModel(
+            config,
+            _layer_spec(recipe),
+            recipe.padded_vocabulary,
+            SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(**stage),
+            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            share_embeddings_and_output_weights=recipe.tied,
+            position_embedding_type="rope",
+            vp_stage=stage["vp_stage"],
+        )
+        if recipe.bf16:
+            model = Float16Module(config, model)
+        if recipe.unpadded:
+            getattr(model, "module", model).unpadded_vocab_size = recipe.unpadded
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=recipe.distributed, bucket_size=3000)
+        return DistributedDataParallel(config, ddp, model, disable_bucketing=vp_stage > 0)
+
+    def _make_optimizer(self) -> Any:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            weight_decay=0.1,
+            bf16=self.recipe.bf16,
+            params_dtype=torch.bfloat16 if self.recipe.bf16 else torch.float32,
+            use_distributed_optimizer=self.recipe.distributed,
+            clip_grad=1.0,
+        )
+        if not self.recipe.layer_wise:
+            return get_megatron_optimizer(config, self.chunks)
+        with mock.patch.object(config, "bf16", new=False):  # the layer-wise optimizer makes the masters
+            whole = get_megatron_optimizer(config, self.chunks)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        optimizer = LayerWiseDistributedOptimizer(whole.chained_optimizers, config, groups, [lambda *args: None])
+        optimizer.allgather_params = optimizer.broadcast_params  # gloo gathers only equal sizes
+        return optimizer
+
+    def train(self, steps: int) -> list[float]:
+        """Train, and return the mean loss of each step on every rank."""
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        micro_batches = BATCH // dp // 2
+        losses = []
+        for _ in range(steps):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(100 + self.steps)
+            tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+            own = tokens.chunk(dp)[dp_rank].split(2)
+            for chunk in self.chunks:
+                chunk.config.finalize_model_grads_func = finalize_model_grads
+            found = get_forward_backward_func()(
+                forward_step_func=_forward,
+                data_iterator=[iter(own) for _ in self.chunks] if len(self.chunks) > 1 else iter(own),
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=micro_batches,
+                seq_length=SEQUENCE,
+                micro_batch_size=2,
+                forward_only=False,
+            )
+            ok, *_ = self.optimizer.step()
+            assert ok
+            self.steps += 1
+            everywhere: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, [entry["loss"] for entry in found])
+            flat = [loss for entries in everywhere for loss in entries]
+            losses.append(sum(flat) / len(flat))
+        return losses
+
+    # ---------------------------------------------------------------------------------------------------- the oracle
+
+    def full_state(self) -> dict[str, Any]:
+        """Every global tensor of the model and the optimizer (masters and moments in fp32), on every rank.
+
+        Names are those of the modules with global numbers of layers and experts. Padding of the vocabulary is removed.
+        """
+        pieces: dict[str, Any] = {}
+        for chunk in self.chunks:
+            module = chunk.module.module if self.recipe.bf16 else chunk.module
+            for name, param in module.named_parameters():
+                key = self._global_name(module, name)
+                if key == "output_layer.weight" and self.recipe.tied:
+                    key = "embedding.word_embeddings.weight"
+                pieces.setdefault(key, (self._place(name, param), {}))[1]["model"] = (param.detach().float(), None)
+                pieces[key][1].update(self._optimizer_entries(param))
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, pieces)
+        result: dict[str, Any] = {}
+        for held in everywhere:
+            for key, (place, entries) in held.items():
+                for kind, (values, span) in entries.items():
+                    result.setdefault(f"{key}/{kind}", {}).setdefault(place, []).append((values, span))
+        return {key: _assembled(key, places) for key, places in sorted(result.items())}
+
+    @staticmethod
+    def _global_name(module: Any, name: str) -> str:
+        from megatron.core import parallel_state
+
+        found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if found is None:
+            return name
+        rest = found[2]
+        if expert := re.match(r"(mlp\.experts\.local_experts\.)(\d+)\.(.*)", rest):
+            count = len(module.decoder.layers[int(found[1])].mlp.experts.local_experts)
+            number = int(expert[2]) + count * parallel_state.get_expert_model_parallel_rank()
+            rest = f"{expert[1]}{number}.{expert[3]}"
+        return f"decoder.layers.{module.decoder.layers[int(found[1])].layer_number - 1}.{rest}"
+
+    @staticmethod
+    def _place(name: str, param: Any) -> tuple[Any, ...]:
+        """The shape, the partitioned dimension, the rank in it, and whether halves are interleaved with ranks."""
+        from megatron.core import parallel_state
+
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        if ".local_experts." in name:
+            rank = parallel_state.get_expert_tensor_parallel_rank()
+        dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+        return tuple(param.shape), dim, rank if dim is not None else 0, "linear_fc1" in name
+
+    def _optimizer_entries(self, param: Any) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        for part in self.optimizer.chained_optimizers:
+            span = None
+            if self.recipe.distributed:
+                if param not in part.model_param_gbuf_map:
+                    continue
+                found = part._get_model_param_range_map(param)["param"]
+                span = (found.start, found.end)
+            stepped = getattr(param, "main_param", None)
+            if stepped is None:
+                if self.recipe.distributed and not self.recipe.bf16:
+                    group, index = part.model_param_group_index_map[param]
+                    stepped = part.optimizer.param_groups[group]["params"][index]
+                else:
+                    stepped = param
+            for group in part.optimizer.param_groups:
+                if any(stepped is other for other in group["params"]):
+                    entries["master"] = (stepped.detach().float(), span)
+                    for key, value in part.optimizer.state[stepped].items():
+                        entries[key] = (torch.as_tensor(value).float(), span if torch.as_tensor(value).ndim else None)
+                    for key in ("lr", "step", "weight_decay"):
+                        if key in group:
+                            entries[key] = (torch.tensor(float(group[key])), None)
+        return entries
+
+
+def _layer_spec(recipe: Recipe) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):
+        """Takes the sizes of the heads from its input, so that it also serves multi-latent attention."""
+
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
+            super().__init__(*args, **options)
+
+    spec = get_gpt_layer_local_spec(num_experts=recipe.experts or None, multi_latent_attention=recipe.mla)
+    spec.submodules.self_attention.submodules.core_attention = Attention
+    return spec
+
+
+def _forward(data: Iterator[torch.Tensor], model: Any) -> Any:
+    tokens = next(data)
+    positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
+    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    output = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+    return output, partial(_loss)
+
+
+def _loss(output: torch.Tensor) -> Any:
+    loss = output.float().mean()
+    return loss, {"loss": loss.item()}
+
+
+def _assembled(key: str, places: dict[Any, list[Any]]) -> torch.Tensor:
+    parts = {rank: _whole(shape, pieces) for (shape, _, rank, _), pieces in places.items()}
+    _, dim, _, halves = next(iter(places))
+    ordered = [parts[rank] for rank in sorted(parts)]
+    if dim is None or not ordered[0].ndim:
+        whole = ordered[0]
+    elif halves and dim == 0:
+        split = [part.chunk(2) for part in ordered]
+        whole = torch.cat([*(gate for gate, _ in split), *(up for _, up in split)])
+    else:
+        whole = torch.cat(ordered, dim)
+    return whole[:VOCABULARY] if ("word_embeddings" in key or "output_layer" in key) and whole.ndim else whole
+
+
+def _whole(shape: tuple[int, ...], pieces: list[Any]) -> torch.Tensor:
+    if not any(values.ndim for values, _ in pieces):
+        assert len({values.item() for values, _ in pieces}) == 1
+        return pieces[0][0]
+    whole = torch.full(shape, float("nan"))
+    for values, span in pieces:
+        held = whole.view(-1)[slice(*span)] if span else whole.view(-1)
+        known = ~held.isnan()
+        assert torch.equal(held[known], values.reshape(-1)[known]), "replicas differ"
+        held.copy_(values.reshape(-1))
+    assert not whole.isnan().any(), "elements are missing"
+    return whole
+
+
+def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """The names of tensors that are missing or differ in any bit."""
+    bad = sorted(left.keys() ^ right.keys())
+    return bad + [key for key in left.keys() & right.keys() if not torch.equal(left[key], right[key])]
+
+
+@contextlib.contextmanager
+def training(layout: Layout, recipe: Recipe, seed: int) -> Iterator[Training]:
+    with megatron_on_cpu():
+        from megatron.core import parallel_state
+
+        try:
+            yield Training(layout, recipe, seed)
+        finally:
+            parallel_state.destroy_model_parallel()
