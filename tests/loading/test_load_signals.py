@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,12 +24,6 @@ from bytecheckpoint.testing.ranks import RankPool
 
 DEADLINE_S = time_limit(30)
 _LOST_SIGNAL_S = 0.2
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 def _state(rank: int, value: float, steps: int) -> dict[str, Any]:
@@ -75,7 +69,7 @@ def _interrupt_while_reading(interrupted: threading.Event) -> Any:
 
 def _load_and_interrupt(rank: int, world_size: int, path: str, where: str, victim: int) -> tuple[str, bool, float]:
     bcp.save(path, _state(rank, 2.0, steps=2), deadline_s=DEADLINE_S)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     state = _state(rank, 1.0, steps=0)
     before, interrupted = _plain(state), threading.Event()
     stop: Callable[[], None] = lambda: None  # noqa: E731
@@ -96,6 +90,7 @@ def _load_and_interrupt(rank: int, world_size: int, path: str, where: str, victi
     finally:
         interrupted.set()
         stop()
+        signal.signal(signal.SIGINT, handler)
     is_unchanged = _plain(state) == before
     if world_size > 1:
         dist.barrier()
@@ -106,15 +101,15 @@ def _load_and_interrupt(rank: int, world_size: int, path: str, where: str, victi
 
 @pytest.mark.parametrize("where", ["check", "open", "describe", "plan", "read", "while reading"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_interrupted_load_changes_no_values(pool: RankPool, tmp_path: Path, where: str, victim: int) -> None:
-    results = pool.run(_load_and_interrupt, str(tmp_path), where, victim)
+def test_an_interrupted_load_changes_no_values(rank_pool: RankPool, tmp_path: Path, where: str, victim: int) -> None:
+    results = rank_pool.run(_load_and_interrupt, str(tmp_path), where, victim, world_size=2)
     assert results[victim] == ("KeyboardInterrupt", True, 2.0)
     assert results[1 - victim] == (f"rank {victim}: KeyboardInterrupt", True, 2.0)
 
 
 @pytest.mark.parametrize("where", ["apply", "report"])
-def test_ranks_agree_that_a_load_was_interrupted_at_its_end(pool: RankPool, tmp_path: Path, where: str) -> None:
-    results = pool.run(_load_and_interrupt, str(tmp_path), where, 1)
+def test_ranks_agree_that_a_load_was_interrupted_at_its_end(rank_pool: RankPool, tmp_path: Path, where: str) -> None:
+    results = rank_pool.run(_load_and_interrupt, str(tmp_path), where, 1, world_size=2)
     assert results[0][0] == "rank 1: KeyboardInterrupt"
     assert results[1][0] == "KeyboardInterrupt"
     assert [value for _, _, value in results] == [2.0, 2.0]
@@ -143,7 +138,8 @@ def _resume_and_terminate(rank: int, world_size: int, root: str, victim: int) ->
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_sigterm_during_resume_takes_effect_after_it(pool: RankPool, tmp_path: Path, victim: int) -> None:
+def test_sigterm_during_resume_takes_effect_after_it(rank_pool: RankPool, tmp_path: Path, victim: int) -> None:
     code = 128 + signal.SIGTERM
-    assert pool.run(_resume_and_terminate, str(tmp_path), victim) == [(4.0, f"exit {code} in step 5")] * 2
+    results = rank_pool.run(_resume_and_terminate, str(tmp_path), victim, world_size=2)
+    assert results == [(4.0, f"exit {code} in step 5")] * 2
     assert bcp.open(tmp_path / "step-5").verify().ok

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +191,6 @@ def test_invalid_options(tmp_path: Path) -> None:
         bcp.CheckpointManager(tmp_path, metadata={MARK: 1})
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 def _leave(rank: int, world_size: int, root: str, how: str, victim: int) -> tuple[str, list[str]]:
     """What this rank raised, and what it logged about the last save."""
     messages: list[str] = []
@@ -240,8 +233,8 @@ def _break_disk() -> Any:
     return telemetry.observe(fail)
 
 
-def test_all_ranks_fail(pool: RankPool, tmp_path: Path) -> None:
-    outcomes = pool.run(_leave, str(tmp_path), "all", -1)
+def test_all_ranks_fail(rank_pool: RankPool, tmp_path: Path) -> None:
+    outcomes = rank_pool.run(_leave, str(tmp_path), "all", -1, world_size=2)
     assert outcomes == [(f"ArithmeticError: of rank {rank}", []) for rank in range(2)]
     found = bcp.open(tmp_path / "step-3-exception")
     assert found.metadata[MARK] == {"type": "ArithmeticError", "message": "of rank 0", "rank": 0, "steps": [3, 3]}
@@ -250,8 +243,8 @@ def test_all_ranks_fail(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_rank_fails_and_the_other_joins(pool: RankPool, tmp_path: Path, victim: int) -> None:
-    outcomes = pool.run(_leave, str(tmp_path), "one", victim)
+def test_one_rank_fails_and_the_other_joins(rank_pool: RankPool, tmp_path: Path, victim: int) -> None:
+    outcomes = rank_pool.run(_leave, str(tmp_path), "one", victim, world_size=2)
     assert outcomes[victim] == (f"ArithmeticError: of rank {victim}", [])
     raised, messages = outcomes[1 - victim]
     assert raised.startswith(f"RankFailedError: rank {victim} on ")
@@ -264,8 +257,8 @@ def test_one_rank_fails_and_the_other_joins(pool: RankPool, tmp_path: Path, vict
 
 @pytest.mark.parametrize("how", ["interrupt", "disk", "stays"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_without_all_ranks_nothing_is_saved(pool: RankPool, tmp_path: Path, how: str, victim: int) -> None:
-    outcomes = pool.run(_leave, str(tmp_path), how, victim)
+def test_without_all_ranks_nothing_is_saved(rank_pool: RankPool, tmp_path: Path, how: str, victim: int) -> None:
+    outcomes = rank_pool.run(_leave, str(tmp_path), how, victim, world_size=2)
     raised, messages = outcomes[victim]
     assert raised == ("KeyboardInterrupt: " if how == "interrupt" else f"ArithmeticError: of rank {victim}")
     assert len(messages) == (how != "interrupt")
@@ -274,7 +267,10 @@ def test_without_all_ranks_nothing_is_saved(pool: RankPool, tmp_path: Path, how:
     assert "nothing was saved on the " in message
     assert {"interrupt": "KeyboardInterrupt", "disk": "a broken disk", "stays": f"rank(s) {1 - victim}"}[how] in message
     assert not list(tmp_path.glob("*/manifest.msgpack"))
-    assert pool.run(_leave, str(tmp_path), "all", -1)[0] == ("ArithmeticError: of rank 0", [])  # the next job saves
+    assert rank_pool.run(_leave, str(tmp_path), "all", -1, world_size=2)[0] == (
+        "ArithmeticError: of rank 0",
+        [],
+    )  # the next job saves
     assert _folders(tmp_path) == ["step-3-exception"]
 
 
