@@ -41,8 +41,8 @@ def _train(root: Path, error: BaseException, **options: Any) -> None:
             manager.save(step, state)
 
 
-def _save_and_fail(root: Path, step: int, error: Exception, options: Any) -> None:
-    with bcp.CheckpointManager(root, save_on_exception=options) as manager:
+def _save_and_fail(root: Path, step: int, error: Exception, last_save: Any, **options: Any) -> None:
+    with bcp.CheckpointManager(root, save_on_exception=last_save, **options) as manager:
         manager.save(step, _state(0.0))
         raise error
 
@@ -67,19 +67,16 @@ def test_the_state_at_the_exception_is_saved_and_marked(tmp_path: Path) -> None:
 
 def test_only_its_path_leads_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="bad data"):
-        _train(tmp_path, ValueError("bad data"))
+        _save_and_fail(tmp_path, 6, ValueError("bad data"), _state(0.0), metadata={"loss": 0.0})
     assert bcp.latest(tmp_path) is None
     assert "step-6-exception is ignored" in caplog.text
     (tmp_path / "step-6-exception").rename(tmp_path / "step-9")  # the mark counts, and not the name
     with bcp.CheckpointManager(tmp_path, cadence=1, keep=1) as manager:
         assert manager.resume(_state(0.0)) is None
-        manager.save(1, _state(1.0), metrics={"steps": 1})
-        manager.save(2, _state(2.0))
-        manager.wait()
-        newest, best = manager.latest(), manager.best("steps")
-        assert newest is not None
-        assert newest.step == 2
-        assert best is None
+        manager.save(1, _state(1.0), metrics={"loss": 1.0})
+        manager.save(2, _state(2.0), metrics={"loss": 2.0})
+    with bcp.CheckpointManager(tmp_path) as manager:
+        assert [found.step for found in (manager.latest(), manager.best("loss")) if found is not None] == [2, 2]
     assert [one.step for one in bcp.watch(tmp_path, poll_s=0.01, timeout_s=0.02, include_existing=True)] == [2]
     assert _folders(tmp_path) == ["step-2", "step-9"]
 
