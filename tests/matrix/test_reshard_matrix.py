@@ -126,7 +126,7 @@ def _same(a: torch.Tensor, b: torch.Tensor | None) -> bool:
     return b is not None and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
-TITAN_NAMES = sample(list(TITAN_LAYOUTS), 6)
+TITAN_NAMES = sample(list(TITAN_LAYOUTS), 4)
 
 
 @pytest.fixture(scope="module")
