@@ -5,14 +5,20 @@ Megatron runs on the CPU (``mcore_cpu``), so these tests show what is stored and
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import BytecheckpointError
+from bytecheckpoint.frameworks.sections import resolve_sections
+from bytecheckpoint.tensors.shards import StoredSection
 from bytecheckpoint.testing.ranks import RankPool
 
 pytest.importorskip("megatron.core", reason="make test-megatron installs Megatron-core")
@@ -101,6 +107,8 @@ def test_experts_load_in_any_layout(pool: RankPool, tmp_path: Path, pair: tuple[
         pytest.param(
             Layout(tp=2), Layout(), Recipe(), Recipe(distributed=False, layer_wise=True), id="distributed to layer-wise"
         ),
+        pytest.param(Layout(tp=2), Layout(tp=2), Recipe(scaled=True), None, id="precision-aware"),
+        pytest.param(Layout(tp=2), Layout(pp=2), Recipe(scaled=True), Recipe(), id="precision-aware to distributed"),
         pytest.param(Layout(tp=2), Layout(), Recipe(query_groups=1), None, id="fewer query groups than ranks"),
         pytest.param(Layout(tp=2, pp=2), Layout(), Recipe(tied=False), None, id="untied"),
         pytest.param(Layout(), Layout(tp=2, pp=2), Recipe(mla=True), None, id="multi-latent attention"),
@@ -110,3 +118,216 @@ def test_optimizers_and_models_load_each_other(
     pool: RankPool, tmp_path: Path, source: Layout, target: Layout, recipe: Recipe, other: Recipe | None
 ) -> None:
     _require_equal(pool, tmp_path / "checkpoint", source, target, recipe, other)
+
+
+def _through_fsdp(rank: int, world_size: int, source: str, path: str, kind: str) -> dict[str, Any]:
+    """Load a checkpoint into plain modules of the same names under FSDP-2 or DDP, in fp32, and save it again."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    root = torch.nn.Module()
+    checkpoint = bcp.open(source)
+    for name in checkpoint:
+        if name.startswith("model."):
+            *parents, leaf = name.split(".")[1:]
+            module = root
+            for part in parents:
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            module.register_parameter(leaf, torch.nn.Parameter(torch.full(checkpoint[name].shape, float("nan"))))
+    model: Any = fully_shard(root) if kind == "FSDP-2" else torch.nn.parallel.DistributedDataParallel(root)
+    params = dict(root.named_parameters())
+    groups = [[p for p in params.values() if (p.ndim > 1) is matrices] for matrices in (False, True)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    state = {"model": model, "optimizer": optimizer}
+    bcp.load(source, state)
+    bcp.save(path, state, step=2)
+
+    full: dict[str, Any] = {}
+    for name, param in params.items():
+        for key, value in {"master": param, **optimizer.state[param]}.items():
+            full[f"{name}/{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+    for group in optimizer.param_groups:
+        for name, param in params.items():
+            if any(param is other for other in group["params"]):
+                full.update({f"{name}/{key}": torch.tensor(group[key]) for key in ("lr", "weight_decay")})
+    return full
+
+
+@pytest.mark.parametrize("kind", ["FSDP-2", "DDP"])
+def test_fsdp_and_ddp_modules_of_the_same_names(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    first, second = str(tmp_path / "megatron"), str(tmp_path / "plain")
+    layout = Layout(tp=2, pp=2)
+    saved, losses = pool.run(_save, layout, GROUPED, first)[0]
+    plain = pool.run(_through_fsdp, first, second, kind, world_size=2)[0]
+    names = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    for key, value in saved.items():
+        for name, stored in names.items():
+            key = key.replace(name, stored)
+        if not key.endswith("/model"):  # the fp32 module holds the master weights
+            rows = len(value) if value.ndim else None
+            assert torch.equal(value, plain[key][:rows] if rows else plain[key]), key
+    back, resumed = pool.run(_load, layout, GROUPED, second)[0]
+    assert differences(saved, back) == []
+    assert resumed == losses
+
+
+# --------------------------------------------------------------------------------------------------------- other models
+
+
+def _save_padded(rank: int, world_size: int, layout: Layout, recipe: Recipe, path: str) -> Any:
+    with training(layout, recipe, seed=1) as job:
+        job.train(2)
+        bcp.save(path, job.state, step=2)
+        return job.full_state()
+
+
+def _load_padded(rank: int, world_size: int, layout: Layout, recipe: Recipe, path: str) -> Any:
+    with training(layout, recipe, seed=2) as job:
+        report = bcp.load(path, job.state)
+        full = job.full_state()
+        last = layout.tp == world_size == rank + 1
+        padding = [float(found[-4:].abs().max()) for found in job.embeddings()] if last else []
+        job.steps = 2
+        job.train(1)
+        return full, sorted(report.resized), padding
+
+
+@pytest.mark.parametrize("unpadded", [0, 60], ids=["padding stored", "padding not stored"])
+def test_vocabularies_have_any_padding(pool: RankPool, tmp_path: Path, unpadded: int) -> None:
+    path = str(tmp_path / "checkpoint")
+    source, target = Recipe(unpadded=unpadded), Recipe(padded_vocabulary=72, unpadded=unpadded)
+    saved = pool.run(_save_padded, Layout(tp=2), source, path)[0]
+    assert bcp.open(path)["model.embedding.word_embeddings.weight"].shape == (unpadded or 64, 16)
+    found = pool.run(_load_padded, Layout(tp=2, world=2), target, path, world_size=2)
+    assert differences(saved, found[0][0]) == []
+    name = "embedding.word_embeddings.weight"
+    resized = [f"model.{name}", *(f"optimizer.state.{name}.{key}" for key in ("exp_avg", "exp_avg_sq", "master"))]
+    assert found[0][1] == ([] if unpadded else resized)
+    assert found[1][2] == [0.0, 0.0]  # the padding of the embedding and of its master weights
+
+
+# ------------------------------------------------------------------------------------------------------------ interface
+
+
+def _schemes_agree(rank: int, world_size: int, layout: Layout, recipe: Recipe) -> None:
+    from bytecheckpoint.frameworks.megatron import shards
+
+    with training(layout, recipe, seed=1) as job:
+        chunks = [chunk.module.module for chunk in job.chunks]
+        per_layer = shards.read_shards(chunks).tensors
+        with mock.patch.object(shards, "_METADATA", {}):
+            stacked = shards.read_shards(chunks).tensors
+        assert [found.layout for found in per_layer.values()] == [found.layout for found in stacked.values()]
+        names = {name for found in per_layer.values() for name in found.layout.fqns}
+        assert "decoder.layers.3.mlp.experts.experts.3.linear_fc1.weight" in names or not recipe.experts or rank == 0
+
+
+@pytest.mark.parametrize(("layout", "recipe"), [(Layout(tp=2, pp=2), GROUPED), (Layout(ep=2, world=2), MOE)])
+def test_both_schemes_of_keys_give_the_same_layouts(pool: RankPool, layout: Layout, recipe: Recipe) -> None:
+    pool.run(_schemes_agree, layout, recipe, world_size=layout.world)
+
+
+def _describe_without_peers(rank: int, world_size: int) -> None:
+    with training(Layout(tp=2, pp=2), GROUPED, seed=1) as job:
+        job.train(1)
+        if rank == 3:  # a collective on one rank alone would not return
+            state = job.state
+            for section in resolve_sections(
+                state, framework=None, rank=rank, world_size=world_size, allow_pickle=False
+            ):
+                section.capture()
+                section.adapter.target(section.obj, section.context, StoredSection({}, {}, {}))
+
+
+def test_describing_communicates_with_no_rank(pool: RankPool) -> None:
+    pool.run(_describe_without_peers, timeout_s=60)
+
+
+def _refused(rank: int, world_size: int, path: str) -> list[str]:
+    with training(Layout(world=1), Recipe(), seed=1) as job:
+        import mcore_modules as modules
+
+        square = {"weight": (2, 2)}
+        states: list[dict[str, Any]] = [
+            {"optimizer": job.optimizer},
+            {"model": modules.Described(square, modules.shuffled)},
+            {"model": modules.Described(square, modules.copied)},
+            {"model": modules.Described({**square, "bias": (2,)}, modules.incomplete)},
+            {"model": modules.Described(square, modules.unknown_axis)},
+            {"model": modules.Described(square, modules.unknown_object)},
+        ]
+        messages = []
+        for state in states:
+            with pytest.raises(BytecheckpointError) as error:
+                bcp.save(path, state)
+            messages.append(str(error.value))
+        assert not Path(path).exists()
+        return messages
+
+
+def test_what_is_not_supported_is_refused_by_name(pool: RankPool, tmp_path: Path) -> None:
+    (messages,) = pool.run(_refused, str(tmp_path / "checkpoint"), world_size=1)
+    expected = [
+        "belongs to no model",
+        "no regular grid",
+        "a copy or a part",
+        "does not contain bias",
+        "prepends 1 axes",
+    ]
+    for message, part in zip(messages, [*expected, "not extra state"], strict=True):
+        assert part in message
+
+
+def _unusual(rank: int, world_size: int, path: str) -> None:
+    with training(Layout(world=1), Recipe(), seed=1):
+        import mcore_modules as modules
+
+        def experts() -> Any:
+            return modules.Described({"weight": (6, 4)}, modules.experts_copied)
+
+        source, target = experts(), experts()
+        bcp.save(f"{path}/experts", {"model": source})
+        with torch.no_grad():
+            target.weight.zero_()
+        bcp.load(f"{path}/experts", {"model": target})
+        assert torch.equal(source.weight, target.weight)
+        for number, expert in enumerate(source.weight.detach().view(2, 3, 4)):
+            assert torch.equal(bcp.open(f"{path}/experts")[f"model.experts.{number}.weight"][:], expert.T)
+
+        for kind, value in modules.EXTRA.items():
+            module = modules.Described({"weight": (2, 2)}, modules.with_extra_state)
+            module.extra["get"] = value
+            bcp.save(f"{path}/{kind}", {"model": module})
+            bcp.load(f"{path}/{kind}", {"model": module})
+            loaded = module.extra["set"]
+            assert type(loaded) is type(value)
+            for state in (value, loaded):
+                if kind == "stream":
+                    state.seek(0)
+            read = {"tensor": torch.Tensor.tolist, "stream": io.BytesIO.read, "plain": dict}[kind]
+            assert read(loaded) == read(value)
+
+
+def _quantized(rank: int, world_size: int, path: str) -> None:
+    with training(Layout(world=1), Recipe(), seed=1):
+        import mcore_modules as modules
+
+        source, target = modules.quantized([[1, -2], [3, 100]]), modules.quantized([[0, 0], [0, 0]])
+        bcp.save(path, {"model": source})
+        stored = bcp.open(path)["model.weight"]
+        assert stored[:].tolist() == [[0.5, -1.0], [1.5, 50.0]]
+        bcp.load(path, {"model": target})
+        assert torch.equal(source.weight.codes, target.weight.codes)
+
+
+def test_quantized_parameters_are_stored_in_the_precision_of_the_computation(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_quantized, str(tmp_path / "checkpoint"), world_size=1)
+
+
+def test_copying_factories_and_extra_state(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_unusual, str(tmp_path), world_size=1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,6 +64,86 @@ class FusedAdam(torch.optim.Optimizer):
 
 # Its place in apex, because checkpoints record the class.
 FusedAdam.__module__ = "apex.optimizers.fused_adam"
+
+
+class ScaledAdam(FusedAdam):
+    """FusedAdam with the interface of Transformer Engine's: it holds the master weights, and scales ``exp_avg``."""
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        exp_avg_dtype: torch.dtype,
+        exp_avg_sq_dtype: torch.dtype,
+        master_weights: bool,
+        use_decoupled_grad: bool,
+        master_weight_dtype: torch.dtype,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, **options)
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
+        self.scales: dict[torch.Tensor, torch.Tensor] = {}
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        assert not store_param_remainders
+        for key in self.dtypes:
+            self.set_scaled_state(param, key, param.detach().float() * (key == "master_param"))
+
+    def get_unscaled_state(self, param: torch.Tensor, key: str) -> torch.Tensor:
+        value = self.state[param][key].float()
+        return value * self.scales[param] if key == "exp_avg" else value
+
+    def set_scaled_state(self, param: torch.Tensor, key: str, values: torch.Tensor) -> None:
+        assert values.dtype == torch.float32
+        if key == "exp_avg":
+            # A power of two, so that scaling again loses nothing.
+            self.scales[param] = torch.exp2(torch.ceil(torch.log2(values.abs().max().clamp(min=1e-30))))
+            values = values / self.scales[param]
+        self.state[param][key] = values.to(self.dtypes[key]).clone()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        plain = FusedAdam([torch.zeros(1)])
+        plain.param_groups = []
+        held = []
+        for group in self.param_groups:
+            plain.param_groups.append({**group, "params": []})
+            for param in group["params"]:
+                if not self.state[param]:
+                    self.initialize_state(param, store_param_remainders=False)
+                state = {key: self.get_unscaled_state(param, key) for key in self.dtypes}
+                master = state.pop("master_param")
+                master.grad = param.decoupled_grad.float()
+                plain.state[master] = state
+                plain.param_groups[-1]["params"].append(master)
+                held.append((param, master))
+        plain.step()
+        for group, stepped in zip(self.param_groups, plain.param_groups):
+            group.update({key: value for key, value in stepped.items() if key == "step"})
+        for param, master in held:
+            for key, value in {**plain.state[master], "master_param": master}.items():
+                self.set_scaled_state(param, key, value)
+            param.copy_(master)
+
+
+ScaledAdam.__module__, ScaledAdam.__qualname__ = "transformer_engine.pytorch.optimizers", "FusedAdam"
+
+
+@contextlib.contextmanager
+def scaled_adam() -> Iterator[None]:
+    """Let Megatron find a precision-aware optimizer where it looks for that of Transformer Engine."""
+    import megatron.core.optimizer as optimizers
+    from megatron.core.optimizer import optimizer_config
+
+    names = ["transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"]
+    modules = {name: types.ModuleType(name) for name in names}
+    modules[names[-1]].FusedAdam = ScaledAdam  # type: ignore[attr-defined]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(sys.modules, modules))
+        stack.enter_context(mock.patch.object(optimizers, "Adam", ScaledAdam))
+        for module in (optimizers, optimizer_config):
+            stack.enter_context(mock.patch.object(module, "is_te_min_version", return_value=False))
+        yield
 
 
 class _OnCpu(TorchFunctionMode):

@@ -16,9 +16,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from mcore_cpu import megatron_on_cpu
+from mcore_cpu import megatron_on_cpu, scaled_adam
 
 SEQUENCE, BATCH, VOCABULARY = 8, 8, 60
+_OPTIONS = ("lr", "step", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Recipe:
     padded_vocabulary: int = 64
     unpadded: int = 0
     layer_wise: bool = False
+    scaled: bool = False
 
 
 class Training:
@@ -147,6 +149,21 @@ class Training:
         from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
         from megatron.core.process_groups_config import ProcessGroupCollection
 
+        if self.recipe.scaled:
+            with scaled_adam():
+                config = OptimizerConfig(
+                    optimizer="adam",
+                    lr=1e-2,
+                    weight_decay=0.1,
+                    bf16=True,
+                    params_dtype=torch.bfloat16,
+                    use_distributed_optimizer=True,
+                    use_precision_aware_optimizer=True,
+                    exp_avg_dtype=torch.float16,
+                    clip_grad=1.0,
+                )
+                return get_megatron_optimizer(config, self.chunks)
+
         config = OptimizerConfig(
             optimizer="adam",
             lr=1e-2,
@@ -200,6 +217,12 @@ class Training:
             flat = [loss for entries in everywhere for loss in entries]
             losses.append(sum(flat) / len(flat))
         return losses
+
+    def embeddings(self) -> list[torch.Tensor]:
+        """The local rows of the embedding, and of its master weights where this rank holds all of them."""
+        (module,) = (chunk.module.module for chunk in self.chunks)
+        weight = module.embedding.word_embeddings.weight
+        return [weight.detach(), weight.main_param.detach().view(weight.shape)]
 
     # ---------------------------------------------------------------------------------------------------- the oracle
 
@@ -260,6 +283,15 @@ class Training:
                     continue
                 found = part._get_model_param_range_map(param)["param"]
                 span = (found.start, found.end)
+            if self.recipe.scaled:
+                group, index = part.model_param_group_index_map[param]
+                inner = part.optimizer.param_groups[group]["params"][index]
+                for key in part.optimizer.state[inner]:
+                    name = "master" if key == "master_param" else key
+                    entries[name] = (part.optimizer.get_unscaled_state(inner, key), span)
+                options = part.optimizer.param_groups[group]
+                entries.update({key: (torch.tensor(float(options[key])), None) for key in _OPTIONS})
+                continue
             stepped = getattr(param, "main_param", None)
             if stepped is None:
                 if self.recipe.distributed and not self.recipe.bf16:
@@ -272,7 +304,7 @@ class Training:
                     entries["master"] = (stepped.detach().float(), span)
                     for key, value in part.optimizer.state[stepped].items():
                         entries[key] = (torch.as_tensor(value).float(), span if torch.as_tensor(value).ndim else None)
-                    for key in ("lr", "step", "weight_decay"):
+                    for key in _OPTIONS:
                         if key in group:
                             entries[key] = (torch.tensor(float(group[key])), None)
         return entries

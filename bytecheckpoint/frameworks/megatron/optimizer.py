@@ -183,9 +183,10 @@ class _Optimizers:
         layout = owned.layout if item.span is None else owned.layout.narrowed(item.span[0], item.span[1] - item.span[0])
         state = dict(part.optimizer.state.get(param, {}))
         master = param if param.dtype != item.model_param.dtype else None
-        if part.is_scaled and param.dtype != torch.float32:
+        if part.is_scaled:
             state = {key: _unscaled(part.optimizer, param, key) for key in state}
-            master = state.pop(_OWN_MASTER, param.detach().float() if loading else None)
+            if param.dtype != torch.float32:
+                master = state.pop(_OWN_MASTER, param.detach().float() if loading else None)
         if state and count is not None:
             state[_STEP] = torch.tensor(float(count))
         if state:
@@ -233,10 +234,8 @@ class _Optimizers:
                     state = dict(part.holder.state.get(param, {}))
                     if part.counts_in_groups and _STEP in state:
                         counts[int(state.pop(_STEP))] = param
-                    if part.is_scaled and param.dtype != torch.float32:
-                        _write_scaled(
-                            part.optimizer, param, {**state, _OWN_MASTER: masters[id(param)]} if state else {}
-                        )
+                    if part.is_scaled:
+                        _write_scaled(part.optimizer, param, state, masters[id(param)])
                     elif state:
                         entry = part.optimizer.state[param]
                         entry.clear()
@@ -325,7 +324,7 @@ def _unscaled(optimizer: Any, param: torch.Tensor, key: str) -> torch.Tensor:
     return value.detach().float()
 
 
-def _write_scaled(optimizer: Any, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+def _write_scaled(optimizer: Any, param: torch.Tensor, state: Mapping[str, Any], master: torch.Tensor | None) -> None:
     if not state:
         optimizer.state.pop(param, None)
         return
@@ -333,6 +332,8 @@ def _write_scaled(optimizer: Any, param: torch.Tensor, state: Mapping[str, Any])
         optimizer.initialize_state(param, False)
     for key, value in state.items():
         optimizer.set_scaled_state(param, key, value)
+    if master is not None:
+        optimizer.set_scaled_state(param, _OWN_MASTER, master)
 
 
 def _stored_entries(named: NamedParam, stored: StoredSection) -> list[tuple[str, Any]]:
