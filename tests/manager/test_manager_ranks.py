@@ -168,14 +168,19 @@ def test_any_rank_may_request_a_save(pool: RankPool, tmp_path: Path) -> None:
 def _fail_in_background(rank: int, world_size: int, root: str, victim: int) -> list[str]:
     def fail(name: str, event: str) -> None:
         if rank == victim and name == "save.write" and event == "enter":
+            # A failure that is reported earlier is raised by save() on the ranks that are still in it.
+            assert all_have_begun.wait(DEADLINE_S)
             raise OSError("a broken disk")
 
+    all_have_begun = threading.Event()
     causes = []
     with _manager(root, cadence=1) as manager:
         manager.save(1, _state(1.0))
         manager.wait()
         stop = telemetry.observe(fail)
         handle = manager.save(2, _state(2.0))
+        dist.barrier()
+        all_have_begun.set()
         if rank == victim:
             # The other ranks may begin their next save before they receive the failure.
             handle.exception()
