@@ -132,11 +132,18 @@ class _SectionMatching:
     ) -> tuple[int | None, BasicMeta | None]:
         """The stored tensor that fills ``fqn`` best: a master weight, or what the target falls back on."""
         if stored is not None:
-            # The dtype in memory shows that the caller expects more precision than this tensor was stored with.
+            # The dtype in memory shows that the caller expects more precision than this tensor was stored with. A copy
+            # of a master weight is rounded from the stored master, as the next step would round it.
             is_finer = stored.dtype != requested.dtype and is_lossless_cast(stored.dtype, requested.dtype)
-            found = self.sources.master_of(self.stored.name, fqn, requested) if is_finer else None
+            is_copy = stored.dtype != requested.dtype and (self.stored.name, fqn) in self.derived
+            master = self.sources.master_of(self.stored.name, fqn) if is_finer or is_copy else None
+            found = (
+                master
+                if master is not None and (is_copy or is_lossless_cast(master.meta.dtype, requested.dtype))
+                else None
+            )
         elif fqn in self.target.fallbacks and self.options.strictness(self.stored.name) != "exact":
-            found = self.sources.best_of(*self.target.fallbacks[fqn], requested)
+            found = self.sources.best_of(*self.target.fallbacks[fqn])
         else:
             found = None
         if found is None:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ..errors import MismatchError
 from ..frameworks.optimizer_state import MASTER, state_name
-from ..tensors.dtypes import is_lossless_cast
 from ..tensors.metadata import BasicMeta
 from .stored import OpenCheckpoint
 
@@ -32,14 +31,13 @@ class TensorSources:
     def __init__(self, checkpoint: OpenCheckpoint) -> None:
         self._checkpoint = checkpoint
 
-    def master_of(self, section: str, fqn: str, requested: BasicMeta) -> StoredTensor | None:
-        """The master weight of a model's tensor, if it fits ``requested`` without rounding; None if there is none.
+    def master_of(self, section: str, fqn: str) -> StoredTensor | None:
+        """The master weight of a model's tensor; None if there is none.
 
         Raises ``MismatchError`` if several optimizers saved one.
         """
         names = (state_name(fqn, MASTER), state_name(f"{section}.{fqn}", MASTER))
         found = [master for name in names for master in self._masters.get(name, ())]
-        found = [master for master in found if is_lossless_cast(master.meta.dtype, requested.dtype)]
         if len(found) > 1:
             listed = ", ".join(master.name for master in found)
             raise MismatchError(
@@ -49,9 +47,9 @@ class TensorSources:
             )
         return found[0] if found else None
 
-    def best_of(self, section: str, fqn: str, requested: BasicMeta) -> StoredTensor | None:
+    def best_of(self, section: str, fqn: str) -> StoredTensor | None:
         """What is stored of a model's tensor: its master weight, or else the tensor itself; None if neither is."""
-        master = self.master_of(section, fqn, requested)
+        master = self.master_of(section, fqn)
         opened = self._checkpoint.sections.get(section)
         row = None if opened is None else opened.tensor_rows.get(fqn)
         if master is not None or row is None:

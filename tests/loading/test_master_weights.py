@@ -175,6 +175,19 @@ def test_masters_that_are_not_stored_take_the_model(tmp_path: Path) -> None:
         bcp.load(tmp_path / "c", {"model": model, "optimizer": optimizer}, strict="exact")
 
 
+def test_a_copy_of_another_dtype_is_rounded_from_the_stored_master(tmp_path: Path) -> None:
+    model, optimizer = trained(0, torch.float16)
+    bcp.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    other_model, other = trained(1, torch.bfloat16)
+    report = bcp.load(tmp_path / "c", {"model": other_model, "optimizer": other})
+    assert report.sources["model.0.weight"] == "optimizer.state.0.weight.master"
+    for master, low, loaded in zip(optimizer.masters, other_model.parameters(), other.masters):
+        assert torch.equal(loaded, master)
+        assert torch.equal(low, master.bfloat16())
+    with pytest.raises(MismatchError, match="dtype"):
+        bcp.load(tmp_path / "c", {"model": other_model})
+
+
 def test_two_masters_of_one_name_are_refused(tmp_path: Path) -> None:
     model, optimizer = trained(0)
     other_model, other = trained(1)
