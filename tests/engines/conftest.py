@@ -1,0 +1,18 @@
+"""Skip the tests of frameworks that this environment lacks."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+FRAMEWORKS = ("deepspeed", "megatron")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for name in FRAMEWORKS:
+        if find_spec(name) is None:
+            missing = pytest.mark.skip(reason=f"make test-{name} installs it")
+            for item in items:
+                if item.get_closest_marker(name) is not None:
+                    item.add_marker(missing)
