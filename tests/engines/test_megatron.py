@@ -211,6 +211,19 @@ def test_vocabularies_have_any_padding(pool: RankPool, tmp_path: Path, unpadded:
     assert found[1][2] == [0.0, 0.0]  # the padding of the embedding and of its master weights
 
 
+def _load_alone(rank: int, world_size: int, path: str) -> list[list[str]]:
+    with training(Layout(world=1), Recipe(), seed=1) as job:
+        bcp.save(path, job.state)
+        reports = [bcp.load(path, {"model": job.state["model"]}), bcp.load(path, job.state)]
+        return [report.notes for report in reports]
+
+
+def test_a_model_without_its_optimizer_is_noted(pool: RankPool, tmp_path: Path) -> None:
+    ((alone, together),) = pool.run(_load_alone, str(tmp_path / "checkpoint"), world_size=1)
+    assert together == []
+    assert ["reload_model_params()" in note for note in alone] == [True]
+
+
 # ------------------------------------------------------------------------------------------------------------ interface
 
 

@@ -17,12 +17,14 @@ from ..base import Adapter, Context
 from ..dtensor import is_dtensor
 from ..layout import ParamLayout
 from ..module_tree import modules_of
+from ..optimizer_wrappers import as_list
 from ..own_state import EXTRA_STATE
 from ..tensors import dense_view, has_no_dense_memory
 from .shards import ExtraState, ModelShards, is_a, read_shards
 
 __all__ = ["MegatronModelAdapter", "zero_padding"]
 
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WRAPPERS = ("distributed.data_parallel_base._BaseDataParallel", "transformer.module.Float16Module")
 
 
@@ -98,6 +100,13 @@ class MegatronModelAdapter(Adapter):
                     target.resizable[fqn] = 0
                     if fqn in stored.metas:
                         steps.append(partial(zero_padding, memory, found.layout, stored.metas[fqn].shape[0]))
+        if any(found.tensor.dtype in _LOW_PRECISION for found in shards.tensors.values()) and not _has_optimizer(
+            context
+        ):
+            context.notes.append(
+                f"{context.section}: loaded without an optimizer. If one exists already, its master weights keep their "
+                "old values, with which the next step would overwrite what was loaded; call its reload_model_params()"
+            )
         paths = {_extra_path(extra): extra for extra in shards.extra}
         target.requested_values.update(paths)
         target.optional.update(paths)
@@ -111,6 +120,11 @@ class MegatronModelAdapter(Adapter):
 
         target.apply = apply
         return target
+
+
+def _has_optimizer(context: Context) -> bool:
+    items = (item for value in context.state.values() for item in as_list(value))
+    return any(is_a(item, "megatron.core.optimizer.optimizer.MegatronOptimizer") for item in items)
 
 
 # ------------------------------------------------------------------------------------------------------------- chunks
