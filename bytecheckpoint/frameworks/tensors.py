@@ -76,7 +76,7 @@ def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, _ZERO3):
         raise UnsupportedTensorError(
             f"{fqn}: DeepSpeed ZeRO-3 partitioned this parameter of shape {tuple(getattr(tensor, 'ds_shape', ()))} and "
-            "keeps it elsewhere. Pass the engine or its module as a section of its own; otherwise save a state dict of "
+            "keeps it elsewhere. Pass the engine or its module as a separate section; otherwise save a state dict of "
             "plain tensors, gathered with deepspeed.zero.GatheredParameters"
         )
     if torch.nn.parameter.is_lazy(tensor):
