@@ -19,7 +19,7 @@ from .base import Adapter, Context
 from .optimizer_class import class_path, lineage_of, require_same_class
 from .optimizer_groups import GroupOptions, empty_groups, group_path, groups_of, options_of
 from .optimizer_params import NamedParam, named_params
-from .optimizer_state import StoredState, capture_state, state_name
+from .optimizer_state import MASTERS_OF, StoredState, capture_state, state_name
 from .optimizer_target import StateFiller
 from .optimizer_wrappers import StateHolder, as_list, holders_of, is_optimizer, require_complete
 from .stored_state_dict import StoredStateDict, is_stored_state_dict
@@ -29,7 +29,7 @@ __all__ = ["LOSS_SCALER", "OptimizerAdapter", "fill_by_name"]
 LOSS_SCALER = "loss_scaler"
 """The state of a dynamic loss scaler has the path ``(LOSS_SCALER, number)``; most optimizers have none."""
 
-_IGNORABLE = frozenset({"order", "empty_groups", LOSS_SCALER})
+_IGNORABLE = frozenset({"order", "empty_groups", LOSS_SCALER, *MASTERS_OF})
 
 
 class OptimizerAdapter(Adapter):
@@ -75,6 +75,9 @@ class OptimizerAdapter(Adapter):
         require_complete(holders, context)
         return holders, params
 
+    def per_rank_policies(self, obj: Any) -> dict[Path, str]:
+        return {MASTERS_OF: "skip"}  # it describes the saved run, and changes nothing in an optimizer
+
     def capture(self, obj: Any, context: Context) -> SectionSource:
         holders, params = self.describe(obj, context)
         source = SectionSource()
@@ -92,6 +95,7 @@ class OptimizerAdapter(Adapter):
         source.values.update(_shared_values(holders))
         source.values.update({path: averager.step for path, averager in _averagers(holders).items()})
         source.values.update(_orders(params))
+        source.values.update(_owner_of_masters(params))
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
@@ -155,6 +159,9 @@ def _fill(
     target.requested_values.update(shared, averagers, orders)
     target.optional.update(orders)
     target.ignorable.update(path for path in stored.values if path[:1] and path[0] in _IGNORABLE)
+    if any(named.master is not None for named in params):
+        target.requested_values.add(MASTERS_OF)
+        target.optional.add(MASTERS_OF)
 
     def apply(values: Mapping[Path, Any]) -> None:
         options = GroupOptions(groups, values)
@@ -204,6 +211,15 @@ def _orders(params: Iterable[NamedParam]) -> dict[Path, list[str]]:
         if isinstance(named.holder.optimizer, torch.optim.LBFGS):
             orders.setdefault(id(named.holder), []).extend(named.names)
     return {("order", names[0]): names for names in orders.values()}
+
+
+def _owner_of_masters(params: Iterable[NamedParam]) -> dict[Path, str]:
+    """Which section's tensors are computed from the master weights: other sections may have the same names."""
+    for named in params:
+        if named.master is not None:
+            for name, (section, fqn) in named.origins.items():
+                return {MASTERS_OF: section if name == fqn else ""}  # the same for all (``owned_layouts``)
+    return {}
 
 
 def _require_same_orders(orders: Mapping[Path, list[str]], stored: StoredSection) -> None:

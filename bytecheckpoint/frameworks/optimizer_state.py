@@ -30,6 +30,7 @@ from .wrapper_tensors import WRAPPER, HeldWrapper, held_wrapper, is_wrapper
 
 __all__ = [
     "MASTER",
+    "MASTERS_OF",
     "TENSOR_LEAF",
     "StoredParam",
     "StoredState",
@@ -46,6 +47,9 @@ __all__ = [
 
 MASTER = "master"
 """The key of a master weight, which is stored with a parameter's state."""
+
+MASTERS_OF: Path = ("masters_of",)
+"""The path of the model's section to which the master weights belong; an empty text if their names begin with it."""
 
 TENSOR_LEAF = Container("tensor")
 _PREFIX = "state."

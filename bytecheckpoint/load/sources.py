@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
+from ..checkpoint.values import stored_values
 from ..errors import MismatchError
-from ..frameworks.optimizer_state import MASTER, state_name
+from ..frameworks.optimizer_state import MASTER, MASTERS_OF, state_name
 from ..tensors.metadata import BasicMeta
 from .stored import OpenCheckpoint
 
@@ -36,8 +37,8 @@ class TensorSources:
 
         Raises ``MismatchError`` if several optimizers saved one.
         """
-        names = (state_name(fqn, MASTER), state_name(f"{section}.{fqn}", MASTER))
-        found = [master for name in names for master in self._masters.get(name, ())]
+        found = self._masters.get((section, state_name(fqn, MASTER)), [])
+        found = found + self._masters.get(("", state_name(f"{section}.{fqn}", MASTER)), [])
         if len(found) > 1:
             listed = ", ".join(master.name for master in found)
             raise MismatchError(
@@ -58,16 +59,31 @@ class TensorSources:
         return StoredTensor(tensors.names[row], row, tensors.meta_of(row))
 
     @cached_property
-    def _masters(self) -> dict[str, list[StoredTensor]]:
-        """All master weights by the target's names in their sections."""
+    def _masters(self) -> dict[tuple[str, str], list[StoredTensor]]:
+        """All master weights, by the section of the model (empty if the name has it) and by the target's names."""
         manifest, names = self._checkpoint.manifest, self._checkpoint.names
-        found: dict[str, list[StoredTensor]] = {}
+        found: dict[tuple[str, str], list[StoredTensor]] = {}
         for section in manifest.sections:
             if section.kind != "optimizer":
                 continue
-            for row in manifest.section_tensors(section.name).tolist():
-                full = manifest.tensors.names[row]
-                if full.endswith(f".{MASTER}"):
+            rows = [
+                row
+                for row in manifest.section_tensors(section.name).tolist()
+                if manifest.tensors.names[row].endswith(f".{MASTER}")
+            ]
+            for owner in self._owners(section.name) if rows else ():
+                for row in rows:
+                    full = manifest.tensors.names[row]
                     name = names.of_tensor(section.name, full[len(section.name) + 1 :])
-                    found.setdefault(name, []).append(StoredTensor(full, row, manifest.tensors.meta_of(row)))
+                    master = StoredTensor(full, row, manifest.tensors.meta_of(row))
+                    found.setdefault((owner, name), []).append(master)
         return found
+
+    def _owners(self, section: str) -> set[str]:
+        """The model's section to which an optimizer's master weights belong. Other sections may have the same names."""
+        opened = self._checkpoint.sections.get(section)
+        if opened is not None and MASTERS_OF in opened.contents.values:
+            return {str(opened.contents.values[MASTERS_OF])}
+        source = self._checkpoint.source
+        values = stored_values(source.backend, source.manifest, section=section)
+        return {str(value.decode()) for value in values if value.path == MASTERS_OF}
