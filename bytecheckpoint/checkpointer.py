@@ -13,16 +13,14 @@ import torch
 
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.discovery import CompleteCheckpoint, find_newest
-from .checkpoint.manifest_file import decode_manifest
+from .checkpoint.index import Index
 from .checkpoint.selection import Selection
 from .checkpoint.watch import watch
 from .control import current_communicator
 from .control.base import Communicator, Operation
 from .engine.resources import DEFAULT_MERGE_MEMORY_BYTES, IOEngine
 from .errors import UsageError
-from .foreign.location import Location
-from .foreign.safetensors import ForeignCheckpoint
-from .foreign.safetensors_folder import SafetensorsFolder
+from .foreign.opening import Location
 from .frameworks.per_rank import OnResize
 from .load.options import Cast, LoadOptions, Strictness
 from .load.protocol import load as run_load
@@ -448,12 +446,8 @@ class Checkpointer:
         arguments = check_arguments({"verify": verify, "storage_options": storage_options})
         url, options = url_text(path), arguments["storage_options"]
         backend = open_backend(url, **options)
-        found = Location(url, backend, options).find()
-        if isinstance(found, SafetensorsFolder):
-            return ForeignCheckpoint(found, self._engine, reopen=functools.partial(_reopen, url, options))
         return Checkpoint(
-            backend,
-            decode_manifest(found, backend.url),
+            Location(url, backend, options).index(),
             self._engine,
             verify=arguments["verify"],
             reopen=functools.partial(_reopen, url, options, verify=arguments["verify"]),
@@ -557,7 +551,7 @@ class Checkpointer:
 
     def _opened(self, found: CompleteCheckpoint, storage_options: Mapping[str, Any] | None) -> Checkpoint:
         reopen = functools.partial(_reopen, found.backend.url, dict(storage_options or {}))
-        return Checkpoint(found.backend, found.manifest, self._engine, reopen=reopen)
+        return Checkpoint(Index(found.backend, found.manifest), self._engine, reopen=reopen)
 
     def _begin(
         self,

@@ -29,11 +29,10 @@ from ..storage_backends.base import StorageBackend
 from ..tensors.geometry import Box
 from ..tensors.shards import Path
 from ..tensors.tables import BoxTable
-from .manifest_file import read_manifest
+from .index import Index
 from .selection import SimilarNames
 from .stored_tensor import StoredTensor
 from .summary import summary_html
-from .values import stored_values
 
 __all__ = ["Checkpoint", "VerifyReport"]
 
@@ -68,8 +67,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
     contains the path and the storage options.
 
     Attributes:
-        backend: Storage backend whose root is the checkpoint.
-        manifest: The decoded manifest.
+        index: What the path stores, and which system wrote it.
         reader: The reader that ``read`` uses.
 
     Example:
@@ -81,33 +79,27 @@ class Checkpoint(Mapping[str, StoredTensor]):
         True
     """
 
-    has_checksums = True
-    """Whether the manifest's checksums are those of the stored bytes."""
-
     def __init__(
         self,
-        backend: StorageBackend,
-        manifest: Manifest,
+        index: Index,
         engine: IOEngine,
         *,
         verify: bool = True,
         reopen: Callable[[], Checkpoint] | None = None,
     ) -> None:
-        """Create a handle from a decoded manifest. Use ``bcp.open`` instead.
+        """Create a handle on what an index describes. Use ``bcp.open`` instead.
 
         Args:
-            backend: Storage backend whose root is the checkpoint.
-            manifest: The checkpoint's manifest.
+            index: What the path stores.
             engine: Threads and memory for reads.
             verify: Check all bytes that are read against their checksums.
             reopen: Opens the same path in another process; picklable. Without it, the handle works in one process only.
         """
         self._reopen = reopen
-        self.backend = backend
-        self.manifest = manifest
+        self.index = index
         self._engine = engine
-        self.reader = Reader(backend, manifest, engine.io, verify=verify, bounce_pool=engine.bounce_pool)
-        self._aliases = dict(manifest.aliases)
+        self.reader = index.reader(engine, verify=verify)
+        self._aliases = dict(index.manifest.aliases)
 
     @classmethod
     def open(cls, backend: StorageBackend, engine: IOEngine, *, verify: bool = True) -> Checkpoint:
@@ -125,7 +117,17 @@ class Checkpoint(Mapping[str, StoredTensor]):
             CheckpointError: There is no checkpoint, or it cannot be read. The message states what is there instead.
             StorageError: The store failed.
         """
-        return cls(backend, read_manifest(backend), engine, verify=verify)
+        return cls(Index.read(backend), engine, verify=verify)
+
+    @property
+    def backend(self) -> StorageBackend:
+        """Storage backend whose root is the checkpoint."""
+        return self.index.backend
+
+    @property
+    def manifest(self) -> Manifest:
+        """The tables of sections, files, tensors and boxes."""
+        return self.index.manifest
 
     @property
     def stats(self) -> ReadStats:
@@ -182,7 +184,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
         Reads the plain values of all sections.
         """
-        values = stored_values(self.backend, self.manifest)
+        values = self.index.values()
         return sorted({value.name for value in values if is_left_out(value.decode())})
 
     def __contains__(self, name: object) -> bool:
@@ -254,7 +256,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
     def _entries(self, section: str, rank: int) -> dict[Path, Any]:
         """The section's values, and what describes the containers around values and tensors."""
         self._require_section(section)
-        values = stored_values(self.backend, self.manifest, section=section, ranks=(rank,))
+        values = self.index.values(section=section, ranks=(rank,))
         shared_first = sorted(values, key=lambda value: value.rank is not None)
         encoded = {value.path: value.encoded for value in shared_first}
         found = {path: decode_value(data, where=f"{section}.{path_name(path)}") for path, data in encoded.items()}
@@ -379,10 +381,10 @@ class Checkpoint(Mapping[str, StoredTensor]):
         Raises:
             StateError: Another library wrote the files, which have no checksums.
         """
-        if not self.has_checksums:
+        if not self.index.is_own:
             raise StateError(
-                f"{self.url} holds files of another library, which have no checksums to check; convert them into a "
-                f"checkpoint first: bcp import"
+                f"{self.url} holds files of another library ({self.index.system}), which have no checksums to check; "
+                f"convert them into a checkpoint first: bcp import"
             )
 
     def checked_reader(self) -> Reader:
@@ -397,7 +399,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self.require_checksums()
         self._enter_process()
         self._engine.check_usable()
-        return Reader(self.backend, self.manifest, self._engine.io, bounce_pool=self._engine.bounce_pool)
+        return self.index.reader(self._engine, verify=True)
 
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:
         """Read every byte of every file and compare it with the manifest. Uses bounded memory.
@@ -424,7 +426,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """Open the path again in a forked process, which has no threads of its parent."""
         if self._engine.pid != os.getpid():
             here = _reopened(self._reopen, self.manifest.attempt, self.url)
-            self.backend, self._engine, self.reader = here.backend, here._engine, here.reader
+            self.index, self._engine, self.reader = here.index, here._engine, here.reader
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle how to open the path again."""

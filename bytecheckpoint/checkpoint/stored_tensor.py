@@ -22,7 +22,8 @@ __all__ = ["StoredTensor"]
 class _Holder(Protocol):
     """What a ``StoredTensor`` needs of its ``Checkpoint``."""
 
-    manifest: Manifest
+    @property
+    def manifest(self) -> Manifest: ...
 
     def read(self, parts: Sequence[tuple[int, Box, torch.Tensor]]) -> None: ...
 

@@ -108,7 +108,7 @@ def import_command(
 
     Streams in bounded memory. An index must match its files exactly.
     """
-    total = SafetensorsFolder(source, storage_options=options_for(source, options)).nbytes
+    total = SafetensorsFolder.at(source, storage_options=options_for(source, options)).nbytes
     with out.progress("import", total) as progress:
         report = import_safetensors(
             source,
@@ -135,7 +135,7 @@ def _read_expected(source: str) -> Expected:
     """
     path = Path(source)
     if source.endswith(".safetensors") or path.is_dir() or "://" in source:
-        return SafetensorsFolder(source).shapes
+        return SafetensorsFolder.at(source).shapes
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -13,7 +13,6 @@ import numpy as np
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.discovery import BestMode, Listing, find_best, find_milestone, find_newest, list_checkpoints
-from ..checkpoint.values import stored_values
 from ..errors import CheckpointNotFoundError
 from .options import EXIT_CORRUPT, EXIT_NEGATIVE, command, options_for
 from .output import Output, plain, size_text
@@ -252,7 +251,7 @@ def _files(found: Checkpoint) -> list[dict[str, Any]]:
 def _values(found: Checkpoint) -> list[dict[str, Any]]:
     return [
         {"name": value.name, "section": value.section, "rank": value.rank, "value": plain(value.decode())}
-        for value in stored_values(found.backend, found.manifest)
+        for value in found.index.values()
         if not value.only_orders_keys
     ]
 

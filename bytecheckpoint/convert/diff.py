@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.values import StoredValue, stored_values
+from ..checkpoint.values import StoredValue
 from ..errors import UsageError
 from ..planners import split_box
 from ..tensors.geometry import Box
@@ -274,8 +274,8 @@ def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _value_diffs(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDiff]:
-    values_a = {value.name: value for value in stored_values(a.backend, a.manifest)}
-    values_b = {value.name: value for value in stored_values(b.backend, b.manifest)}
+    values_a = {value.name: value for value in a.index.values()}
+    values_b = {value.name: value for value in b.index.values()}
     for name in sorted(values_a.keys() | values_b.keys()):
         one, other = values_a.get(name), values_b.get(name)
         if one is not None and other is not None and one.encoded == other.encoded:

@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.manifest_file import commit
 from ..errors import NameCollisionError, UsageError
-from ..foreign.safetensors import describe_folder
+from ..foreign.huggingface import index_folder
 from ..foreign.safetensors_folder import SafetensorsFolder
 from ..format.manifest import Manifest, timestamp
 from ..frameworks.sections import check_state, split_rank_name
@@ -83,11 +83,11 @@ def import_safetensors(
     check_state({section: None})
     if step is not None and step < 0:
         raise UsageError(f"step must not be negative: {step}")
-    source = SafetensorsFolder(source_url, storage_options=source_options)
+    source = SafetensorsFolder.at(source_url, storage_options=source_options)
     target = open_backend(target_url, **dict(storage_options or {}))
     refuse_checkpoint(target, source.backend.url)
     names = _section_names(source, renaming(rename))
-    manifest = replace(describe_folder(source, section, names), step=step, created=timestamp())
+    manifest = replace(index_folder(source, section, names).manifest, step=step, created=timestamp())
     attempt = new_attempt()
     outputs = [_output(manifest, section, number, attempt) for number in range(len(manifest.files))]
     with cleanup_on_failure(lambda: remove_attempt(target, attempt)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from typing_extensions import Self
 
 from ..errors import (
     CheckpointNotFoundError,
@@ -19,8 +21,9 @@ from ..format.safetensors import HeaderRecord, SafetensorsHeader, parse_header
 from ..storage_backends import open_backend
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.metadata import BasicMeta
+from .place import Place
 
-__all__ = ["SafetensorsFolder", "meta_of", "split_url"]
+__all__ = ["SafetensorsFolder", "meta_of"]
 
 _MAX_INDEX_BYTES = 256 << 20  # refuse a larger index instead of parsing it
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
@@ -31,21 +34,19 @@ _BY_CODE["F8_E8M0"] = DTYPES["float8_e8m0fnu"]
 class SafetensorsFolder:
     """The validated headers of one safetensors file, or of all files of a folder.
 
-    ``url`` names a ``.safetensors`` file, or a folder with ``model.safetensors``, an index, or a single safetensors
+    ``place`` is a ``.safetensors`` file, or a folder with ``model.safetensors``, an index, or a single safetensors
     file.
     """
 
-    def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, place: Place) -> None:
         """Read all headers and the index.
 
         Raises ``CheckpointNotFoundError`` or ``NotACheckpointError`` if there is no model, ``FormatError`` if a file
         violates the format or disagrees with the index, and ``CorruptionError`` if a file is missing.
         """
-        folder, name = split_url(url)
-        self.url = url
-        self.backend = open_backend(folder, **dict(storage_options or {}))
-        self._index = None if name else self._read_index()
-        keys = [name] if name else self._keys()
+        self.url, self.backend = place.url, place.backend
+        self._index = None if place.name else self._read_index()
+        keys = [place.name] if place.name else self._keys(place.children)
         self.headers: dict[str, SafetensorsHeader] = {key: self._read_header(key) for key in keys}
         self._check_names()
 
@@ -78,8 +79,13 @@ class SafetensorsFolder:
             raise FormatError(f"{where} names {odd[0]!r:.200}, which is not a safetensors file in the same folder")
         return found
 
-    def _keys(self) -> list[str]:
-        names = self.backend.list_children("")
+    @classmethod
+    def at(cls, url: str, *, storage_options: Mapping[str, Any] | None = None) -> Self:
+        """Read the headers of the files at a URL. Raises as the constructor."""
+        options = dict(storage_options or {})
+        return cls(Place.of(url, open_backend(url, **options), options))
+
+    def _keys(self, names: Sequence[str]) -> list[str]:
         found = [name for name in names if name.endswith(".safetensors")]
         if self._index is not None:
             keys = sorted(set(self._index.values()))
@@ -143,11 +149,3 @@ def meta_of(record: HeaderRecord, where: str) -> BasicMeta:
             f"{where}: {record.name!r:.200} has dtype {record.dtype}, which torch does not have"
         )
     return BasicMeta(dtype, record.shape)
-
-
-def split_url(url: str) -> tuple[str, str]:
-    """Return the folder, and the name of the file in it if ``url`` names a safetensors file."""
-    if not url.endswith(".safetensors") or "::" in url:
-        return url, ""
-    folder, _, name = url.rpartition("/")
-    return folder or ("/" if url.startswith("/") else "."), name

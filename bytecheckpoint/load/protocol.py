@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..control.base import Operation
-from ..engine.reading.reader import Reader
 from ..engine.resources import IOEngine
-from ..foreign.location import Location
+from ..foreign.opening import Location
 from ..frameworks.sections import Section, check_state, resolve_sections, undone_on_failure
 from ..runtime.gc_pause import paused
 from ..telemetry.trace import Timings
@@ -103,10 +102,10 @@ def _check(call: _Load) -> list[Section]:
 
 def _open(call: _Load, sections: Sequence[Section]) -> OpenCheckpoint:
     op, location = call.op, call.location
-    source = location.decode(op.broadcast("manifest", location.read() if op.rank == 0 else None))
-    reader = SectionReader(source, call.options, rank=op.rank, world_size=op.world_size)
+    index = location.decode(op.broadcast("manifest", location.read() if op.rank == 0 else None))
+    reader = SectionReader(index, call.options, rank=op.rank, world_size=op.world_size)
     opened = {s.name: reader.open(s.name, s.adapter.per_rank_policies(s.obj)) for s in sections}
-    return OpenCheckpoint(source, reader.names, opened, reader.listed)
+    return OpenCheckpoint(index, reader.names, opened, reader.listed)
 
 
 def _describe(call: _Load, sections: Sequence[Section], checkpoint: OpenCheckpoint) -> list[Target]:
@@ -123,12 +122,11 @@ def _plan(call: _Load, checkpoint: OpenCheckpoint, targets: Sequence[Target]) ->
     op, options, manifest = call.op, call.options, checkpoint.manifest
     match = match_targets(checkpoint, targets, options)
     requests = match.requests if op.world_size > 1 else []
-    verify, backend = options.verify and checkpoint.source.has_checksums, checkpoint.source.backend
-    offer = make_offer(manifest, requests, options.share_reads, verify=verify, rank=op.rank)
-    verdict = agree(op, backend, checkpoint, options, targets, match=match, offer=offer)
+    index = checkpoint.index
+    offer = make_offer(manifest, requests, options.share_reads, verify=options.verify, rank=op.rank)
+    verdict = agree(op, index.backend, checkpoint, options, targets, match=match, offer=offer)
     accepted = match if verdict.mismatch is None else Match()
-    io, pool = call.engine.io, call.engine.bounce_pool
-    reader = Reader(backend, manifest, io, verify=verify, bounce_pool=pool, timings=call.timings)
+    reader = index.reader(call.engine, verify=options.verify, timings=call.timings)
     return _Plan(match, verdict, plan_shard_reads(reader, accepted.rows, accepted.shards, offer, verdict.shared_reads))
 
 

@@ -32,9 +32,10 @@ class ShardReads:
 
 @dataclass(frozen=True)
 class ReadCounts:
-    """Bytes of one load on this rank: from storage, from other ranks, and requested (as stored)."""
+    """Bytes of one load on this rank: from storage, of these without a check, from other ranks, and requested."""
 
     read: int
+    unchecked: int
     received: int
     requested: int
 
@@ -63,7 +64,8 @@ def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
         reader.read(alone.own)
         nbytes += alone.nbytes
         tensor.assign(buffer.to(tensor.device))
-    return ReadCounts(reader.stats.read, received, nbytes)
+    stats = reader.stats
+    return ReadCounts(stats.read, max(stats.read - stats.checked, 0), received, nbytes)
 
 
 class _Destination:

@@ -41,6 +41,9 @@ class LoadReport:
             ``divided`` (all ranks together continue where they were saved) or ``unchanged``.
         notes: Remarks of the adapters, such as tied tensors that were stored separately.
         bytes_read: Bytes that this rank read from storage.
+        bytes_unchecked: Of the bytes read, those that were not compared with a checksum: ``verify=False``, or files of
+            another system that has none. (``torch.save`` stores one for each storage; it is checked where this rank
+            reads the whole storage.)
         bytes_received: Bytes that this rank received from ranks that had read them, in the dtypes in memory.
         bytes_requested: Bytes that this rank requested, in the stored dtypes.
         timings: Seconds and bytes of each step on this rank.
@@ -62,6 +65,7 @@ class LoadReport:
     resumed: dict[str, tuple[str, str]]
     notes: list[str]
     bytes_read: int
+    bytes_unchecked: int
     bytes_received: int
     bytes_requested: int
     timings: Timings
@@ -71,10 +75,11 @@ class LoadReport:
         counts = {what: len(getattr(self, what)) for what in kinds}
         counted = [f"{count} {what.replace('_', ' ')}" for what, count in counts.items() if count]
         parts = [f"{len(self.loaded)} loaded", *counted]
+        unchecked = f" ({self.bytes_unchecked} unchecked)" if self.bytes_unchecked else ""
         received = f" and {self.bytes_received} received" if self.bytes_received else ""
         return (
             f"{self.url} (step {self.step}): {', '.join(parts)}; "
-            f"{self.bytes_read} bytes read{received} for {self.bytes_requested} requested"
+            f"{self.bytes_read} bytes read{unchecked}{received} for {self.bytes_requested} requested"
         )
 
 
@@ -106,6 +111,7 @@ def make_report(
         resumed=dict(resumed),
         notes=list(notes),
         bytes_read=counts.read,
+        bytes_unchecked=counts.unchecked,
         bytes_received=counts.received,
         bytes_requested=counts.requested,
         timings=timings,

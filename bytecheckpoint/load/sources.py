@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from ..checkpoint.values import stored_values
 from ..errors import MismatchError
 from ..frameworks.optimizer_state import MASTER, MASTERS_OF, state_name
 from ..tensors.metadata import BasicMeta
@@ -84,6 +83,5 @@ class TensorSources:
         opened = self._checkpoint.sections.get(section)
         if opened is not None and MASTERS_OF in opened.contents.values:
             return {str(opened.contents.values[MASTERS_OF])}
-        source = self._checkpoint.source
-        values = stored_values(source.backend, source.manifest, section=section)
+        values = self._checkpoint.index.values(section=section)
         return {str(value.decode()) for value in values if value.path == MASTERS_OF}

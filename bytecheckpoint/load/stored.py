@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checkpoint.values import StoredValue, stored_values
+from ..checkpoint.index import Index
+from ..checkpoint.values import StoredValue
 from ..errors import StateError
-from ..foreign.location import Source
 from ..format.manifest import Manifest
 from ..format.values import decode_value, is_left_out, path_name
 from ..frameworks.sections import split_rank_name
@@ -60,14 +60,14 @@ class OpenCheckpoint:
     patterns select among them.
     """
 
-    source: Source
+    index: Index
     names: TargetNames
     sections: Mapping[str, OpenSection]
     listed: Sequence[str] = ()
 
     @property
     def manifest(self) -> Manifest:
-        return self.source.manifest
+        return self.index.manifest
 
     def unused_renames(self) -> list[str]:
         """The keys of ``rename`` that are no name in the sections that were read."""
@@ -88,11 +88,11 @@ class _Tensors:
 class SectionReader:
     """Opens sections of one checkpoint for one rank."""
 
-    def __init__(self, source: Source, options: LoadOptions, *, rank: int, world_size: int) -> None:
-        self._source, self._options = source, options
-        self._backend, self._manifest = source.backend, source.manifest
+    def __init__(self, index: Index, options: LoadOptions, *, rank: int, world_size: int) -> None:
+        self._index, self._options = index, options
+        self._manifest = index.manifest
         self._rank, self._world_size = rank, world_size
-        self.names = TargetNames(source.manifest, options)
+        self.names = TargetNames(index.manifest, options)
         self.listed: list[str] = []
 
     def open(self, section: str, policies: Mapping[Path, str]) -> OpenSection:
@@ -114,7 +114,7 @@ class SectionReader:
             world_size=self._world_size,
         )
         tensors = self._tensors(section, choices)
-        values = list(stored_values(self._backend, self._manifest, section=section, ranks=choices.ranks))
+        values = list(self._index.values(section=section, ranks=choices.ranks))
         shared = self._shared_values(section, {value.path: value.encoded for value in values if value.rank is None})
         own = self._own_values(section, choices, values)
         aliases = self._add_aliases(section, tensors)
@@ -140,8 +140,8 @@ class SectionReader:
             return ()
         stored = ", ".join(section.name for section in self._manifest.sections)
         detail = f"no such section; the checkpoint has {stored}"
-        if not self._source.has_checksums:
-            detail = f"these files of another library hold only a model; load it as {{{stored!r}: module}}"
+        if not self._index.is_own and stored == "model":
+            detail = "these files of another library hold only a model; load it as {'model': module}"
         return (Fault("missing", section, detail),)
 
     def _tensors(self, section: str, choices: RankChoices) -> _Tensors:

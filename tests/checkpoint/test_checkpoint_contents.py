@@ -191,6 +191,6 @@ def test_pickles(tmp_path: Path, kind: str) -> None:
 def test_a_handle_without_a_path_stays_in_its_process(tmp_path: Path) -> None:
     bcp.save(tmp_path, training(1.0))
     found = bcp.open(tmp_path)
-    internal = bcp.Checkpoint(found.backend, found.manifest, found._engine)
+    internal = bcp.Checkpoint(found.index, found._engine)
     with pytest.raises(UsageError, match="cannot be pickled"):
         pickle.dumps(internal)

@@ -167,7 +167,7 @@ OPEN: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         BROKEN,
         "is not inside tensor 'model.coarse' of shape (2, 2)",
     ),
-    "file of another section": (_payload(_number("shards", "file", 0, 2)), BROKEN, "not a tensor file of its section"),
+    "file of another section": (_payload(_number("shards", "file", 0, 2)), BROKEN, "not a tensor file"),
     "offset moved": (_payload(_number("shards", "offset", 0, 1 << 40)), BROKEN, "outside its 396 bytes of data"),
     "rank beyond the world": (_payload(_number("files", "rank", 0, 7)), BROKEN, "rank of file"),
     "tie to nothing": (_payload(_text("aliases", "target", b"model.up", b"model.uq")), BROKEN, "alias"),

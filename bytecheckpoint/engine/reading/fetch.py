@@ -18,6 +18,7 @@ from ...storage_backends.base import ObjectReader
 from ...telemetry.trace import Timings
 from .bounce import BounceBuffer, BouncePool
 from .chunk_check import ChunkCheck, Fault
+from .crc_check import CrcCheck
 from .read_plan import ReadPlan
 from .stored_files import OpenFiles, StoredFiles
 
@@ -41,8 +42,10 @@ class Fetcher:
         checked: bool,
         on_read: Callable[[int], None],
         timings: Timings,
+        crc_check: CrcCheck | None = None,
     ) -> None:
         self.source, self.plan, self.bounce_pool, self.checked = source, plan, bounce_pool, checked
+        self.crc_check = crc_check
         self.timings = timings
         self._files, self._on_read = files, on_read
 
@@ -85,6 +88,7 @@ class _FileReads:
         self._source, self._plan, self._timings = fetcher.source, fetcher.plan, fetcher.timings
         self._bounce_pool, self._stack = fetcher.bounce_pool, stack
         self._file, self._opened, self._page, self._check = file, opened, page, check
+        self._crc_check = fetcher.crc_check
         self._buffer: BounceBuffer | None = None
         self._verify_s = 0.0  # since the last read
         self._copied = 0  # bytes since the last read
@@ -130,7 +134,7 @@ class _FileReads:
         """
         verify_s, copied = self._verify_s, self._copied
         self._verify_s, self._copied = 0.0, 0
-        if self._check is not None:
+        if verify_s:
             self._timings.record_work("verify", begin, verify_s, nbytes)
         if copied:
             self._timings.record_work("copy", begin + verify_s, perf_counter() - begin - verify_s, copied)
@@ -200,9 +204,14 @@ class _FileReads:
 
     def _verify(self, block: int, begin: int, data: memoryview) -> None:
         check, plan = self._check, self._plan
-        if check is None:
+        if check is None and self._crc_check is None:
             return
         begun = perf_counter()
+        if self._crc_check is not None:
+            self._crc_check.feed(self._file, begin, data)
+        if check is None:
+            self._verify_s += perf_counter() - begun
+            return
         length = len(data)
         if length > check.chunk_size or length != plan.end[block] - plan.begin[block]:
             check.feed(plan.row[block], plan.shard[block], begin, data)

@@ -21,6 +21,7 @@ from ...storage_backends.base import StorageBackend
 from ...telemetry.trace import Timings
 from .bounce import BouncePool
 from .chunk_check import ChunkCheck
+from .crc_check import CrcCheck, CrcTable
 from .fetch import Fetcher
 from .placement import ReadPart
 from .read_plan import ReadPlan, plan_reads
@@ -42,23 +43,29 @@ _SHARD_PIECE_BYTES = 8 << 20
 
 @dataclass
 class ReadStats:
-    """Bytes fetched from storage and bytes requested; their ratio is the read amplification. Thread-safe."""
+    """Bytes fetched from storage, of these the checked ones, and bytes requested. Thread-safe.
+
+    ``read / requested`` is the read amplification.
+    """
 
     read: int = 0
+    checked: int = 0
     requested: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, read: int = 0, requested: int = 0) -> None:
+    def add(self, read: int = 0, requested: int = 0, checked: int = 0) -> None:
         """Count bytes."""
         with self._lock:
             self.read += read
             self.requested += requested
+            self.checked += checked
 
 
 class Reader:
-    """Reads parts of the shards of one manifest. Thread-safe; ``verify=False`` skips the checksums.
+    """Reads parts of the shards of one manifest. Thread-safe; ``verify=False`` skips the manifest's checksums.
 
-    Bytes that are not read straight into their tensors pass through ``bounce_pool``; by default the reader has its own.
+    ``crcs`` are checked wherever one call reads a whole range of them. Bytes that are not read straight into their
+    tensors pass through ``bounce_pool``; by default the reader has its own.
     """
 
     def __init__(
@@ -70,6 +77,7 @@ class Reader:
         verify: bool = True,
         bounce_pool: BouncePool | None = None,
         timings: Timings | None = None,
+        crcs: CrcTable | None = None,
     ) -> None:
         self.backend = backend
         self.manifest = manifest
@@ -77,6 +85,8 @@ class Reader:
         self.stats = ReadStats()
         self.bounce_pool = BouncePool() if bounce_pool is None else bounce_pool
         self.source = StoredFiles(backend, manifest)
+        self.crcs = crcs
+        self.shard_crcs = self._crc_check()
         self.timings = timings or Timings("read", url=backend.url)
         self._executor = executor
         self._heads_checked: set[int] = set()
@@ -92,7 +102,8 @@ class Reader:
         groups = plan.groups(_EXTENTS_PER_TASK * plan.size)
         files = OpenFiles(self.source, Counter(plan.file[plan.starts[group[0]]] for group in groups))
 
-        fetcher = self.fetcher(plan, files, checked=self.verify)
+        crc_check = self._crc_check()
+        fetcher = self.fetcher(plan, files, checked=self.verify, crc_check=crc_check)
 
         # A closure over the queue would form a reference cycle, and the tensors would outlive this call.
         def task(index: int, queue: TaskQueue) -> None:
@@ -104,6 +115,7 @@ class Reader:
         with closing(files):
             TaskQueue(self._executor, len(heads) + len(groups), task).run(_CACHED_THREADS)
         self.stats.add(requested=plan.requested)
+        self._finish(crc_check)
 
     @property
     def read_size(self) -> int:
@@ -111,10 +123,28 @@ class Reader:
         return min(self.backend.read_size, self.bounce_pool.limit // 8)
 
     def shard(self, row: int) -> StoredShard:
-        """Return one stored shard, to fetch its bytes unchanged."""
+        """Return one stored shard, to fetch its bytes unchanged. Call ``finish_shards`` after the last fetch."""
         return StoredShard(self, row)
 
-    def fetcher(self, plan: ReadPlan, files: OpenFiles, *, checked: bool) -> Fetcher:
+    def finish_shards(self) -> None:
+        """Compare the CRC-32s of the ranges that ``StoredShard.fetch`` has read completely.
+
+        Raises ``CorruptionError``.
+        """
+        self._finish(self.shard_crcs)
+
+    def _crc_check(self) -> CrcCheck | None:
+        return None if self.crcs is None else CrcCheck(self.source, self.crcs)
+
+    def _finish(self, check: CrcCheck | None) -> None:
+        if check is not None:
+            self.stats.add(checked=check.finish())
+
+    def count_read(self, nbytes: int) -> None:
+        """Count bytes that were read, and checked if this reader uses the manifest's checksums."""
+        self.stats.add(read=nbytes, checked=nbytes if self.verify else 0)
+
+    def fetcher(self, plan: ReadPlan, files: OpenFiles, *, checked: bool, crc_check: CrcCheck | None = None) -> Fetcher:
         """Return what fetches the extents of ``plan`` from ``files``, and counts the bytes."""
         return Fetcher(
             self.source,
@@ -122,7 +152,8 @@ class Reader:
             files,
             self.bounce_pool,
             checked=checked,
-            on_read=lambda nbytes: self.stats.add(read=nbytes),
+            crc_check=crc_check,
+            on_read=self.count_read,
             timings=self.timings,
         )
 
@@ -132,7 +163,7 @@ class Reader:
 
     def _check_head(self, file: int) -> None:
         read_stored_file(self.backend, self.manifest, file, head_only=True)
-        self.stats.add(read=int(self.manifest.files.head_length[file]))
+        self.count_read(int(self.manifest.files.head_length[file]))
         self._heads_checked.add(file)
 
 
@@ -162,7 +193,9 @@ class StoredShard:
         except StorageError as error:
             end = begin + len(buffer)
             raise reader.source.read_error(self._file, self._row, begin, end, error) from error
-        reader.stats.add(read=len(buffer))
+        reader.count_read(len(buffer))
+        if reader.shard_crcs is not None:
+            reader.shard_crcs.feed(self._file, begin, buffer)
         if reader.verify:
             ChunkCheck(reader.source, self._file, _raise).feed(self._row, self._begin, begin, buffer)
 

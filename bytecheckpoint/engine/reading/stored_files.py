@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy as np
 import xxhash
 
 from ...errors import CorruptionError, KeyNotFoundError, StorageError
@@ -73,6 +74,16 @@ class StoredFiles:
             f"{self.backend.url}/{self.manifest.files.name[file]}: checksum mismatch in {self._where(row)}, bytes "
             f"[{begin}, {end}): the stored bytes changed after they were written; restore the file or load an earlier "
             f"checkpoint"
+        )
+
+    def crc_mismatch(self, file: int, begin: int, end: int) -> CorruptionError:
+        """Return the error for bytes of a file whose CRC-32 differs from the one that is stored with them."""
+        start = self.manifest.files.head_length[file] + self.manifest.shard_offset
+        inside = (self.manifest.shard_file == file) & (start >= begin) & (start < end)
+        where = ", ".join(map(self._where, np.flatnonzero(inside).tolist()[:3]))
+        return CorruptionError(
+            f"{self.backend.url}/{self.manifest.files.name[file]}: CRC-32 mismatch in {where}, bytes [{begin}, {end}): "
+            f"the stored bytes changed after they were written; restore the file or load an earlier checkpoint"
         )
 
     def present_size(self, file: int) -> int:

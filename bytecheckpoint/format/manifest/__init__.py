@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, START, decode, encode
 from .document import COMPANION, FileTable, Manifest, SectionInfo, UInt64, timestamp
-from .validation import validate
-from .version1 import pack_metadata
+from .validation import validate, validate_foreign
+from .version1 import ManifestV1, pack_metadata
 
 __all__ = [
     "COMPANION",
@@ -19,6 +19,7 @@ __all__ = [
     "START",
     "FileTable",
     "Manifest",
+    "ManifestV1",
     "SectionInfo",
     "UInt64",
     "decode",
@@ -26,4 +27,5 @@ __all__ = [
     "pack_metadata",
     "timestamp",
     "validate",
+    "validate_foreign",
 ]

@@ -18,7 +18,7 @@ from ...tensors.tables import Int64, ragged_positions
 from .document import FILE_KINDS, Manifest
 from .tiling import check_tilings, reject, tensor_of_shard
 
-__all__ = ["MAX_NDIM", "validate"]
+__all__ = ["MAX_NDIM", "validate", "validate_foreign"]
 
 MAX_NDIM = 64
 MAX_HEADER_LENGTH = 100_000_008  # bytes: the longest safetensors header that readers accept, and the 8 bytes before it
@@ -40,6 +40,28 @@ def validate(manifest: Manifest) -> None:
     _check_boxes(manifest)
     check_tilings(manifest)
     _check_ranges(manifest)
+    _check_checksums(manifest)
+    _check_aliases(manifest)
+
+
+def validate_foreign(manifest: Manifest) -> None:
+    """Check tables that describe another system's files.
+
+    They have no attempt and no checksums, and files may hold several sections and other bytes between shards. Raises
+    ``FormatError`` for a shard or a tensor that is out of bounds, or a name that leaves the folder.
+    """
+    _check_sections(manifest)
+    files = manifest.files
+    for name in files.name:
+        if not name or "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in name.split("/")):
+            reject(f"file name {name!r:.200} is not a plain name inside the folder")
+    _check_column("size of file", files.size, 0, _MAX_BYTES, files.name)
+    _check_column("chunk size of file", files.chunk_size, 1, _MAX_BYTES, files.name)
+    _check_column("head of file", files.head_length, 0, _MAX_BYTES, files.name)
+    _check_tensors(manifest)
+    _check_boxes(manifest)
+    check_tilings(manifest)
+    _check_bounds(manifest)
     _check_checksums(manifest)
     _check_aliases(manifest)
 
@@ -174,21 +196,35 @@ def _check_boxes(manifest: Manifest) -> None:
         )
 
 
-def _check_ranges(manifest: Manifest) -> None:
-    """Check that the shards of each file lie back to back and fill its data area."""
+def _check_bounds(manifest: Manifest) -> Int64:
+    """Check that every shard lies in the data area of a tensor file; return the sizes of these areas."""
     files, file, offset = manifest.files, manifest.shard_file, manifest.shard_offset
     nbytes = manifest.shard_nbytes
     if len(file) and (int(file.min()) < 0 or int(file.max()) >= len(files)):
         reject("a shard refers to a file that does not exist")
     room = files.size - files.head_length
     bad = (offset < 0) | (nbytes > room[file]) | (offset > room[file] - nbytes)
-    bad |= files.section[file] != manifest.tensors.section[manifest.shards.tensor]
     bad |= np.array([kind != "tensors" for kind in files.kind], bool)[file]
     if bad.any():
         row = int(np.argmax(bad))
         reject(
             f"a shard of tensor {tensor_of_shard(manifest, row)} has {nbytes[row]} bytes at {offset[row]} of "
-            f"{files.name[file[row]]}: outside its {room[file[row]]} bytes of data, or not a tensor file of its section"
+            f"{files.name[file[row]]}: outside its {room[file[row]]} bytes of data, or not a tensor file"
+        )
+    return room
+
+
+def _check_ranges(manifest: Manifest) -> None:
+    """Check that the shards of each file belong to its section, lie back to back and fill its data area."""
+    room = _check_bounds(manifest)
+    files, file, offset = manifest.files, manifest.shard_file, manifest.shard_offset
+    nbytes = manifest.shard_nbytes
+    bad = files.section[file] != manifest.tensors.section[manifest.shards.tensor]
+    if bad.any():
+        row = int(np.argmax(bad))
+        reject(
+            f"a shard of tensor {tensor_of_shard(manifest, row)} is in "
+            f"{files.name[file[row]]}: not a tensor file of its section"
         )
     rows = np.flatnonzero(nbytes)
     top = int(room.max(initial=0)) + 1

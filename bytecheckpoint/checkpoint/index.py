@@ -1,0 +1,110 @@
+"""What a path stores, whichever system wrote it: tensors as boxes with byte ranges, plain values, and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+import zstandard
+
+from ..engine.reading.crc_check import CrcTable
+from ..engine.reading.reader import Reader
+from ..engine.resources import IOEngine
+from ..format.manifest import Manifest, ManifestV1, validate_foreign
+from ..format.values import decode_path, encode_path
+from ..storage_backends.base import StorageBackend
+from ..telemetry.trace import Timings
+from .manifest_file import read_manifest
+from .values import StoredValue, stored_values
+
+__all__ = ["OWN_SYSTEM", "Index", "decode_index", "encode_index", "is_encoded_index"]
+
+OWN_SYSTEM = "bytecheckpoint"
+
+_START = b"index of foreign files\n"  # no manifest begins like this
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """The contents of one path.
+
+    Attributes:
+        backend: Storage backend whose root holds the files.
+        manifest: The tables. Those of another system's files have no checksums, no attempt and no values files.
+        system: What wrote the files.
+        foreign_values: The plain values of another system's checkpoint, which the index holds itself.
+        crcs: The CRC-32s of ranges of another system's files.
+    """
+
+    backend: StorageBackend
+    manifest: Manifest
+    system: str = OWN_SYSTEM
+    foreign_values: tuple[StoredValue, ...] = ()
+    crcs: CrcTable | None = None
+
+    @classmethod
+    def read(cls, backend: StorageBackend) -> Index:
+        """Read the index of a checkpoint of this library. Raises as ``read_manifest``."""
+        return cls(backend, read_manifest(backend))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this library wrote the files, with checksums for every byte."""
+        return self.system == OWN_SYSTEM
+
+    def values(self, *, section: str | None = None, ranks: Collection[int] | None = None) -> Iterator[StoredValue]:
+        """Yield all plain values, or those of one section.
+
+        Of the values that single ranks own, only those of ``ranks`` if that is given. Raises as ``stored_values``.
+        """
+        if self.is_own:
+            yield from stored_values(self.backend, self.manifest, section=section, ranks=ranks)
+        for value in self.foreign_values:
+            is_owned_here = value.rank is None or ranks is None or value.rank in ranks
+            if section in (None, value.section) and is_owned_here:
+                yield value
+
+    def reader(self, engine: IOEngine, *, verify: bool, timings: Timings | None = None) -> Reader:
+        """Return a reader of the tensors that checks what can be checked, or with ``verify=False`` nothing."""
+        return Reader(
+            self.backend,
+            self.manifest,
+            engine.io,
+            verify=verify and self.is_own,
+            bounce_pool=engine.bounce_pool,
+            timings=timings,
+            crcs=self.crcs if verify else None,
+        )
+
+
+def encode_index(index: Index) -> bytes:
+    """Return the index of another system's files as bytes, for ``decode_index`` on the other ranks of one job."""
+    values = [[one.section, encode_path(one.path), one.rank, one.encoded] for one in index.foreign_values]
+    crcs = None
+    if index.crcs is not None:
+        crcs = [column.tobytes() for column in (index.crcs.file, index.crcs.begin, index.crcs.end, index.crcs.crc)]
+    packed: bytes = msgpack.packb([index.system, ManifestV1.pack(index.manifest), values, crcs])
+    return _START + zstandard.ZstdCompressor(level=1).compress(packed)
+
+
+def is_encoded_index(data: bytes) -> bool:
+    """Whether ``encode_index`` made these bytes."""
+    return data.startswith(_START)
+
+
+def decode_index(data: bytes, backend: StorageBackend) -> Index:
+    """Return the index that ``encode_index`` has encoded on another rank, validated. Raises ``FormatError``."""
+    packed: list[Any] = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(data[len(_START) :]))
+    system, tables, values, crcs = packed
+    manifest = ManifestV1.unpack(tables)
+    validate_foreign(manifest)
+    return Index(
+        backend,
+        manifest,
+        system,
+        tuple(StoredValue(section, decode_path(path), rank, encoded) for section, path, rank, encoded in values),
+        None if crcs is None else CrcTable(*(np.frombuffer(column, np.int64) for column in crcs)),
+    )

@@ -1,0 +1,260 @@
+"""Build the index of another system's checkpoint from boxes, byte ranges and plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from ..checkpoint.index import Index
+from ..checkpoint.values import StoredValue
+from ..engine.checksums import chunk_size_for
+from ..engine.reading.crc_check import CrcTable
+from ..errors import BytecheckpointError, NameCollisionError, UnsupportedTensorError
+from ..format.manifest import FileTable, Manifest, ManifestV1, SectionInfo, validate_foreign
+from ..format.values import encode_value, path_name
+from ..frameworks.base import Context
+from ..frameworks.tree_capture import ROOT_TENSOR, Capture
+from ..storage_backends.base import StorageBackend
+from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import Path, torch_dtype
+from ..tensors.tables import BoxTable, TensorTable
+
+__all__ = ["IndexBuilder", "Piece", "StoredLeaf", "contiguous_boxes"]
+
+_MAX_RUNS = 1 << 20  # of one tensor that is not contiguous in its file
+
+
+class Piece(NamedTuple):
+    """One box of a tensor in a file.
+
+    ``offset`` counts bytes from the beginning of file ``file`` (a number that ``add_file`` returned). ``strides`` are
+    those of the box's elements in the file, counted in elements; None if they are in row-major order.
+    """
+
+    box: Box
+    file: int
+    offset: int
+    strides: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StoredLeaf:
+    """A tensor in a tree: dtype and shape, and the pieces that tile it."""
+
+    meta: BasicMeta
+    pieces: Sequence[Piece]
+
+    @classmethod
+    def whole(cls, meta: BasicMeta, file: int, offset: int, strides: Sequence[int] | None = None) -> StoredLeaf:
+        """A tensor that is in one place."""
+        return cls(meta, (Piece(Box.whole(meta.shape), file, offset, strides),))
+
+
+@dataclass(eq=False)
+class IndexBuilder:
+    """Collects what a reader finds. Names and boxes are checked by ``build``.
+
+    Attributes:
+        backend: Storage backend whose root holds the files.
+        system: What wrote the files, for messages.
+    """
+
+    backend: StorageBackend
+    system: str
+    _files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _tensors: dict[tuple[str, str], BasicMeta] = field(default_factory=dict)
+    _pieces: dict[tuple[str, str], list[Piece]] = field(default_factory=dict)
+    _values: list[StoredValue] = field(default_factory=list)
+    _aliases: list[tuple[str, str]] = field(default_factory=list)
+    _crcs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    _kinds: dict[str, str] = field(default_factory=dict)
+
+    def add_file(self, key: str, size: int) -> int:
+        """Return the number of a file of ``size`` bytes."""
+        return self._files.setdefault(key, (len(self._files), size))[0]
+
+    def add_section(self, section: str, kind: str) -> None:
+        """Add a section, which may stay empty. ``kind`` is "module", "optimizer" or "tree", as of this library's."""
+        self._kinds[section] = kind
+
+    def add_tensor(self, section: str, fqn: str, leaf: StoredLeaf) -> None:
+        """Add a tensor, or more pieces of one. Raises ``NameCollisionError`` if it has other metadata there."""
+        self._kinds.setdefault(section, "module")
+        known = self._tensors.setdefault((section, fqn), leaf.meta)
+        if known != leaf.meta:
+            raise NameCollisionError(f"{self.backend.url}: {section}.{fqn} is both {known} and {leaf.meta}")
+        self._pieces.setdefault((section, fqn), []).extend(leaf.pieces)
+
+    def add_value(self, section: str, path: Path, value: object, rank: int | None = None) -> None:
+        """Add a plain value of all ranks, or of one. Raises ``UnserializableError``."""
+        self._kinds.setdefault(section, "tree")
+        encoded = encode_value(value, f"{section}.{path_name(path)}")
+        self._values.append(StoredValue(section, path, rank, encoded))
+
+    def add_alias(self, section: str, alias: str, fqn: str) -> None:
+        """Add a tied name of a tensor."""
+        self._aliases.append((f"{section}.{alias}", f"{section}.{fqn}"))
+
+    def add_tree(self, section: str, tree: Any) -> None:
+        """Add a nested dict, list or tuple of plain values and ``StoredLeaf``s, as a save of such a tree stores it.
+
+        One ``StoredLeaf`` at several places is a tied tensor. Raises ``UnserializableError`` and
+        ``NameCollisionError``.
+        """
+        self._kinds.setdefault(section, "tree")
+        capture = _TreeCapture(self, section)
+        capture.visit(capture.with_tensors(tree))
+        for path, value in capture.finish().values.items():
+            self.add_value(section, path, value)
+
+    def add_crc(self, file: int, begin: int, end: int, crc: int) -> None:
+        """Add the CRC-32 of bytes ``[begin, end)`` of a file."""
+        self._crcs.append((file, begin, end, crc))
+
+    def build(
+        self,
+        *,
+        step: int | None = None,
+        created: str = "",
+        world_size: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Index:
+        """Return the validated index.
+
+        Raises ``FormatError`` if a tensor's pieces do not tile it or lie outside their files, and
+        ``UnsupportedTensorError`` for a tensor whose elements are too scattered.
+        """
+        try:
+            manifest = self._manifest(step, created, world_size, dict(metadata or {}))
+            validate_foreign(manifest)
+        except BytecheckpointError as error:
+            raise type(error)(f"{self.backend.url} ({self.system}): {error}") from error
+        # Names the contents: a handle that is opened again in another process must find the same ones.
+        manifest.attempt = xxhash.xxh3_128_hexdigest(ManifestV1.pack(manifest))
+        crcs = CrcTable.build(self._crcs) if self._crcs else None
+        return Index(self.backend, manifest, self.system, tuple(self._values), crcs)
+
+    def _manifest(self, step: int | None, created: str, world_size: int, metadata: dict[str, Any]) -> Manifest:
+        names = list(self._tensors)
+        runs = [(row, run) for row, name in enumerate(names) for run in self._runs(name)]
+        sizes = np.array([size for _, size in self._files.values()], np.int64)
+        zeros = np.zeros(len(sizes), np.int64)
+        tensors = TensorTable.build([(section, fqn, meta) for (section, fqn), meta in self._tensors.items()])
+        shards = BoxTable.build([(row, run.box) for row, run in runs])
+        nbytes = shards.nbytes(tensors)
+        chunk_size = chunk_size_for(int(nbytes.sum()))
+        return Manifest.assemble(
+            library_version="",
+            step=step,
+            created=created,
+            world_size=world_size,
+            attempt="",
+            metadata=metadata,
+            sections=[SectionInfo(name, kind) for name, kind in self._kinds.items()],
+            files=FileTable(
+                name=list(self._files),
+                size=sizes,
+                section=zeros,
+                rank=zeros,
+                kind=["tensors"] * len(sizes),
+                head_length=zeros,
+                head_checksum=zeros.astype(np.uint64),
+                chunk_size=zeros + chunk_size,
+                codec=["raw"] * len(sizes),
+            ),
+            tensors=tensors,
+            scope=np.full(len(names), -1, np.int64),
+            shards=shards,
+            shard_file=np.array([run.file for _, run in runs], np.int64),
+            shard_offset=np.array([run.offset for _, run in runs], np.int64),
+            checksums=np.zeros(int((-(-nbytes // chunk_size)).sum()), np.uint64),
+            aliases=self._aliases,
+        )
+
+    def _runs(self, name: tuple[str, str]) -> Iterator[Piece]:
+        """The pieces of a tensor, each contiguous in its file."""
+        itemsize = self._tensors[name].dtype.itemsize
+        for piece in self._pieces[name]:
+            if piece.strides is None:
+                yield piece
+                continue
+            try:
+                for box, start in contiguous_boxes(piece.box.lengths, piece.strides):
+                    moved = Box(tuple(a + b for a, b in zip(piece.box.offsets, box.offsets)), box.lengths)
+                    yield Piece(moved, piece.file, piece.offset + start * itemsize)
+            except UnsupportedTensorError as error:
+                raise UnsupportedTensorError(f"{'.'.join(name)}: {error}") from error
+
+
+class _TreeCapture(Capture):
+    """Names the tensors and values of a tree as a save does. Meta tensors stand for the stored ones."""
+
+    def __init__(self, builder: IndexBuilder, section: str) -> None:
+        super().__init__(Context(section, {}))
+        self._builder, self._section = builder, section
+        self._stand_ins: dict[int, torch.Tensor] = {}  # by the identity of the leaf
+        self._leaves: dict[int, StoredLeaf] = {}  # by the identity of the stand-in
+        self._names: dict[int, str] = {}
+
+    def with_tensors(self, node: Any) -> Any:
+        """Return the tree with a meta tensor for each ``StoredLeaf``."""
+        if isinstance(node, StoredLeaf):
+            stand_in = self._stand_ins.get(id(node))
+            if stand_in is None:
+                stand_in = torch.empty(node.meta.shape, dtype=torch_dtype(node.meta), device="meta")
+                self._stand_ins[id(node)], self._leaves[id(stand_in)] = stand_in, node
+            return stand_in
+        if isinstance(node, dict):
+            return type(node)((key, self.with_tensors(child)) for key, child in node.items())
+        if type(node) in (list, tuple):
+            return type(node)(self.with_tensors(child) for child in node)
+        return node
+
+    def _tensor(self, tensor: torch.Tensor, path: Path, *, own: bool) -> None:
+        fqn = path_name(path or ROOT_TENSOR)
+        if fqn in self.paths:
+            raise NameCollisionError(
+                f"{self._where(path)}: the paths {self.paths[fqn]!r} and {path!r} both yield the tensor name {fqn!r}"
+            )
+        self.paths[fqn] = path
+        first = self._names.setdefault(id(tensor), fqn)
+        if first == fqn:
+            self._builder.add_tensor(self._section, fqn, self._leaves[id(tensor)])
+        else:
+            self._builder.add_alias(self._section, fqn, first)
+
+
+def contiguous_boxes(lengths: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[Box, int]]:
+    """Yield boxes that tile a strided box and are contiguous in row-major order, with their first element's position.
+
+    Lengths and strides count elements. Raises ``UnsupportedTensorError`` if there would be too many boxes.
+    """
+    if 0 in lengths:
+        yield Box.whole(tuple(lengths)), 0
+        return
+    ndim = len(lengths)
+    first, run = ndim, 1  # dimensions [first, ndim) are contiguous
+    while first and (lengths[first - 1] == 1 or strides[first - 1] == run):
+        first -= 1
+        run *= lengths[first]
+    inner = set(range(first, ndim))
+    for d in range(first):
+        if strides[d] == 1 and lengths[d] > run:
+            inner, run = {d}, lengths[d]
+    outer = [range(1) if d in inner else range(length) for d, length in enumerate(lengths)]
+    if math.prod(map(len, outer)) > _MAX_RUNS:
+        raise UnsupportedTensorError(
+            f"its elements are scattered in the file (shape {list(lengths)}, strides {list(strides)}); "
+            f"call .contiguous() before saving"
+        )
+    box_lengths = tuple(length if d in inner else 1 for d, length in enumerate(lengths))
+    for offsets in product(*outer):
+        yield Box(offsets, box_lengths), sum(offset * stride for offset, stride in zip(offsets, strides))
