@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import PlanError
+from ..tensors.derived import is_derived
 from ..tensors.geometry import Box, decompose_strided, row_major_strides
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import IrregularShard, Shard, basic_meta
@@ -47,6 +48,10 @@ class ParamPart(NamedTuple):
         memory = flat.narrow(0, self.start, extent)  # raises where as_strided would leave ``flat`` unnoticed
         steps = [step * flat.stride(0) for step in self.strides]
         return memory.as_strided(lengths, steps, memory.storage_offset())
+
+    def view_in(self, local: torch.Tensor) -> torch.Tensor:
+        """The part's elements in a contiguous local tensor."""
+        return self.view(local.view(-1))
 
     def narrowed(self, start: int, length: int) -> Iterator[ParamPart]:
         """What ``length`` elements of the local memory from ``start`` on hold of this part, relative to ``start``."""
@@ -119,6 +124,8 @@ class ParamLayout(NamedTuple):
         """Metadata of every name, and views of ``tensor`` (of ``local_shape``), under new names. Never copies."""
         if len(self.parts) == 1 and self.parts[0].strides is None and self.parts[0].box.lengths == tuple(tensor.shape):
             views = [tensor]
+        elif is_derived(tensor):
+            views = [tensor.part(part.box.lengths, part.view_in) for part in self.parts]
         else:
             flat = tensor.view(-1)
             views = [part.view(flat) for part in self.parts]

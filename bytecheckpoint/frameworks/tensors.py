@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import UnsupportedTensorError
+from ..tensors.derived import is_derived
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import IrregularShard, Shard, whole_tensor
@@ -70,7 +71,12 @@ def whole_shard(fqn: str, tensor: torch.Tensor) -> tuple[BasicMeta, list[Shard]]
 
 
 def dense_view(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a plain detached ``torch.Tensor`` on the same memory. Raises ``UnsupportedTensorError``."""
+    """The tensor as a plain detached ``torch.Tensor`` on the same memory, or a derived tensor itself.
+
+    Raises ``UnsupportedTensorError``.
+    """
+    if is_derived(tensor):
+        return tensor
     if type(tensor) in _PLAIN and not _is_odd(tensor):
         return tensor.detach()
     if hasattr(tensor, _ZERO3):

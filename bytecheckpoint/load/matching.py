@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+import torch
 
 from ..checkpoint.selection import SimilarNames
 from ..errors import MismatchError
@@ -166,7 +169,11 @@ class _SectionMatching:
             if length > 0:
                 lengths = (*shard.box.lengths[:dim], length, *shard.box.lengths[dim + 1 :])
                 box = Box(shard.box.offsets, lengths)
-                kept.append(Shard(shard.fqn, stored, box, shard.tensor.narrow(dim, 0, length)))
+                cut = partial(torch.narrow, dim=dim, start=0, length=length)
+                tensor = shard.tensor
+                kept.append(
+                    Shard(shard.fqn, stored, box, tensor.part(lengths, cut) if is_derived(tensor) else cut(tensor))
+                )
         return kept
 
     def _fits(self, full: str, fqn: str, stored: BasicMeta, requested: BasicMeta) -> bool:

@@ -23,11 +23,11 @@ __all__ = ["ReadCounts", "ShardReads", "plan_shard_reads", "read_shards"]
 
 @dataclass(frozen=True)
 class ShardReads:
-    """The reads of this rank, the destinations that they fill, and derived shards, which are filled one by one."""
+    """The reads of this rank, the destinations that they fill, and derived tensors, which are filled one by one."""
 
     planned: PlannedReads
     destinations: Sequence[_Destination]
-    derived: Sequence[tuple[int, Box, DerivedTensor]]
+    derived: Sequence[Sequence[tuple[int, Box, DerivedTensor]]]  # the parts of each
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,13 @@ def plan_shard_reads(
 ) -> ShardReads:
     """Plan to fill ``shards`` from the manifest's tensors ``rows``. Raises ``StateError`` for a meta shard."""
     direct = [(row, shard) for row, shard in zip(rows, shards) if not is_derived(shard.tensor)]
-    derived = [(row, shard.box, shard.tensor) for row, shard in zip(rows, shards) if is_derived(shard.tensor)]
+    derived: dict[int, list[tuple[int, Box, DerivedTensor]]] = {}
+    for row, shard in zip(rows, shards):
+        if is_derived(shard.tensor):
+            derived.setdefault(id(shard.tensor.whole), []).append((row, shard.box, shard.tensor))
     destinations = [_Destination(shard) for _, shard in direct]
     parts = [Part(row, shard.box, place.memory) for (row, shard), place in zip(direct, destinations)]
-    return ShardReads(plan_reads(reader, parts, offer, answer), destinations, derived)
+    return ShardReads(plan_reads(reader, parts, offer, answer), destinations, list(derived.values()))
 
 
 def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
@@ -58,14 +61,24 @@ def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
         destination.settle()
     reader = reads.planned.reader
     nbytes = reads.planned.nbytes
-    for row, box, tensor in reads.derived:
-        buffer = torch.empty(box.lengths, dtype=tensor.dtype)
-        alone = plan_reads(reader, [Part(row, box, buffer)])
+    for parts in reads.derived:
+        whole = parts[0][2].whole
+        buffer = _buffer(whole, sum(tensor.numel() for *_, tensor in parts))
+        alone = plan_reads(reader, [Part(row, box, tensor.view_of(buffer)) for row, box, tensor in parts])
         reader.read(alone.own)
         nbytes += alone.nbytes
-        tensor.assign(buffer.to(tensor.device))
+        whole.assign(buffer)
     stats = reader.stats
     return ReadCounts(stats.read, max(stats.read - stats.checked, 0), received, nbytes)
+
+
+def _buffer(whole: DerivedTensor, requested: int) -> torch.Tensor:
+    """Memory for all of a derived tensor. Where not all elements are requested, the others keep their values."""
+    if requested == whole.numel():
+        return torch.empty(whole.shape, dtype=whole.dtype)
+    values = whole.compute().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    whole.release(whole.nbytes)
+    return values
 
 
 class _Destination:

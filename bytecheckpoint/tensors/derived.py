@@ -18,6 +18,7 @@ _DESCRIPTIONS = frozenset(
     for name in (
         *("device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_quantized", "itemsize", "layout", "nbytes", "ndim"),
         *(
+            "is_nested",
             "requires_grad",
             "shape",
             "dim",
@@ -40,11 +41,16 @@ class DerivedTensor(torch.Tensor):
     An example is optimizer state that is kept scaled or in eight bits: what a checkpoint stores is computed from it. A
     save calls ``read`` for one tensor at a time when it copies it, and a load reads the stored bytes of one tensor at a
     time into a buffer and calls ``write``, so that memory for few of them exists at once. Nothing else can be done with
-    an instance except asking for its shape, dtype and device.
+    an instance except asking for its shape, dtype and device, and describing parts of it as other instances.
+
+    Attributes:
+        whole: The tensor of which this one is a part, or this one itself. Only a whole can be assigned.
     """
 
+    whole: DerivedTensor
     _read: Callable[[], torch.Tensor]
     _write: Callable[[torch.Tensor], None]
+    _view: Callable[[torch.Tensor], torch.Tensor]
     _lock: threading.Lock
     _computed: torch.Tensor | None
     _unreleased: int
@@ -65,7 +71,8 @@ class DerivedTensor(torch.Tensor):
             shape: The shape of the values.
             dtype: Their dtype.
             read: Returns the values; several threads may call it, one at a time.
-            write: Puts values of this shape and dtype into the object. It keeps no reference to its argument.
+            write: Puts values of this shape and dtype into the object. It keeps no reference to its argument, and may
+                change it.
             device: Where ``read`` returns the values and ``write`` takes them.
 
         Returns:
@@ -74,7 +81,40 @@ class DerivedTensor(torch.Tensor):
         made = torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
         made._read, made._write, made._lock = read, write, threading.Lock()
         made._computed, made._unreleased = None, 0
+        made.whole, made._view = made, lambda values: values
         return made
+
+    def part(self, shape: Sequence[int], view: Callable[[torch.Tensor], torch.Tensor]) -> DerivedTensor:
+        """Describe a part of this tensor, such as a box of a flat range.
+
+        Args:
+            shape: The shape of the part.
+            view: Returns the part of a dense, contiguous tensor of this shape, without a copy.
+
+        Returns:
+            The part. Its values are computed, and released, independently of those of other parts.
+        """
+        whole, outer = self.whole, self._view
+        made = DerivedTensor.of(
+            shape,
+            self.dtype,
+            read=lambda: made.view_of(whole._read()),
+            write=whole._write,
+            device=self.device,
+        )
+        made.whole, made._view, made._lock = whole, lambda values: view(outer(values)), whole._lock
+        return made
+
+    def view_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the memory of this part.
+
+        Args:
+            values: A dense, contiguous tensor with the shape of ``whole``.
+
+        Returns:
+            A view of this tensor's shape.
+        """
+        return self._view(values)
 
     @classmethod
     def __torch_function__(
@@ -127,9 +167,14 @@ class DerivedTensor(torch.Tensor):
         """Hand values back.
 
         Args:
-            values: A tensor of this shape, dtype and device.
+            values: A contiguous tensor of this shape and dtype, on any device. It may be changed.
+
+        Raises:
+            TypeError: This tensor is only a part.
         """
-        self._write(values)
+        if self.whole is not self:
+            raise TypeError("only a complete derived tensor can be assigned")
+        self._write(values.to(self.device))
 
 
 def is_derived(tensor: torch.Tensor) -> TypeGuard[DerivedTensor]:

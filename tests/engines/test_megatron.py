@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import BytecheckpointError
 from bytecheckpoint.frameworks.sections import resolve_sections
+from bytecheckpoint.tensors.derived import is_derived
 from bytecheckpoint.tensors.shards import StoredSection
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -46,6 +47,8 @@ EXPERTS = [
     Layout(pp=2, ep=2),
 ]
 GROUPED, MOE = Recipe(), Recipe(experts=4)
+Scaled = Literal["", "fp16", "fp8", "remainders"]
+SCALED: tuple[Scaled, ...] = ("fp16", "fp8", "remainders")
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +110,12 @@ def test_experts_load_in_any_layout(pool: RankPool, tmp_path: Path, pair: tuple[
         pytest.param(
             Layout(tp=2), Layout(), Recipe(), Recipe(distributed=False, layer_wise=True), id="distributed to layer-wise"
         ),
-        pytest.param(Layout(tp=2), Layout(tp=2), Recipe(scaled=True), None, id="precision-aware"),
-        pytest.param(Layout(tp=2), Layout(pp=2), Recipe(scaled=True), Recipe(), id="precision-aware to distributed"),
+        *(
+            pytest.param(Layout(tp=2), Layout(tp=2), Recipe(scaled=kind), None, id=f"precision-aware, {kind}")
+            for kind in SCALED
+        ),
+        pytest.param(Layout(tp=2), Layout(pp=2), Recipe(scaled="fp16"), Recipe(), id="precision-aware to distributed"),
+        pytest.param(Layout(pp=2), Layout(tp=2), Recipe(), Recipe(scaled="remainders"), id="distributed to remainders"),
         pytest.param(Layout(tp=2), Layout(), Recipe(query_groups=1), None, id="fewer query groups than ranks"),
         pytest.param(Layout(tp=2, pp=2), Layout(), Recipe(tied=False), None, id="untied"),
         pytest.param(Layout(), Layout(tp=2, pp=2), Recipe(mla=True), None, id="multi-latent attention"),
@@ -197,10 +204,12 @@ def _load_padded(rank: int, world_size: int, layout: Layout, recipe: Recipe, pat
         return full, sorted(report.resized), padding
 
 
+@pytest.mark.parametrize("scaled", ["", "remainders"])
 @pytest.mark.parametrize("unpadded", [0, 60], ids=["padding stored", "padding not stored"])
-def test_vocabularies_have_any_padding(pool: RankPool, tmp_path: Path, unpadded: int) -> None:
+def test_vocabularies_have_any_padding(pool: RankPool, tmp_path: Path, unpadded: int, scaled: Scaled) -> None:
     path = str(tmp_path / "checkpoint")
-    source, target = Recipe(unpadded=unpadded), Recipe(padded_vocabulary=72, unpadded=unpadded)
+    source = Recipe(unpadded=unpadded, scaled=scaled)
+    target = Recipe(padded_vocabulary=72, unpadded=unpadded, scaled=scaled)
     saved = pool.run(_save_padded, Layout(tp=2), source, path)[0]
     assert bcp.open(path)["model.embedding.word_embeddings.weight"].shape == (unpadded or 64, 16)
     found = pool.run(_load_padded, Layout(tp=2, world=2), target, path, world_size=2)
@@ -208,7 +217,47 @@ def test_vocabularies_have_any_padding(pool: RankPool, tmp_path: Path, unpadded:
     name = "embedding.word_embeddings.weight"
     resized = [f"model.{name}", *(f"optimizer.state.{name}.{key}" for key in ("exp_avg", "exp_avg_sq", "master"))]
     assert found[0][1] == ([] if unpadded else resized)
-    assert found[1][2] == [0.0, 0.0]  # the padding of the embedding and of its master weights
+    assert found[1][2] == [0.0] * (1 if scaled else 2)  # the padding of the embedding and of its master weights
+
+
+def _start_again(rank: int, world_size: int, path: str, recipe: Recipe) -> list[list[float]]:
+    """Save before the first step, then load into an optimizer that has stepped."""
+    with training(Layout(world=2), recipe, seed=1) as job:
+        bcp.save(path, job.state)
+        expected = job.train(2)
+    with training(Layout(world=2), recipe, seed=2) as job:
+        job.train(2)
+        bcp.load(path, job.state)
+        job.steps = 0
+        return [expected, job.train(2)]
+
+
+@pytest.mark.parametrize("scaled", ["", "fp16", "remainders"])
+def test_an_optimizer_without_state_is_stored(pool: RankPool, tmp_path: Path, scaled: Scaled) -> None:
+    for expected, losses in pool.run(_start_again, str(tmp_path / "c"), Recipe(scaled=scaled), world_size=2):
+        assert losses == expected
+
+
+def _conversions(rank: int, world_size: int) -> list[int]:
+    """The copies in fp32 when state is described, the derived tensors, and the parameters."""
+    with training(Layout(world=1), Recipe(scaled="fp8"), seed=1) as job:
+        job.train(1)
+        inner = job.optimizer.chained_optimizers[0].optimizer
+        inner.copies = 0
+        sections = list(
+            resolve_sections(job.state, framework=None, rank=rank, world_size=world_size, allow_pickle=False)
+        )
+        sources = [section.capture() for section in sections]
+        for section in sections:
+            section.adapter.target(section.obj, section.context, StoredSection({}, {}, {}))
+        derived = {id(shard.tensor.whole) for source in sources for shard in source.shards if is_derived(shard.tensor)}
+        return [inner.copies, len(derived), sum(len(group["params"]) for group in inner.param_groups)]
+
+
+def test_scaled_state_is_not_converted_before_it_is_copied(pool: RankPool) -> None:
+    ((copies, derived, params),) = pool.run(_conversions, world_size=1)
+    assert copies == 0
+    assert derived == 2 * params  # both moments
 
 
 def _load_alone(rank: int, world_size: int, path: str) -> list[list[str]]:

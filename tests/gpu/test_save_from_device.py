@@ -11,6 +11,8 @@ from torch import nn
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StateError
+from bytecheckpoint.frameworks import Adapter, Context, SectionSource, SectionTarget, Shard, StoredSection, whole_tensor
+from bytecheckpoint.tensors.derived import DerivedTensor
 from bytecheckpoint.testing import time_limit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -153,3 +155,59 @@ def test_a_change_that_passes_by_the_gate_fails_the_save(tmp_path: Path) -> None
         state["model"][0].weight.add_(1)
     with pytest.raises(StateError, match=r"changed after the call of save\(gate=True\)"):
         handle.result(WAIT_S)
+
+
+class _Doubled:
+    """Hands out copies of twice its values, which take long to compute."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
+class _DoubledAdapter(Adapter):
+    name = "test-doubled"
+
+    def recognizes(self, obj: object) -> bool:
+        return isinstance(obj, _Doubled)
+
+    def capture(self, obj: _Doubled, context: Context) -> SectionSource:
+        def read() -> torch.Tensor:
+            torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+            return obj.values * 2
+
+        meta, box = whole_tensor(torch.float32, obj.values.shape)
+        tensor = DerivedTensor.of(
+            obj.values.shape, torch.float32, read=read, write=obj.values.copy_, device=obj.values.device
+        )
+        return SectionSource({"values": meta}, [Shard("values", meta, box, tensor)])
+
+    def target(self, obj: _Doubled, context: Context, stored: StoredSection) -> SectionTarget:
+        source = self.capture(obj, context)
+        return SectionTarget(source.metas, source.shards)
+
+
+@pytest.fixture(scope="module")
+def doubled_adapter() -> None:
+    bcp.register_adapter(_DoubledAdapter())
+
+
+@pytest.mark.usefixtures("doubled_adapter")
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("on_side_stream", [False, True])
+def test_derived_values_are_computed_before_they_are_copied(
+    tmp_path: Path, use_async: bool, on_side_stream: bool
+) -> None:
+    stream = torch.cuda.Stream() if on_side_stream else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+    source = _Doubled(torch.zeros(5_000_000, device="cuda"))
+    expected = torch.arange(5_000_000.0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
+        source.values.copy_(torch.arange(5_000_000.0, device="cuda") / 2)
+        handle = bcp.save(tmp_path / "c", {"doubled": source}, async_save=use_async)
+        handle.wait_staged(WAIT_S)
+        source.values.zero_()
+    handle.result(WAIT_S)
+    assert torch.equal(bcp.open(tmp_path / "c")["doubled.values"].load(), expected)
+    bcp.load(tmp_path / "c", {"doubled": source})
+    assert torch.equal(source.values.cpu(), expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import BytecheckpointError, CorruptionError
 from bytecheckpoint.frameworks.base import Adapter, Context
+from bytecheckpoint.frameworks.layout import ParamLayout, ParamPart
 from bytecheckpoint.tensors.derived import DerivedTensor
+from bytecheckpoint.tensors.geometry import Box
 from bytecheckpoint.tensors.shards import (
     IrregularShard,
     SectionSource,
@@ -136,6 +138,80 @@ def test_values_of_another_shape_are_refused(tmp_path: Path) -> None:
     with pytest.raises((BytecheckpointError, TypeError), match=r"read\(\) of a derived tensor returned torch.float32"):
         bcp.save(tmp_path / "c", {"scaled": Wrong(3)})
     assert not (tmp_path / "c" / "manifest.msgpack").exists()
+
+
+class Flat:
+    """Two parameters and padding in one flat buffer of exponents, the second with its columns in order."""
+
+    shapes: ClassVar = {"first": (20, 30), "second": (500, 7)}
+
+    def __init__(self, first: int) -> None:
+        self.exponents = ((torch.arange(600 + 3500 + 5) + first) % 100).to(torch.int8)
+        self.writes = 0
+
+    def values(self) -> dict[str, torch.Tensor]:
+        flat = self.exponents.float().exp2()
+        return {"first": flat[:600].view(20, 30), "second": flat[600:4100].view(7, 500).T}
+
+    def shards(self) -> tuple[dict[str, Any], list[Shard]]:
+        whole = DerivedTensor.of(
+            self.exponents.shape, torch.float32, read=lambda: self.exponents.float().exp2(), write=self._write
+        )
+        parts = [
+            ParamPart("first", (20, 30), Box.whole((20, 30)), 0),
+            ParamPart("second", (500, 7), Box((0, 0), (250, 7)), 600, (1, 500)),
+            ParamPart("second", (500, 7), Box((250, 0), (250, 7)), 850, (1, 500)),
+        ]
+        return ParamLayout(tuple(whole.shape), tuple(parts), self.shapes).describe(whole, str)
+
+    def _write(self, values: torch.Tensor) -> None:
+        self.writes += 1
+        self.exponents.copy_(torch.log2(values).round())
+
+
+class FlatAdapter(ScaledAdapter):
+    name = "test-flat"
+
+    def recognizes(self, obj: object) -> bool:
+        return isinstance(obj, Flat)
+
+
+@pytest.fixture(scope="module")
+def flat_adapter() -> None:
+    bcp.register_adapter(FlatAdapter())
+
+
+@pytest.mark.usefixtures("flat_adapter")
+@pytest.mark.parametrize("layout", ["shards", "whole"])
+def test_parts_of_a_tensor_are_written_together(tmp_path: Path, layout: Any) -> None:
+    saved = Flat(3)
+    bcp.save(tmp_path / "c", {"flat": saved}, layout=layout)
+    checkpoint = bcp.open(tmp_path / "c")
+    for name, values in saved.values().items():
+        assert torch.equal(checkpoint[f"flat.{name}"][()], values)
+
+    loaded, before = Flat(50), Flat(50)
+    bcp.load(tmp_path / "c", {"flat": loaded}, exclude=["flat.first"])
+    assert loaded.writes == 1
+    assert torch.equal(loaded.exponents[600:4100], saved.exponents[600:4100])
+    # What is not requested keeps its values.
+    assert torch.equal(loaded.exponents[:600], before.exponents[:600])
+    assert torch.equal(loaded.exponents[4100:], before.exponents[4100:])
+
+    bcp.load(tmp_path / "c", {"flat": loaded})
+    assert loaded.writes == 2
+    assert torch.equal(loaded.exponents[:4100], saved.exponents[:4100])
+
+
+def test_a_part_cannot_be_assigned() -> None:
+    whole = DerivedTensor.of((6,), torch.float32, read=lambda: torch.arange(6.0), write=lambda values: None)
+    part = whole.part((2, 2), lambda values: values[1:5].view(2, 2))
+    inner = part.part((2,), lambda values: values[:, 1])
+    assert part.compute().tolist() == [[1, 2], [3, 4]]
+    assert inner.compute().tolist() == [2, 4]
+    assert inner.whole is whole
+    with pytest.raises(TypeError, match="only a complete derived tensor"):
+        part.assign(torch.zeros(2, 2))
 
 
 def test_an_operation_on_the_stand_in_fails_loudly() -> None:

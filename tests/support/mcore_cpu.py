@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -67,7 +68,7 @@ FusedAdam.__module__ = "apex.optimizers.fused_adam"
 
 
 class ScaledAdam(FusedAdam):
-    """FusedAdam with the interface of Transformer Engine's: it holds the master weights, and scales ``exp_avg``."""
+    """FusedAdam with the interface of Transformer Engine's: it holds the master weights, and scales the moments."""
 
     def __init__(
         self,
@@ -78,28 +79,65 @@ class ScaledAdam(FusedAdam):
         master_weights: bool,
         use_decoupled_grad: bool,
         master_weight_dtype: torch.dtype,
+        store_param_remainders: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(params, **options)
-        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
-        self.scales: dict[torch.Tensor, torch.Tensor] = {}
+        dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
+        self.dtypes = {key: {torch.uint8: torch.float8_e4m3fn}.get(dtype, dtype) for key, dtype in dtypes.items()}
+        self.store_param_remainders = store_param_remainders
+        self.scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self.copies = 0  # handed out
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
-        assert not store_param_remainders
         for key in self.dtypes:
-            self.set_scaled_state(param, key, param.detach().float() * (key == "master_param"))
+            if key == "master_param" and store_param_remainders:
+                self.state[param][key] = torch.zeros_like(param, dtype=torch.int16)
+            else:
+                self.set_scaled_state(param, key, param.detach().float() * (key == "master_param"))
 
     def get_unscaled_state(self, param: torch.Tensor, key: str) -> torch.Tensor:
-        value = self.state[param][key].float()
-        return value * self.scales[param] if key == "exp_avg" else value
+        value = self.state[param][key]
+        if value.dtype in (torch.float32, torch.int16):
+            return value
+        self.copies += 1
+        return value.float() * self.scales[param][key]
 
     def set_scaled_state(self, param: torch.Tensor, key: str, values: torch.Tensor) -> None:
-        assert values.dtype == torch.float32
-        if key == "exp_avg":
-            # A power of two, so that scaling again loses nothing.
-            self.scales[param] = torch.exp2(torch.ceil(torch.log2(values.abs().max().clamp(min=1e-30))))
-            values = values / self.scales[param]
-        self.state[param][key] = values.to(self.dtypes[key]).clone()
+        if self._has_remainders(param) and key == "master_param":
+            assert values.dtype == torch.int16
+        else:
+            assert values.dtype == torch.float32
+            if self.dtypes[key] != torch.float32:
+                # A power of two, so that scaling again loses nothing. Values are overwritten, as there.
+                scale = torch.exp2(torch.ceil(torch.log2(values.abs().max().clamp(min=1e-30))))
+                self.scales.setdefault(param, {})[key] = scale
+                values = values.div_(scale).to(self.dtypes[key])
+        self.state[param][key] = values.clone()
+
+    def _has_remainders(self, param: torch.Tensor) -> bool:
+        return self.store_param_remainders and param.dtype == torch.bfloat16
+
+    def fp32(self, param: torch.Tensor, key: str) -> torch.Tensor:
+        """The values with which a step computes."""
+        values = self.get_unscaled_state(param, key)
+        if values.dtype != torch.int16:
+            return values.clone()
+        low = values.numpy()
+        high = param.detach().view(torch.int16).numpy() - (low < 0)  # what rounding added
+        bits = (high.astype(np.uint16).astype(np.uint32) << 16) | low.astype(np.uint16)
+        return torch.from_numpy(bits.view(np.float32))
+
+    def _store_master(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        if not self._has_remainders(param):
+            param.copy_(master)
+            self.set_scaled_state(param, "master_param", master)
+            return
+        bits = master.numpy().view(np.uint32)
+        low = (bits & 0xFFFF).astype(np.uint16).view(np.int16)
+        high = ((bits >> 16) + (low < 0)).astype(np.uint16).view(np.int16)
+        param.copy_(torch.from_numpy(high).view(torch.bfloat16))
+        self.set_scaled_state(param, "master_param", torch.from_numpy(low))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -110,8 +148,8 @@ class ScaledAdam(FusedAdam):
             plain.param_groups.append({**group, "params": []})
             for param in group["params"]:
                 if not self.state[param]:
-                    self.initialize_state(param, store_param_remainders=False)
-                state = {key: self.get_unscaled_state(param, key) for key in self.dtypes}
+                    self.initialize_state(param, self._has_remainders(param))
+                state = {key: self.fp32(param, key) for key in self.dtypes}
                 master = state.pop("master_param")
                 master.grad = param.decoupled_grad.float()
                 plain.state[master] = state
@@ -121,9 +159,9 @@ class ScaledAdam(FusedAdam):
         for group, stepped in zip(self.param_groups, plain.param_groups):
             group.update({key: value for key, value in stepped.items() if key == "step"})
         for param, master in held:
-            for key, value in {**plain.state[master], "master_param": master}.items():
+            for key, value in plain.state[master].items():
                 self.set_scaled_state(param, key, value)
-            param.copy_(master)
+            self._store_master(param, master.detach())
 
 
 ScaledAdam.__module__, ScaledAdam.__qualname__ = "transformer_engine.pytorch.optimizers", "FusedAdam"
@@ -142,7 +180,7 @@ def scaled_adam() -> Iterator[None]:
         stack.enter_context(mock.patch.dict(sys.modules, modules))
         stack.enter_context(mock.patch.object(optimizers, "Adam", ScaledAdam))
         for module in (optimizers, optimizer_config):
-            stack.enter_context(mock.patch.object(module, "is_te_min_version", return_value=False))
+            stack.enter_context(mock.patch.object(module, "is_te_min_version", return_value=True))
         yield
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -50,7 +50,7 @@ class Recipe:
     padded_vocabulary: int = 64
     unpadded: int = 0
     layer_wise: bool = False
-    scaled: bool = False
+    scaled: Literal["", "fp16", "fp8", "remainders"] = ""
 
 
 class Training:
@@ -150,6 +150,7 @@ class Training:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         if self.recipe.scaled:
+            moments = {"fp16": torch.float16, "fp8": torch.uint8, "remainders": torch.float32}
             with scaled_adam():
                 config = OptimizerConfig(
                     optimizer="adam",
@@ -159,7 +160,9 @@ class Training:
                     params_dtype=torch.bfloat16,
                     use_distributed_optimizer=True,
                     use_precision_aware_optimizer=True,
-                    exp_avg_dtype=torch.float16,
+                    exp_avg_dtype=moments[self.recipe.scaled],
+                    exp_avg_sq_dtype=torch.float16 if self.recipe.scaled == "fp8" else torch.float32,
+                    store_param_remainders=self.recipe.scaled == "remainders",
                     clip_grad=1.0,
                 )
                 return get_megatron_optimizer(config, self.chunks)
@@ -222,7 +225,8 @@ class Training:
         """The local rows of the embedding, and of its master weights where this rank holds all of them."""
         (module,) = (chunk.module.module for chunk in self.chunks)
         weight = module.embedding.word_embeddings.weight
-        return [weight.detach(), weight.main_param.detach().view(weight.shape)]
+        held = [weight, weight.main_param] if not self.recipe.scaled else [weight]
+        return [tensor.detach().view(weight.shape) for tensor in held]
 
     # ---------------------------------------------------------------------------------------------------- the oracle
 
@@ -288,7 +292,7 @@ class Training:
                 inner = part.optimizer.param_groups[group]["params"][index]
                 for key in part.optimizer.state[inner]:
                     name = "master" if key == "master_param" else key
-                    entries[name] = (part.optimizer.get_unscaled_state(inner, key), span)
+                    entries[name] = (part.optimizer.fp32(inner, key), span)
                 options = part.optimizer.param_groups[group]
                 entries.update({key: (torch.tensor(float(options[key])), None) for key in _OPTIONS})
                 continue

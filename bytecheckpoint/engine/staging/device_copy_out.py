@@ -55,11 +55,12 @@ class DeviceCopyOut:
         touched: set[torch.device] = set()
         for tensor, first, last, at in parts(image, start, stop, only):
             begin = offset + at
+            stream = self._streams.get(tensor.device)
             if is_derived(tensor):
-                values = tensor.compute()
+                with torch.cuda.stream(stream):  # the copy must wait for the computation
+                    values = tensor.compute()
                 tensor.release(last - first)
                 tensor = values
-            stream = self._streams.get(tensor.device)
             if stream is None:
                 copy_flat_range(block.tensor[begin : begin + last - first], tensor, first)
                 continue

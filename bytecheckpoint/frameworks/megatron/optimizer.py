@@ -8,13 +8,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import MismatchError, StateError, UnsupportedTensorError
+from ...errors import MismatchError, StateError
+from ...tensors.derived import dense_values, is_derived
+from ...tensors.metadata import BasicMeta
 from ...tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from ..base import Context
 from ..optimizer import OptimizerAdapter, fill_by_name
 from ..optimizer_params import NamedParam, OwnedLayout, owned_layouts
-from ..optimizer_state import MASTER, state_name
+from ..optimizer_state import MASTER, StoredState, state_name
 from ..optimizer_wrappers import StateHolder, as_list
+from ..scaled_state import OWN_MASTER, converts_state, fp32_state
 from .model import zero_padding
 from .shards import is_a
 
@@ -28,9 +31,6 @@ _NOT_OPTIONS = frozenset(
 )
 _STEP = "step"
 _SCALER: Path = ("grad_scaler",)
-
-# An optimizer that holds master weights itself keeps them in its state, under this key.
-_OWN_MASTER = "master_param"
 
 
 class MegatronOptimizerAdapter(OptimizerAdapter):
@@ -64,9 +64,10 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         found = _Optimizers(obj, context, loading=True)
-        found.make_padded_state(stored)
+        entries = StoredState(stored, found.params)
+        found.make_state(entries)
         target = fill_by_name(found.holders, found.params, context, stored)
-        padded = found.resize(target, stored)
+        padded = found.resize(target, entries)
         scalers = _grad_scalers(obj)
         if scalers:
             target.requested_values.add(_SCALER)
@@ -110,14 +111,15 @@ class _Stepped:
 class _Part:
     """One inner optimizer. ``holder`` is a copy of its dicts, in the form of torch's optimizers.
 
-    With ``counts_in_groups``, the optimizer keeps the step in its groups. With ``is_scaled``, it holds master weights
-    itself, and may keep them and the moments in its own format, which it converts to fp32 and back.
+    With ``counts_in_groups``, the optimizer keeps the step in its groups. With ``is_scaled``, it may keep state in a
+    format of its own (``scaled_state``), and with ``has_masters`` it holds the master weights in its state.
     """
 
     optimizer: Any
     holder: StateHolder
     counts_in_groups: bool
     is_scaled: bool
+    has_masters: bool
 
 
 class _Optimizers:
@@ -154,7 +156,8 @@ class _Optimizers:
             {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in inner.param_groups
         ]
         holder = StateHolder(inner, {}, shown)
-        part = _Part(inner, holder, counts, bool(_config(leaf, "use_precision_aware_optimizer_no_fp8_or_ds_fp8")))
+        has_masters = bool(_config(leaf, "use_precision_aware_optimizer_no_fp8_or_ds_fp8"))
+        part = _Part(inner, holder, counts, converts_state(inner), has_masters)
         self._parts.append(part)
         for group in shown:
             count = group.pop(_STEP, None) if counts else None
@@ -184,9 +187,11 @@ class _Optimizers:
         state = dict(part.optimizer.state.get(param, {}))
         master = param if param.dtype != item.model_param.dtype else None
         if part.is_scaled:
-            state = {key: _unscaled(part.optimizer, param, key) for key in state}
+            state = {key: fp32_state(part.optimizer, param, key) for key in state}
+        if part.has_masters:
+            held = state.pop(OWN_MASTER, None)
             if param.dtype != torch.float32:
-                master = state.pop(_OWN_MASTER, param.detach().float() if loading else None)
+                master = fp32_state(part.optimizer, param, OWN_MASTER) if held is None and loading else held
         if state and count is not None:
             state[_STEP] = torch.tensor(float(count))
         if state:
@@ -198,19 +203,28 @@ class _Optimizers:
         if getattr(item.model_param, "shared", False):
             self.copies.add(id(named))
 
-    # ------------------------------------------------------------------------------------------- padded vocabularies
+    # ---------------------------------------------------------------------------------------- scaled and padded state
 
-    def make_padded_state(self, stored: StoredSection) -> None:
-        """Make missing state of padded parameters, whose stored shape does not show that it is like the parameter."""
+    def make_state(self, stored: StoredState) -> None:
+        """Make missing state of padded parameters, whose stored shape does not show that it is like the parameter.
+
+        Missing state that an optimizer keeps in a format of its own is only described.
+        """
+        scaled = {id(part.holder): part.optimizer for part in self._parts if part.is_scaled}
         for named in self.params:
-            if not named.layout.ends_with_padding or named.state:
+            optimizer = scaled.get(id(named.holder))
+            if named.state or (optimizer is None and not named.layout.ends_with_padding):
                 continue
             for key, meta in _stored_entries(named, stored):
-                if key != MASTER:
+                if key == MASTER:
+                    continue
+                if optimizer is not None:
+                    room = fp32_state(optimizer, named.param, key)
+                else:
                     room = torch.zeros(named.layout.local_shape, dtype=torch_dtype(meta), device=named.param.device)
-                    named.own_state()[key] = room
+                named.own_state()[key] = room
 
-    def resize(self, target: SectionTarget, stored: StoredSection) -> list[tuple[NamedParam, int]]:
+    def resize(self, target: SectionTarget, stored: StoredState) -> list[tuple[NamedParam, int]]:
         """Let padded state have another length. Returns the parameters, and the rows that are stored of each."""
         padded = []
         for named in self.params:
@@ -235,7 +249,7 @@ class _Optimizers:
                     if part.counts_in_groups and _STEP in state:
                         counts[int(state.pop(_STEP))] = param
                     if part.is_scaled:
-                        _write_scaled(part.optimizer, param, state, masters[id(param)])
+                        _write_scaled(part, param, state, masters[id(param)])
                     elif state:
                         entry = part.optimizer.state[param]
                         entry.clear()
@@ -248,7 +262,10 @@ class _Optimizers:
                         f"but {type(part.optimizer).__name__} counts the steps of the whole group",
                         [("value", f"group of {len(group['params'])} parameters", str(sorted(counts)))],
                     )
-                group.update(dict.fromkeys([_STEP] * len(counts), next(iter(counts), None)))
+                if counts:
+                    group[_STEP] = next(iter(counts))
+                elif part.counts_in_groups and not any(part.holder.state.get(param) for param in group["params"]):
+                    group.pop(_STEP, None)
 
 
 # --------------------------------------------------------------------------------------------------- Megatron's classes
@@ -313,39 +330,41 @@ def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- conversions
 
 
-def _unscaled(optimizer: Any, param: torch.Tensor, key: str) -> torch.Tensor:
-    """A copy in fp32 of state that the optimizer keeps in its own format."""
-    value: torch.Tensor = optimizer.get_unscaled_state(param, key)
-    if not value.is_floating_point():
-        raise UnsupportedTensorError(
-            f"{type(optimizer).__name__} keeps {key} as {value.dtype} remainders of the parameters, which is not "
-            "supported; set store_param_remainders=False"
-        )
-    return value.detach().float()
-
-
-def _write_scaled(optimizer: Any, param: torch.Tensor, state: Mapping[str, Any], master: torch.Tensor | None) -> None:
-    if not state:
+def _write_scaled(part: _Part, param: torch.Tensor, state: Mapping[str, Any], master: torch.Tensor | None) -> None:
+    """Put back what has memory of its own. Derived tensors were assigned during the load."""
+    optimizer = part.optimizer
+    if not state:  # the loaded one had none; its master weight is loaded nevertheless
+        held = dense_values(master).clone() if master is not None else None
         optimizer.state.pop(param, None)
-        return
-    if not optimizer.state.get(param):
-        optimizer.initialize_state(param, False)
+        if part.has_masters and held is not None:
+            _assign(fp32_state(optimizer, param, OWN_MASTER), held)
     for key, value in state.items():
-        optimizer.set_scaled_state(param, key, value)
-    if master is not None:
-        optimizer.set_scaled_state(param, _OWN_MASTER, master)
+        if not is_derived(value) and value is not optimizer.state.get(param, {}).get(key):
+            _assign(fp32_state(optimizer, param, key), value)
+    if part.has_masters and param.dtype == torch.float32 and OWN_MASTER in optimizer.state.get(param, {}):
+        optimizer.set_scaled_state(param, OWN_MASTER, param.detach().clone())  # a copy that it does not step
 
 
-def _stored_entries(named: NamedParam, stored: StoredSection) -> list[tuple[str, Any]]:
-    """The keys and metas of what is stored of a padded parameter with the parameter's shape, but for the length."""
-    ((fqn, shape),) = named.layout.fqns.items()
-    prefix = state_name(fqn, "")
-    found = [(name[len(prefix) :], meta) for name, meta in stored.metas.items() if name.startswith(prefix)]
-    return [(key, meta) for key, meta in found if len(meta.shape) == len(shape) and meta.shape[1:] == shape[1:]]
+def _assign(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    if is_derived(tensor):
+        tensor.assign(values)
+    else:
+        tensor.copy_(values)
+
+
+def _stored_entries(named: NamedParam, stored: StoredState) -> list[tuple[str, BasicMeta]]:
+    """The keys and metas of what is stored with the parameter's shape, but for the length of a padded parameter."""
+    fqn, shape = next(iter(named.layout.fqns.items()))
+    same = 1 if named.layout.ends_with_padding else 0
+    found = stored[fqn].tensors.items()
+    return [(key, meta) for key, meta in found if len(meta.shape) == len(shape) and meta.shape[same:] == shape[same:]]
 
 
 def _zero_padding(named: NamedParam, rows: int) -> None:
-    tensors = [named.master, *named.state.values()]
-    for tensor in tensors:
+    for tensor in (named.master, *named.state.values()):
         if isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == named.layout.local_shape:
-            zero_padding(tensor.detach(), named.layout, rows)
+            values = dense_values(tensor).clone() if is_derived(tensor) else tensor.detach()
+            zero_padding(values, named.layout, rows)
+            if is_derived(tensor):
+                tensor.release(tensor.nbytes)
+                tensor.assign(values)
