@@ -20,7 +20,7 @@ OWN_MASTER = "master_param"
 
 
 def converts_state(optimizer: Any) -> bool:
-    """Whether an optimizer keeps state in a format of its own, and converts it to fp32 and back."""
+    """Whether an optimizer keeps state in a private format, and converts it to fp32 and back."""
     return all(
         callable(getattr(optimizer, name, None))
         for name in ("get_unscaled_state", "set_scaled_state", "initialize_state")

@@ -112,7 +112,7 @@ class _Part:
     """One inner optimizer. ``holder`` is a copy of its dicts, in the form of torch's optimizers.
 
     With ``counts_in_groups``, the optimizer keeps the step in its groups. With ``is_scaled``, it may keep state in a
-    format of its own (``scaled_state``), and with ``has_masters`` it holds the master weights in its state.
+    private format (``scaled_state``), and with ``has_masters`` it holds the master weights in its state.
     """
 
     optimizer: Any
@@ -208,7 +208,7 @@ class _Optimizers:
     def make_state(self, stored: StoredState) -> None:
         """Make missing state of padded parameters, whose stored shape does not show that it is like the parameter.
 
-        Missing state that an optimizer keeps in a format of its own is only described.
+        Missing state that an optimizer keeps in a private format is only described.
         """
         scaled = {id(part.holder): part.optimizer for part in self._parts if part.is_scaled}
         for named in self.params:
@@ -331,7 +331,7 @@ def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_scaled(part: _Part, param: torch.Tensor, state: Mapping[str, Any], master: torch.Tensor | None) -> None:
-    """Put back what has memory of its own. Derived tensors were assigned during the load."""
+    """Put back what has separate memory. Derived tensors were assigned during the load."""
     optimizer = part.optimizer
     if not state:  # the loaded one had none; its master weight is loaded nevertheless
         held = dense_values(master).clone() if master is not None else None
