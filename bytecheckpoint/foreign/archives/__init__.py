@@ -1,0 +1,7 @@
+"""Read the files of ``torch.save``: what they contain, and where the bytes of the tensors are."""
+
+from __future__ import annotations
+
+from .torch_archive import TorchArchive, read_archive
+
+__all__ = ["TorchArchive", "read_archive"]

@@ -1,0 +1,160 @@
+"""A zip archive of ``torch.save``: one object, and the bytes of its storages, which are not read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import CorruptionError, FormatError
+from ...storage_backends.base import ObjectReader, StorageBackend
+from ..pickles import Global, Instance, Storage, interpret, storage_dtype
+from ..pickles.interpreter import MAX_PICKLE_BYTES
+from .directory import Entry, read_directory
+from .ranges import Window
+
+__all__ = ["ArchiveParts", "StorageFinder", "TorchArchive", "interpret_parts", "read_archive", "read_parts"]
+
+_PICKLE, _BYTE_ORDER, _DATA = "data.pkl", "byteorder", "data/"
+
+
+@dataclass(frozen=True)
+class TorchArchive:
+    """What ``torch.save`` stored.
+
+    Attributes:
+        value: The object, as ``interpret`` returns it.
+        storages: The storages that it refers to, by key.
+    """
+
+    value: Any
+    storages: Mapping[str, Storage]
+
+
+@dataclass(frozen=True)
+class ArchiveParts:
+    """The parts of an archive that were read; positions are relative to the archive.
+
+    Attributes:
+        entries: The entries, by their names without the archive's own name.
+        directory: Where the directory begins.
+        length: The length of the archive in bytes.
+        pickle: The pickled object.
+        has_crcs: Whether the writer recorded CRC-32 values; torch can leave them out.
+    """
+
+    entries: Mapping[str, Entry]
+    directory: int
+    length: int
+    pickle: bytes
+    has_crcs: bool
+
+
+def read_archive(backend: StorageBackend, key: str, *, base: int = 0, length: int | None = None) -> TorchArchive:
+    """Read the object of an archive, and find its storages.
+
+    Args:
+        backend: The storage backend.
+        key: The file.
+        base: Where the archive begins in the file.
+        length: Its length in bytes; None for the rest of the file.
+
+    Returns:
+        The object and its storages.
+
+    Raises:
+        FormatError: It is no archive of ``torch.save``, or it is damaged, compressed or big-endian.
+        CorruptionError: The CRC-32 of the pickled object differs.
+        StorageError: The file cannot be read.
+    """
+    if length is None:
+        length = backend.stat(key).size - base
+    where = f"{backend.url}/{key}" + (f" at byte {base}" if base else "")
+    with backend.open_object(key) as reader:
+        parts = read_parts(reader, base, length, where)
+    return interpret_parts(parts, key, base, where)
+
+
+def read_parts(reader: ObjectReader, base: int, length: int, where: str) -> ArchiveParts:
+    """Read and check everything but the storages. Raises as ``read_archive``."""
+    window = Window(reader, base, length, where)
+    found, directory = read_directory(window)
+    entries = _without_root(found, where)
+    has_crcs = any(entry.crc32 for entry in entries.values())
+    if any(name.startswith("code/") for name in entries):
+        raise FormatError(
+            f"{where}: it is a TorchScript archive; load it with torch.jit.load and save its state_dict()"
+        )
+    if _PICKLE not in entries:
+        raise FormatError(f"{where}: it has no {_PICKLE}, so torch.save did not write it")
+    if entries[_PICKLE].nbytes > MAX_PICKLE_BYTES:
+        size = entries[_PICKLE].nbytes
+        raise FormatError(f"{where}: its pickle has {size} bytes; at most {MAX_PICKLE_BYTES} are read")
+    order = entries.get(_BYTE_ORDER)
+    if order is not None and (order.nbytes > 100 or _contents(window, order, has_crcs=has_crcs) != b"little"):
+        raise FormatError(f"{where}: its tensors are big-endian; save it again on a little-endian machine")
+    pickle = _contents(window, entries[_PICKLE], has_crcs=has_crcs)
+    return ArchiveParts(entries, directory, length, pickle, has_crcs)
+
+
+def interpret_parts(
+    parts: ArchiveParts, key: str, base: int, where: str, crcs: Mapping[str, int] | None = None
+) -> TorchArchive:
+    """Interpret the object. ``crcs`` replaces the CRC-32 values of the entries. Raises ``FormatError``."""
+    finder = StorageFinder(parts, key, base, crcs or {})
+    return TorchArchive(interpret(parts.pickle, where, finder), finder.storages)
+
+
+class StorageFinder:
+    """Finds the storage that a persistent id of ``torch.save`` means."""
+
+    def __init__(self, parts: ArchiveParts, file: str, base: int, crcs: Mapping[str, int]) -> None:
+        self.storages: dict[str, Storage] = {}
+        self._parts = parts
+        self._file = file
+        self._base = base
+        self._crcs = crcs
+
+    def __call__(self, persistent_id: Any) -> Storage | Instance:
+        """Return the storage. Raises ``FormatError``."""
+        if type(persistent_id) is not tuple or len(persistent_id) != 5 or persistent_id[0] != "storage":
+            raise FormatError("it refers to something that is no storage")
+        _, kind, key, location, numel = persistent_id
+        if type(kind) is not Global or type(key) is not str or type(location) is not str or type(numel) is not int:
+            raise FormatError("it refers to a storage in an unknown way")
+        entry = self._parts.entries.get(_DATA + key)
+        if entry is None:
+            raise FormatError(f"it refers to storage {key!r:.50}, which is not in the archive")
+        dtype = storage_dtype(kind)
+        if dtype is None:
+            return Instance(kind, persistent_id[1:])
+        if numel != entry.nbytes // dtype.itemsize:
+            raise FormatError(
+                f"storage {key!r:.50} has {entry.nbytes} bytes, which are not {numel} elements of type {dtype}"
+            )
+        found = self.storages.get(key)
+        if found is not None and found.dtype == dtype:
+            return found
+        if found is not None and entry.nbytes:
+            raise FormatError(f"storage {key!r:.50} is used as {found.dtype} and as {dtype}")
+        crc32 = self._crcs.get(entry.name, entry.crc32) if self._parts.has_crcs else None
+        start = self._base + entry.start
+        self.storages[key] = Storage(key, dtype, self._file, start, entry.nbytes, crc32, location)
+        return self.storages[key]
+
+
+def _without_root(found: Mapping[str, Entry], where: str) -> dict[str, Entry]:
+    roots = {name.partition("/")[0] for name in found}
+    if len(roots) != 1 or any("/" not in name for name in found):
+        raise FormatError(f"{where}: its entries are not in one folder, as those of torch.save are")
+    return {name.partition("/")[2]: entry for name, entry in found.items()}
+
+
+def _contents(window: Window, entry: Entry, *, has_crcs: bool) -> bytes:
+    data = window.read(entry.start, entry.nbytes)
+    if has_crcs and zlib.crc32(data) != entry.crc32:
+        raise CorruptionError(
+            f"{window.where}: the bytes of {entry.name!r} differ from their CRC-32; fetch the file again"
+        )
+    return data

@@ -1,0 +1,171 @@
+"""The state of a pickle's interpretation: stack, memo, and the budget that pays for every object."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import FormatError
+from .bounds import check_key
+from .classes import FUNCTIONS, find_global, set_state
+from .records import Global, Instance
+
+__all__ = ["EndOfDataError", "Machine", "Persistent"]
+
+_BUDGET = 64 << 20  # bytes of objects that a pickle may create, and in addition ...
+_BUDGET_PER_BYTE = 64  # ... for each of its bytes
+_MAX_MARKS = 1000
+_MAX_LINE = 1000  # bytes of a number or a name that is stored as text
+_MAPPINGS = frozenset([dict, OrderedDict, Counter])
+_SEQUENCES = frozenset([list, tuple, dict, set, frozenset])
+_TEXTS = frozenset([str, bytes, bytearray])
+
+Persistent = Callable[[Any], Any]
+"""Returns the object that a persistent id stands for, such as a storage."""
+
+
+class EndOfDataError(Exception):
+    """The data end within the pickle."""
+
+
+class Machine:
+    """Stack, marks, memo and budget.
+
+    The budget is an estimate in bytes. Every method that creates an object subtracts its size, and interpreting stops
+    as soon as the budget is negative: some opcodes of one byte create objects of more than 200.
+    """
+
+    def __init__(self, data: bytes, persistent: Persistent | None) -> None:
+        self.data = data
+        self.persistent = persistent
+        self.stack: list[Any] = []
+        self.marks: list[int] = []  # lengths of the stack
+        self.memo: dict[int, Any] = {}  # a list would be as long as the largest index, which the file chooses
+        self.budget = _BUDGET + _BUDGET_PER_BYTE * len(data)
+
+    def take(self, position: int, count: int) -> bytes:
+        """Return bytes of the pickle. Raises ``EndOfDataError``."""
+        if count > len(self.data) - position:
+            raise EndOfDataError
+        return self.data[position : position + count]
+
+    def sized(self, position: int, size: struct.Struct) -> tuple[bytes, int]:
+        """Return bytes that are preceded by their length, and the position after them."""
+        (count,) = size.unpack(self.take(position, size.size))
+        if count < 0:
+            raise FormatError("a length is negative")
+        position += size.size
+        self.budget -= 60 + count
+        return self.take(position, count), position + count
+
+    def line(self, position: int, limit: int = _MAX_LINE) -> tuple[bytes, int]:
+        """Return the rest of the line, and the position after it."""
+        end = self.data.find(b"\n", position)
+        if end < 0:
+            raise EndOfDataError
+        if end - position > limit:
+            raise FormatError(f"a line is longer than {limit} bytes")
+        self.budget -= 60 + end - position
+        return self.data[position:end], end + 1
+
+    def push(self, value: Any, cost: int = 8) -> None:
+        """Push a value. ``cost`` is its size in bytes."""
+        self.stack.append(value)
+        self.budget -= cost
+
+    def mark(self) -> None:
+        """Begin a sequence of items."""
+        if len(self.marks) >= _MAX_MARKS:
+            raise FormatError(f"more than {_MAX_MARKS} sequences are open")
+        self.marks.append(len(self.stack))
+
+    def pop_mark(self) -> list[Any]:
+        """Return everything above the last mark, and remove it and the mark."""
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        self.budget -= 8 * len(items)
+        return items
+
+    def remember(self, index: int) -> None:
+        """Keep the top of the stack for ``recall``."""
+        self.memo[index] = self.stack[-1]
+        self.budget -= 100
+
+    def append(self, items: list[Any]) -> None:
+        """Append items to the sequence on top of the stack."""
+        target = self.stack[-1]
+        self.budget -= 9 * len(items)
+        if type(target) is Instance:
+            target.items.extend(items)
+        elif type(target) is list or type(target) is deque:
+            target.extend(items)
+        else:
+            raise FormatError(f"items are appended to a {type(target).__name__}")
+
+    def set_items(self, items: list[Any]) -> None:
+        """Set keys and values, which alternate, in the mapping on top of the stack."""
+        target = self.stack[-1]
+        keys, values = items[0::2], items[1::2]
+        if len(keys) != len(values):
+            raise FormatError("a key has no value")
+        self.budget -= 100 * len(keys)
+        if type(target) is Instance:
+            target.pairs.extend(zip(keys, values))
+        elif type(target) in _MAPPINGS:
+            for key in keys:
+                if type(key) is not str:
+                    check_key(key)
+            for key, value in zip(keys, values):
+                target[key] = value
+        else:
+            raise FormatError(f"keys are set in a {type(target).__name__}")
+
+    def add_items(self, items: list[Any]) -> None:
+        """Add items to the set on top of the stack."""
+        target = self.stack[-1]
+        if type(target) is not set:
+            return self.append(items)
+        self.budget -= 100 * len(items)
+        for item in items:
+            check_key(item)
+        target.update(items)
+        return None
+
+    def find(self, module: Any, name: Any) -> None:
+        """Push a class or function: its name, or what this library has in its place."""
+        if type(module) is not str or type(name) is not str or len(module) + len(name) > _MAX_LINE:
+            raise FormatError("a class has no valid name")
+        self.push(find_global(module, name), 200)
+
+    def call(self, function: Any, args: Any, kwargs: Any = None, *, new: bool = False) -> None:
+        """Push the result of a call, or a new object. Nothing but functions of this library is ever called."""
+        if type(function) is not Global:
+            raise FormatError(f"a {type(function).__name__} is called")
+        if type(args) is not tuple or not (kwargs is None or type(kwargs) is dict):
+            raise FormatError(f"the arguments of {function} are no tuple")
+        known = None if new or kwargs else FUNCTIONS.get(function)
+        self.budget -= 400
+        if known is None:
+            self.stack.append(Instance(function, args, kwargs or {}))
+            return
+        for one in args:
+            if type(one) in _SEQUENCES:
+                self.budget -= 100 * len(one)
+            elif type(one) in _TEXTS:
+                self.budget -= 4 * len(one)
+        if self.budget >= 0:
+            self.stack.append(known(*args))
+
+    def build(self) -> None:
+        """Set the state of the object below the top of the stack."""
+        state = self.stack.pop()
+        self.budget -= set_state(self.stack[-1], state)
+
+    def resolve(self, persistent_id: Any) -> None:
+        """Push what a persistent id stands for."""
+        if self.persistent is None:
+            raise FormatError("it refers to an object outside of the file")
+        self.push(self.persistent(persistent_id), 200)
