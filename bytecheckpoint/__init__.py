@@ -8,6 +8,9 @@ Example:
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import errors
 from .api import latest, load, open, save, warmup, watch
 from .checkpoint.checkpoint import Checkpoint, VerifyReport
@@ -23,6 +26,9 @@ from .save.handle import SaveHandle, SaveProgress, SaveResult
 from .telemetry.trace import Timings
 from .telemetry.trace_files import TraceFiles
 from .version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from . import dcp
 
 __all__ = [
     "Cadence",
@@ -45,6 +51,7 @@ __all__ = [
     "TraceFiles",
     "VerifyReport",
     "__version__",
+    "dcp",
     "errors",
     "latest",
     "load",
@@ -54,3 +61,10 @@ __all__ = [
     "warmup",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``dcp`` on first use: it imports ``torch.distributed.checkpoint``, which takes a second."""
+    if name == "dcp":
+        return importlib.import_module(".dcp", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -91,6 +91,11 @@ class Checkpointer:
         self._communicator = communicator
         self._following: Operation | None = None
 
+    @property
+    def engine(self) -> IOEngine:
+        """Threads and memory, for parts of this library that write or read without a save or load of all ranks."""
+        return self._engine
+
     def save(
         self,
         path: URL,

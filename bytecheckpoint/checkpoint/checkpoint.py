@@ -299,7 +299,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
             >>> model.load_state_dict(bcp.open("runs/7b/step-1000").state_dict("model"))
         """
         self._require_section(section)
-        rows = self._section_rows(section, rank)
+        rows = self.section_rows(section, rank)
         names = self.manifest.tensors.names
         by_row = {row: StoredTensor(self, names[row], row) for row in rows.values()}
         if lazy:
@@ -339,8 +339,16 @@ class Checkpoint(Mapping[str, StoredTensor]):
         leaves += [(index.path_of(fqn), tensor) for fqn, tensor in tensors.items()]
         return build_tree(leaves, index.containers, (), section)
 
-    def _section_rows(self, section: str, rank: int) -> dict[str, int]:
-        """The rows of a section's tensors by name, for one rank; tied names come last."""
+    def section_rows(self, section: str, rank: int) -> dict[str, int]:
+        """Return the manifest's rows of a section's tensors.
+
+        Args:
+            section: Name of the section.
+            rank: Rank of the save whose own tensors are included, in addition to those that all ranks share.
+
+        Returns:
+            The rows by name in the section; tied names come last.
+        """
         tensors, rows = self.manifest.tensors, dict[str, int]()
         for row in self.manifest.section_tensors(section).tolist():
             owner, fqn = int(self.manifest.scope[row]), tensors.fqn_of(row)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import BytecheckpointError, UnknownObjectError, UsageError
 from .base import Adapter
+from .captured import CapturedAdapter
 from .deepspeed import DeepSpeedAdapter, DeepSpeedOptimizerAdapter
 from .fsdp1 import FSDP1Adapter
 from .layout import ParamLayout
@@ -39,6 +40,7 @@ _BUILT_IN: dict[str, Adapter] = {
         FSDP1Adapter(),
         ModuleAdapter(),
         OptimizerAdapter(),
+        CapturedAdapter(),
         StatefulAdapter(),
         StateTreeAdapter(),
     )

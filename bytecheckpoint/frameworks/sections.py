@@ -16,7 +16,16 @@ from ..tensors.shards import SectionSource
 from .base import Adapter, Context
 from .registry import find_adapter, parameter_layouts
 
-__all__ = ["Section", "check_state", "rank_name", "resolve_sections", "split_rank_name", "undone_on_failure"]
+__all__ = [
+    "Section",
+    "check_name",
+    "check_state",
+    "is_section_name",
+    "rank_name",
+    "resolve_sections",
+    "split_rank_name",
+    "undone_on_failure",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +52,7 @@ class Section:
         names = [*source.metas, *source.aliases]
         if not _are_plain(names):
             for fqn in names:
-                _check_name(f"{self.name}.{fqn}", fqn)
+                check_name(f"{self.name}.{fqn}", fqn)
         clash = source.metas.keys() & source.aliases.keys()
         if clash:
             raise NameCollisionError(
@@ -73,7 +82,7 @@ class Section:
 
 
 def _are_plain(names: list[str]) -> bool:
-    """Whether ``_check_name`` certainly accepts every name; checks all of them at once."""
+    """Whether ``check_name`` certainly accepts every name; checks all of them at once."""
     text = "\n".join(names)
     return (
         text.isascii()
@@ -82,7 +91,7 @@ def _are_plain(names: list[str]) -> bool:
     )
 
 
-def _check_name(full: str, fqn: str) -> None:
+def check_name(full: str, fqn: str) -> None:
     """Raise unless a tensor may be stored under ``fqn``."""
     if _RANK_SUFFIX.fullmatch(fqn):
         raise NameCollisionError(f"{full}: names that end in @<number> are reserved; rename it")
@@ -97,6 +106,11 @@ def _check_name(full: str, fqn: str) -> None:
         )
 
 
+def is_section_name(name: object) -> bool:
+    """Whether an entry of the state may have this name."""
+    return isinstance(name, str) and len(name) <= _MAX_SECTION_NAME and _SECTION_NAME.fullmatch(name) is not None
+
+
 def check_state(state: Any) -> None:
     """Raise ``StateError`` unless ``state`` is a mapping of section names to objects."""
     if not isinstance(state, Mapping) or not state:
@@ -105,7 +119,7 @@ def check_state(state: Any) -> None:
             f"not {type(state).__name__}"
         )
     for name in state:
-        if not isinstance(name, str) or not _SECTION_NAME.fullmatch(name) or len(name) > _MAX_SECTION_NAME:
+        if not is_section_name(name):
             raise StateError(
                 f"section name {name!r} is not allowed, because it becomes part of file names; "
                 f"use at most {_MAX_SECTION_NAME} letters, digits, '_', '-'"

@@ -24,7 +24,7 @@ from .overlaps import overlapping_shards
 from .sources import TensorSources
 from .stored import OpenCheckpoint, OpenSection
 
-__all__ = ["Match", "Target", "fault_lines", "match_targets", "mismatch_error"]
+__all__ = ["Match", "Target", "fault_lines", "match_targets", "mismatch_error", "refuse_cast"]
 
 _MAX_SHOWN_FAULTS = 40  # per kind; a message with thousands of names cannot be read
 
@@ -191,7 +191,7 @@ class _SectionMatching:
             self.match.faults.append(Fault("shape", full, detail))
             return False
         cast: Cast = "any" if (self.stored.name, fqn) in self.derived else self.options.cast
-        refusal = _refuse_cast(stored, requested, cast)
+        refusal = refuse_cast(stored, requested, cast)
         if refusal is not None:
             self.match.faults.append(Fault("dtype", full, refusal))
             return False
@@ -221,7 +221,7 @@ def _differ_only_in(dim: int | None, stored: BasicMeta, requested: BasicMeta) ->
     return all(a == b for d, (a, b) in enumerate(zip(stored.shape, requested.shape)) if d != dim)
 
 
-def _refuse_cast(stored: BasicMeta, requested: BasicMeta, cast: Cast) -> str | None:
+def refuse_cast(stored: BasicMeta, requested: BasicMeta, cast: Cast) -> str | None:
     """The reason why the policy does not allow this cast; None if it does."""
     a, b = stored.dtype, requested.dtype
     if a == b or (cast != "exact" and is_lossless_cast(a, b)) or (cast == "any" and is_meaningful_cast(a, b)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..format.safetensors import DATA_ALIGNMENT
 from ..planners import SavePlan
 from ..tensors.tables import Int64, ragged_positions
 
-__all__ = ["Confirmations", "WrittenFiles", "build_manifest", "pack_written"]
+__all__ = ["Confirmations", "WrittenFiles", "build_manifest", "file_table", "pack_written"]
 
 _MAX_LENGTH = (1 << 62) - 1  # bytes of a header or a file of values that a manifest can record
 
@@ -129,17 +129,7 @@ def build_manifest(
         attempt=attempt,
         metadata=metadata,
         sections=[SectionInfo(name, kind) for name, kind in plan.sections],
-        files=FileTable(
-            name=[file.key for _, file in written],
-            size=np.array([file.size for _, file in written], np.int64),
-            section=np.array([section_index[file.section] for _, file in written], np.int64),
-            rank=np.array([rank for rank, _ in written], np.int64),
-            kind=[file.kind for _, file in written],
-            head_length=np.array([file.head_length for _, file in written], np.int64),
-            head_checksum=np.array([file.head_checksum for _, file in written], np.uint64),
-            chunk_size=np.array([file.chunk_size for _, file in written], np.int64),
-            codec=["raw"] * len(written),
-        ),
+        files=file_table(written, section_index),
         tensors=plan.tensors,
         scope=plan.scope,
         shards=plan.shards,
@@ -147,6 +137,21 @@ def build_manifest(
         shard_offset=plan.offset,
         checksums=_in_shard_order(plan, file_row, written),
         aliases=plan.aliases,
+    )
+
+
+def file_table(written: Sequence[tuple[int, WrittenFile]], section_index: Mapping[str, int]) -> FileTable:
+    """Return the manifest's table of files, each written by a rank. ``section_index`` numbers the sections."""
+    return FileTable(
+        name=[file.key for _, file in written],
+        size=np.array([file.size for _, file in written], np.int64),
+        section=np.array([section_index[file.section] for _, file in written], np.int64),
+        rank=np.array([rank for rank, _ in written], np.int64),
+        kind=[file.kind for _, file in written],
+        head_length=np.array([file.head_length for _, file in written], np.int64),
+        head_checksum=np.array([file.head_checksum for _, file in written], np.uint64),
+        chunk_size=np.array([file.chunk_size for _, file in written], np.int64),
+        codec=["raw"] * len(written),
     )
 
 

@@ -1,0 +1,248 @@
+"""Write a rank's items into files of one attempt, and build the manifest from what all ranks wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..engine.files import FileImage, data_key, lay_out_file, tensor_image
+from ..engine.resources import IOEngine
+from ..engine.writing import WrittenFile, write_images, write_whole
+from ..errors import PlanError, StorageError
+from ..format.manifest import Manifest, SectionInfo, timestamp
+from ..format.values import encode_value, encode_values_file, path_name
+from ..save.options import SaveOptions
+from ..save.record import file_table
+from ..save.staging import StateCopy
+from ..storage_backends.base import StorageBackend
+from ..telemetry.trace import Timings
+from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta, Path
+from ..tensors.tables import BoxTable, Int64, TensorTable
+from ..version import HEADER_METADATA, VERSION
+from .items import SectionItems
+from .names import describe_containers
+
+__all__ = ["RankRecord", "Share", "assemble", "write_items"]
+
+
+@dataclass
+class Share:
+    """What the coordinator sends every rank with its plan: where to write.
+
+    A planner that caches its plan hands out the share of an earlier save, which has been ``used`` then.
+    """
+
+    attempt: str
+    top_level: str
+    chunk_size: int
+    used: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class RankRecord:
+    """What one rank wrote: its files, the tensors of which it has boxes, and each box in the order of the files.
+
+    ``file`` is an index of ``files``; ``offset`` counts from the data start. ``leaves`` are the items by section, with
+    their paths; ``aliases`` are pairs of full names.
+    """
+
+    attempt: str
+    top_level: str
+    files: list[WrittenFile]
+    tensors: TensorTable
+    boxes: BoxTable
+    file: Int64
+    offset: Int64
+    leaves: dict[str, list[tuple[Path, bool]]]
+    aliases: list[tuple[str, str]]
+
+
+def write_items(
+    backend: StorageBackend,
+    engine: IOEngine,
+    sections: Mapping[str, SectionItems],
+    share: Share,
+    timings: Timings,
+    *,
+    allow_pickle: bool,
+    deadline_s: float,
+) -> RankRecord:
+    """Write this rank's items, hashed and durable. After a failure, none of its files remains.
+
+    Raises:
+        UnserializableError: A value has no stored form.
+        StorageError: A storage operation failed.
+    """
+    images: list[FileImage] = []
+    metas: dict[tuple[str, str], BasicMeta] = {}
+    boxes: list[tuple[int, Box]] = []
+    files: list[int] = []
+    offsets: list[int] = []
+    rows: dict[tuple[str, str], int] = {}
+    for section, items in sections.items():
+        source = items.source
+        for fqn, meta in source.metas.items():
+            rows[section, fqn] = len(metas)
+            metas[section, fqn] = meta
+        if source.shards:
+            # Larger elements first, so that every tensor is aligned (docs/format.md).
+            shards = sorted(source.shards, key=lambda shard: -shard.meta.dtype.itemsize)
+            layout = lay_out_file(section, np.arange(len(shards)), shards, HEADER_METADATA)
+            boxes += [(rows[section, shard.fqn], shard.box) for shard in shards]
+            files += [len(images)] * len(shards)
+            offsets += layout.offsets
+            images.append(tensor_image(data_key(share.attempt, section, timings.rank, "tensors"), layout, shards))
+        if source.values:
+            entries = [
+                (path, True, encode_value(value, f"{section}.{path_name(path)}", allow_pickle=allow_pickle))
+                for path, value in source.values.items()
+            ]
+            key = data_key(share.attempt, section, timings.rank, "values")
+            images.append(FileImage(key, section, "values", encode_values_file(entries)))
+    with timings.step("write"):
+        written = _write(backend, engine, images, share.chunk_size, timings, deadline_s)
+    return RankRecord(
+        share.attempt,
+        share.top_level,
+        written,
+        TensorTable.build([(section, fqn, meta) for (section, fqn), meta in metas.items()]),
+        BoxTable.build(boxes),
+        np.array(files, np.int64),
+        np.array(offsets, np.int64),
+        {section: items.leaves for section, items in sections.items()},
+        [
+            (f"{section}.{alias}", f"{section}.{fqn}")
+            for section, items in sections.items()
+            for alias, fqn in items.source.aliases.items()
+        ],
+    )
+
+
+def _write(
+    backend: StorageBackend,
+    engine: IOEngine,
+    images: Sequence[FileImage],
+    chunk_size: int,
+    timings: Timings,
+    deadline_s: float,
+) -> list[WrittenFile]:
+    keys = [image.key for image in images]
+    copy = StateCopy(engine, images, {}, timings, deadline_s=deadline_s, is_async=False, gate=False)
+    try:
+        written = write_images(backend, copy.staging, chunk_size, engine.io, timings)
+    except BaseException as error:
+        copy.staging.discard(error)
+        with suppress(StorageError):  # no manifest will ever name them, and the first error is the one to raise
+            backend.delete(keys)
+        raise
+    timings.count("write", sum(file.size for file in written))
+    return written
+
+
+def assemble(
+    backend: StorageBackend,
+    attempt: str,
+    records: Sequence[tuple[int, RankRecord]],
+    options: SaveOptions,
+    timings: Timings,
+    *,
+    world_size: int,
+) -> Manifest:
+    """Return the manifest of a save from the records of the ranks that wrote something.
+
+    It also writes, for each section, a file with the containers of the section's tree.
+
+    Raises:
+        PlanError: The ranks wrote into different attempts, or describe a tensor differently.
+    """
+    _check_attempts(attempt, records)
+    chunk_size = max((file.chunk_size for _, record in records for file in record.files), default=1)
+    written = [(rank, file) for rank, record in records for file in record.files]
+    written += [(0, file) for file in _write_containers(backend, attempt, records, chunk_size, timings)]
+    names = sorted({section for _, record in records for section in record.leaves})
+    tensors, new_rows = _merge_tensors(records)
+    shards: list[tuple[int, Box]] = []
+    files: list[int] = []
+    offsets: list[int] = []
+    empty: set[int] = set()
+    first_file = 0
+    for (_, record), rows in zip(records, new_rows):
+        columns = zip(record.boxes.tensor.tolist(), record.boxes, record.file.tolist(), record.offset.tolist())
+        for tensor, box, file, offset in columns:
+            row = rows[tensor]
+            if not box.numel:  # all of a tensor without elements: several ranks may have it
+                if row in empty:
+                    continue
+                empty.add(row)
+            shards.append((row, box))
+            files.append(first_file + file)
+            offsets.append(offset)
+        first_file += len(record.files)
+    checksums = [file.checksums for _, record in records for file in record.files]
+    return Manifest.assemble(
+        library_version=VERSION,
+        step=options.step,
+        created=timestamp(),
+        world_size=world_size,
+        attempt=attempt,
+        metadata=dict(options.metadata),
+        sections=[SectionInfo(name, "tree") for name in names],
+        files=file_table(written, {name: index for index, name in enumerate(names)}),
+        tensors=tensors,
+        scope=np.full(len(tensors), -1, np.int64),
+        shards=BoxTable.build(shards),
+        shard_file=np.array(files, np.int64),
+        shard_offset=np.array(offsets, np.int64),
+        checksums=np.concatenate([np.empty(0, np.uint64), *checksums]),
+        aliases=sorted({pair for _, record in records for pair in record.aliases}),
+    )
+
+
+def _check_attempts(attempt: str, records: Sequence[tuple[int, RankRecord]]) -> None:
+    found = {(record.attempt, record.top_level): rank for rank, record in records}
+    if len(found) > 1 or any(one != attempt for one, _ in found):
+        raise PlanError(
+            f"not all ranks wrote into {attempt}: {found}; does every rank pass a Writer of the same path? If the "
+            f"planner caches plans, disable its cache for the next save"
+        )
+
+
+def _write_containers(
+    backend: StorageBackend,
+    attempt: str,
+    records: Sequence[tuple[int, RankRecord]],
+    chunk_size: int,
+    timings: Timings,
+) -> Iterable[WrittenFile]:
+    leaves: dict[str, dict[Path, bool]] = {}
+    for _, record in records:
+        for section, found in record.leaves.items():
+            leaves.setdefault(section, {}).update(found)
+    for section, items in leaves.items():
+        containers = describe_containers(section, items.items())
+        if containers:
+            entries = [(path, True, encode_value(one, section)) for path, one in containers.items()]
+            key = f"{attempt}/{section}-containers.msgpack"
+            image = FileImage(key, section, "values", encode_values_file(entries))
+            yield write_whole(backend, image, chunk_size, timings)
+
+
+def _merge_tensors(records: Sequence[tuple[int, RankRecord]]) -> tuple[TensorTable, list[list[int]]]:
+    """Return the tensors of all ranks, and by record the row of each of its tensors."""
+    merged: dict[tuple[str, str], tuple[int, BasicMeta]] = {}
+    new_rows = []
+    for rank, record in records:
+        table = record.tensors
+        rows = []
+        for row, meta in enumerate(table.metas(np.arange(len(table)))):
+            key = table.section_of(row), table.fqn_of(row)
+            number, known = merged.setdefault(key, (len(merged), meta))
+            if known != meta:
+                raise PlanError(f"{table.names[row]}: rank {rank} wrote parts of {meta}, another rank parts of {known}")
+            rows.append(number)
+        new_rows.append(rows)
+    return TensorTable.build([(section, fqn, meta) for (section, fqn), (_, meta) in merged.items()]), new_rows

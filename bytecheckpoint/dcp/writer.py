@@ -1,0 +1,344 @@
+"""``Writer``: the storage writer for ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..checkpoint.attempts import ATTEMPT_PREFIX, new_attempt, remove_attempt
+from ..checkpoint.manifest_file import check_replaceable, commit, read_replaced_manifest, remove_files
+from ..checkpointer import default_checkpointer
+from ..engine.checksums import chunk_size_for
+from ..engine.writing import check_space
+from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError, PlanError, UnsupportedURLError, UsageError
+from ..format.manifest import MANIFEST_KEY
+from ..frameworks.captured import CapturedSection
+from ..planners import plan_columns
+from ..runtime.limits import DEFAULT_DEADLINE_S
+from ..save.options import SaveOptions
+from ..storage_backends import StorageBackend, open_backend, url_text
+from ..telemetry.trace import Timings
+from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
+from ..tensors.shards import basic_meta
+from ..tensors.tables import BoxTable, TensorTable
+from .items import resolve_items
+from .names import METADATA_KEY, ItemPaths, StoredAs, describe_containers, top_level_section
+from .record import RankRecord, Share, assemble, write_items
+
+__all__ = ["Writer"]
+
+_NOTE = "dcp-attempt"
+"""Names the attempt while ranks write that use a cached plan, which names an earlier one."""
+
+_ATTEMPT = re.compile(re.escape(ATTEMPT_PREFIX) + r"[A-Za-z0-9-]{1,80}")
+
+
+class Writer(StorageWriter):
+    """Writes what ``torch.distributed.checkpoint`` saves as a checkpoint of this library.
+
+    Pass it as ``storage_writer`` to ``save`` and ``async_save`` of ``torch.distributed.checkpoint``, on every rank with
+    the same path. DCP's planner decides which rank writes what. The first key of the nested state dict is the section:
+    ``{"model": ..., "optim": ...}`` is loaded with ``bytecheckpoint.load(path, {"model": model, "optim": optimizer})``.
+    Tensors at the top level of the state dict are the section ``model``, as if they were below that key.
+
+    The checkpoint appears atomically at the end of the save. If any rank fails, the path holds what it held before;
+    files of the attempt are removed at once by the rank that failed, and by the coordinator when its writer is used
+    again or is no longer referenced. An existing checkpoint is replaced. With ``use_collectives=False``, the ranks save
+    together as in ``bytecheckpoint.save``, over this library's own connections, and DCP plans nothing.
+
+    One instance may serve several saves, one after the other. It can be pickled, for
+    ``AsyncCheckpointerType.PROCESS``. All errors are those of ``bytecheckpoint.errors``; DCP raises them inside a
+    ``CheckpointException``, whose ``failures`` has them by rank.
+
+    Attributes:
+        step: Training step to store with the next checkpoint.
+        metadata: Plain values to store with the next checkpoint.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> dcp.save({"model": model.state_dict()}, storage_writer=bcp.dcp.Writer("runs/7b/step-1000", step=1000))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        allow_pickle: bool = False,
+        overwrite: bool = True,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Create a writer. It does no I/O.
+
+        Args:
+            path: Local path, or URL of any fsspec filesystem. ``checkpoint_id`` of DCP's functions replaces it.
+            step: Training step to store with the checkpoint.
+            metadata: Plain values to store with the checkpoint. The key ``dcp`` is reserved.
+            allow_pickle: Store values that are not plain as pickles. By default they are refused by name.
+            overwrite: Replace a checkpoint that exists at the path. If False, the save fails.
+            deadline_s: Seconds that each single wait of this library may take.
+            storage_options: Options for the storage backend, such as credentials or ``endpoint_url``.
+
+        Raises:
+            UsageError: An argument is invalid.
+        """
+        self._path = url_text(path)
+        self._allow_pickle, self._overwrite, self._deadline_s = allow_pickle, overwrite, deadline_s
+        self._storage_options = dict(storage_options or {})
+        self.step, self.metadata = step, dict(metadata or {})
+        self._options(StoredAs())
+        self._remove: Callable[[], object] | None = None
+        self._unsaved: tuple[SavePlan, SavePlanner] | None = None
+        self._begin()
+
+    # -- the calls of DCP, in their order ------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepare for another checkpoint, at ``checkpoint_id`` if that is given."""
+        if checkpoint_id is not None:
+            self._path = url_text(checkpoint_id)
+        self._begin()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
+        """Begin a save on this rank; the coordinator checks the path."""
+        self._begin()
+        self._rank = int(kwargs.get("rank") or 0)
+        self._uses_collectives = bool(kwargs.get("use_collectives", True))
+        if is_coordinator and self._uses_collectives:
+            check_replaceable(self._backend())
+            self._check_overwrite()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: check that the items tile their tensors, and name the attempt into which all write."""
+        if not self._uses_collectives:
+            return plans
+        backend = self._backend()
+        is_complete = all(plan.usable for plan in plans)
+        nbytes = _check_items(plans) if is_complete else 0
+        check_space(backend, nbytes)
+        attempt = new_attempt()
+        self._attempt = attempt
+        self._remove = weakref.finalize(self, _remove_attempt, backend, attempt, os.getpid())
+        if not is_complete:
+            backend.put(_NOTE, attempt.encode())
+        share = Share(attempt, top_level_section(plans), chunk_size_for(nbytes))
+        return [dataclasses.replace(plan, storage_data=dataclasses.replace(share)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items. Without collectives, only keep them for ``finish``."""
+        done: Future[list[WriteResult]] = Future()
+        record: RankRecord | None = None
+        if self._uses_collectives:
+            share = self._share_of(plan)
+            backend = self._backend()
+            sections = resolve_items(plan, planner, ItemPaths.of(plan.planner_data, share.top_level))
+            engine = default_checkpointer().engine
+            engine.check_usable()
+            with engine.track_call():
+                record = write_items(
+                    backend,
+                    engine,
+                    sections,
+                    share,
+                    Timings("save", self._rank, backend.url),
+                    allow_pickle=self._allow_pickle,
+                    deadline_s=self._deadline_s,
+                )
+        else:
+            self._unsaved = (plan, planner)
+        # The record of the rank travels with its first item.
+        results = [WriteResult(item.index, _nbytes(item), None) for item in plan.items]
+        if results:
+            results[0] = dataclasses.replace(results[0], storage_data=record)
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the checkpoint. DCP calls it on the coordinator, or without collectives on every rank."""
+        is_flattened = metadata.planner_data is not None
+        if not self._uses_collectives:
+            self._save_together(is_flattened=is_flattened)
+        else:
+            self._commit(results, is_flattened=is_flattened)
+        metadata.storage_meta = self.storage_meta()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a storage backend serves this path or URL."""
+        try:
+            open_backend(checkpoint_id)
+        except UnsupportedURLError:
+            return False
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return the path and a new id of this save, for planners."""
+        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path of the checkpoint."""
+        return self._path
+
+    # -- internals -----------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_remove": None, "_unsaved": None}
+
+    def _begin(self) -> None:
+        """Forget the last save. The coordinator removes what it wrote, unless it was committed."""
+        if self._remove is not None:
+            self._remove()
+        self._remove, self._unsaved, self._attempt = None, None, ""
+        self._rank, self._uses_collectives = 0, True
+        self._save_id = str(uuid.uuid4())
+
+    def _backend(self) -> StorageBackend:
+        return open_backend(self._path, **self._storage_options)
+
+    def _options(self, stored: StoredAs) -> SaveOptions:
+        """Return the options of the save, validated."""
+        if METADATA_KEY in self.metadata:
+            raise UsageError(f"the key {METADATA_KEY!r} of metadata is reserved; use another one")
+        metadata = {**self.metadata, **stored.to_metadata()}
+        return SaveOptions(
+            step=self.step, metadata=metadata, allow_pickle=self._allow_pickle, deadline_s=self._deadline_s
+        ).checked()
+
+    def _check_overwrite(self) -> None:
+        if self._overwrite:
+            return
+        backend = self._backend()
+        try:
+            backend.stat(MANIFEST_KEY)
+        except KeyNotFoundError:
+            return
+        raise KeyExistsError(
+            f"{backend.url} already holds a checkpoint, which was not changed, because the Writer was created with "
+            f"overwrite=False; save to another path"
+        )
+
+    def _share_of(self, plan: SavePlan) -> Share:
+        share = plan.storage_data
+        if not isinstance(share, Share):
+            raise PlanError(
+                f"the planner returned a plan without the storage_data that the Writer had added, but with {share!r}; "
+                f"let finish_plan keep it (dataclasses.replace)"
+            )
+        if share.used:
+            attempt = self._backend().get(_NOTE).decode()
+            if not _ATTEMPT.fullmatch(attempt):
+                raise PlanError(f"{self._path}/{_NOTE} does not name an attempt: {attempt!r:.80}; remove it")
+            return dataclasses.replace(share, attempt=attempt)
+        share.used = True
+        return share
+
+    def _commit(self, results: Sequence[Sequence[WriteResult]], *, is_flattened: bool) -> None:
+        backend = self._backend()
+        records = [(rank, of_rank[0].storage_data) for rank, of_rank in enumerate(results) if of_rank]
+        for rank, record in records:
+            if not isinstance(record, RankRecord):
+                raise PlanError(f"rank {rank} did not write with a bytecheckpoint.dcp.Writer, but returned {record!r}")
+        top_level = next((record.top_level for _, record in records if record.top_level in record.leaves), "")
+        options = self._options(StoredAs(top_level, is_flattened))
+        timings = Timings("save", self._rank, backend.url)
+        with timings.step("commit"):
+            manifest = assemble(backend, self._attempt, records, options, timings, world_size=len(results))
+            replaced = read_replaced_manifest(backend)
+            try:
+                commit(backend, manifest)
+            except CommitUnknownError:
+                self._keep()
+                raise
+        self._keep()
+        with timings.step("clean"):
+            remove_files(backend, [_NOTE, *([] if replaced is None else replaced.files.name)])
+
+    def _keep(self) -> None:
+        """Do not remove the attempt: it is committed, or may be."""
+        if isinstance(self._remove, weakref.finalize):
+            self._remove.detach()
+
+    def _save_together(self, *, is_flattened: bool) -> None:
+        """Save the items of all ranks as ``bytecheckpoint.save`` does: it plans, writes and commits."""
+        assert self._unsaved is not None
+        (plan, planner), self._unsaved = self._unsaved, None
+        top_level = top_level_section([plan])
+
+        def make_state() -> dict[str, Any]:
+            if self._rank == 0:
+                self._check_overwrite()
+            sections = resolve_items(plan, planner, ItemPaths.of(plan.planner_data, top_level), compare=True)
+            for section, items in sections.items():
+                items.source.values.update(describe_containers(section, items.leaves))
+            return {section: CapturedSection(items.source) for section, items in sections.items()}
+
+        options = self._options(StoredAs(top_level, is_flattened))
+        default_checkpointer().save_with(
+            self._path, make_state, options, async_save=False, storage_options=self._storage_options
+        )
+
+
+def _remove_attempt(backend: StorageBackend, attempt: str, pid: int) -> None:
+    if os.getpid() == pid:  # and not a forked child that drops its copy of the writer
+        remove_attempt(backend, attempt)
+        remove_files(backend, [_NOTE])
+
+
+def _nbytes(item: WriteItem) -> int:
+    """Bytes of a tensor item; 0 for another one, whose size is not known before it is encoded."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _check_items(plans: Sequence[SavePlan]) -> int:
+    """Check that the boxes of all ranks tile their tensors; return their bytes.
+
+    Raises:
+        PlanError: Boxes overlap, leave a hole or exceed their tensor, or ranks describe a tensor differently.
+        UnsupportedTensorError: A tensor has a dtype that cannot be stored.
+    """
+    metas: dict[str, BasicMeta] = {}
+    boxes: list[tuple[str, Box, int]] = []
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.tensor_data is None:
+                continue
+            fqn, data = item.index.fqn, item.tensor_data
+            meta = basic_meta(data.properties.dtype, data.size)
+            if metas.setdefault(fqn, meta) != meta:
+                raise PlanError(f"{fqn}: rank {rank} has parts of {meta}, another rank parts of {metas[fqn]}")
+            boxes.append((fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), rank))
+    names = sorted(metas)
+    rows = {name: row for row, name in enumerate(names)}
+    tensors = TensorTable.build([("", name, metas[name]) for name in names])
+    tensors.names = names
+    table = BoxTable.build([(rows[fqn], box) for fqn, box, _ in boxes])
+    rank_of = np.array([rank for *_, rank in boxes], np.int64)
+    planned = plan_columns(tensors, table, rank_of, np.arange(len(boxes)), world_size=len(plans))
+    if int((planned.shards.numel() > 0).sum()) != int((table.numel() > 0).sum()):
+        raise PlanError(
+            "several ranks would write the same part of a tensor, because the planner has not removed replicas; let "
+            "create_global_plan do so, as DefaultSavePlanner does"
+        )
+    return int(table.nbytes(tensors).sum())
