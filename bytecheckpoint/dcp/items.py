@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from ..errors import NameCollisionError, PlanError, UnserializableError
-from ..format.values import Container, path_name
+from ..format.values import path_name
 from ..frameworks.base import Context
 from ..frameworks.digests import tensor_digest
 from ..frameworks.sections import check_name
@@ -102,7 +102,7 @@ def _add_value(source: SectionSource, section: str, path: Path, value: Any) -> N
     # As the tree that it is, because only tensors of a tree are stored as tensors.
     capture = Capture(Context(section, {}))
     capture.visit(value, path)
-    found = capture.source
+    found = capture.finish()
     for fqn in found.metas:
         check_name(f"{section}.{fqn}", fqn)
         if fqn in source.metas:
@@ -111,7 +111,6 @@ def _add_value(source: SectionSource, section: str, path: Path, value: Any) -> N
     source.shards.extend(found.shards)
     source.aliases.update(found.aliases)
     source.values.update(found.values)
-    source.values.update(dict.fromkeys(capture.paths.values(), Container("tensor")))
 
 
 def _holds_object(value: Any) -> bool:

@@ -188,14 +188,17 @@ class Reader(StorageReader):
         checkpoint, stored = self._open()
         described = {name: _describe_item(checkpoint, item) for name, item in stored.items.items()}
         return Metadata(
-            described, stored.paths, storage_data={}, storage_meta=StorageMeta(self._path, load_id=self._load_id)
+            _Described(described, stored),
+            stored.paths,
+            storage_data={},
+            storage_meta=StorageMeta(self._path, load_id=self._load_id),
         )
 
     def _part(
         self, checkpoint: Checkpoint, stored: StoredItems, item: ReadItem, tensor: torch.Tensor
     ) -> tuple[int, Box, torch.Tensor]:
         fqn, index = item.storage_index.fqn, item.storage_index
-        row = stored.items[fqn].row
+        row = stored[fqn].row
         meta = checkpoint.manifest.tensors.meta_of(row)
         origin = index.offset if index.offset is not None else (0,) * len(item.storage_offsets)
         box = Box(tuple(a + b for a, b in zip(origin, item.storage_offsets)), tuple(item.lengths))
@@ -206,6 +209,22 @@ class Reader(StorageReader):
         if refusal is not None:
             raise MismatchError(f"{fqn} is {refusal} in bytecheckpoint.dcp.Reader", [("dtype", fqn, refusal)])
         return row, box, tensor
+
+
+class _Described(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """The items of a checkpoint, which also has further names of some values, without listing them."""
+
+    def __init__(self, items: Mapping[str, TensorStorageMetadata | BytesStorageMetadata], stored: StoredItems) -> None:
+        super().__init__(items)
+        self._stored = stored
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and name in self._stored)
+
+    def __missing__(self, name: str) -> BytesStorageMetadata:
+        if name not in self._stored:
+            raise KeyError(name)
+        return BytesStorageMetadata()
 
 
 def _is_bytes(item: ReadItem) -> bool:

@@ -46,10 +46,13 @@ class StoredItems:
     """The items of a checkpoint under DCP's names: tensors, and plain values, which may contain ``StoredTensorItem``.
 
     ``paths`` are the keys that lead to each item, as DCP's planner records them; None if the planner did not flatten.
+    ``others`` are further names of values: the hyper-parameters of each parameter of an optimizer, as a flattened state
+    dict of it has them. A state dict that is made from the checkpoint does not get them.
     """
 
     items: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] | None = None
+    others: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, rank: int, allow_pickle: bool) -> StoredItems:
@@ -61,8 +64,19 @@ class StoredItems:
         """
         stored = StoredAs.from_metadata(checkpoint.metadata)
         state: dict[str, Any] = {}
+        others: dict[str, Any] = {}
         for section in checkpoint.manifest.sections:
-            tree = _section_tree(checkpoint, section.name, section.kind, rank, allow_pickle=allow_pickle)
+            values = _section_values(checkpoint, section.name, rank, allow_pickle=allow_pickle)
+            rows = checkpoint.section_rows(section.name, rank)
+            if section.kind in _OPTIMIZERS:
+                options = _options_by_name(values)
+                state[section.name] = _optimizer_state_dict(values, rows, options)
+                for fqn, found in options.items():
+                    others.update((f"{section.name}.param_groups.{fqn}.{key}", value) for key, value in found.items())
+                continue
+            tree = _tree(section.name, values, rows)
+            if section.kind in _MODELS:
+                tree = _model_state_dict(tree)
             if section.name == stored.top_level and isinstance(tree, Mapping):
                 state.update(tree)
             else:
@@ -71,7 +85,13 @@ class StoredItems:
             return cls(state)
         # Tensors without memory make DCP's own rules for lists of tensors apply.
         items, paths = flatten_state_dict(_replaced(state, StoredTensorItem, _placeholder))
-        return cls({name: _replaced(item, torch.Tensor, _item_of) for name, item in items.items()}, paths)
+        return cls({name: _replaced(item, torch.Tensor, _item_of) for name, item in items.items()}, paths, others)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.items or name in self.others
+
+    def __getitem__(self, name: str) -> Any:
+        return self.items[name] if name in self.items else self.others[name]
 
     def value(self, name: str, tensors: Mapping[int, torch.Tensor]) -> Any:
         """Return a plain item, with ``tensors`` by row in the place of those inside it.
@@ -79,14 +99,14 @@ class StoredItems:
         Raises:
             StateError: A value is stored as a pickle.
         """
-        refused = _found(self.items[name], _Refused)
+        refused = _found(self[name], _Refused)
         if refused:
             raise refused[0].error
-        return _replaced(self.items[name], StoredTensorItem, lambda item: tensors[item.row])
+        return _replaced(self[name], StoredTensorItem, lambda item: tensors[item.row])
 
     def rows_inside(self, name: str) -> list[int]:
         """Return the rows of the tensors inside an item."""
-        return [item.row for item in _found(self.items[name], StoredTensorItem)]
+        return [item.row for item in _found(self[name], StoredTensorItem)]
 
 
 class _Placeholder(torch.Tensor):
@@ -105,7 +125,7 @@ def _item_of(tensor: Any) -> StoredTensorItem:
     return StoredTensorItem(tensor.row)
 
 
-def _section_tree(checkpoint: Checkpoint, section: str, kind: str, rank: int, *, allow_pickle: bool) -> Any:
+def _section_values(checkpoint: Checkpoint, section: str, rank: int, *, allow_pickle: bool) -> dict[Path, Any]:
     values: dict[Path, Any] = {}
     found = sorted(
         stored_values(checkpoint.backend, checkpoint.manifest, section=section, ranks=(rank,)),
@@ -118,16 +138,16 @@ def _section_tree(checkpoint: Checkpoint, section: str, kind: str, rank: int, *,
             decoded = _Refused(error)
         if not is_left_out(decoded):
             values[value.path] = decoded
-    rows = checkpoint.section_rows(section, rank)
-    if kind in _OPTIMIZERS:
-        return _optimizer_state_dict(values, rows)
+    return values
+
+
+def _tree(section: str, values: Mapping[Path, Any], rows: Mapping[str, int]) -> Any:
     if set(values) == {()} and not rows and not isinstance(values[()], Container):
         return values[()]
     index = PathIndex.of(values)
     leaves = [(path, value) for path, value in values.items() if type(value) is not Container]
     leaves += [(index.path_of(fqn), StoredTensorItem(row)) for fqn, row in rows.items()]
-    tree = build_tree(leaves, index.containers, (), section)
-    return _model_state_dict(tree) if kind in _MODELS else tree
+    return build_tree(leaves, index.containers, (), section)
 
 
 def _model_state_dict(tree: Any) -> dict[str, Any]:
@@ -137,15 +157,21 @@ def _model_state_dict(tree: Any) -> dict[str, Any]:
     return {**state, **tree.get(_OWN_STATE, {})}
 
 
-def _optimizer_state_dict(values: Mapping[Path, Any], rows: Mapping[str, int]) -> dict[str, Any]:
+def _options_by_name(values: Mapping[Path, Any]) -> dict[str, dict[str, Any]]:
+    """The hyper-parameters of each parameter of an optimizer."""
+    return {str(path[1]): value for path, value in values.items() if path[:1] == ("param_groups",) and len(path) == 2}
+
+
+def _optimizer_state_dict(
+    values: Mapping[Path, Any], rows: Mapping[str, int], options: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
     """The state dict of an optimizer as ``get_optimizer_state_dict`` returns it.
 
     Parameters with equal hyper-parameters form a group, because a checkpoint does not store groups.
     """
-    options = {str(path[1]): value for path, value in values.items() if path[0] == "param_groups" and len(path) == 2}
     state: dict[str, Any] = {}
     for path, value in values.items():
-        if path[0] == "state" and len(path) == 3 and type(value) is not Container:
+        if path[:1] == ("state",) and len(path) == 3 and type(value) is not Container:
             state.setdefault(str(path[1]), {})[str(path[2])] = value
     for name, row in rows.items():
         rest = name.removeprefix("state.")

@@ -128,7 +128,7 @@ class ModuleAdapter(Adapter):
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         require_no_masters(self.slots(modules_of(obj)), context.section)
         target = self.make_target(obj, context, stored)
-        # What a stored state dict has in addition to the module itself: that it is a mapping, and the order of its keys.
+        # What a stored state dict has in addition to the module: that it is a mapping, and the order of its keys.
         target.ignorable.update(path for path, value in stored.values.items() if not path and type(value) is Container)
         apply_name_rules(modules_of(obj), target, context, stored)
         return target

@@ -131,6 +131,8 @@ class StoredStateDict:
             return self._flat_contents(values)
         groups = self._tree(values, _GROUPS)
         contents = _Contents(state=self._tree(values, _STATE), groups=groups)
+        if is_numbered(groups):  # DCP turns the keys of mappings into text
+            contents.state = {_as_number(key): entries for key, entries in contents.state.items()}
         for group in groups:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             contents.options.update(dict.fromkeys(group["params"], options))
@@ -222,6 +224,10 @@ class StoredStateDict:
                 f"{', '.join(wrong[:5])}. {_ADVICE}",
                 [("shape", name, "stored by number, with another shape") for name in wrong],
             )
+
+
+def _as_number(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
 def _tensors_in(entries: Any, path: Path) -> Iterator[Path]:
