@@ -86,7 +86,11 @@ class Reader(StorageReader):
     # -- the calls of DCP, in their order ------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare to read another checkpoint, at ``checkpoint_id`` if that is given."""
+        """Prepare to read another checkpoint.
+
+        Args:
+            checkpoint_id: Its path or URL; None for the one of the last load.
+        """
         if checkpoint_id is not None:
             self._path = url_text(checkpoint_id)
         self._failure: Exception | None = None
@@ -97,7 +101,11 @@ class Reader(StorageReader):
         """Open the checkpoint and describe its items.
 
         DCP calls it once more, with ``rank``, if it has raised, and replaces the second error by an ``AssertionError``.
-        So the second call returns nothing, and the next call raises the first error.
+        So the second call returns no items, and ``set_up_storage_reader`` raises the first error.
+
+        Args:
+            *args: Not used.
+            **kwargs: DCP passes ``rank`` in its second call.
 
         Returns:
             The items, with a chunk for each stored box.
@@ -115,20 +123,52 @@ class Reader(StorageReader):
             raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
-        """Raise the error of ``read_metadata``, if it failed."""
+        """Raise the error of ``read_metadata``, if it failed.
+
+        Args:
+            metadata: What ``read_metadata`` has returned.
+            is_coordinator: Not used.
+            *args: Not used.
+            **kwargs: Not used.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or it cannot be read.
+            StorageError: The store failed.
+        """
         if self._failure is not None:
             raise self._failure
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan as it is.
+
+        Args:
+            plan: The plan of this rank.
+
+        Returns:
+            The same plan.
+        """
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans as they are.
+
+        Args:
+            plans: The plans of all ranks.
+
+        Returns:
+            The same plans.
+        """
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items of this rank, and hand them to the planner after all bytes have been verified.
+
+        Args:
+            plan: The plan of this rank.
+            planner: The planner, which has the tensors to fill and takes the values.
+
+        Returns:
+            A future that is done.
 
         Raises:
             MismatchError: A tensor of the state has another shape, or a dtype that ``cast`` does not allow.
@@ -157,7 +197,14 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a storage backend serves this path or URL."""
+        """Return whether a storage backend serves a path or URL.
+
+        Args:
+            checkpoint_id: The path or URL.
+
+        Returns:
+            False if the URL has a scheme that no backend serves.
+        """
         try:
             open_backend(checkpoint_id)
         except UnsupportedURLError:

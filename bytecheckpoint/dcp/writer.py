@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -25,18 +24,14 @@ from ..engine.writing import check_space
 from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError, PlanError, UnsupportedURLError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..frameworks.captured import CapturedSection
-from ..planners import plan_columns
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..save.options import SaveOptions
 from ..storage_backends import StorageBackend, open_backend, url_text
 from ..telemetry.trace import Timings
-from ..tensors.geometry import Box
-from ..tensors.metadata import BasicMeta
-from ..tensors.shards import basic_meta
-from ..tensors.tables import BoxTable, TensorTable
 from .items import resolve_items
 from .names import METADATA_KEY, ItemPaths, StoredAs, describe_containers, top_level_section
 from .record import RankRecord, Share, assemble, write_items
+from .tiling import check_tiling
 
 __all__ = ["Writer"]
 
@@ -109,13 +104,28 @@ class Writer(StorageWriter):
     # -- the calls of DCP, in their order ------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for another checkpoint, at ``checkpoint_id`` if that is given."""
+        """Prepare for another checkpoint.
+
+        Args:
+            checkpoint_id: Its path or URL; None for the one of the last save.
+        """
         if checkpoint_id is not None:
             self._path = url_text(checkpoint_id)
         self._begin()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - DCP's
-        """Begin a save on this rank; the coordinator checks the path."""
+        """Begin a save on this rank; the coordinator checks the path.
+
+        Args:
+            is_coordinator: Whether this rank coordinates the save.
+            *args: Not used.
+            **kwargs: DCP passes ``rank`` and ``use_collectives``.
+
+        Raises:
+            UsageError: The save would overwrite a file of another program.
+            KeyExistsError: There is a checkpoint, and the writer does not overwrite it.
+            StorageError: The store failed.
+        """
         self._begin()
         self._rank = int(kwargs.get("rank") or 0)
         self._uses_collectives = bool(kwargs.get("use_collectives", True))
@@ -124,16 +134,35 @@ class Writer(StorageWriter):
             self._check_overwrite()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan as it is.
+
+        Args:
+            plan: The plan of this rank.
+
+        Returns:
+            The same plan.
+        """
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: check that the items tile their tensors, and name the attempt into which all write."""
+        """On the coordinator: check that the items tile their tensors, and name the attempt into which all write.
+
+        Args:
+            plans: The plans of all ranks.
+
+        Returns:
+            The plans, with what each rank needs to know in ``storage_data``.
+
+        Raises:
+            PlanError: Boxes overlap, leave a hole or exceed their tensor, or ranks describe a tensor differently.
+            StateError: A tensor cannot be stored.
+            StorageError: The store failed, or has too little space.
+        """
         if not self._uses_collectives:
             return plans
         backend = self._backend()
         is_complete = all(plan.usable for plan in plans)
-        nbytes = _check_items(plans) if is_complete else 0
+        nbytes = check_tiling(plans) if is_complete else 0
         check_space(backend, nbytes)
         attempt = new_attempt()
         self._attempt = attempt
@@ -144,7 +173,20 @@ class Writer(StorageWriter):
         return [dataclasses.replace(plan, storage_data=dataclasses.replace(share)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items. Without collectives, only keep them for ``finish``."""
+        """Write this rank's items. Without collectives, only keep them for ``finish``.
+
+        Args:
+            plan: The plan of this rank.
+            planner: The planner, which has the data.
+
+        Returns:
+            A future that is done: a result for each item.
+
+        Raises:
+            StateError: An item cannot be stored.
+            PlanError: The planner has lost what ``prepare_global_plan`` added to the plan.
+            StorageError: The store failed.
+        """
         done: Future[list[WriteResult]] = Future()
         record: RankRecord | None = None
         if self._uses_collectives:
@@ -173,7 +215,18 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the checkpoint. DCP calls it on the coordinator, or without collectives on every rank."""
+        """Commit the checkpoint. DCP calls it on the coordinator, or without collectives on every rank.
+
+        Args:
+            metadata: The metadata that the planner made; gets ``storage_meta``.
+            results: What ``write_data`` has returned, by rank.
+
+        Raises:
+            PlanError: The ranks did not write into one attempt.
+            StorageError: The store failed, and nothing was committed.
+            CommitUnknownError: The checkpoint may or may not exist.
+            ControlError: Without collectives, the ranks could not work together.
+        """
         is_flattened = metadata.planner_data is not None
         if not self._uses_collectives:
             self._save_together(is_flattened=is_flattened)
@@ -183,7 +236,14 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a storage backend serves this path or URL."""
+        """Return whether a storage backend serves a path or URL.
+
+        Args:
+            checkpoint_id: The path or URL.
+
+        Returns:
+            False if the URL has a scheme that no backend serves.
+        """
         try:
             open_backend(checkpoint_id)
         except UnsupportedURLError:
@@ -191,7 +251,11 @@ class Writer(StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return the path and a new id of this save, for planners."""
+        """Return what planners may know of the save.
+
+        Returns:
+            The path, and an id that no other save has.
+        """
         return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
 
     @property
@@ -309,36 +373,3 @@ def _nbytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def _check_items(plans: Sequence[SavePlan]) -> int:
-    """Check that the boxes of all ranks tile their tensors; return their bytes.
-
-    Raises:
-        PlanError: Boxes overlap, leave a hole or exceed their tensor, or ranks describe a tensor differently.
-        UnsupportedTensorError: A tensor has a dtype that cannot be stored.
-    """
-    metas: dict[str, BasicMeta] = {}
-    boxes: list[tuple[str, Box, int]] = []
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            if item.tensor_data is None:
-                continue
-            fqn, data = item.index.fqn, item.tensor_data
-            meta = basic_meta(data.properties.dtype, data.size)
-            if metas.setdefault(fqn, meta) != meta:
-                raise PlanError(f"{fqn}: rank {rank} has parts of {meta}, another rank parts of {metas[fqn]}")
-            boxes.append((fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), rank))
-    names = sorted(metas)
-    rows = {name: row for row, name in enumerate(names)}
-    tensors = TensorTable.build([("", name, metas[name]) for name in names])
-    tensors.names = names
-    table = BoxTable.build([(rows[fqn], box) for fqn, box, _ in boxes])
-    rank_of = np.array([rank for *_, rank in boxes], np.int64)
-    planned = plan_columns(tensors, table, rank_of, np.arange(len(boxes)), world_size=len(plans))
-    if int((planned.shards.numel() > 0).sum()) != int((table.numel() > 0).sum()):
-        raise PlanError(
-            "several ranks would write the same part of a tensor, because the planner has not removed replicas; let "
-            "create_global_plan do so, as DefaultSavePlanner does"
-        )
-    return int(table.nbytes(tensors).sum())

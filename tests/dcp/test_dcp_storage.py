@@ -397,7 +397,7 @@ def test_a_model_alone_is_the_section_model(tmp_path: Path) -> None:
     assert_equal(dict(again), dict(model.state_dict()))
 
 
-def test_tensors_beside_an_entry_called_model(tmp_path: Path) -> None:
+def test_top_level_tensors_and_an_entry_called_model(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "w": torch.zeros(2), "a.b": {"w": torch.full((2,), 3.0)}, "n": 4}
     dcp.save(state, storage_writer=bcp.dcp.Writer(tmp_path / "c"))
     assert bcp.open(tmp_path / "c").sections == ["model", "n", "top_level"]
