@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import BytecheckpointError, UnsupportedTensorError
-from bytecheckpoint.frameworks.sections import _are_plain, _check_name
+from bytecheckpoint.frameworks.sections import _are_plain, check_name
 from bytecheckpoint.frameworks.tensors import dense_view, tensor_shards
 from bytecheckpoint.frameworks.tree_capture import SameMemory
 from bytecheckpoint.tensors.geometry import Box
@@ -25,14 +25,14 @@ names = st.lists(st.text("a.@1[]:,\0_é\ud800 ", max_size=6) | st.just("__metada
 def test_names_accepted_together_are_accepted_one_by_one(names: list[str]) -> None:
     if _are_plain(names):
         for name in names:
-            _check_name(f"model.{name}", name)
+            check_name(f"model.{name}", name)
 
 
 def test_a_reserved_name_among_plain_ones_is_found() -> None:
     for name in ("a@1", "w[0:2,1:3]", "__metadata__", "a\0b", "x" * 5000, "\ud800"):
         assert not _are_plain(["plain", name])
         with pytest.raises(BytecheckpointError):
-            _check_name(f"model.{name}", name)
+            check_name(f"model.{name}", name)
     assert _are_plain([])
 
 
