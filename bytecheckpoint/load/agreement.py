@@ -70,13 +70,11 @@ def _claim_names(checkpoint: OpenCheckpoint, targets: Iterable[Target], options:
         stored, target = one.stored, one.target
         names: set[str] = {*target.metas, *target.aliases}
         paths: set[Path] = set(target.requested_values)
+        # Markers of structure, whose content is compared by itself.
+        paths.update(path for path, value in stored.contents.values.items() if type(value) is Container)
         if options.strictness(stored.name) != "exact":
             names.update(name for name in target.ignorable if isinstance(name, str))
             paths.update(path for path in target.ignorable if not isinstance(path, str))
-        else:
-            # Markers of structure, whose content is compared by itself.
-            held = stored.contents.values
-            paths.update(path for path in target.ignorable if type(path) is tuple and type(held.get(path)) is Container)
         rows = stored.tensor_rows
         tensors[[rows[name] for name in names if name in rows]] = True
         values += [path in paths for path in stored.shared_values]
@@ -136,7 +134,7 @@ def agree(
     mismatch = None
     if all_faults:
         stored_names = [name for section in checkpoint.sections.values() for name in section.full_names]
-        mismatch = mismatch_error(backend.url, all_faults, stored_names, [*known, *stored_names])
+        mismatch = mismatch_error(checkpoint.index.url, all_faults, stored_names, [*known, *stored_names])
     return Verdict(mismatch, unexpected, shared_reads if mismatch is None else {})
 
 

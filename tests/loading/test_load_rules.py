@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,16 @@ def test_exact_accepts_trees_of_the_same_structure(tmp_path: Path) -> None:
         ("unexpected", "extra.inner.a"),
         ("unexpected", "extra.inner.list.0.x"),
     ]
+
+
+@pytest.mark.parametrize("strict", [True, "exact"])
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_model_takes_its_stored_state_dict(tmp_path: Path, kind: type, strict: Any) -> None:
+    saved, loaded = plain_model(1.0), plain_model(9.0)
+    bcp.save(tmp_path, {"model": kind(saved.state_dict())})
+    bcp.load(tmp_path, {"model": loaded}, strict=strict)
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
 
 
 def test_exact_allows_no_lazy_state(tmp_path: Path) -> None:
