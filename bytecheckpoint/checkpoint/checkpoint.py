@@ -137,7 +137,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
     @property
     def url(self) -> str:
         """URL of the checkpoint."""
-        return self.backend.url
+        return self.index.url
 
     @property
     def model_directory(self) -> str | None:

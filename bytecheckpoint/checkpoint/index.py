@@ -15,6 +15,7 @@ from ..engine.reading.reader import Reader
 from ..engine.resources import IOEngine
 from ..format.manifest import Manifest, ManifestV1, validate_foreign
 from ..format.values import decode_path, encode_path
+from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from .manifest_file import read_manifest
@@ -35,6 +36,7 @@ class Index:
         backend: Storage backend whose root holds the files.
         manifest: The tables. Those of another system's files have no checksums, no attempt and no values files.
         system: What wrote the files.
+        name: The file's key, if the path is a single file below the backend's root.
         foreign_values: The plain values of another system's checkpoint, which the index holds itself.
         crcs: The CRC-32s of ranges of another system's files.
     """
@@ -42,6 +44,7 @@ class Index:
     backend: StorageBackend
     manifest: Manifest
     system: str = OWN_SYSTEM
+    name: str = ""
     foreign_values: tuple[StoredValue, ...] = ()
     crcs: CrcTable | None = None
 
@@ -49,6 +52,11 @@ class Index:
     def read(cls, backend: StorageBackend) -> Index:
         """Read the index of a checkpoint of this library. Raises as ``read_manifest``."""
         return cls(backend, read_manifest(backend))
+
+    @property
+    def url(self) -> str:
+        """The path that the index describes."""
+        return join(self.backend.url, self.name) if self.name else self.backend.url
 
     @property
     def is_own(self) -> bool:
@@ -86,7 +94,7 @@ def encode_index(index: Index) -> bytes:
     crcs = None
     if index.crcs is not None:
         crcs = [column.tobytes() for column in (index.crcs.file, index.crcs.begin, index.crcs.end, index.crcs.crc)]
-    packed: bytes = msgpack.packb([index.system, ManifestV1.pack(index.manifest), values, crcs])
+    packed: bytes = msgpack.packb([index.system, index.name, ManifestV1.pack(index.manifest), values, crcs])
     return _START + zstandard.ZstdCompressor(level=1).compress(packed)
 
 
@@ -98,13 +106,14 @@ def is_encoded_index(data: bytes) -> bool:
 def decode_index(data: bytes, backend: StorageBackend) -> Index:
     """Return the index that ``encode_index`` has encoded on another rank, validated. Raises ``FormatError``."""
     packed: list[Any] = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(data[len(_START) :]))
-    system, tables, values, crcs = packed
+    system, name, tables, values, crcs = packed
     manifest = ManifestV1.unpack(tables)
     validate_foreign(manifest)
     return Index(
         backend,
         manifest,
         system,
+        name,
         tuple(StoredValue(section, decode_path(path), rank, encoded) for section, path, rank, encoded in values),
         None if crcs is None else CrcTable(*(np.frombuffer(column, np.int64) for column in crcs)),
     )

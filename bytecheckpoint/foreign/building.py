@@ -81,6 +81,11 @@ class IndexBuilder:
         """Return the number of a file of ``size`` bytes."""
         return self._files.setdefault(key, (len(self._files), size))[0]
 
+    def file_number(self, key: str) -> int:
+        """Return the number of a file; asks the store for its size at the first call. Raises ``StorageError``."""
+        known = self._files.get(key)
+        return self.add_file(key, self.backend.stat(key).size) if known is None else known[0]
+
     def add_section(self, section: str, kind: str) -> None:
         """Add a section, which may stay empty. ``kind`` is "module", "optimizer" or "tree", as of this library's."""
         self._kinds[section] = kind
@@ -122,12 +127,13 @@ class IndexBuilder:
     def build(
         self,
         *,
+        name: str = "",
         step: int | None = None,
         created: str = "",
         world_size: int = 1,
         metadata: Mapping[str, Any] | None = None,
     ) -> Index:
-        """Return the validated index.
+        """Return the validated index. ``name`` is the file's key, if the path is a single file.
 
         Raises ``FormatError`` if a tensor's pieces do not tile it or lie outside their files, and
         ``UnsupportedTensorError`` for a tensor whose elements are too scattered.
@@ -140,7 +146,7 @@ class IndexBuilder:
         # Names the contents: a handle that is opened again in another process must find the same ones.
         manifest.attempt = xxhash.xxh3_128_hexdigest(ManifestV1.pack(manifest))
         crcs = CrcTable.build(self._crcs) if self._crcs else None
-        return Index(self.backend, manifest, self.system, tuple(self._values), crcs)
+        return Index(self.backend, manifest, self.system, name, tuple(self._values), crcs)
 
     def _manifest(self, step: int | None, created: str, world_size: int, metadata: dict[str, Any]) -> Manifest:
         names = list(self._tensors)

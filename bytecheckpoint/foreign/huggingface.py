@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from ..checkpoint.index import Index
 from ..errors import CheckpointNotFoundError, NotACheckpointError
 from .building import IndexBuilder, StoredLeaf
+from .naming import MODEL_SECTION
 from .place import Place
 from .safetensors_folder import SafetensorsFolder, meta_of
 
-__all__ = ["MODEL_SECTION", "index_folder", "read_safetensors"]
-
-MODEL_SECTION = "model"
-"""The section that the tensors of another library's model form."""
+__all__ = ["index_folder", "read_safetensors"]
 
 
 def read_safetensors(place: Place) -> Index | None:
@@ -43,4 +41,4 @@ def index_folder(folder: SafetensorsFolder, section: str, names: Mapping[str, st
             meta = meta_of(record, f"{folder.backend.url}/{key}")
             leaf = StoredLeaf.whole(meta, file, header.data_start + record.begin)
             builder.add_tensor(section, names[record.name] if names else record.name, leaf)
-    return builder.build()
+    return builder.build(name=folder.name)

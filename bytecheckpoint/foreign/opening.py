@@ -6,21 +6,25 @@ Rank 0 reads it, and the other ranks receive the manifest or the index.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..checkpoint.index import Index, decode_index, encode_index, is_encoded_index
 from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
-from ..errors import CheckpointNotFoundError, NotACheckpointError
+from ..errors import CheckpointNotFoundError, NotACheckpointError, StorageError
 from ..storage_backends.base import StorageBackend
+from .dcp import read_dcp
 from .huggingface import read_safetensors
-from .place import Place
+from .place import Place, open_parent
+from .torch_files import read_torch_file
 
 __all__ = ["Location"]
 
-_READERS: tuple[Callable[[Place], Index | None], ...] = (read_safetensors,)
+_READERS: tuple[Callable[[Place], Index | None], ...] = (read_dcp, read_safetensors, read_torch_file)
 """Each returns None for files of another system, and raises for damaged files that it recognizes."""
+
+_FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar", ".gguf")
+"""A path with such a suffix may be a file. Other paths are opened as folders first."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,6 @@ class Location:
     url: str
     backend: StorageBackend
     storage_options: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def _place(self) -> Place:
-        return Place.of(self.url, self.backend, self.storage_options)
 
     def index(self) -> Index:
         """Return the index of what is stored.
@@ -55,26 +55,43 @@ class Location:
 
     def decode(self, data: bytes) -> Index:
         """Return the index that ``read`` found. Raises ``FormatError`` and ``CorruptionError``."""
-        if is_encoded_index(data):
-            return decode_index(data, self._place.backend)
-        return Index(self.backend, decode_manifest(data, self.backend.url))
+        if not is_encoded_index(data):
+            return Index(self.backend, decode_manifest(data, self.backend.url))
+        index = decode_index(data, self.backend)
+        return replace(index, backend=open_parent(self.url, self.storage_options)) if index.name else index
 
     def _find(self) -> bytes | Index:
         """The encoded manifest, or the index of another system's files."""
-        foreign = self._read_foreign() if self._place.name else None
-        if foreign is not None:
-            return foreign
+        file = Place.of_file(self.url, self.storage_options) if self.url.endswith(_FILE_SUFFIXES) else None
+        if file is not None:
+            return _read_file(file)
         try:
             return read_manifest_bytes(self.backend)
         except (CheckpointNotFoundError, NotACheckpointError):
-            foreign = self._read_foreign()
-            if foreign is None:
+            found = _read_foreign(Place(self.url, self.backend))
+            if found is None:
                 raise
-            return foreign
+            return found
+        except StorageError:
+            # On a local disk, the path may be a file with any name.
+            file = Place.of_file(self.url, self.storage_options)
+            if file is None:
+                raise
+            return _read_file(file)
 
-    def _read_foreign(self) -> Index | None:
-        for read in _READERS:
-            found = read(self._place)
-            if found is not None:
-                return found
-        return None
+
+def _read_file(place: Place) -> Index:
+    found = _read_foreign(place)
+    if found is None:
+        raise NotACheckpointError(
+            f"{place.url} is not a checkpoint: it is no safetensors file, and torch.save did not write it"
+        )
+    return found
+
+
+def _read_foreign(place: Place) -> Index | None:
+    for read in _READERS:
+        found = read(place)
+        if found is not None:
+            return found
+    return None

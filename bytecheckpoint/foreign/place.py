@@ -9,12 +9,11 @@ from typing import Any
 
 from typing_extensions import Self
 
+from ..errors import KeyNotFoundError
 from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
 
-__all__ = ["Place", "split_url"]
-
-_FILE_SUFFIXES = (".safetensors",)
+__all__ = ["Place", "open_parent"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,17 @@ class Place:
     name: str = ""
 
     @classmethod
-    def of(cls, url: str, backend: StorageBackend, storage_options: Mapping[str, Any]) -> Self:
-        """Return the place of a URL, whose own backend is ``backend``."""
-        folder, name = split_url(url)
-        return cls(url, open_backend(folder, **dict(storage_options)) if name else backend, name)
+    def of_file(cls, url: str, storage_options: Mapping[str, Any]) -> Self | None:
+        """Return the place of the file at a URL; None if there is no such file. Raises ``StorageError``."""
+        folder, _, name = url.rpartition("/")
+        if "::" in url or not name or name in (".", "..") or folder.endswith(":/"):
+            return None
+        place = cls(url, open_parent(url, storage_options), name)
+        try:
+            place.backend.stat(name)
+        except KeyNotFoundError:
+            return None
+        return place
 
     @cached_property
     def children(self) -> Sequence[str]:
@@ -43,9 +49,7 @@ class Place:
         return self.backend.list_children("")
 
 
-def split_url(url: str) -> tuple[str, str]:
-    """Return the folder, and the name of the file in it if ``url`` names a file of a known kind."""
-    if not url.endswith(_FILE_SUFFIXES) or "::" in url:
-        return url, ""
-    folder, _, name = url.rpartition("/")
-    return folder or ("/" if url.startswith("/") else "."), name
+def open_parent(url: str, storage_options: Mapping[str, Any]) -> StorageBackend:
+    """Return the backend of the folder that holds the file at a URL."""
+    folder = url.rpartition("/")[0]
+    return open_backend(folder or ("/" if url.startswith("/") else "."), **dict(storage_options))

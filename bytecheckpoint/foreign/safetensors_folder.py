@@ -44,7 +44,9 @@ class SafetensorsFolder:
         Raises ``CheckpointNotFoundError`` or ``NotACheckpointError`` if there is no model, ``FormatError`` if a file
         violates the format or disagrees with the index, and ``CorruptionError`` if a file is missing.
         """
-        self.url, self.backend = place.url, place.backend
+        if place.name and not place.name.endswith(".safetensors"):
+            raise NotACheckpointError(f"{place.url} is no safetensors file")
+        self.url, self.backend, self.name = place.url, place.backend, place.name
         self._index = None if place.name else self._read_index()
         keys = [place.name] if place.name else self._keys(place.children)
         self.headers: dict[str, SafetensorsHeader] = {key: self._read_header(key) for key in keys}
@@ -83,7 +85,8 @@ class SafetensorsFolder:
     def at(cls, url: str, *, storage_options: Mapping[str, Any] | None = None) -> Self:
         """Read the headers of the files at a URL. Raises as the constructor."""
         options = dict(storage_options or {})
-        return cls(Place.of(url, open_backend(url, **options), options))
+        file = Place.of_file(url, options) if url.endswith(".safetensors") else None
+        return cls(file or Place(url, open_backend(url, **options)))
 
     def _keys(self, names: Sequence[str]) -> list[str]:
         found = [name for name in names if name.endswith(".safetensors")]

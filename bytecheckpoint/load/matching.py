@@ -118,7 +118,10 @@ class _SectionMatching:
             full = f"{self.stored.name}.{path_name(path)}"
             if self._is_deselected(full, path):
                 continue
-            if path in self.stored.contents.values:
+            if path in self.stored.unread:
+                detail = f"{self.stored.unread[path]}, which this library does not read; exclude it"
+                self.match.faults.append(Fault("value", full, detail))
+            elif path in self.stored.contents.values:
                 value = self.stored.contents.values[path]
                 if (
                     type(value) is not StoredContainer or value.kind not in MAPPINGS

@@ -32,7 +32,7 @@ class ShardReads:
 
 @dataclass(frozen=True)
 class ReadCounts:
-    """Bytes of one load on this rank: from storage, of these without a check, from other ranks, and requested."""
+    """Bytes of one load on this rank: from storage, from other ranks, and requested; requested ones without a check."""
 
     read: int
     unchecked: int
@@ -68,8 +68,8 @@ def read_shards(op: Operation, reads: ShardReads) -> ReadCounts:
         reader.read(alone.own)
         nbytes += alone.nbytes
         whole.assign(buffer)
-    stats = reader.stats
-    return ReadCounts(stats.read, max(stats.read - stats.checked, 0), received, nbytes)
+    unchecked = 0 if reader.verify else max(nbytes - received - reader.stats.checked, 0)
+    return ReadCounts(reader.stats.read, unchecked, received, nbytes)
 
 
 def _buffer(whole: DerivedTensor, requested: int) -> torch.Tensor:

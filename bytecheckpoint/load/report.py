@@ -41,9 +41,9 @@ class LoadReport:
             ``divided`` (all ranks together continue where they were saved) or ``unchanged``.
         notes: Remarks of the adapters, such as tied tensors that were stored separately.
         bytes_read: Bytes that this rank read from storage.
-        bytes_unchecked: Of the bytes read, those that were not compared with a checksum: ``verify=False``, or files of
-            another system that has none. (``torch.save`` stores one for each storage; it is checked where this rank
-            reads the whole storage.)
+        bytes_unchecked: Bytes that this rank requested and read, but compared with no checksum: ``verify=False``, or
+            files of another system that have none. (``torch.save`` stores one for each storage; it is checked where
+            this rank reads the whole storage.)
         bytes_received: Bytes that this rank received from ranks that had read them, in the dtypes in memory.
         bytes_requested: Bytes that this rank requested, in the stored dtypes.
         timings: Seconds and bytes of each step on this rank.

@@ -10,7 +10,7 @@ from ..checkpoint.index import Index
 from ..checkpoint.values import StoredValue
 from ..errors import StateError
 from ..format.manifest import Manifest
-from ..format.values import decode_value, is_left_out, path_name
+from ..format.values import decode_value, is_left_out, path_name, unread_in
 from ..frameworks.sections import split_rank_name
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, StoredSection
@@ -30,7 +30,8 @@ class OpenSection:
     ``contents`` is what the adapter sees, ``tensor_rows`` the manifest's row of each tensor and alias.
     ``shared_values`` lists the values that all ranks share, in the same order on every rank. ``own_tensors`` and
     ``own_values`` belong to the saved rank that this rank loads. ``skipped`` names stay unchanged by a per-rank policy.
-    The save was asked to leave out the dotted names ``left_out``.
+    The save was asked to leave out the dotted names ``left_out``. ``unread`` describes the objects in values of another
+    system's checkpoint that this library does not read.
     """
 
     name: str
@@ -43,6 +44,7 @@ class OpenSection:
     own_values: frozenset[Path] = frozenset()
     skipped: frozenset[str | Path] = frozenset()
     left_out: frozenset[str] = frozenset()
+    unread: Mapping[Path, str] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -133,6 +135,7 @@ class SectionReader:
             skipped=frozenset(choices.skipped),
             left_out=frozenset(map(path_name, left_out)),
             faults=tuple(choices.faults),
+            unread={} if self._index.is_own else _unread(kept),
         )
 
     def _missing_section(self, section: str) -> tuple[Fault, ...]:
@@ -222,6 +225,11 @@ class SectionReader:
         full = f"{section}.{name if isinstance(name, str) else path_name(name)}"
         self.listed.append(full)
         return selection.selects(full)
+
+
+def _unread(values: Mapping[Path, Any]) -> dict[Path, str]:
+    found = ((path, unread_in(value)) for path, value in values.items())
+    return {path: unread.what for path, unread in found if unread is not None}
 
 
 def _is_flat(value: object) -> bool:

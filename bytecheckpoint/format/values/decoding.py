@@ -17,7 +17,7 @@ import numpy as np
 
 from ...errors import FormatError, StateError
 from .pickled import unpickle
-from .types import CONTAINER_KINDS, MAPPINGS, MAX_DEPTH, VALUE_KINDS, Container, Ext, is_stored_dtype
+from .types import CONTAINER_KINDS, MAPPINGS, MAX_DEPTH, VALUE_KINDS, Container, Ext, UnreadObject, is_stored_dtype
 from .unpacking import unique_pairs, unpack
 
 __all__ = ["decode_value"]
@@ -211,6 +211,7 @@ class _Decoder:
 
 
 _DECODERS: dict[int, Callable[[_Decoder, bytes, int], Any]] = {
+    Ext.UNREAD: lambda decoder, payload, depth: UnreadObject(payload.decode("utf-8", "replace")),
     Ext.BIG_INT: lambda decoder, payload, depth: int.from_bytes(payload, "little", signed=True),
     Ext.COMPLEX: lambda decoder, payload, depth: decoder.complex(payload),
     Ext.TEXT: lambda decoder, payload, depth: decoder.text(payload),

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...errors import UnserializableError
 from .pickled import pickle_bytes
-from .types import MAX_DEPTH, Container, Ext, check_key, is_stored_dtype
+from .types import MAX_DEPTH, Container, Ext, UnreadObject, check_key, is_stored_dtype
 
 __all__ = ["encode_value"]
 
@@ -210,6 +210,7 @@ _EXTENSIONS: dict[type, tuple[Ext, Callable[[_Encoder, Any, str, int], bytes | l
         lambda encoder, value, where, depth: [_numpy_dtype(value.dtype, where), list(value.shape), value.tobytes()],
     ),
     Container: (Ext.CONTAINER, _Encoder.container),
+    UnreadObject: (Ext.UNREAD, lambda encoder, value, where, depth: value.what.encode("utf-8", "replace")),
 }
 
 # By name, so that this module does not import torch.

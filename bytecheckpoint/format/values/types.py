@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -20,10 +21,12 @@ __all__ = [
     "Container",
     "Ext",
     "Path",
+    "UnreadObject",
     "check_key",
     "is_left_out",
     "is_stored_dtype",
     "path_name",
+    "unread_in",
 ]
 
 MAPPINGS = ("dict", "OrderedDict")
@@ -84,6 +87,7 @@ class Ext(IntEnum):
     TIMEDELTA = 23  # * [days, seconds, microseconds]
     NAMESPACE = 24  # * array of names and values in turn
     BYTES_IO = 25  # * [bytes, position]
+    UNREAD = 126  # UTF-8 text; only in indexes of other systems' files, never in a file
     PICKLE = 127
 
 
@@ -105,6 +109,25 @@ class Container:
     def unordered(self) -> Container:
         """The container without its keys, for comparisons between ranks: the keys of one of them suffice."""
         return Container(self.kind, self.length)
+
+
+@dataclass(frozen=True)
+class UnreadObject:
+    """An object in another system's file that this library does not read. ``what`` describes it for messages."""
+
+    what: str
+
+
+def unread_in(value: object) -> UnreadObject | None:
+    """Return the first ``UnreadObject`` in a plain value; None if there is none."""
+    if isinstance(value, UnreadObject):
+        return value
+    items: Iterable[object] = ()
+    if isinstance(value, dict):
+        items = (*value.keys(), *value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = value
+    return next((found for item in items if (found := unread_in(item)) is not None), None)
 
 
 LEFT_OUT = Container("left_out")

@@ -1,0 +1,224 @@
+"""Read folders of torch.distributed.checkpoint (DCP) in place.
+
+``.metadata`` is a pickle that lists the tensors with their chunks, and for each chunk and each plain value a range of a
+file. Such an item is an archive of ``torch.save`` by itself. See ``torch/distributed/checkpoint/metadata.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from ..checkpoint.index import Index
+from ..errors import FormatError, KeyNotFoundError
+from ..tensors.dtypes import DType
+from ..tensors.geometry import Box
+from ..tensors.metadata import BasicMeta
+from .archives import TorchArchive, read_archive
+from .building import IndexBuilder, Piece, StoredLeaf
+from .naming import sections_of
+from .pickles import Instance, TensorRef, explain, interpret
+from .place import Place
+from .torch_values import TorchValues
+
+__all__ = ["METADATA_KEY", "DcpFolder", "Item", "read_dcp"]
+
+METADATA_KEY = ".metadata"
+_MAX_METADATA_BYTES = 1 << 30
+_RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+_THREADS = 16  # of reads that wait for the store
+
+
+def read_dcp(place: Place) -> Index | None:
+    """Return the index of a DCP folder; None if the path is none.
+
+    Nested names become the tree that was saved: its first level is the sections, unless it is a state dict by itself.
+    Raises ``FormatError`` and ``CorruptionError`` for damaged files.
+    """
+    if place.name or METADATA_KEY not in place.children:
+        return None
+    folder = DcpFolder(place)
+    builder = IndexBuilder(place.backend, "torch.distributed.checkpoint")
+    tree = folder.tree(builder)
+    for section, part in sections_of(tree).items():
+        builder.add_tree(section, part)
+    return builder.build(world_size=folder.world_size)
+
+
+class Item(NamedTuple):
+    """A range of a file that holds one chunk of a tensor, or one plain value."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class DcpFolder:
+    """The decoded metadata of a folder.
+
+    Attributes:
+        tensors: Dtype and shape of each tensor.
+        chunks: The boxes in which it is stored, with their items.
+        values: The items of the plain values.
+        paths: The path in the saved tree of each name; those of one component if it was not nested.
+        world_size: The number of ranks that wrote files.
+    """
+
+    def __init__(self, place: Place) -> None:
+        """Read ``.metadata``. Raises ``FormatError`` if it is no metadata of DCP."""
+        self._backend = place.backend
+        self._where = f"{place.backend.url}/{METADATA_KEY}"
+        document = interpret(place.backend.get(METADATA_KEY, max_size=_MAX_METADATA_BYTES), self._where)
+        fields = self._fields(document, "Metadata", "state_dict_metadata", "storage_data")
+        self.tensors: dict[str, BasicMeta] = {}
+        self.chunks: dict[str, list[tuple[Box, Item]]] = {}
+        self.values: dict[str, Item] = {}
+        self._items = self._read_items(fields["storage_data"])
+        self._read_entries(fields["state_dict_metadata"])
+        self.paths = self._read_paths(fields.get("planner_data"))
+        ranks = [int(found[1]) for item in self._items.values() if (found := _RANK_OF_FILE.fullmatch(item.file))]
+        self.world_size = max(ranks, default=0) + 1
+
+    def tree(self, builder: IndexBuilder) -> dict[str, Any]:
+        """Return the saved tree with ``StoredLeaf``s, and its plain values, which are read."""
+        leaves = self.leaves(builder)
+        top: dict[Any, Any] = {}
+        for name, leaf in leaves.items():
+            *parents, key = self.paths.get(name, (name,))
+            node = top
+            for part in parents:
+                node = node.setdefault(part, {})
+                if type(node) is not dict:
+                    raise FormatError(f"{self._where}: {name!r:.200} is stored below a value")
+            node[key] = leaf
+        return {key: _with_lists(child) for key, child in top.items()}
+
+    def leaves(self, builder: IndexBuilder) -> dict[str, Any]:
+        """Return the tensors as ``StoredLeaf``s and the plain values, by DCP's flat names."""
+        archives = self._read_archives()
+        leaves: dict[str, Any] = {}
+        for name, meta in self.tensors.items():
+            pieces = [
+                self._piece(builder, name, meta, box, archives[item].value, item) for box, item in self.chunks[name]
+            ]
+            leaves[name] = StoredLeaf(meta, pieces)
+        values = TorchValues(builder)
+        for name, item in self.values.items():
+            leaves[name] = values.tree(archives[item].value)
+        return leaves
+
+    def _piece(self, builder: IndexBuilder, name: str, meta: BasicMeta, box: Box, value: Any, item: Item) -> Piece:
+        if type(value) is not TensorRef or value.shape != box.lengths or value.dtype != meta.dtype:
+            found = f"{value.dtype} {list(value.shape)}" if type(value) is TensorRef else explain(value)
+            raise FormatError(
+                f"{self._backend.url}/{item.file}: at byte {item.offset} is {found}, but {METADATA_KEY} describes "
+                f"{name!r:.200} {box} of {meta} there"
+            )
+        leaf = TorchValues(builder).leaf(value)
+        return leaf.pieces[0]._replace(box=box)
+
+    # -------------------------------------------------------------------------------------------------------- metadata
+
+    def _read_items(self, found: Any) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+        if type(found) is not dict:
+            raise FormatError(f"{self._where}: storage_data is no dict")
+        items = {}
+        for key, info in found.items():
+            index = self._fields(key, "MetadataIndex", "fqn")
+            place = self._fields(info, "_StorageInfo", "relative_path", "offset", "length")
+            if place.get("transform_descriptors"):
+                raise FormatError(
+                    f"{self._where}: {index['fqn']!r:.200} is stored with {place['transform_descriptors']!r:.100}; "
+                    f"load it with torch.distributed.checkpoint and save it without these extensions"
+                )
+            item = Item(place["relative_path"], place["offset"], place["length"])
+            is_plain = type(item.file) is str and type(item.offset) is int and type(item.length) is int
+            if not is_plain or min(item.offset, item.length) < 0:
+                raise FormatError(f"{self._where}: {index['fqn']!r:.200} is stored at {tuple(item)!r:.200}")
+            if {"", ".", ".."} & {*item.file.split("/")}:
+                raise FormatError(
+                    f"{self._where}: {index['fqn']!r:.200} is stored in {item.file!r:.200}, not inside the folder"
+                )
+            items[index["fqn"], index.get("offset")] = item
+        return items
+
+    def _read_entries(self, found: Any) -> None:
+        if type(found) is not dict or not all(type(name) is str for name in found):
+            raise FormatError(f"{self._where}: state_dict_metadata is no dict of names")
+        for name, entry in found.items():
+            if type(entry) is Instance and entry.cls.name == "BytesStorageMetadata":
+                self.values[name] = self._item(name, None)
+                continue
+            fields = self._fields(entry, "TensorStorageMetadata", "properties", "size", "chunks")
+            meta = BasicMeta(self._dtype(name, fields["properties"]), self._numbers(name, fields["size"]))
+            self.tensors[name] = meta
+            self.chunks[name] = []
+            for chunk in fields["chunks"]:
+                part = self._fields(chunk, "ChunkStorageMetadata", "offsets", "sizes")
+                offsets, sizes = self._numbers(name, part["offsets"]), self._numbers(name, part["sizes"])
+                self.chunks[name].append((Box(offsets, sizes), self._item(name, offsets)))
+
+    def _item(self, name: str, offsets: tuple[int, ...] | None) -> Item:
+        item = self._items.get((name, offsets)) or (self._items.get((name, None)) if offsets is not None else None)
+        if item is None:
+            raise FormatError(f"{self._where}: it does not state where {name!r:.200} at {offsets} is stored")
+        return item
+
+    def _dtype(self, name: str, properties: Any) -> DType:
+        state = properties.state if type(properties) is Instance else None
+        dtype = state[0] if type(state) is tuple and state else state.get("dtype") if type(state) is dict else None
+        if type(dtype) is not DType:
+            raise FormatError(f"{self._where}: {name!r:.200} has the dtype {dtype!r:.80}")
+        return dtype
+
+    def _numbers(self, name: str, found: Any) -> tuple[int, ...]:
+        if type(found) is not tuple or not all(type(one) is int and 0 <= one < 1 << 62 for one in found):
+            raise FormatError(f"{self._where}: {name!r:.200} has {found!r:.80} as a shape or an offset")
+        return found
+
+    def _read_paths(self, found: Any) -> Mapping[str, tuple[str | int, ...]]:
+        if type(found) is not dict:
+            return {}
+        return {
+            name: path
+            for name, path in found.items()
+            if type(path) is tuple and path and all(type(part) in (str, int) for part in path)
+        }
+
+    def _fields(self, found: Any, name: str, *required: str) -> Mapping[str, Any]:
+        """The attributes of a dataclass. Raises ``FormatError`` for another object."""
+        fields = found.attributes if type(found) is Instance and found.cls.name == name else {}
+        if any(field not in fields for field in required):
+            what = explain(found) if type(found) is Instance else f"a {type(found).__name__}"
+            raise FormatError(f"{self._where}: it has {what} in place of {name}; is it metadata of DCP?")
+        return fields
+
+    # ----------------------------------------------------------------------------------------------------------- items
+
+    def _read_archives(self) -> dict[Item, TorchArchive]:
+        by_file: dict[str, list[Item]] = defaultdict(list)
+        for item in {*self.values.values(), *(item for chunks in self.chunks.values() for _, item in chunks)}:
+            by_file[item.file].append(item)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
+            return dict(pool.map(self._read_archive, (item for items in by_file.values() for item in items)))
+
+    def _read_archive(self, item: Item) -> tuple[Item, TorchArchive]:
+        try:
+            return item, read_archive(self._backend, item.file, base=item.offset, length=item.length)
+        except KeyNotFoundError as error:
+            raise FormatError(
+                f"{self._backend.url}/{item.file}: file is missing, but {METADATA_KEY} names it; fetch it again"
+            ) from error
+
+
+def _with_lists(node: Any) -> Any:
+    """A nested dict with lists in place of dicts whose keys are the numbers from 0 on."""
+    if type(node) is not dict:
+        return node
+    children = {key: _with_lists(child) for key, child in node.items()}
+    if children and all(type(key) is int for key in children) and sorted(children) == list(range(len(children))):
+        return [children[index] for index in range(len(children))]
+    return children

@@ -1,0 +1,99 @@
+"""Divide the object in another system's file into sections, by the names that training scripts commonly use.
+
+A file may hold a model's state dict alone, an optimizer's, or a mapping such as ``{"model_state_dict": ..., "epoch":
+3}``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from ..frameworks.module_tree import clean_name
+from .building import StoredLeaf
+
+__all__ = ["EXTRA_SECTION", "MODEL_SECTION", "OPTIMIZER_SECTION", "is_state_dict", "module_names", "sections_of"]
+
+MODEL_SECTION, OPTIMIZER_SECTION, EXTRA_SECTION = "model", "optimizer", "extra_state"
+
+_COMMON_NAMES = {
+    MODEL_SECTION: ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights"),
+    OPTIMIZER_SECTION: (
+        *("optimizer", "optimizer_state_dict", "optimizer_states", "optimizer_state", "optim", "optim_state_dict"),
+        *("optimizers", "opt"),
+    ),
+    "scheduler": (
+        *("scheduler", "lr_scheduler", "lr_schedulers", "scheduler_state_dict", "lr_scheduler_state_dict"),
+        "scheduler_state",
+    ),
+}
+_SECTION_OF = {name: section for section, names in _COMMON_NAMES.items() for name in names}
+_VALID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
+
+
+def sections_of(tree: Any) -> dict[str, Any]:
+    """Return the parts of a tree of plain values and ``StoredLeaf``s by section.
+
+    A state dict of a model or an optimizer alone is the section ``model`` or ``optimizer``. Of any other mapping, each
+    item with contents is a section, under the common name of what it holds; plain values without a name of their own
+    form the section ``extra_state``.
+    """
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        return {EXTRA_SECTION: tree}
+    if len(tree) == 1:
+        ((name, inner),) = tree.items()
+        if name.lower() not in _SECTION_OF and isinstance(inner, dict) and _SECTION_OF.keys() & inner.keys():
+            return sections_of(inner)  # such as {"app": {"model": ..., "optimizer": ...}}
+    if is_state_dict(tree):
+        return {MODEL_SECTION: module_names(tree)}
+    if tree.keys() >= {"state", "param_groups"}:
+        return {OPTIMIZER_SECTION: _with_numbers(tree)}
+    sections: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for name, value in tree.items():
+        section = _SECTION_OF.get(name.lower()) or name
+        if section in sections or (section != name and section in tree):
+            section = name
+        if isinstance(value, (list, tuple)) and len(value) == 1 and section != name:
+            value = value[0]  # Lightning's lists of one optimizer and one scheduler
+        if section == EXTRA_SECTION and isinstance(value, dict):
+            extra.update(value)
+        elif not isinstance(value, (dict, list, tuple, StoredLeaf)) or not _VALID.fullmatch(section):
+            extra[name] = value
+        else:
+            sections[section] = module_names(value) if is_state_dict(value) else _with_numbers(value)
+    if extra or not sections:
+        sections[EXTRA_SECTION] = extra
+    return sections
+
+
+def _with_numbers(tree: Any) -> Any:
+    """A state dict of an optimizer with the numbers of its parameters as integers, which DCP turns into text."""
+    state, groups = (tree.get("state"), tree.get("param_groups")) if isinstance(tree, dict) else (None, None)
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return tree
+    is_numbered = all(type(key) is int for group in groups for key in group.get("params", ()))
+    if not is_numbered or not all(isinstance(key, str) and key.isdecimal() for key in state):
+        return tree
+    return {**tree, "state": {int(key): value for key, value in state.items()}}
+
+
+def is_state_dict(tree: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a tree is a model's state dict: tensors under dotted names, and possibly extra states."""
+    if not isinstance(tree, dict) or not any(isinstance(value, StoredLeaf) for value in tree.values()):
+        return False
+    return all(
+        isinstance(key, str) and (isinstance(value, StoredLeaf) or key.endswith("_extra_state"))
+        for key, value in tree.items()
+    )
+
+
+def module_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict under the names of the module itself, without those of wrappers such as DDP."""
+    names = {name: clean_name(name) for name in state_dict}
+    if names and all(name.startswith("module.") for name in names.values()):
+        names = {name: clean.removeprefix("module.") for name, clean in names.items()}
+    if len(set(names.values())) != len(names):
+        return dict(state_dict)
+    return {names[name]: value for name, value in state_dict.items()}
