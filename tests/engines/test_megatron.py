@@ -78,6 +78,9 @@ def _require_equal(
 ) -> None:
     saved, losses = pool.run(_save, source, recipe, str(folder), world_size=source.world)[0]
     loaded, resumed = pool.run(_load, target, other or recipe, str(folder), world_size=target.world)[0]
+    dtype = (other or recipe).dtype
+    if dtype != recipe.dtype:
+        saved |= {key: saved[key.replace("/model", "/master")].to(dtype).float() for key in saved if "/model" in key}
     assert differences(saved, loaded) == []
     if (source, recipe) == (target, other or recipe):
         assert resumed == losses
@@ -110,6 +113,12 @@ def test_experts_load_in_any_layout(pool: RankPool, tmp_path: Path, pair: tuple[
         pytest.param(
             Layout(tp=2), Layout(), Recipe(), Recipe(distributed=False, layer_wise=True), id="distributed to layer-wise"
         ),
+        pytest.param(Layout(), Layout(), Recipe(bf16=False), Recipe(), id="fp32 to distributed bf16"),
+        pytest.param(
+            Layout(), Layout(), Recipe(bf16=False), Recipe(distributed=False, layer_wise=True), id="fp32 to layer-wise"
+        ),
+        pytest.param(Layout(tp=2), Layout(tp=2), Recipe(fp16=True), None, id="fp16"),
+        pytest.param(Layout(tp=2), Layout(), Recipe(fp16=True), Recipe(), id="fp16 to bf16"),
         *(
             pytest.param(Layout(tp=2), Layout(tp=2), Recipe(scaled=kind), None, id=f"precision-aware, {kind}")
             for kind in SCALED
@@ -271,6 +280,28 @@ def test_a_model_without_its_optimizer_is_noted(pool: RankPool, tmp_path: Path) 
     ((alone, together),) = pool.run(_load_alone, str(tmp_path / "checkpoint"), world_size=1)
     assert together == []
     assert ["reload_model_params()" in note for note in alone] == [True]
+
+
+def _scale_loss(rank: int, world_size: int, path: str) -> None:
+    with training(Layout(world=1), Recipe(fp16=True), seed=1) as job:
+        scaler = job.optimizer.chained_optimizers[0].grad_scaler
+        scaler._scale.fill_(32)
+        scaler._growth_tracker = 7
+        bcp.save(f"{path}/fp16", job.state)
+        scaler._scale.fill_(1)
+        scaler._growth_tracker = 0
+        bcp.load(f"{path}/fp16", job.state, strict="exact")
+        assert (scaler.scale.item(), scaler._growth_tracker) == (32, 7)
+    with training(Layout(world=1), Recipe(), seed=1) as job:
+        assert bcp.load(f"{path}/fp16", job.state).unexpected == []
+        bcp.save(f"{path}/bf16", job.state)
+    with training(Layout(world=1), Recipe(fp16=True), seed=1) as job:
+        assert "optimizer.loss_scaler.grad_scaler" in bcp.load(f"{path}/bf16", job.state).lazy
+    _through_fsdp(rank, world_size, f"{path}/fp16", f"{path}/ddp", "DDP")
+
+
+def test_loss_scales_are_needed_only_by_fp16(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_scale_loss, str(tmp_path), world_size=1)
 
 
 # ------------------------------------------------------------------------------------------------------------ interface

@@ -51,6 +51,20 @@ class Recipe:
     unpadded: int = 0
     layer_wise: bool = False
     scaled: Literal["", "fp16", "fp8", "remainders"] = ""
+    top: int = 2  # experts of a token
+    lr: float = 1e-2
+    clip: float = 1.0
+    fp16: bool = False  # instead of bf16, with a dynamic loss scale
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.fp16:
+            return torch.float16
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.dtype != torch.float32
 
 
 class Training:
@@ -84,7 +98,9 @@ class Training:
         recipe, layout = self.recipe, self.layout
         options: dict[str, Any] = {}
         if recipe.experts:
-            options.update(num_moe_experts=recipe.experts, moe_router_topk=2, moe_token_dispatcher_type="allgather")
+            options.update(
+                num_moe_experts=recipe.experts, moe_router_topk=recipe.top, moe_token_dispatcher_type="allgather"
+            )
             options.update(expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp)
             options.update(moe_router_load_balancing_type="none")
         if recipe.mla:
@@ -92,7 +108,6 @@ class Training:
             options.update(rope_type="rope", multi_latent_attention=True, apply_rope_fusion=False)
         else:
             options.update(num_query_groups=recipe.query_groups)
-        dtype = torch.bfloat16 if recipe.bf16 else torch.float32
         return (MLATransformerConfig if recipe.mla else TransformerConfig)(
             num_layers=4,
             hidden_size=16,
@@ -104,9 +119,10 @@ class Training:
             hidden_dropout=0.0,
             attention_dropout=0.0,
             use_cpu_initialization=True,
-            bf16=recipe.bf16,
-            params_dtype=dtype,
-            pipeline_dtype=dtype,
+            bf16=recipe.dtype == torch.bfloat16,
+            fp16=recipe.fp16,
+            params_dtype=recipe.dtype,
+            pipeline_dtype=recipe.dtype,
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
@@ -137,7 +153,7 @@ class Training:
             position_embedding_type="rope",
             vp_stage=stage["vp_stage"],
         )
-        if recipe.bf16:
+        if recipe.is_mixed:
             model = Float16Module(config, model)
         if recipe.unpadded:
             getattr(model, "module", model).unpadded_vocab_size = recipe.unpadded
@@ -169,12 +185,14 @@ class Training:
 
         config = OptimizerConfig(
             optimizer="adam",
-            lr=1e-2,
+            lr=self.recipe.lr,
             weight_decay=0.1,
-            bf16=self.recipe.bf16,
-            params_dtype=torch.bfloat16 if self.recipe.bf16 else torch.float32,
+            bf16=self.recipe.dtype == torch.bfloat16,
+            fp16=self.recipe.fp16,
+            initial_loss_scale=2.0**8,
+            params_dtype=self.recipe.dtype,
             use_distributed_optimizer=self.recipe.distributed,
-            clip_grad=1.0,
+            clip_grad=self.recipe.clip,
         )
         if not self.recipe.layer_wise:
             return get_megatron_optimizer(config, self.chunks)
@@ -198,11 +216,10 @@ class Training:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(100 + self.steps)
-            tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
-            own = tokens.chunk(dp)[dp_rank].split(2)
+            own = global_batch(self.steps).chunk(dp)[dp_rank].split(2)
             for chunk in self.chunks:
                 chunk.config.finalize_model_grads_func = finalize_model_grads
+                chunk.config.grad_scale_func = self.optimizer.scale_loss
             found = get_forward_backward_func()(
                 forward_step_func=_forward,
                 data_iterator=[iter(own) for _ in self.chunks] if len(self.chunks) > 1 else iter(own),
@@ -237,7 +254,7 @@ class Training:
         """
         pieces: dict[str, Any] = {}
         for chunk in self.chunks:
-            module = chunk.module.module if self.recipe.bf16 else chunk.module
+            module = chunk.module.module if self.recipe.is_mixed else chunk.module
             for name, param in module.named_parameters():
                 key = self._global_name(module, name)
                 if key == "output_layer.weight" and self.recipe.tied:
@@ -298,7 +315,7 @@ class Training:
                 continue
             stepped = getattr(param, "main_param", None)
             if stepped is None:
-                if self.recipe.distributed and not self.recipe.bf16:
+                if self.recipe.distributed and not self.recipe.is_mixed:
                     group, index = part.model_param_group_index_map[param]
                     stepped = part.optimizer.param_groups[group]["params"][index]
                 else:
@@ -312,6 +329,11 @@ class Training:
                         if key in group:
                             entries[key] = (torch.tensor(float(group[key])), None)
         return entries
+
+
+def global_batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
 
 
 def _layer_spec(recipe: Recipe) -> Any:

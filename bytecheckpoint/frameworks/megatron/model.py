@@ -16,15 +16,16 @@ from ...tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from ..base import Adapter, Context
 from ..dtensor import is_dtensor
 from ..layout import ParamLayout
+from ..module import ENGINE_COUNTERS
 from ..module_tree import modules_of
 from ..optimizer_wrappers import as_list
 from ..own_state import EXTRA_STATE
 from ..tensors import dense_view, has_no_dense_memory
 from .shards import ExtraState, ModelShards, is_a, read_shards
 
-__all__ = ["MegatronModelAdapter", "zero_padding"]
+__all__ = ["LOW_PRECISION", "MegatronModelAdapter", "zero_padding"]
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 _WRAPPERS = ("distributed.data_parallel_base._BaseDataParallel", "transformer.module.Float16Module")
 
 
@@ -100,7 +101,7 @@ class MegatronModelAdapter(Adapter):
                     target.resizable[fqn] = 0
                     if fqn in stored.metas:
                         steps.append(partial(zero_padding, memory, found.layout, stored.metas[fqn].shape[0]))
-        if any(found.tensor.dtype in _LOW_PRECISION for found in shards.tensors.values()) and not _has_optimizer(
+        if any(found.tensor.dtype in LOW_PRECISION for found in shards.tensors.values()) and not _has_optimizer(
             context
         ):
             context.notes.append(
@@ -110,7 +111,8 @@ class MegatronModelAdapter(Adapter):
         paths = {_extra_path(extra): extra for extra in shards.extra}
         target.requested_values.update(paths)
         target.optional.update(paths)
-        target.ignorable.update(path for path in stored.values if path[:1] == (EXTRA_STATE,) and path not in paths)
+        target.ignorable.update(path for path in stored.values if path[0] in (EXTRA_STATE, ENGINE_COUNTERS))
+        target.ignorable.difference_update(paths)
 
         def apply(values: Mapping[Path, Any]) -> None:
             with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -13,12 +14,12 @@ from ...tensors.derived import dense_values, is_derived
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from ..base import Context
-from ..optimizer import OptimizerAdapter, fill_by_name
+from ..optimizer import LOSS_SCALER, OptimizerAdapter, fill_by_name
 from ..optimizer_params import NamedParam, OwnedLayout, owned_layouts
 from ..optimizer_state import MASTER, StoredState, state_name
 from ..optimizer_wrappers import StateHolder, as_list
 from ..scaled_state import OWN_MASTER, converts_state, fp32_state
-from .model import zero_padding
+from .model import LOW_PRECISION, zero_padding
 from .shards import is_a
 
 __all__ = ["MegatronOptimizerAdapter"]
@@ -30,7 +31,7 @@ _NOT_OPTIONS = frozenset(
     {"wd_mult", "lr_mult", "pre_wd_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config"}
 )
 _STEP = "step"
-_SCALER: Path = ("grad_scaler",)
+_SCALER: Path = (LOSS_SCALER, "grad_scaler")
 
 
 class MegatronOptimizerAdapter(OptimizerAdapter):
@@ -67,11 +68,12 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
         entries = StoredState(stored, found.params)
         found.make_state(entries)
         target = fill_by_name(found.holders, found.params, context, stored)
+        target.derived |= found.derived
         padded = found.resize(target, entries)
         scalers = _grad_scalers(obj)
         if scalers:
             target.requested_values.add(_SCALER)
-        target.ignorable.add(_SCALER)
+            target.optional.add(_SCALER)
         rest = target.apply
 
         def apply(values: Mapping[Path, Any]) -> None:
@@ -123,7 +125,11 @@ class _Part:
 
 
 class _Optimizers:
-    """The inner optimizers of a section. ``copies`` are the ``id``s of parameters that another rank stores."""
+    """The inner optimizers of a section.
+
+    ``copies`` are the ``id``s of parameters that another rank stores, and ``derived`` the sections and names of
+    parameters in low precision, of which this rank or another one holds the master weights.
+    """
 
     def __init__(self, obj: Any, context: Context, *, loading: bool = False) -> None:
         self.params: list[NamedParam] = []
@@ -131,7 +137,14 @@ class _Optimizers:
         self._parts: list[_Part] = []
         leaves = [(leaf, layer_wise) for item in as_list(obj) for leaf, layer_wise in _leaves(item)]
         found = [(leaf, layer_wise, list(_stepped(leaf, context))) for leaf, layer_wise in leaves]
-        owned = owned_layouts({id(item.model_param) for *_, items in found for item in items}, context)
+        everywhere = {id(param): param for item in as_list(obj) for param in _stepped_by_any_rank(item)}
+        owned = owned_layouts({*everywhere, *(id(item.model_param) for *_, items in found for item in items)}, context)
+        self.derived = {
+            origin
+            for key, layout in owned.items()
+            if key in everywhere and everywhere[key].dtype in LOW_PRECISION
+            for origin in layout.origins.values()
+        }
         for leaf, layer_wise, items in found:
             self._add(leaf, {id(item.tensor): item for item in items}, owned, context, loading=loading)
             if layer_wise:
@@ -311,6 +324,16 @@ def _stepped(leaf: Any, context: Context) -> Iterator[_Stepped]:
                 yield _Stepped(param, param)
     else:
         raise StateError(f"{kind} is not supported; save what its state_dict() returns as a section of PerRank values")
+
+
+def _stepped_by_any_rank(optimizer: Any) -> Iterator[torch.Tensor]:
+    """This rank's parameters of the models that data-parallel ranks divide among themselves."""
+    if is_a(optimizer, f"{_MODULE}.layer_wise_optimizer.LayerWiseDistributedOptimizer"):
+        for ranks in (optimizer.dp_cp_params_list, optimizer.expt_dp_params_list):
+            yield from chain.from_iterable(ranks or ())
+    for leaf, _ in _leaves(optimizer):
+        for buffer in getattr(leaf, "buffers", ()):
+            yield from chain.from_iterable(bucket.params_list for bucket in buffer.buckets)
 
 
 def _config(leaf: Any, name: str) -> Any:
