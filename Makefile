@@ -37,14 +37,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Parts of `make test` and of `make check`. A part that fails does not keep the others from running.
 LINT_PARTS := style types contracts
-TEST_PARTS := $(LINT_PARTS) test-main $(ENGINES:%=test-%) $(if $(filter yes,$(WITH_VLLM)),test-vllm)
+TEST_PARTS := $(LINT_PARTS) test-main $(ENGINES:%=test-%) test-pairs $(if $(filter yes,$(WITH_VLLM)),test-vllm)
 CHECK_PARTS := $(LINT_PARTS) test-fast
 
 # The tests of `make check`: format, planners, golden files, command line, parts of save and load, repository rules.
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo test check test-main test-fast test-vllm $(ENGINES:%=test-%) lint style types contracts format bench clean
+.PHONY: help demo test check test-main test-fast test-vllm $(ENGINES:%=test-%) test-pairs lint style types contracts format bench clean
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
@@ -55,6 +55,7 @@ help:
 	@echo "make test-vllm  the tests with a real vLLM, in a second environment (part of make test on Linux x86-64;"
 	@echo "                WITH_VLLM=no skips it)"
 	@echo "make test-deepspeed, make test-megatron   the tests with a real DeepSpeed or Megatron-core, each in its environment"
+	@echo "make test-pairs   the matrix of all frameworks and shardings, which needs both of these environments"
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"
 	@echo "                BENCH_ARGS='--peers all' for more systems, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
@@ -116,6 +117,10 @@ test-vllm: $(VLLM_STAMP)
 
 $(ENGINES:%=test-%): test-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+
+test-pairs: $(ENGINES:%=$(VENV)-%/.installed)
+	PYTHONPATH="$$($(VENV)-deepspeed/bin/python -c '$(PRINT_SITE)')" $(VENV)-megatron/bin/python -m pytest \
+	  tests/engines/test_all_pairs.py --durations=15 $(PYTEST_ARGS)
 
 $(ENGINES:%=$(VENV)-%/.installed): $(VENV)-%/.installed: requirements-%.txt $(STAMP)
 	@echo "make: installing into $(@D) (once; a few seconds) ..."

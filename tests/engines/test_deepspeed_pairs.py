@@ -6,12 +6,12 @@ with the same losses: exactly in the same layout, and within the precision of bf
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed_jobs import KINDS, deepspeed_job
 from engines import TORCH_KINDS, Job, differences, torch_job
 from sampling import is_full, sample
@@ -60,23 +60,10 @@ def _load(rank: int, world_size: int, folder: str, pairs: list[Pair]) -> list[st
     return faults
 
 
-def _save_and_load(rank: int, world_size: int, folder: str, pairs: list[Pair]) -> list[str]:
-    _save(rank, world_size, folder, sorted({saved for saved, _ in pairs}))
-    dist.barrier()
-    return _load(rank, world_size, folder, pairs)
-
-
-def check(pairs: list[Pair], saved_on: int, loaded_on: int, folder: Path) -> None:
-    # A pool for each call: DeepSpeed numbers modules per process, so ranks with other histories do not fit together.
-    if saved_on == loaded_on:
-        with RankPool(saved_on) as pool:
-            faults = pool.run(_save_and_load, str(folder), pairs, timeout_s=280)
-    else:
-        with RankPool(saved_on) as pool:
-            pool.run(_save, str(folder), sorted({saved for saved, _ in pairs}), timeout_s=280)
-        with RankPool(loaded_on) as pool:
-            faults = pool.run(_load, str(folder), pairs, timeout_s=280)
-    assert [fault for rank in faults for fault in rank] == []
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
 
 
 ALL = [*product(MAIN, MAIN), *product(VARIANTS, VARIANTS), *product(VARIANTS, MAIN), *product(MAIN, VARIANTS)]
@@ -85,6 +72,8 @@ COUNT = 50 if is_full() else 10  # pairs of one test
 
 @pytest.mark.parametrize("first", range(0, len(ALL), COUNT) if is_full() else [0])
 @pytest.mark.parametrize(("saved_on", "loaded_on"), sample([(2, 2), (2, 4), (3, 2)], 2))
-def test_pairs(saved_on: int, loaded_on: int, first: int, tmp_path: Path) -> None:
+def test_pairs(saved_on: int, loaded_on: int, first: int, pool: RankPool, tmp_path: Path) -> None:
     pairs = ALL[first : first + COUNT] if is_full() else [*sample(ALL[:49], 5), *sample(ALL[49:], 5)]
-    check(pairs, saved_on, loaded_on, tmp_path)
+    pool.run(_save, str(tmp_path), sorted({saved for saved, _ in pairs}), world_size=saved_on, timeout_s=280)
+    faults = pool.run(_load, str(tmp_path), pairs, world_size=loaded_on, timeout_s=280)
+    assert [fault for rank in faults for fault in rank] == []

@@ -52,17 +52,34 @@ def initialize(model: torch.nn.Module, optimizer: Any, config: dict[str, Any], *
         deepspeed.utils.logger.setLevel(logging.ERROR)
         # The extension is only faster. A killed build leaves a lock behind, on which later runs would wait forever.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+        _forget_earlier_jobs()
         config = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False, **_ANY, **config}
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **options)[0]
 
 
-def deepspeed_job(kind: str, seed: int, lr: float = 1e-3, make: Callable[..., Any] = adamw) -> Job:
+def _forget_earlier_jobs() -> None:
+    """Let this process meet others that had other jobs, in another process group.
+
+    DeepSpeed keeps a copy of the process group, and compares numbers of modules and parameters between ranks.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+    from deepspeed.utils import groups
+
+    groups._WORLD_GROUP = None
+    Init.param_id = 0
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ = ([0],)
+
+
+def deepspeed_job(
+    kind: str, seed: int, lr: float = 1e-3, make: Callable[..., Any] = adamw, module: Callable[[int], Any] = Decoder
+) -> Job:
     stage, zero, config = KINDS[kind]
     # A persistent parameter is kept complete on every rank at stage 3. The memory-efficient linear function would
     # replace torch's own in this process, for all later jobs.
     zero = {"stage": stage, "stage3_param_persistence_threshold": 9, "memory_efficient_linear": False, **zero}
     with lenient_warnings():
-        model = Decoder(seed)
+        model = module(seed)
         engine = initialize(model, make(model, lr), {"zero_optimization": zero, **config})
     form = _FORMS.get(type(engine.optimizer).__name__, _plain_form)
     return Job(engine, engine.optimizer, engine.backward, engine.step, lambda: form(engine))
@@ -130,6 +147,16 @@ def _concatenated(local: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(local, requires_grad=False) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local.detach().contiguous())
     return torch.cat(parts)
+
+
+def model_form(engine: Any) -> Form:
+    """The parameters that compute, in their precision."""
+    return {
+        name: _concatenated(param.ds_tensor)[: param.ds_numel].view(param.ds_shape)
+        if hasattr(param, "ds_tensor")
+        else param.detach()
+        for name, param in engine.module.named_parameters()
+    }
 
 
 _FORMS: dict[str, Callable[[Any], Form]] = {

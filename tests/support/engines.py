@@ -89,6 +89,7 @@ class Job:
     backward: Callable[[torch.Tensor], None]
     update: Callable[[], None]
     form: Callable[[], Form]
+    data: Callable[[int], torch.Tensor] = batch
 
     @property
     def state(self) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class Job:
         losses = []
         with lenient_warnings():
             for step in steps:
-                loss = self.model(batch(step))
+                loss = self.model(self.data(step))
                 self.backward(loss)
                 self.update()
                 mean = loss.detach().float()
@@ -121,10 +122,10 @@ def lenient_warnings() -> Iterator[None]:
         yield
 
 
-def torch_job(kind: str, seed: int, lr: float = 1e-3) -> Job:
+def torch_job(kind: str, seed: int, lr: float = 1e-3, make: Callable[[int], Any] = Decoder) -> Job:
     """``ddp``, ``fsdp1`` or ``fsdp2``, in float32."""
     with lenient_warnings():
-        model, form = _TORCH[kind](Decoder(seed))
+        model, form = _TORCH[kind](make(seed))
         optimizer = adamw(model, lr)
 
     def update() -> None:
@@ -134,13 +135,13 @@ def torch_job(kind: str, seed: int, lr: float = 1e-3) -> Job:
     return Job(model, optimizer, lambda loss: loss.backward(), update, lambda: form(model, optimizer))
 
 
-def _ddp(model: Decoder) -> tuple[nn.Module, Callable[..., Form]]:
+def _ddp(model: Any) -> tuple[nn.Module, Callable[..., Form]]:
     return nn.parallel.DistributedDataParallel(model), lambda wrapped, optimizer: replicated_form(
         dict(wrapped.module.named_parameters()), optimizer
     )
 
 
-def _fsdp1(model: Decoder) -> tuple[nn.Module, Callable[..., Form]]:
+def _fsdp1(model: Any) -> tuple[nn.Module, Callable[..., Form]]:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -167,36 +168,39 @@ def _fsdp1(model: Decoder) -> tuple[nn.Module, Callable[..., Form]]:
         steps = {entry["step"].item() for entry in optimizer.state.values()}
         return {**found, **{f"{name}.step": torch.tensor(step) for name in names for step in steps}}
 
-    policy, device = ModuleWrapPolicy({Block}), torch.device("cpu")
+    policy, device = ModuleWrapPolicy({type(block) for block in model.blocks}), torch.device("cpu")
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=True), form
 
 
-def _fsdp2(model: Decoder) -> tuple[nn.Module, Callable[..., Form]]:
+def _fsdp2(model: Any) -> tuple[nn.Module, Callable[..., Form]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-
-    def full(tensor: Any) -> torch.Tensor:
-        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
-
-    def form(wrapped: Any, optimizer: Any) -> Form:
-        found: Form = {}
-        for name, param in wrapped.named_parameters():
-            found[name] = full(param)
-            found.update({f"{name}.{key}": full(value) for key, value in optimizer.state.get(param, {}).items()})
-        return found
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh), form
+    return fully_shard(model, mesh=mesh), sharded_form
 
 
-_TORCH: dict[str, Callable[[Decoder], tuple[nn.Module, Callable[..., Form]]]] = {
+_TORCH: dict[str, Callable[[Any], tuple[nn.Module, Callable[..., Form]]]] = {
     "ddp": _ddp,
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,
 }
 TORCH_KINDS = tuple(_TORCH)
+
+
+def sharded_form(model: Any, optimizer: Any) -> Form:
+    """The form of a job of DTensors. A collective."""
+
+    def full(tensor: Any) -> torch.Tensor:
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+
+    found: Form = {}
+    for name, param in model.named_parameters():
+        found[name] = full(param)
+        found.update({f"{name}.{key}": full(value) for key, value in optimizer.state.get(param, {}).items()})
+    return found
 
 
 def replicated_form(params: dict[str, torch.Tensor], optimizer: Any) -> Form:
