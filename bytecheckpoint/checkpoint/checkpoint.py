@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ..engine.reading.reader import Reader, ReadPart, ReadStats
-from ..engine.reading.verify import verify_files
+from ..engine.reading.verify import verify_crcs, verify_files
 from ..engine.resources import IOEngine
 from ..engine.tensor_bytes import box_view
 from ..errors import CheckpointError, NameNotFoundError, StateError, UsageError
@@ -412,6 +412,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
     def verify(self, progress: Callable[[int], None] = lambda nbytes: None) -> VerifyReport:
         """Read every byte of every file and compare it with the manifest. Uses bounded memory.
 
+        Of another system's files, the ranges that have a CRC-32 are checked.
+
         Args:
             progress: Called in the calling thread with the number of bytes checked since the last call.
 
@@ -423,12 +425,19 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """
         problems: list[str] = []
         checked = 0
-        for nbytes, problem in verify_files(self.checked_reader(), self._engine.io):
+        for nbytes, problem in self._verified():
             if problem:
                 problems.append(problem)
             checked += nbytes
             progress(nbytes)
         return VerifyReport(self.url, len(self.manifest.files), checked, tuple(problems))
+
+    def _verified(self) -> Iterator[tuple[int, str]]:
+        if self.index.is_own or self.index.crcs is None:
+            return verify_files(self.checked_reader(), self._engine.io)
+        self._enter_process()
+        self._engine.check_usable()
+        return verify_crcs(self.index.reader(self._engine, verify=True))
 
     def _enter_process(self) -> None:
         """Open the path again in a forked process, which has no threads of its parent."""

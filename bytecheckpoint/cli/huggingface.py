@@ -14,7 +14,7 @@ import torch
 
 from .. import api
 from ..convert.export import Expected, export_safetensors
-from ..convert.importing import import_safetensors
+from ..convert.importing import import_checkpoint
 from ..foreign.safetensors_folder import SafetensorsFolder
 from .options import checked, command, options_for, parse_size, rename_option
 from .output import Output, size_text
@@ -92,32 +92,35 @@ def export_command(
 @command("import")
 @click.argument("source")
 @click.argument("target")
-@click.option("--section", default="model", show_default=True, help="The section in which to store the tensors.")
+@click.option("--section", help="The name of the section, if SOURCE has a single one, such as the model.")
 @click.option("--step", type=int, callback=checked, help="The training step to store.")
 @rename_option
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out full names that match. Repeatable.")
 def import_command(
     out: Output,
     options: Mapping[str, Any],
     source: str,
     target: str,
-    section: str,
+    section: str | None,
     step: int | None,
     rename: Callable[[str], str] | None,
+    exclude: tuple[str, ...],
 ) -> None:
-    """Create a checkpoint at TARGET from SOURCE: a safetensors file, or a folder with one such file or an index.
+    """Create a checkpoint at TARGET from SOURCE, which another system wrote.
 
-    Streams in bounded memory. An index must match its files exactly.
+    SOURCE is a safetensors file, a folder with one such file or an index, a file of torch.save, or a folder of
+    torch.distributed.checkpoint. Streams in bounded memory. Nothing in a pickle is executed.
     """
-    total = SafetensorsFolder.at(source, storage_options=options_for(source, options)).nbytes
-    with out.progress("import", total) as progress:
-        report = import_safetensors(
-            source,
+    found = api.open(source, storage_options=options_for(source, options))
+    with out.progress("import", found.manifest.nbytes) as progress:
+        report = import_checkpoint(
+            found,
             target,
             section=section,
             step=step,
             rename=rename,
+            exclude=exclude,
             progress=progress,
-            source_options=options_for(source, options),
             storage_options=options_for(target, options),
         )
     out.document({"source": source, **asdict(report)})

@@ -183,6 +183,7 @@ def _summary(found: Checkpoint) -> dict[str, Any]:
         "step": found.step,
         "created": found.created,
         "world_size": found.world_size,
+        "system": found.index.system,
         "format_version": manifest.version,
         "library_version": manifest.library_version,
         "attempt": manifest.attempt,
@@ -258,9 +259,16 @@ def _values(found: Checkpoint) -> list[dict[str, Any]]:
 
 def _print_summary(out: Output, document: Mapping[str, Any]) -> None:
     out.line(document["url"])
-    out.line(f"  step {_text(document['step'])}, saved {document['created']} by {document['world_size']} rank(s)")
-    out.line(f"  format {document['format_version']}, bytecheckpoint {document['library_version']}")
-    out.line(f"  {size_text(document['bytes'])} in {document['file_count']} file(s) of {document['attempt']}")
+    size = f"{size_text(document['bytes'])} in {document['file_count']} file(s)"
+    if document["library_version"]:
+        out.line(f"  step {_text(document['step'])}, saved {document['created']} by {document['world_size']} rank(s)")
+        out.line(f"  format {document['format_version']}, bytecheckpoint {document['library_version']}")
+        out.line(f"  {size} of {document['attempt']}")
+    else:
+        out.line(
+            f"  step {_text(document['step'])}, written by {document['system']} on {document['world_size']} rank(s)"
+        )
+        out.line(f"  {size}")
     if document["metadata"]:
         out.line(f"  metadata {document['metadata']}")
     out.line()

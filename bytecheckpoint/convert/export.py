@@ -120,7 +120,7 @@ def export_safetensors(
     files = _split(tensors, section, max_file_bytes)
     done: list[str] = []
     with cleanup_on_failure(lambda: remove_files(target, done)):
-        with Rewriter.of(checkpoint) as rewriter:
+        with Rewriter(checkpoint.index) as rewriter:
             for file in files:
                 rewriter.write(target, file, progress)
                 done.append(file.key)

@@ -1,118 +1,173 @@
-"""Import Hugging Face's safetensors files as a checkpoint."""
+"""Import another system's checkpoint: write its tensors and plain values as a checkpoint, with checksums."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+
 from ..checkpoint.attempts import new_attempt, remove_attempt
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.index import Index
 from ..checkpoint.manifest_file import commit
 from ..errors import NameCollisionError, UsageError
-from ..foreign.huggingface import index_folder
-from ..foreign.safetensors_folder import SafetensorsFolder
-from ..format.manifest import Manifest, timestamp
+from ..format.manifest import Manifest, SectionInfo, timestamp
 from ..frameworks.sections import check_state, split_rank_name
 from ..load.options import Rename, renaming
 from ..storage_backends import open_backend
-from ..tensors.geometry import Box
-from ..version import HEADER_METADATA
-from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
+from ..tensors.tables import TensorTable
+from .reshard import plan_files, values_of
+from .rewriter import Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
 
-__all__ = ["ImportReport", "import_safetensors"]
+__all__ = ["ImportReport", "import_checkpoint"]
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """The result of ``import_safetensors``.
+    """The result of ``import_checkpoint``.
 
     Attributes:
         url: URL of the new checkpoint.
-        section: The section that holds the tensors.
-        files: Names of the imported files.
+        system: The system that wrote the source.
+        sections: Names of the imported sections.
+        files: Names of the source's files.
         tensors: Number of tensors.
         total_size: Bytes of all tensors.
     """
 
     url: str
-    section: str
+    system: str
+    sections: tuple[str, ...]
     files: tuple[str, ...]
     tensors: int
     total_size: int
 
 
-def import_safetensors(
-    source_url: str,
+def import_checkpoint(
+    source: Checkpoint,
     target_url: str,
     *,
-    section: str = "model",
+    section: str | None = None,
     step: int | None = None,
     rename: Rename | None = None,
+    exclude: Sequence[str] = (),
     progress: Progress = lambda nbytes: None,
-    source_options: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ImportReport:
-    """Commit a checkpoint that holds the tensors of safetensors files. Holds a few MiB at a time.
+    """Commit a checkpoint that holds what another system stored. Holds a few MiB at a time.
 
     The checkpoint appears when all files are durable. After a failure nothing remains at the target.
 
     Args:
-        source_url: A ``.safetensors`` file, or a folder in Hugging Face's layout.
+        source: The other system's checkpoint, from ``bcp.open``.
         target_url: Where to put the checkpoint.
-        section: The section for the tensors.
-        step: The step to store with the checkpoint.
-        rename: Maps a name in the files to the name inside the section.
+        section: The name of the section, if the source has one only.
+        step: The step to store with the checkpoint; by default the source's.
+        rename: Maps a tensor's name in its section to the new one.
+        exclude: Shell patterns; tensors and values whose full names match one are left out.
         progress: Called with the number of bytes imported since the last call.
-        source_options: Options for the source's storage backend.
         storage_options: Options for the target's storage backend.
 
     Returns:
         A report.
 
     Raises:
-        UsageError: ``step`` is negative, or ``section`` is not a valid name.
-        CheckpointNotFoundError: Nothing is stored at the source.
-        NotACheckpointError: The source holds no model, or more than one.
-        FormatError: A file violates the format, or disagrees with the index.
-        CorruptionError: A file that the index names is missing.
-        UnsupportedTensorError: torch does not have the dtype of a tensor.
+        UsageError: ``step`` is negative, ``section`` is not a valid name, or the source is a checkpoint of this
+            library.
+        StateError: The source holds an object that this library does not read.
         NameCollisionError: Two tensors would have the same name.
         KeyExistsError: The target already holds a checkpoint.
+        CorruptionError: Stored bytes differ from their CRC-32.
         StorageError: A store failed.
     """
-    check_state({section: None})
+    index = source.index
+    if index.is_own:
+        raise UsageError(f"{source.url} is a checkpoint of this library already; use bcp copy or bcp reshard")
     if step is not None and step < 0:
         raise UsageError(f"step must not be negative: {step}")
-    source = SafetensorsFolder.at(source_url, storage_options=source_options)
+    if section is not None:
+        check_state({section: None})
+        if len(source.sections) > 1:
+            raise UsageError(f"{source.url} has the sections {', '.join(source.sections)}; section= needs a single one")
     target = open_backend(target_url, **dict(storage_options or {}))
-    refuse_checkpoint(target, source.backend.url)
-    names = _section_names(source, renaming(rename))
-    manifest = replace(index_folder(source, section, names).manifest, step=step, created=timestamp())
+    refuse_checkpoint(target, source.url)
+    chosen = _chosen(index, section, renaming(rename), exclude)
+    manifest = chosen.manifest
+    manifest = replace(manifest, step=manifest.step if step is None else step, created=timestamp())
     attempt = new_attempt()
-    outputs = [_output(manifest, section, number, attempt) for number in range(len(manifest.files))]
+    outputs = list(plan_files(manifest, max(len(index.manifest.files), 1), "whole", attempt))
+    values = values_of(chosen, attempt)
     with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
-        with Rewriter(source.backend, manifest, verify=False) as rewriter:
-            new = rewriter.write_all(target, attempt, outputs, progress)
+        with Rewriter(replace(chosen, manifest=manifest)) as rewriter:
+            new = rewriter.write_all(target, attempt, outputs, progress, values)
         commit(target, new)
-    return ImportReport(target.url, section, tuple(source.headers), len(names), source.nbytes)
+    names = tuple(one.name for one in manifest.sections)
+    files = tuple(index.manifest.files.name)
+    return ImportReport(target.url, index.system, names, files, len(manifest.tensors), manifest.nbytes)
 
 
-def _section_names(source: SafetensorsFolder, rename: Callable[[str], str]) -> dict[str, str]:
-    """Return the name inside the section for each name in the files."""
-    names = {name: rename(name) for name in source.shapes}
+def _chosen(index: Index, section: str | None, rename: Callable[[str], str], exclude: Sequence[str]) -> Index:
+    """The index without what is excluded, and under the new names."""
+    old = index.manifest
+    sections = {one.name: section or one.name for one in old.sections}
+
+    def is_kept(name: str) -> bool:
+        return not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+    names: dict[str, str] = {}  # the new full name of each kept tensor
+    rows: list[tuple[str, str, Any]] = []
+    for row, full in enumerate(old.tensors.names):
+        fqn = rename(old.tensors.fqn_of(row))
+        if is_kept(full):
+            names[full] = _full_name(sections[old.tensors.section_of(row)], fqn)
+            rows.append((sections[old.tensors.section_of(row)], fqn, old.tensors.meta_of(row)))
+    _refuse_collisions(names)
+    kept = np.array([full in names for full in old.tensors.names], bool)
+    shards = np.flatnonzero(kept[old.shards.tensor])
+    moved = old.shards.take(shards)
+    moved.tensor = (np.cumsum(kept) - 1)[moved.tensor]
+    aliases = [
+        (_full_name(sections[one], rename(alias[len(one) + 1 :])), names[full])
+        for alias, full in old.aliases
+        if (one := alias.partition(".")[0]) and full in names and is_kept(alias)
+    ]
+    tensors = TensorTable.build(rows) if rows else old.tensors
+    infos = [SectionInfo(sections[one.name], one.kind) for one in old.sections]
+    manifest = Manifest.assemble(
+        library_version=old.library_version,
+        step=old.step,
+        created=old.created,
+        world_size=old.world_size,
+        attempt=old.attempt,
+        metadata=old.metadata,
+        sections=infos,
+        files=old.files,
+        tensors=tensors,
+        scope=old.scope[kept],
+        shards=moved,
+        shard_file=old.shard_file[shards],
+        shard_offset=old.shard_offset[shards],
+        checksums=np.zeros(
+            int((-(-old.shard_nbytes[shards] // old.files.chunk_size[old.shard_file[shards]])).sum()), np.uint64
+        ),
+        aliases=aliases,
+    )
+    values = tuple(one._replace(section=sections[one.section]) for one in index.foreign_values if is_kept(one.name))
+    return replace(index, manifest=manifest, foreign_values=values)
+
+
+def _full_name(section: str, fqn: str) -> str:
+    if not fqn or split_rank_name(fqn)[1] is not None:
+        raise NameCollisionError(f"{fqn!r:.200}: a name cannot be empty or end in @<number>; rename it")
+    return f"{section}.{fqn}"
+
+
+def _refuse_collisions(names: Mapping[str, str]) -> None:
     seen: dict[str, str] = {}
-    for name, new in names.items():
+    for old, new in names.items():
         if new in seen:
-            raise NameCollisionError(f"{seen[new]!r:.200} and {name!r:.200} would both become {new!r:.200}")
-        if not new or split_rank_name(new)[1] is not None:
-            raise NameCollisionError(f"{new!r:.200}: a name cannot be empty or end in @<number>; rename it")
-        seen[new] = name
-    return names
-
-
-def _output(manifest: Manifest, section: str, number: int, attempt: str) -> OutputFile:
-    """Lay out the new file for the tensors of one source file."""
-    metas, fqn_of = manifest.tensors.meta_of, manifest.tensors.fqn_of
-    rows = manifest.shards.tensor[manifest.shards_in(number)].tolist()
-    tensors = [OutputTensor(fqn_of(row), row, Box.whole(metas(row).shape), metas(row).dtype) for row in rows]
-    return OutputFile.lay_out(f"{attempt}/{section}-{number:05d}.safetensors", section, tensors, HEADER_METADATA)
+            raise NameCollisionError(f"{seen[new]!r:.200} and {old!r:.200} would both become {new!r:.200}")
+        seen[new] = old

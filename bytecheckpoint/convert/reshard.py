@@ -13,20 +13,23 @@ from typing import Any, Literal
 
 from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.index import Index
 from ..checkpoint.manifest_file import commit
 from ..checkpoint.values import values_files
+from ..engine.files import data_key
 from ..engine.reading.stored_files import read_stored_file
-from ..errors import UsageError
+from ..errors import StateError, UsageError
 from ..format.manifest import Manifest
 from ..format.safetensors import shard_name
+from ..format.values import encode_values_file, unread_in
 from ..runtime.arguments import check_choice
 from ..storage_backends import open_backend
-from ..storage_backends.base import StorageBackend
 from ..tensors.geometry import Box
+from ..tensors.shards import Path
 from ..version import HEADER_METADATA
-from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
+from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
-__all__ = ["Layout", "PlannedFile", "ReshardReport", "reshard"]
+__all__ = ["Layout", "PlannedFile", "ReshardReport", "plan_files", "reshard", "values_of"]
 
 Layout = Literal["whole", "sharded"]
 
@@ -119,27 +122,24 @@ def reshard(
     refuse_checkpoint(target, checkpoint.url)
     attempt = new_attempt()
     manifest = checkpoint.manifest
-    outputs = list(_plan(manifest, files, layout, attempt))
+    outputs = list(plan_files(manifest, files, layout, attempt))
     plans = [PlannedFile(out.key, out.section, len(out.tensors), out.size) for out in outputs]
     # Companions describe the old files and would be wrong for the new ones.
-    values = {row: f"{attempt}/{manifest.files.name[row].rpartition('/')[2]}" for row in values_files(manifest)}
-    for row, key in values.items():
-        section = manifest.section_name(int(manifest.files.section[row]))
-        plans.append(PlannedFile(key, section, 0, int(manifest.files.size[row])))
+    values = values_of(checkpoint.index, attempt)
+    plans += [PlannedFile(one.key, one.section, 0, len(one.document)) for one in values]
     bytes_to_read = manifest.nbytes + int(manifest.files.head_length.sum())
     bytes_read = 0
     if not dry_run:
         with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
-            with Rewriter.of(checkpoint) as rewriter:
-                new = rewriter.write_all(target, attempt, outputs, progress, kept=values)
-            bytes_read = rewriter.bytes_read
-            for row, key in values.items():
-                bytes_read += _copy_values(checkpoint, target, row, key, progress)
+            with Rewriter(checkpoint.index) as rewriter:
+                new = rewriter.write_all(target, attempt, outputs, progress, values)
+            bytes_read = rewriter.bytes_read + sum(len(one.document) for one in values)
             commit(target, new)
     return ReshardReport(target.url, layout, dry_run, tuple(plans), bytes_to_read, bytes_read)
 
 
-def _plan(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Iterator[OutputFile]:
+def plan_files(manifest: Manifest, files: int, layout: Layout, attempt: str) -> Iterator[OutputFile]:
+    """Lay out the files of a new checkpoint (see ``reshard``)."""
     for section in manifest.sections:
         parts: list[list[OutputTensor]] = [[] for _ in range(files)]
         whole: list[OutputTensor] = []
@@ -182,11 +182,41 @@ def _balance(tensors: Sequence[OutputTensor], parts: Sequence[list[OutputTensor]
         heapq.heappush(loads, (load + tensor.nbytes, index))
 
 
-def _copy_values(checkpoint: Checkpoint, target: StorageBackend, row: int, key: str, progress: Progress) -> int:
-    """Copy a file of plain values, whose bytes are the same in every layout."""
-    document = read_stored_file(checkpoint.backend, checkpoint.manifest, row, head_only=False)
-    with target.create(key, len(document)) as writer:
-        writer.write(0, document)
-        writer.complete()
-    progress(len(document))
-    return len(document)
+def values_of(index: Index, attempt: str) -> list[ValuesFile]:
+    """Return the files of plain values for a new checkpoint, whose bytes are the same in every layout.
+
+    Raises ``StateError`` for an object in another system's checkpoint that this library does not read.
+    """
+    if not index.is_own:
+        return _foreign_values(index, attempt)
+    files = index.manifest.files
+    return [
+        ValuesFile(
+            f"{attempt}/{files.name[row].rpartition('/')[2]}",
+            index.manifest.section_name(int(files.section[row])),
+            files.kind[row],
+            int(files.rank[row]),
+            read_stored_file(index.backend, index.manifest, row, head_only=False),
+        )
+        for row in values_files(index.manifest)
+    ]
+
+
+def _foreign_values(index: Index, attempt: str) -> list[ValuesFile]:
+    unread = {value.name: found.what for value in index.values() if (found := unread_in(value.decode()))}
+    if unread:
+        listed = ", ".join(f"{name} ({what})" for name, what in list(unread.items())[:5])
+        raise StateError(f"{index.url}: {len(unread)} value(s) cannot be stored, such as {listed}; exclude them")
+    groups: dict[tuple[str, int | None], list[tuple[Path, bool, bytes]]] = {}
+    for value in index.values():
+        groups.setdefault((value.section, value.rank), []).append((value.path, value.rank is None, value.encoded))
+    return [
+        ValuesFile(
+            data_key(attempt, section, rank or 0, "values" if rank is None else "rank_values"),
+            section,
+            "values" if rank is None else "rank_values",
+            rank or 0,
+            encode_values_file(entries),
+        )
+        for (section, rank), entries in groups.items()
+    ]

@@ -10,23 +10,22 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.index import Index
 from ..engine.checksums import ChunkHasher, chunk_size_for
 from ..engine.reading.reader import Reader, ReadPart
 from ..engine.tensor_bytes import box_view, byte_view
 from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError
-from ..format.manifest import MANIFEST_KEY, FileTable, Manifest
+from ..format.manifest import MANIFEST_KEY, FileTable, Manifest, timestamp
 from ..format.safetensors import HeaderEntry, build_header
 from ..planners import plan_load, split_box
 from ..storage_backends.base import StorageBackend
@@ -43,6 +42,7 @@ __all__ = [
     "OutputTensor",
     "Progress",
     "Rewriter",
+    "ValuesFile",
     "cleanup_on_failure",
     "refuse_checkpoint",
 ]
@@ -109,36 +109,47 @@ class OutputFile:
         return np.cumsum(sizes) - sizes
 
 
+@dataclass(frozen=True)
+class ValuesFile:
+    """A file of plain values: its whole document, and its columns in the manifest."""
+
+    key: str
+    section: str
+    kind: str
+    rank: int
+    document: bytes
+
+
 class Rewriter:
     """Reads, casts and writes tensors of one checkpoint. Use it as a context manager.
 
-    Every byte is checked against the manifest unless ``verify`` is false. ``bytes_read`` counts the fetched bytes.
+    Every byte that has a checksum is checked; leaving the context checks the CRC-32s of another system's files.
+    ``bytes_read`` counts the fetched bytes.
     """
 
-    def __init__(self, backend: StorageBackend, manifest: Manifest, *, verify: bool = True) -> None:
-        self._manifest = manifest
+    def __init__(self, index: Index) -> None:
+        self._index, self._manifest = index, index.manifest
         self._io = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="bcp-rewrite-io")
         # A separate pool: its tasks wait for tasks of the pool above.
         self._ahead = ThreadPoolExecutor(2, thread_name_prefix="bcp-rewrite")
-        self._reader = Reader(backend, manifest, self._io, verify=verify)
+        self._reader = Reader(
+            index.backend, index.manifest, self._io, verify=index.is_own, crcs=None if index.is_own else index.crcs
+        )
+        self._crc_check = self._reader.crc_check()
         # Allocated once: malloc keeps the memory that threads free. One more than are read ahead, for the piece that is
         # being written; each has room for a piece and its cast. Unused pages cost nothing.
         self._memories = [
             torch.frombuffer(mmap.mmap(-1, 2 * PIECE_BYTES), dtype=torch.uint8) for _ in range(PIECES_AHEAD + 1)
         ]
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Rewriter:
-        """Rewrite a checkpoint. Raises ``StateError`` if it has no checksums."""
-        checkpoint.require_checksums()
-        return cls(checkpoint.backend, checkpoint.manifest)
-
     def __enter__(self) -> Rewriter:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         self._ahead.shutdown(wait=True, cancel_futures=True)
         self._io.shutdown(wait=True, cancel_futures=True)
+        if kind is None and self._crc_check is not None:
+            self._crc_check.finish()
 
     @property
     def bytes_read(self) -> int:
@@ -191,7 +202,8 @@ class Rewriter:
         requested = BoxTable.build([(tensor.row, tensor.box) for tensor in batch])
         plan = plan_load(self._manifest.tensors, self._manifest.shards.take(rows), requested)
         self._reader.read(
-            [ReadPart(int(rows[i]), box, box_view(found[n], box, batch[n].box)) for n, i, box in plan.rows()]
+            [ReadPart(int(rows[i]), box, box_view(found[n], box, batch[n].box)) for n, i, box in plan.rows()],
+            self._crc_check,
         )
         return [
             tensor if tensor.dtype == dtype else _tensor_in(memory, PIECE_BYTES + at, one.box, dtype).copy_(tensor)
@@ -228,36 +240,39 @@ class Rewriter:
         attempt: str,
         files: Sequence[OutputFile],
         progress: Progress,
-        kept: Mapping[int, str] | None = None,
+        values: Sequence[ValuesFile] = (),
     ) -> Manifest:
-        """Write all files of a new checkpoint, and return its manifest, which is not committed.
-
-        ``kept`` maps rows of old files that the caller copies to their new keys.
-        """
-        old, new, kept = self._manifest, len(files), kept or {}
+        """Write all files of a new checkpoint, and return its manifest, which is not committed."""
+        old = self._manifest
         chunk_size = chunk_size_for(sum(file.data_size for file in files))
         checksums = [self.write(target, file, progress, chunk_size=chunk_size) for file in files]
         index = {section.name: i for i, section in enumerate(old.sections)}
         tensors = [(number, tensor) for number, file in enumerate(files) for tensor in file.tensors]
 
-        def column(added: Sequence[int], column: Any) -> Any:
-            return np.concatenate([np.array(added, column.dtype), column[np.array(list(kept), np.int64)]])
-
+        for one in values:
+            with target.create(one.key, len(one.document)) as writer:
+                writer.write(0, one.document)
+                writer.complete()
+            progress(len(one.document))
+        heads = [file.head for file in files] + [one.document for one in values]
         table = FileTable(
-            name=[file.key for file in files] + list(kept.values()),
-            size=column([file.size for file in files], old.files.size),
-            section=column([index[file.section] for file in files], old.files.section),
-            rank=column([0] * new, old.files.rank),  # one process writes them
-            kind=["tensors"] * new + [old.files.kind[row] for row in kept],
-            head_length=column([len(file.head) for file in files], old.files.head_length),
-            head_checksum=column([xxhash.xxh3_64_intdigest(file.head) for file in files], old.files.head_checksum),
-            chunk_size=column([chunk_size] * new, old.files.chunk_size),
-            codec=["raw"] * (new + len(kept)),
+            name=[file.key for file in files] + [one.key for one in values],
+            size=np.array([file.size for file in files] + [len(one.document) for one in values], np.int64),
+            section=np.array(
+                [index[name] for name in [f.section for f in files] + [v.section for v in values]], np.int64
+            ),
+            # One process writes the tensors. Values of single ranks refer to the rank that saved them.
+            rank=np.array([0] * len(files) + [one.rank for one in values], np.int64),
+            kind=["tensors"] * len(files) + [one.kind for one in values],
+            head_length=np.array([len(head) for head in heads], np.int64),
+            head_checksum=np.array([xxhash.xxh3_64_intdigest(head) for head in heads], np.uint64),
+            chunk_size=np.full(len(heads), chunk_size, np.int64),
+            codec=["raw"] * len(heads),
         )
         return Manifest.assemble(
             library_version=VERSION,
             step=old.step,
-            created=old.created,
+            created=old.created or timestamp(),  # another system's files may not state it
             world_size=old.world_size,
             attempt=attempt,
             metadata=old.metadata,

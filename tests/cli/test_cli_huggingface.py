@@ -14,7 +14,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.convert.export import export_safetensors
-from bytecheckpoint.convert.importing import import_safetensors
+from bytecheckpoint.convert.importing import import_checkpoint
 from bytecheckpoint.convert.rewriter import PIECE_BYTES
 from bytecheckpoint.errors import (
     KeyExistsError,
@@ -194,7 +194,7 @@ def test_tensors_larger_than_a_piece(tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"model": {"big": big, "odd": odd}})
     export_safetensors(bcp.open(tmp_path / "c"), str(tmp_path / "hf"))
     kit.assert_same_tensors(read_folder(tmp_path / "hf"), {"big": big, "odd": odd})
-    import_safetensors(str(tmp_path / "hf" / "model.safetensors"), str(tmp_path / "back"))
+    import_checkpoint(bcp.open(tmp_path / "hf" / "model.safetensors"), str(tmp_path / "back"))
     kit.assert_same_tensors(model_of(tmp_path / "back"), {"big": big, "odd": odd})
 
 
@@ -255,17 +255,17 @@ def test_hostile_sources_are_refused(tmp_path: Path, bcp_command) -> None:
 
 def test_import_collisions_and_existing_targets(one: Path, tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "m.safetensors")
-    source = str(tmp_path / "m.safetensors")
+    source = bcp.open(tmp_path / "m.safetensors")
     with pytest.raises(NameCollisionError, match="both become"):
-        import_safetensors(source, str(tmp_path / "dst"), rename=lambda name: "same")
+        import_checkpoint(source, str(tmp_path / "dst"), rename=lambda name: "same")
     with pytest.raises(NameCollisionError, match="@"):
-        import_safetensors(source, str(tmp_path / "dst"), rename={"a": "a@1"})
+        import_checkpoint(source, str(tmp_path / "dst"), rename={"a": "a@1"})
     with pytest.raises(StateError):
-        import_safetensors(source, str(tmp_path / "dst"), section="not/a/name")
+        import_checkpoint(source, str(tmp_path / "dst"), section="not/a/name")
     assert not (tmp_path / "dst").exists()
     shutil.copytree(one, tmp_path / "taken")
     with pytest.raises(KeyExistsError, match="already holds a checkpoint"):
-        import_safetensors(source, str(tmp_path / "taken"))
+        import_checkpoint(source, str(tmp_path / "taken"))
     assert bcp.open(tmp_path / "taken").verify().ok
 
 

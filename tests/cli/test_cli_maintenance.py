@@ -236,7 +236,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.convert.copy import copy
 from bytecheckpoint.convert.diff import diff
 from bytecheckpoint.convert.export import export_safetensors
-from bytecheckpoint.convert.importing import import_safetensors
+from bytecheckpoint.convert.importing import import_checkpoint
 from bytecheckpoint.convert.reshard import reshard
 
 root = sys.argv[1]
@@ -253,7 +253,7 @@ before = peak()
 export_safetensors(c, root + "/hf", max_file_bytes=100_000_000, cast="bfloat16")
 reshard(c, root + "/r", files=3, layout="sharded")
 copy(c, root + "/k")
-import_safetensors(root + "/hf", root + "/i")
+import_checkpoint(bcp.open(root + "/hf"), root + "/i")
 assert diff(c, bcp.open(root + "/r")).same
 print(c.manifest.nbytes, peak() - before)
 """

@@ -86,13 +86,13 @@ class Reader:
         self.bounce_pool = BouncePool() if bounce_pool is None else bounce_pool
         self.source = StoredFiles(backend, manifest)
         self.crcs = crcs
-        self.shard_crcs = self._crc_check()
+        self.shard_crcs = self.crc_check()
         self.timings = timings or Timings("read", url=backend.url)
         self._executor = executor
         self._heads_checked: set[int] = set()
 
-    def read(self, parts: Sequence[ReadPart]) -> None:
-        """Read all parts.
+    def read(self, parts: Sequence[ReadPart], crc_check: CrcCheck | None = None) -> None:
+        """Read all parts. With ``crc_check``, the caller finishes it after its last read.
 
         Raises ``CorruptionError``, which names file, tensor and byte range of the first bad chunk, and
         ``StorageError`` if the store fails.
@@ -102,8 +102,8 @@ class Reader:
         groups = plan.groups(_EXTENTS_PER_TASK * plan.size)
         files = OpenFiles(self.source, Counter(plan.file[plan.starts[group[0]]] for group in groups))
 
-        crc_check = self._crc_check()
-        fetcher = self.fetcher(plan, files, checked=self.verify, crc_check=crc_check)
+        own_check = self.crc_check() if crc_check is None else None
+        fetcher = self.fetcher(plan, files, checked=self.verify, crc_check=crc_check or own_check)
 
         # A closure over the queue would form a reference cycle, and the tensors would outlive this call.
         def task(index: int, queue: TaskQueue) -> None:
@@ -115,7 +115,7 @@ class Reader:
         with closing(files):
             TaskQueue(self._executor, len(heads) + len(groups), task).run(_CACHED_THREADS)
         self.stats.add(requested=plan.requested)
-        self._finish(crc_check)
+        self._finish(own_check)
 
     @property
     def read_size(self) -> int:
@@ -133,7 +133,8 @@ class Reader:
         """
         self._finish(self.shard_crcs)
 
-    def _crc_check(self) -> CrcCheck | None:
+    def crc_check(self) -> CrcCheck | None:
+        """Return a new check of the CRC-32s, if there are any."""
         return None if self.crcs is None else CrcCheck(self.source, self.crcs)
 
     def _finish(self, check: CrcCheck | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, wait
@@ -14,10 +15,11 @@ from .read_plan import ReadPlan, plan_checks
 from .reader import Reader
 from .stored_files import OpenFiles, read_stored_file
 
-__all__ = ["verify_files"]
+__all__ = ["verify_crcs", "verify_files"]
 
 _MAX_QUEUED = 8  # bounds the queue; the bounce buffers bound the memory
 _EXTENTS_PER_TASK = 2
+_CRC_PIECE_BYTES = 4 << 20
 
 _Faults = dict[int, str]
 """Messages by shard."""
@@ -57,6 +59,27 @@ def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]
             if row not in faulty_rows:
                 faulty_rows.add(row)
                 yield 0, problem
+
+
+def verify_crcs(reader: Reader) -> Iterator[tuple[int, str]]:
+    """Yield ``(bytes checked, fault or "")`` for every range of another system's files that has a CRC-32, in order."""
+    table = reader.crcs
+    if table is None:
+        return
+    buffer = memoryview(bytearray(_CRC_PIECE_BYTES))
+    for file, begin, end, crc in zip(*(column.tolist() for column in (table.file, table.begin, table.end, table.crc))):
+        found = 0
+        try:
+            for at in range(begin, end, len(buffer)):
+                piece = buffer[: min(len(buffer), end - at)]
+                reader.backend.read_into(reader.manifest.files.name[file], at, piece)
+                found = zlib.crc32(piece, found)
+                yield len(piece), ""
+        except StorageError as error:
+            yield 0, f"{reader.backend.url}/{reader.manifest.files.name[file]}: cannot read [{begin}, {end}): {error}"
+            continue
+        if found != crc:
+            yield 0, str(reader.source.crc_mismatch(file, begin, end))
 
 
 def _tasks(reader: Reader) -> Iterator[_Task]:
