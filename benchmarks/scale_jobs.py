@@ -17,11 +17,12 @@ import msgpack
 import numpy as np
 import torch
 
-from benchmarks.scale_worlds import GROUP, STEP, World, make_world, parameters
+from benchmarks.scale_world import PLAIN, STEP, World
+from benchmarks.scale_worlds import make_world, parameters
 from bytecheckpoint.engine.checksums import chunk_size_for
 from bytecheckpoint.format.manifest import decode, encode
 from bytecheckpoint.format.values import decode_path
-from bytecheckpoint.planners import OWN_BOXES, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
+from bytecheckpoint.planners import OWN_BOXES, WHOLE, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
 from bytecheckpoint.save.agreement import RankSummary
 from bytecheckpoint.save.local_state import Listing, LocalState
 from bytecheckpoint.save.options import SaveOptions
@@ -29,7 +30,7 @@ from bytecheckpoint.save.planning import PlanNegotiation
 from bytecheckpoint.save.record import Confirmations, build_manifest
 from bytecheckpoint.save.replicas import DeclaredReplicas
 from bytecheckpoint.tensors.mesh_layout import MeshPlace
-from bytecheckpoint.tensors.shards import IrregularShard, MeshShard, SectionSource, torch_dtype
+from bytecheckpoint.tensors.shards import IrregularShard, MeshShard, SectionSource, Shard, torch_dtype
 from bytecheckpoint.tensors.tables import BoxTable
 from bytecheckpoint.version import VERSION
 
@@ -169,12 +170,15 @@ def _sources(world: World, rank: int) -> dict[str, SectionSource]:
         if held == OWN_BOXES:
             found[section].shards.append(IrregularShard.unchecked(fqn, meta, box, tensor))
             continue
+        if held == WHOLE:
+            found[section].shards.append(Shard.unchecked(fqn, meta, box, tensor))
+            continue
         shard = MeshShard.unchecked(fqn, meta, box, tensor)
         shard.find_place = partial(MeshPlace, plan.layouts[held - 1], plan.coordinates[held - 1], held)
         found[section].shards.append(shard)
     for value in plan.values:
         path = decode_path(value.path)
-        plain: Any = bytes(2500) if value.per_rank else GROUP if path[0] == "param_groups" else 7
+        plain: Any = bytes(2500) if value.per_rank else PLAIN[str(path[0])]
         found[value.section].values[path] = plain
         if value.per_rank:
             found[value.section].per_rank.add(path)

@@ -17,8 +17,9 @@ import torch
 from ..errors import PlanError
 from ..tensors.derived import is_derived
 from ..tensors.geometry import Box, decompose_strided, row_major_strides
+from ..tensors.mesh_layout import MeshPlace
 from ..tensors.metadata import BasicMeta
-from ..tensors.shards import IrregularShard, Shard, basic_meta
+from ..tensors.shards import IrregularShard, MeshShard, Shard, basic_meta
 
 __all__ = ["ParamLayout", "ParamPart"]
 
@@ -73,7 +74,8 @@ class ParamLayout(NamedTuple):
     otherwise a part may cover a tensor completely by chance, and is not a replica. ``replica_ranks`` are the ranks of
     the default process group that the model declares to hold replicas; None if it declares nothing. With
     ``ends_with_padding``, the first dimension of the only tensor may have another length elsewhere (a vocabulary); the
-    parts are then in memory order.
+    parts are then in memory order. ``place`` is how a mesh splits the only tensor, if one does, with all parts in the
+    order of its boxes.
     """
 
     local_shape: tuple[int, ...]
@@ -82,6 +84,7 @@ class ParamLayout(NamedTuple):
     is_replica: bool = False
     replica_ranks: tuple[int, ...] | None = None
     ends_with_padding: bool = False
+    place: MeshPlace | None = None
 
     @classmethod
     def whole(cls, fqn: str, shape: tuple[int, ...], *, replica_ranks: tuple[int, ...] | None = None) -> ParamLayout:
@@ -129,8 +132,11 @@ class ParamLayout(NamedTuple):
         else:
             flat = tensor.view(-1)
             views = [part.view(flat) for part in self.parts]
-        kind = Shard if self.is_replica else IrregularShard
         names = {fqn: rename(fqn) for fqn in self.fqns}
         metas = {names[fqn]: basic_meta(tensor.dtype, shape) for fqn, shape in self.fqns.items()}
         placed = [(names[part.fqn], part.box, view) for part, view in zip(self.parts, views)]
+        if self.place is not None:
+            place = self.place
+            return metas, [MeshShard(name, metas[name], box, view, lambda: place) for name, box, view in placed]
+        kind = Shard if self.is_replica else IrregularShard
         return metas, [kind(name, metas[name], box, view) for name, box, view in placed]

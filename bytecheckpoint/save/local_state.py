@@ -259,7 +259,7 @@ class _ListingBuilder:
     def __init__(self, sources: Mapping[str, SectionSource], rank: int, *, must_match: bool) -> None:
         self._sources, self._rank, self._must_match = sources, rank, must_match
         self._layouts: dict[MeshPlace, int] = {}
-        self._derivable: dict[tuple[int, tuple[int, ...], Box], bool] = {}
+        self._derivable: dict[tuple[int, tuple[int, ...], tuple[Box, ...]], bool] = {}
 
     def build(self, values: list[ValueEntry], kinds: list[tuple[str, str]]) -> Listing:
         metas: list[tuple[str, str, BasicMeta]] = []
@@ -285,7 +285,7 @@ class _ListingBuilder:
                 compared.append(fqn in source.digests)
                 must_match.append(self._must_match and fqn in source.unproven)
                 shards = by_name.get(fqn, [])
-                holding = self._holding(shards[0][1]) if len(shards) == 1 else OWN_BOXES
+                holding = self._holding([shard for _, shard in shards])
                 holdings.append(holding)
                 boxes = listed if holding == OWN_BOXES else derived
                 boxes.extend((at, row, shard.box) for at, shard in shards)
@@ -308,19 +308,20 @@ class _ListingBuilder:
         )
         return Listing(plan, None if order == list(range(len(order))) else order)
 
-    def _holding(self, shard: Shard) -> int:
-        """Return how ranks of this layout hold the tensor, given the only shard that this rank holds of it."""
-        if isinstance(shard, IrregularShard):
+    def _holding(self, shards: Sequence[Shard]) -> int:
+        """Return how ranks of this layout hold a tensor, given the shards that this rank holds of it."""
+        if not shards or isinstance(shards[0], IrregularShard):
             return OWN_BOXES
-        if shard.box == Box.whole(shard.meta.shape):
+        first, boxes = shards[0], tuple(shard.box for shard in shards)
+        if boxes == (Box.whole(first.meta.shape),):
             return WHOLE
-        place = shard.find_place() if isinstance(shard, MeshShard) else None
-        if place is None:
+        place = first.find_place() if isinstance(first, MeshShard) else None
+        if place is None or place.layout.boxes != len(boxes):
             return OWN_BOXES
         number = self._layouts.setdefault(place, len(self._layouts) + 1)
-        key = (number, shard.meta.shape, shard.box)
+        key = (number, first.meta.shape, boxes)
         if key not in self._derivable:
-            # Rank 0 computes the box from the mesh, so this rank checks that the result is its actual box.
-            offsets, lengths = mesh_boxes(place.layout, shard.meta.shape, np.array([place.coordinate], np.int64))
-            self._derivable[key] = Box(tuple(offsets[0].tolist()), tuple(lengths[0].tolist())) == shard.box
+            # Rank 0 computes the boxes from the mesh, so this rank checks that the result is its actual boxes.
+            offsets, lengths = mesh_boxes(place.layout, first.meta.shape, np.array([place.coordinate], np.int64))
+            self._derivable[key] = boxes == tuple(map(Box, map(tuple, offsets.tolist()), map(tuple, lengths.tolist())))
         return number if self._derivable[key] else OWN_BOXES

@@ -19,7 +19,7 @@ __all__ = ["choose_writers"]
 
 # Measured costs of a round, and of one member of a set in it, relative to placing one item by heap (about 1.5 us).
 _ROUND_COST, _CELL_COST = 20.0, 0.002
-# Rounds are used if at most one item in this many belongs to a set that overlaps others.
+# Rounds are used if at most one item, or one byte, in this many belongs to a set that overlaps others.
 _FEW = 20
 
 
@@ -67,7 +67,8 @@ def _choose(shared: _Shared, forced: Int64) -> Int64:
     rounds = int(np.bincount(shared.member_set[items], minlength=1).max())
     widths = shared.starts[1:] - shared.starts[:-1]
     cost = rounds * (_ROUND_COST + _CELL_COST * int(alone.sum()) * float(widths[alone].max(initial=0)))
-    if cost < int(items.sum()) and _FEW * int((~items).sum()) <= len(items):
+    others = int((~items).sum()), int(shared.nbytes[~items].sum())
+    if cost < int(items.sum()) and (_FEW * others[0] <= len(items) or _FEW * others[1] <= int(shared.nbytes.sum())):
         # The remaining items are few and have more choice; placing the others afterwards evens out their bytes.
         choice = np.empty(len(items), np.int64)
         rest = _part(shared, ~items, ~alone)

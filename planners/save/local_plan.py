@@ -99,7 +99,7 @@ class PlanTable:
         pinned: Whether the lowest rank writes a tensor, by tensor.
         compared: Whether the contents of a tensor decide if it is a replica, by tensor.
         must_match: Whether the contents of a compared tensor must be equal on all holders, by tensor.
-        held: By tensor ``OWN_BOXES``, ``WHOLE``, or a number ``k`` above: each rank holds the box that ``layouts[k -
+        held: By tensor ``OWN_BOXES``, ``WHOLE``, or a number ``k`` above: each rank holds the boxes that ``layouts[k -
             1]`` assigns to it.
         layouts: How meshes split tensors.
         values: Section and path of the plain values.
@@ -143,6 +143,14 @@ class PlanTable:
                 "sections": [name for pair in self.sections for name in pair],
             },
         )
+
+    def common_boxes(self) -> Int64:
+        """Return how many boxes of each tensor a rank holds that other ranks can compute.
+
+        Returns:
+            The numbers, by tensor.
+        """
+        return _common_boxes(self.held, self.layouts)
 
     def compared_items(self) -> list[str | ValueKey]:
         """Return what a rank's content digests refer to.
@@ -195,7 +203,8 @@ class PlanTable:
 class LocalPlan:
     """What one rank holds.
 
-    The first shards are those of tensors that are not held as ``OWN_BOXES``, one each, in the order of tensors.
+    The first shards are those of tensors that are not held as ``OWN_BOXES``, in the order of tensors: the whole tensor,
+    or the boxes of its layout.
 
     Attributes:
         tensors: The tensors that this rank has or describes.
@@ -271,7 +280,7 @@ class LocalPlan:
         Returns:
             The boxes, in the order of ``shards``.
         """
-        common = 0 if self.held is None else int((self.held != OWN_BOXES).sum())
+        common = 0 if self.held is None else int(_common_boxes(self.held, self.layouts).sum())
         if common == 0:
             return self.shards
         first = int(self.shards.starts[common])
@@ -325,17 +334,22 @@ def unpack_boxes(messages: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTa
     return boxes, counts
 
 
-def _pack_layout(layout: MeshLayout) -> tuple[object, object]:
+def _common_boxes(held: Int64, layouts: Sequence[MeshLayout]) -> Int64:
+    counts: Int64 = np.array([0, 1, *(layout.boxes for layout in layouts)], np.int64)
+    return counts[held - OWN_BOXES]
+
+
+def _pack_layout(layout: MeshLayout) -> list[object]:
     cuts = [number for axis in layout.cuts for number in (len(axis), *axis)]
-    return pack_column(np.array(layout.shape, np.int64)), pack_column(np.array(cuts, np.int64))
+    return [pack_column(np.array(numbers, np.int64)) for numbers in (layout.shape, cuts, layout.blocks)]
 
 
 def _layouts(fields: Fields) -> list[MeshLayout]:
     columns = [one.tolist() for one in fields.columns("layouts")]
-    if len(columns) % 2:
+    if len(columns) % 3:
         raise fields.malformed("a layout is incomplete")
     layouts = []
-    for shape, numbers in zip(columns[::2], columns[1::2]):
+    for shape, numbers, blocks in zip(columns[::3], columns[1::3], columns[2::3]):
         cuts = []
         at = 0
         while at < len(numbers):
@@ -343,7 +357,7 @@ def _layouts(fields: Fields) -> list[MeshLayout]:
             cuts.append(tuple(numbers[at + 1 : stop]))
             at = stop
         try:
-            layouts.append(MeshLayout(tuple(shape), tuple(cuts)))
+            layouts.append(MeshLayout(tuple(shape), tuple(cuts), tuple(blocks)))
         except ValueError as error:
             raise fields.malformed(str(error)) from error
     return layouts

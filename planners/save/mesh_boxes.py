@@ -51,13 +51,19 @@ def mesh_boxes(layout: MeshLayout, shape: Sequence[int], coordinates: Int64) -> 
         coordinates: Mesh coordinates, as ``[n, mesh dimension]``.
 
     Returns:
-        Offsets and lengths, as ``[n, ndim]``. A length is 0 if nothing is held there.
+        Offsets and lengths, as ``[n * layout.boxes, ndim]``, all boxes of one coordinate after those of another, in
+        row-major order of the blocks. A length is 0 if nothing is held there.
 
     Raises:
-        PlanError: The layout has another number of dimensions than the tensor.
+        PlanError: The layout has another number of dimensions than the tensor, or the tensor is not divisible into
+            its blocks.
     """
     if len(layout.cuts) != len(shape):
         raise PlanError(f"a mesh layout has {len(layout.cuts)} dimensions, but its tensor has shape {tuple(shape)}")
+    if any(size % blocks for size, blocks in zip(shape, layout.blocks)):
+        raise PlanError(f"a mesh layout divides a tensor of shape {tuple(shape)} into {layout.blocks} equal blocks")
+    if layout.blocks:
+        shape = [size // blocks for size, blocks in zip(shape, layout.blocks)]
     offsets = np.zeros((len(coordinates), len(shape)), np.int64)
     lengths = np.empty((len(coordinates), len(shape)), np.int64)
     for axis, (size, cuts) in enumerate(zip(shape, layout.cuts)):
@@ -68,4 +74,8 @@ def mesh_boxes(layout: MeshLayout, shape: Sequence[int], coordinates: Int64) -> 
             offsets[:, axis] += first
             held = np.minimum(first + each, held) - first
         lengths[:, axis] = held
+    if layout.blocks:
+        corners = np.indices(layout.blocks).reshape(len(shape), -1).T * np.array(shape, np.int64)
+        offsets = (offsets[:, None] + corners).reshape(-1, len(shape))
+        lengths = np.repeat(lengths, len(corners), axis=0)
     return offsets, lengths

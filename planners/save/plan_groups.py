@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...errors import PlanError
+from ...tensors.mesh_layout import MeshLayout
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable
 from .mesh_boxes import mesh_boxes, mesh_members
@@ -113,39 +114,87 @@ def held_rows(
     """
     empty: Int64 = np.empty(0, np.int64)
     parts: list[_Part] = [(empty, empty, empty, empty, empty)]
+    common: dict[Hashable, _Common] = {}
     for group, new, own_new in zip(groups, rows, own):
-        parts += _parts(group, tensors, new, own_new, sets)
+        for part in _common_parts(group, new):
+            known = common.setdefault(part.key, part)
+            if known is not part:
+                known.holders += part.holders
+        parts += _own_parts(group, tensors, new, own_new)
+    for part in common.values():
+        parts += part.held(tensors, sets)
     tensor, offsets, lengths, member_set, source = map(np.concatenate, zip(*parts))
     return HeldRows(BoxTable.from_columns(tensors, tensor, offsets, lengths), member_set, source)
 
 
-def _parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64, sets: RankSets) -> Iterator[_Part]:
+@dataclass(eq=False)
+class _Common:
+    """Tensors of one section that ranks hold in the same way, in the tables of one or several groups.
+
+    Attributes:
+        rows: The tensors.
+        source: By tensor, the shard that is the first of its boxes on each of the ranks.
+        layout: How a mesh splits them; None if the ranks hold them completely.
+        holders: For each group, its ranks and their coordinates in the mesh.
+    """
+
+    rows: Int64
+    source: Int64
+    layout: MeshLayout | None
+    holders: list[tuple[Int64, Int64]]
+
+    @property
+    def key(self) -> Hashable:
+        return self.layout, self.rows.tobytes(), self.source.tobytes()
+
+    def held(self, tensors: TensorTable, sets: RankSets) -> Iterator[_Part]:
+        """Yield each distinct box with the set of its holders."""
+        ranks, coordinates = map(np.concatenate, zip(*self.holders))
+        order = np.argsort(ranks)
+        ranks, coordinates = ranks[order], coordinates[order]
+        if self.layout is None:
+            everyone = sets.add(ranks, np.array([0, len(ranks)], np.int64))
+            yield self.rows, *whole_boxes(tensors, self.rows), np.repeat(everyone, len(self.rows)), self.source
+            return
+        members = mesh_members(self.layout, ranks, coordinates)
+        numbers = np.repeat(sets.add(members.ranks, members.starts), self.layout.boxes)
+        box = np.tile(np.arange(self.layout.boxes), len(members.coordinates))
+        shapes = tensors.shape[tensors.starts[:-1][self.rows][:, None] + np.arange(len(self.layout.cuts))]
+        for shape, which in _by_shape(shapes):
+            offsets, lengths = mesh_boxes(self.layout, shape, members.coordinates)
+            yield (
+                np.repeat(self.rows[which], len(numbers)),
+                np.tile(offsets.reshape(-1), len(which)),
+                np.tile(lengths.reshape(-1), len(which)),
+                np.tile(numbers, len(which)),
+                (self.source[which][:, None] + box).reshape(-1),
+            )
+
+
+def _common_parts(group: PlanGroup, rows: Int64) -> Iterator[_Common]:
+    """What the ranks of a group share with others, by section: optimizers may differ where models are equal."""
+    table = group.table
+    counts = table.common_boxes()
+    source = np.cumsum(counts) - counts
+    none: Int64 = np.empty((len(group.ranks), 0), np.int64)
+    kind = np.where(table.own, OWN_BOXES, table.held) * len(table.tensors.sections) + table.tensors.section
+    for number, (layout, coordinates) in enumerate(zip((None, *table.layouts), (none, *group.coordinates))):
+        for section in range(len(table.tensors.sections)):
+            held = np.flatnonzero(kind == number * len(table.tensors.sections) + section)
+            if len(held):
+                yield _Common(rows[held], source[held], layout, [(group.ranks, coordinates)])
+
+
+def _own_parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64) -> Iterator[_Part]:
+    """What each rank of a group holds alone: its own tensors, and boxes that only it can list."""
     table, ranks = group.table, group.ranks
-    source = np.cumsum(table.held != OWN_BOXES) - 1
-    everyone = sets.add(ranks, np.array([0, len(ranks)], np.int64))
-    whole = np.flatnonzero((table.held == WHOLE) & ~table.own)
-    yield rows[whole], *whole_boxes(tensors, rows[whole]), np.repeat(everyone, len(whole)), source[whole]
+    counts = table.common_boxes()
+    source = np.cumsum(counts) - counts
     own_rows = np.flatnonzero(table.own)
     alone = table.held[own_rows] == WHOLE
     names = own[alone].reshape(-1)
     own_source = np.repeat(source[own_rows[alone]], len(ranks))
     yield names, *whole_boxes(tensors, names), np.tile(ranks, int(alone.sum())), own_source
-    for number, (layout, coordinates) in enumerate(zip(table.layouts, group.coordinates), 1):
-        cut = np.flatnonzero((table.held == number) & ~table.own)
-        members = mesh_members(layout, ranks, coordinates)
-        numbers = sets.add(members.ranks, members.starts)
-        ndim = len(layout.cuts)
-        shapes = table.tensors.shape[table.tensors.starts[:-1][cut][:, None] + np.arange(ndim)]
-        for shape, which in _by_shape(shapes):
-            offsets, lengths = mesh_boxes(layout, shape, members.coordinates)
-            many = cut[which]
-            yield (
-                np.repeat(rows[many], len(numbers)),
-                np.tile(offsets.reshape(-1), len(many)),
-                np.tile(lengths.reshape(-1), len(many)),
-                np.tile(numbers, len(many)),
-                np.repeat(source[many], len(numbers)),
-            )
     boxes = group.boxes
     tensor = rows[boxes.tensor]
     if len(own_rows):
@@ -154,8 +203,7 @@ def _parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64, sets
         is_own = table.own[boxes.tensor]
         at = np.searchsorted(ranks, group.rank[is_own])
         tensor[is_own] = own[place[boxes.tensor[is_own]], at]
-    common = int((table.held != OWN_BOXES).sum())
-    yield tensor, boxes.offsets, boxes.lengths, group.rank, common + group.index
+    yield tensor, boxes.offsets, boxes.lengths, group.rank, int(counts.sum()) + group.index
 
 
 def whole_boxes(tensors: TensorTable, rows: Int64) -> tuple[Int64, Int64]:

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 
 from benchmarks.scale_jobs import measure_job
-from benchmarks.scale_worlds import GroupedExpertsWorld
+from benchmarks.scale_worlds import make_world
 from bytecheckpoint.planners import OWN_BOXES
 
 
@@ -20,8 +20,8 @@ def test_a_simulated_job_saves_and_loads() -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_of_grouped_experts_holds_all_elements_of_its_optimizer_once() -> None:
-    world = GroupedExpertsWorld(1024)
+def test_a_stage_of_megatron_holds_all_elements_of_its_optimizer_once() -> None:
+    world = make_world("megatron", 1024)
     ranks = range(64)  # the first pipeline stage
     held: Counter[str] = Counter()
     sizes: dict[str, int] = {}

@@ -55,6 +55,7 @@ class Recipe:
     lr: float = 1e-2
     clip: float = 1.0
     fp16: bool = False  # instead of bf16, with a dynamic loss scale
+    bucket: int = 0  # elements of a bucket of gradients; 0 for one bucket
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,7 +158,11 @@ class Training:
             model = Float16Module(config, model)
         if recipe.unpadded:
             getattr(model, "module", model).unpadded_vocab_size = recipe.unpadded
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=recipe.distributed, bucket_size=3000)
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=recipe.distributed,
+            bucket_size=recipe.bucket or None,
+            overlap_grad_reduce=bool(recipe.bucket),  # without it, Megatron makes one bucket
+        )
         return DistributedDataParallel(config, ddp, model, disable_bucketing=vp_stage > 0)
 
     def _make_optimizer(self) -> Any:

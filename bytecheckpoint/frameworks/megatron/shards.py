@@ -18,6 +18,7 @@ from torch import nn
 
 from ...errors import StateError, UnsupportedTensorError
 from ...tensors.geometry import Box, row_major_strides
+from ...tensors.mesh_layout import MeshLayout, MeshPlace
 from ..dtensor import loaded_class
 from ..layout import ParamLayout, ParamPart
 
@@ -163,7 +164,8 @@ class _Reader:
         parts = _joined(sorted((piece.part() for piece in pieces), key=lambda part: part.start))
         shape = tuple(tensor.shape)
         whole = len(parts) == 1 and parts[0].box.lengths == parts[0].shape == shape
-        layout = ParamLayout(shape, tuple(parts), shapes, is_replica=whole, ends_with_padding=is_padded)
+        place = None if whole else _grid_place(parts)
+        layout = ParamLayout(shape, tuple(parts), shapes, is_replica=whole, ends_with_padding=is_padded, place=place)
         self.found.tensors[id(tensor)] = ModelTensor(tensor, layout)
 
     def _piece(self, entry: Any, start: int, strides: tuple[int, ...]) -> _Piece:
@@ -282,6 +284,29 @@ def _joined(parts: Sequence[ParamPart]) -> list[ParamPart]:
         else:
             result.append(part)
     return result
+
+
+def _grid_place(parts: Sequence[ParamPart]) -> MeshPlace | None:
+    """How tensor parallelism splits a tensor into a regular grid, or each of several blocks of it; None if not so."""
+    if not parts or len({(part.fqn, part.box.lengths) for part in parts}) > 1:
+        return None
+    shape, lengths, first = parts[0].shape, parts[0].box.lengths, parts[0].box.offsets
+    blocks = tuple(len({part.box.offsets[d] for part in parts}) for d in range(len(shape)))
+    mesh: list[int] = []
+    coordinate: list[int] = []
+    cuts: list[tuple[int, ...]] = []
+    for size, length, offset, count in zip(shape, lengths, first, blocks):
+        pieces, rest = divmod(size, count * length) if length else (0, 1)
+        if rest or offset % length:
+            return None
+        cuts.append((len(mesh),) if pieces > 1 else ())
+        if pieces > 1:
+            mesh.append(pieces)
+            coordinate.append(offset // length)
+    if not mesh:
+        return None
+    layout = MeshLayout(tuple(mesh), tuple(cuts), blocks if len(parts) > 1 else ())
+    return MeshPlace(layout, tuple(coordinate), "grid")
 
 
 def _traced(entry: Any) -> tuple[int, tuple[int, ...]]:
