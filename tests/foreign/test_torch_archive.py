@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import random
 import zlib
 from collections import OrderedDict, deque
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch_values import assert_equal, fill
 
-from bytecheckpoint.foreign.archives import read_archive
+from bytecheckpoint.errors import CorruptionError, FormatError
+from bytecheckpoint.foreign.archives import read_archive, read_embedded
 from bytecheckpoint.foreign.pickles import TensorRef
 from bytecheckpoint.storage_backends import open_backend
 
@@ -127,6 +130,62 @@ def test_crc_of_each_storage(tmp_path: Path, has_crcs: bool) -> None:
         assert type(ref) is TensorRef
         raw = fill(ref, tmp_path).numpy().tobytes()
         assert ref.storage.crc32 == (zlib.crc32(raw) if has_crcs else None)
+
+
+def test_files_of_old_torch(tmp_path: Path) -> None:
+    base = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+    value = {"base": base, "view": base.t()[1:], "empty": torch.empty(0, 3), "int": [torch.tensor(7)], "lr": 0.1}
+    value["many"] = ["x" * 1000 + str(index) for index in range(2000)]  # more than the first read
+    found, expected = load(tmp_path, value, _use_new_zipfile_serialization=False)
+    assert_equal(found, expected, tmp_path)
+
+
+@pytest.mark.parametrize("has_crcs", [True, False])
+def test_many_archives_in_one_file_equal_single_ones(tmp_path: Path, has_crcs: bool) -> None:
+    values: list[Any] = [{"lr": 0.1, "betas": (0.9, 0.99)}, {"a": torch.ones(3), "b": [torch.arange(9)]}]
+    shapes = [(), (0,), (8, 6), (6, 8), (48,), (300, 200)]
+    for _ in range(4):
+        values += [random_tensor(dtype, *shape) for dtype in DTYPES[9:13] for shape in shapes]
+        values += [{"lr": 0.1, "betas": (0.9, 0.99)}, random_tensor(torch.int8, 7, 5).t()]
+    random.Random(1).shuffle(values)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(has_crcs)
+    offsets, lengths = [], []
+    with (tmp_path / "items").open("wb") as file:
+        for index, value in enumerate(values):
+            item = io.BytesIO()
+            torch.save(value, item)
+            file.write(b"-" * (index % 3))  # any alignment
+            offsets.append(file.tell())
+            lengths.append(len(item.getvalue()))
+            file.write(item.getvalue())
+    torch.serialization.set_crc32_options(before)
+    backend = open_backend(str(tmp_path))
+    found = read_embedded(backend, "items", offsets, lengths)
+    assert len(found.patterns) < len(values) / 2
+    for index, (value, archive) in enumerate(zip(values, found)):
+        assert_equal(archive.value, value, tmp_path)
+        single = read_archive(backend, "items", base=offsets[index], length=lengths[index])
+        storages = [asdict(one) for one in archive.storages.values()]
+        assert storages == [asdict(one) for one in single.storages.values()]
+        assert all((one["crc32"] is not None) == has_crcs for one in storages)
+
+
+def test_damage_in_one_of_many_archives_is_found(tmp_path: Path) -> None:
+    items = []
+    for _ in range(20):
+        item = io.BytesIO()
+        torch.save(torch.randn(16), item)
+        items.append(item.getvalue())
+    length = len(items[0])
+    entry = items[7].index(b"data.pkl") + 40
+    damaged = items[7][:entry] + bytes([items[7][entry] ^ 1]) + items[7][entry + 1 :]
+    (tmp_path / "items").write_bytes(b"".join([*items[:7], damaged, *items[8:]]))
+    offsets = [length * index for index in range(20)]
+    with pytest.raises(CorruptionError, match=rf"items at byte {7 * length}: .*data.pkl.*CRC-32"):
+        read_embedded(open_backend(str(tmp_path)), "items", offsets, [length] * 20)
+    with pytest.raises(FormatError, match="not inside"):
+        read_embedded(open_backend(str(tmp_path)), "items", [*offsets[:6], 20 * length - 1], [length] * 7)
 
 
 def test_archive_inside_a_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .embedded import EmbeddedArchives, read_embedded
 from .torch_archive import TorchArchive, read_archive
 
-__all__ = ["TorchArchive", "read_archive"]
+__all__ = ["EmbeddedArchives", "TorchArchive", "read_archive", "read_embedded"]

@@ -1,4 +1,4 @@
-"""A zip archive of ``torch.save``: one object, and the bytes of its storages, which are not read."""
+"""Files of ``torch.save``: one object, and the bytes of its storages, which are not read."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ...storage_backends.base import ObjectReader, StorageBackend
 from ..pickles import Global, Instance, Storage, interpret, storage_dtype
 from ..pickles.interpreter import MAX_PICKLE_BYTES
 from .directory import Entry, read_directory
+from .legacy import LEGACY_MAGIC, read_legacy
 from .ranges import Window
 
 __all__ = ["ArchiveParts", "StorageFinder", "TorchArchive", "interpret_parts", "read_archive", "read_parts"]
@@ -52,7 +53,9 @@ class ArchiveParts:
 
 
 def read_archive(backend: StorageBackend, key: str, *, base: int = 0, length: int | None = None) -> TorchArchive:
-    """Read the object of an archive, and find its storages.
+    """Read the object that ``torch.save`` stored, and find its storages.
+
+    Files from before version 1.6 of torch, which are no zip archives, are read as well.
 
     Args:
         backend: The storage backend.
@@ -72,6 +75,11 @@ def read_archive(backend: StorageBackend, key: str, *, base: int = 0, length: in
         length = backend.stat(key).size - base
     where = f"{backend.url}/{key}" + (f" at byte {base}" if base else "")
     with backend.open_object(key) as reader:
+        head = Window(reader, base, length, where).read(0, min(length, 2 + len(LEGACY_MAGIC)))
+        if head[2:] == LEGACY_MAGIC:
+            return TorchArchive(*read_legacy(reader, key, base, length, where))
+        if not head.startswith(b"PK"):
+            raise FormatError(f"{where}: torch.save did not write it; it begins with {head[:8]!r}")
         parts = read_parts(reader, base, length, where)
     return interpret_parts(parts, key, base, where)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -20,7 +19,7 @@ MAX_DEPTH = 200
 
 _MAPPINGS = frozenset([dict, OrderedDict, Counter])
 _CONTAINERS = frozenset([*_MAPPINGS, list, tuple, deque])
-_SIMPLE = frozenset([str, bytes, float, bool, type(None), complex, DType, Global, PurePosixPath, PureWindowsPath])
+_SIMPLE = frozenset([str, int, bytes, float, bool, type(None), complex, DType, Global, PurePosixPath, PureWindowsPath])
 _IDENTITY = frozenset([Instance, TensorRef, Storage])
 
 
@@ -50,54 +49,56 @@ def check_tree(root: Any, limit: int) -> None:
     that the walk would meet more than ``limit`` values. An ``Instance`` counts as one value; its contents are checked
     by themselves.
     """
-    sizes: dict[int, tuple[int, int]] = {}  # of each container: the values that a walk meets, and the depth
-    instances: list[Any] = []
-    seen: set[int] = set()
-    _measure([root], sizes, instances, limit)
-    while instances:
-        one = instances.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            _measure([one.args, one.kwargs, one.state, one.items, one.pairs], sizes, instances, limit)
+    walk = _Walk(limit)
+    walk.visit((root,), 0)
+    while walk.instances:
+        _, one = walk.instances.popitem()
+        walk.checked[id(one)] = None
+        walk.visit((one.args, one.kwargs, one.state, one.items, one.pairs), 0)
 
 
-def _measure(roots: list[Any], sizes: dict[int, tuple[int, int]], instances: list[Any], limit: int) -> None:
-    path: list[tuple[Any, list[Any]]] = [((), _containers(roots, instances))]  # containers, and children to visit
-    inside: set[int] = set()
-    while path:
-        node, children = path[-1]
-        if children:
-            child = children.pop()
-            if id(child) in inside:
-                raise FormatError("an object contains itself")
-            if id(child) not in sizes:
-                if len(path) > MAX_DEPTH:
-                    raise FormatError(f"objects are nested deeper than {MAX_DEPTH}")
-                inside.add(id(child))
-                path.append((child, _containers(child, instances)))
-            continue
-        path.pop()
-        size, depth = len(node), 0
-        for child in _values(node):
-            if type(child) in _CONTAINERS:
-                inner = sizes[id(child)]
-                size, depth = size + inner[0], max(depth, inner[1])
-        if size > limit:
-            raise FormatError(f"objects are shared so often that they stand for more than {limit} values")
-        if depth >= MAX_DEPTH:
+class _Walk:
+    """A walk that visits every container once."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.instances: dict[int, Instance] = {}  # still to check
+        self.checked: dict[int, None] = {}
+        self._found: dict[int, tuple[int, int]] = {}  # of each container: how many values it stands for, its height
+        self._inside: set[int] = set()
+
+    def visit(self, node: Any, depth: int) -> tuple[int, int]:
+        """Return the number of values that a container stands for, and the levels of containers in it."""
+        if depth > MAX_DEPTH:
             raise FormatError(f"objects are nested deeper than {MAX_DEPTH}")
-        sizes[id(node)] = (size, depth + 1)
-        inside.discard(id(node))
-
-
-def _containers(node: Any, instances: list[Any]) -> list[Any]:
-    found = [child for child in _values(node) if type(child) in _CONTAINERS]
-    instances += [child for child in _values(node) if type(child) is Instance]
-    if type(node) in _MAPPINGS:
-        instances += [key for key in node if type(key) is Instance]
-    return found
-
-
-def _values(node: Any) -> Iterable[Any]:
-    found: Iterable[Any] = node.values() if type(node) in _MAPPINGS else node
-    return found
+        size, height, found = len(node), 0, self._found
+        if type(node) in _MAPPINGS:
+            for key in node:
+                if type(key) is Instance and id(key) not in self.checked:
+                    self.instances[id(key)] = key
+            node_values = node.values()
+        else:
+            node_values = node
+        for child in node_values:
+            kind = type(child)
+            if kind in _SIMPLE:
+                continue
+            if kind is Instance:
+                if id(child) not in self.checked:
+                    self.instances[id(child)] = child
+            elif kind in _CONTAINERS and child:
+                inner = found.get(id(child))
+                if inner is None:
+                    if id(child) in self._inside:
+                        raise FormatError("an object contains itself")
+                    self._inside.add(id(child))
+                    inner = self.visit(child, depth + 1)
+                    self._inside.discard(id(child))
+                    found[id(child)] = inner
+                size += inner[0]
+                height = max(height, inner[1])
+        if size > self.limit:
+            raise FormatError(f"objects are shared so often that they stand for more than {self.limit} values")
+        if height + depth > MAX_DEPTH:
+            raise FormatError(f"objects are nested deeper than {MAX_DEPTH}")
+        return size, height + 1

@@ -9,13 +9,14 @@ import struct
 from typing import Any
 
 from ...errors import FormatError
+from ...runtime import gc_pause
 from .bounds import check_tree
 from .machine import EndOfDataError, Machine, Persistent
 from .opcodes import HANDLERS
 
 __all__ = ["MAX_PICKLE_BYTES", "interpret", "interpret_prefix"]
 
-MAX_PICKLE_BYTES = 1 << 30
+MAX_PICKLE_BYTES = 512 << 20
 """A larger pickle is refused. A million shards take about 150 MB in the metadata of a DCP checkpoint."""
 
 _STOP = ord(".")
@@ -60,15 +61,16 @@ def interpret_prefix(
     machine, position = Machine(data, persistent), start
     size, handlers = len(data), HANDLERS
     try:
-        while position < size:
-            code = data[position]
-            if code == _STOP:
-                value = machine.stack.pop()
-                check_tree(value, limit=1_000_000 + 8 * (position - start))
-                return value, position + 1
-            position = handlers[code](machine, position + 1)
-            if machine.budget < 0:
-                raise FormatError("its objects would take far more memory than its size explains")
+        with gc_pause.paused():
+            while position < size:
+                code = data[position]
+                if code == _STOP:
+                    value = machine.stack.pop()
+                    check_tree(value, limit=1_000_000 + 8 * (position - start))
+                    return value, position + 1
+                position = handlers[code](machine, position + 1)
+                if machine.budget < 0:
+                    raise FormatError("its objects would take far more memory than its size explains")
     except EndOfDataError:
         pass
     except FormatError as error:

@@ -15,10 +15,11 @@ from .records import Global, Instance
 __all__ = ["EndOfDataError", "Machine", "Persistent"]
 
 _BUDGET = 64 << 20  # bytes of objects that a pickle may create, and in addition ...
-_BUDGET_PER_BYTE = 64  # ... for each of its bytes
+_BUDGET_PER_BYTE = 96  # ... for each of its bytes; the metadata of DCP takes 35
 _MAX_MARKS = 1000
 _MAX_LINE = 1000  # bytes of a number or a name that is stored as text
 _MAPPINGS = frozenset([dict, OrderedDict, Counter])
+_SIZE = Global("torch", "Size")
 _SEQUENCES = frozenset([list, tuple, dict, set, frozenset])
 _TEXTS = frozenset([str, bytes, bytearray])
 
@@ -70,7 +71,7 @@ class Machine:
         self.budget -= 60 + end - position
         return self.data[position:end], end + 1
 
-    def push(self, value: Any, cost: int = 8) -> None:
+    def push(self, value: Any, cost: int) -> None:
         """Push a value. ``cost`` is its size in bytes."""
         self.stack.append(value)
         self.budget -= cost
@@ -86,7 +87,6 @@ class Machine:
         mark = self.marks.pop()
         items = self.stack[mark:]
         del self.stack[mark:]
-        self.budget -= 8 * len(items)
         return items
 
     def remember(self, index: int) -> None:
@@ -98,10 +98,11 @@ class Machine:
         """Append items to the sequence on top of the stack."""
         target = self.stack[-1]
         self.budget -= 9 * len(items)
-        if type(target) is Instance:
-            target.items.extend(items)
-        elif type(target) is list or type(target) is deque:
+        if type(target) is list or type(target) is deque:
             target.extend(items)
+        elif type(target) is Instance:
+            target.items = target.items or []  # most instances have none, and share one empty tuple
+            target.items.extend(items)
         else:
             raise FormatError(f"items are appended to a {type(target).__name__}")
 
@@ -113,6 +114,7 @@ class Machine:
             raise FormatError("a key has no value")
         self.budget -= 100 * len(keys)
         if type(target) is Instance:
+            target.pairs = target.pairs or []
             target.pairs.extend(zip(keys, values))
         elif type(target) in _MAPPINGS:
             for key in keys:
@@ -147,15 +149,15 @@ class Machine:
         if type(args) is not tuple or not (kwargs is None or type(kwargs) is dict):
             raise FormatError(f"the arguments of {function} are no tuple")
         known = None if new or kwargs else FUNCTIONS.get(function)
-        self.budget -= 400
+        self.budget -= 200
         if known is None:
-            self.stack.append(Instance(function, args, kwargs or {}))
+            self.stack.append(Instance(function, args, kwargs))
             return
-        for one in args:
-            if type(one) in _SEQUENCES:
-                self.budget -= 100 * len(one)
-            elif type(one) in _TEXTS:
+        for one in args:  # which the function may copy
+            if type(one) in _TEXTS:
                 self.budget -= 4 * len(one)
+            elif type(one) in _SEQUENCES:
+                self.budget -= 8 * len(one) if function == _SIZE else 100 * len(one)
         if self.budget >= 0:
             self.stack.append(known(*args))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import FormatError
-from .machine import Machine
+from .machine import EndOfDataError, Machine
 
 __all__ = ["HANDLERS"]
 
@@ -38,7 +38,7 @@ def _frame(machine: Machine, position: int) -> int:
 
 def _constant(value: Any) -> _Handler:
     def handler(machine: Machine, position: int) -> int:
-        machine.push(value)
+        machine.stack.append(value)
         return position
 
     return handler
@@ -94,6 +94,20 @@ def _text(size: struct.Struct) -> _Handler:
     return handler
 
 
+def _short_text(machine: Machine, position: int) -> int:
+    data = machine.data
+    end = position + 1 + data[position]
+    if end > len(data):
+        raise EndOfDataError
+    machine.push(data[position + 1 : end].decode("utf-8"), 100 + end - position)
+    return end
+
+
+def _byte(machine: Machine, position: int) -> int:
+    machine.stack.append(machine.data[position])
+    return position + 1
+
+
 def _text_line(machine: Machine, position: int) -> int:
     raw, position = machine.line(position, len(machine.data))
     text = raw.decode("raw-unicode-escape")
@@ -105,7 +119,7 @@ def _text_line(machine: Machine, position: int) -> int:
 def _binary(size: struct.Struct) -> _Handler:
     def handler(machine: Machine, position: int) -> int:
         raw, position = machine.sized(position, size)
-        machine.push(raw)
+        machine.stack.append(raw)
         return position
 
     return handler
@@ -151,10 +165,21 @@ def _put(layout: struct.Struct) -> _Handler:
 
 def _get(layout: struct.Struct) -> _Handler:
     def handler(machine: Machine, position: int) -> int:
-        machine.push(machine.memo[layout.unpack(machine.take(position, layout.size))[0]])
+        machine.stack.append(machine.memo[layout.unpack(machine.take(position, layout.size))[0]])
         return position + layout.size
 
     return handler
+
+
+def _short_get(machine: Machine, position: int) -> int:
+    machine.stack.append(machine.memo[machine.data[position]])
+    return position + 1
+
+
+def _memoize(machine: Machine, position: int) -> int:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+    machine.budget -= 90
+    return position
 
 
 def _put_line(machine: Machine, position: int) -> int:
@@ -165,28 +190,35 @@ def _put_line(machine: Machine, position: int) -> int:
 
 def _get_line(machine: Machine, position: int) -> int:
     raw, position = machine.line(position)
-    machine.push(machine.memo[int(raw)])
+    machine.stack.append(machine.memo[int(raw)])
     return position
 
 
-def _tuple_of(count: int) -> _Handler:
-    def handler(machine: Machine, position: int) -> int:
-        stack = machine.stack
-        if len(stack) < count:
-            raise FormatError("the stack is empty")
-        stack[-count:] = [tuple(stack[-count:])]
-        machine.budget -= 64
-        return position
+def _tuple_1(machine: Machine, position: int) -> int:
+    machine.push((machine.stack.pop(),), 56)
+    return position
 
-    return handler
+
+def _tuple_2(machine: Machine, position: int) -> int:
+    second = machine.stack.pop()
+    machine.push((machine.stack.pop(), second), 64)
+    return position
+
+
+def _tuple_3(machine: Machine, position: int) -> int:
+    third, second = machine.stack.pop(), machine.stack.pop()
+    machine.push((machine.stack.pop(), second, third), 72)
+    return position
 
 
 def _tuple(machine: Machine) -> None:
-    machine.push(tuple(machine.pop_mark()), 64)
+    items = tuple(machine.pop_mark())
+    machine.push(items, 50 + 8 * len(items))
 
 
 def _list(machine: Machine) -> None:
-    machine.push(machine.pop_mark(), 100)
+    items = machine.pop_mark()
+    machine.push(items, 60 + 8 * len(items))
 
 
 def _dict(machine: Machine) -> None:
@@ -271,7 +303,7 @@ _BY_CODE: dict[int, _Handler] = {
     ord("N"): _constant(None),
     0x88: _constant(True),
     0x89: _constant(False),
-    ord("K"): _number(_UINT1),
+    ord("K"): _byte,
     ord("M"): _number(_UINT2),
     ord("J"): _number(_INT4),
     ord("G"): _number(_DOUBLE),
@@ -281,7 +313,7 @@ _BY_CODE: dict[int, _Handler] = {
     ord("L"): _int_line,
     ord("F"): _float_line,
     # text and bytes
-    0x8C: _text(_UINT1),
+    0x8C: _short_text,
     ord("X"): _text(_UINT4),
     0x8D: _text(_UINT8),
     ord("V"): _text_line,
@@ -294,9 +326,9 @@ _BY_CODE: dict[int, _Handler] = {
     # containers
     ord("("): _simple(Machine.mark),
     ord(")"): _constant(()),
-    0x85: _tuple_of(1),
-    0x86: _tuple_of(2),
-    0x87: _tuple_of(3),
+    0x85: _tuple_1,
+    0x86: _tuple_2,
+    0x87: _tuple_3,
     ord("t"): _simple(_tuple),
     ord("]"): _container(list, 100),
     ord("l"): _simple(_list),
@@ -312,12 +344,12 @@ _BY_CODE: dict[int, _Handler] = {
     # stack and memo
     ord("0"): _simple(_pop),
     ord("1"): _simple(lambda machine: machine.pop_mark().clear()),
-    ord("2"): _simple(lambda machine: machine.push(machine.stack[-1])),
-    0x94: _simple(lambda machine: machine.remember(len(machine.memo))),
+    ord("2"): _simple(lambda machine: machine.stack.append(machine.stack[-1])),
+    0x94: _memoize,
     ord("q"): _put(_UINT1),
     ord("r"): _put(_UINT4),
     ord("p"): _put_line,
-    ord("h"): _get(_UINT1),
+    ord("h"): _short_get,
     ord("j"): _get(_UINT4),
     ord("g"): _get_line,
     # classes and objects
@@ -333,5 +365,5 @@ _BY_CODE: dict[int, _Handler] = {
     ord("Q"): _simple(lambda machine: machine.resolve(machine.stack.pop())),
 }
 
-HANDLERS: list[_Handler] = [_BY_CODE.get(code, _unknown) for code in range(256)]
+HANDLERS: tuple[_Handler, ...] = tuple(_BY_CODE.get(code, _unknown) for code in range(256))
 """The handler of each opcode. STOP has none: the interpreter handles it."""

@@ -6,7 +6,7 @@ All of them are inert: reading an attribute runs nothing that the file chose.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ class Instance:
         cls: The class or function.
         args: The positional arguments. An enum member has its value; from some versions of Python, ``cls`` is
             ``builtins.getattr`` and the arguments are the class and the member's name.
-        kwargs: The keyword arguments.
+        kwargs: The keyword arguments; None without any.
         state: What the object's ``__getstate__`` returned; usually a dict of attributes. None without a state.
         items: What was appended, for a subclass of list or set.
         pairs: The keys and values that were set, for a subclass of dict.
@@ -42,10 +42,10 @@ class Instance:
 
     cls: Global
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] | None = None
     state: Any = None
-    items: list[Any] = field(default_factory=list)
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    items: list[Any] | tuple[()] = ()
+    pairs: list[tuple[Any, Any]] | tuple[()] = ()
 
     @property
     def attributes(self) -> Mapping[str, Any]:
