@@ -78,8 +78,10 @@ def _add_tensor(
     if source.metas.setdefault(fqn, meta) != meta:
         raise NameCollisionError(f"{full}: two items have this name, one is {source.metas[fqn]}, the other {meta}")
     box = Box(tuple(described.chunk.offsets), tuple(described.chunk.sizes))
-    if box.numel or not meta.numel:
+    if box.numel:
         source.shards.append(Shard(fqn, meta, box, dense))
+    elif not meta.numel and all(shard.fqn != fqn for shard in source.shards[-1:]):
+        source.shards.append(Shard(fqn, meta, Box.whole(meta.shape), dense.new_empty(meta.shape)))
     if compare and item.type == WriteItemType.TENSOR:
         source.digests[fqn] = tensor_digest(meta, dense)
 

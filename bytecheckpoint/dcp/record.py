@@ -31,11 +31,12 @@ __all__ = ["RankRecord", "Share", "assemble", "write_items"]
 
 @dataclass
 class Share:
-    """What the coordinator sends every rank with its plan: where to write.
+    """What the coordinator sends every rank with its plan: where to write, below ``url``.
 
     A planner that caches its plan hands out the share of an earlier save, which has been ``used`` then.
     """
 
+    url: str
     attempt: str
     top_level: str
     chunk_size: int

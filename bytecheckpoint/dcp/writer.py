@@ -21,7 +21,15 @@ from ..checkpoint.manifest_file import check_replaceable, commit, read_replaced_
 from ..checkpointer import default_checkpointer
 from ..engine.checksums import chunk_size_for
 from ..engine.writing import check_space
-from ..errors import CommitUnknownError, KeyExistsError, KeyNotFoundError, PlanError, UnsupportedURLError, UsageError
+from ..errors import (
+    CommitUnknownError,
+    DisagreementError,
+    KeyExistsError,
+    KeyNotFoundError,
+    PlanError,
+    UnsupportedURLError,
+    UsageError,
+)
 from ..format.manifest import MANIFEST_KEY
 from ..frameworks.captured import CapturedSection
 from ..runtime.limits import DEFAULT_DEADLINE_S
@@ -169,7 +177,7 @@ class Writer(StorageWriter):
         self._remove = weakref.finalize(self, _remove_attempt, backend, attempt, os.getpid())
         if not is_complete:
             backend.put(_NOTE, attempt.encode())
-        share = Share(attempt, top_level_section(plans), chunk_size_for(nbytes))
+        share = Share(backend.url, attempt, top_level_section(plans), chunk_size_for(nbytes))
         return [dataclasses.replace(plan, storage_data=dataclasses.replace(share)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -185,13 +193,14 @@ class Writer(StorageWriter):
         Raises:
             StateError: An item cannot be stored.
             PlanError: The planner has lost what ``prepare_global_plan`` added to the plan.
+            DisagreementError: The coordinator's writer has another path.
             StorageError: The store failed.
         """
         done: Future[list[WriteResult]] = Future()
         record: RankRecord | None = None
         if self._uses_collectives:
-            share = self._share_of(plan)
             backend = self._backend()
+            share = self._share_of(plan, backend)
             sections = resolve_items(plan, planner, ItemPaths.of(plan.planner_data, share.top_level))
             engine = default_checkpointer().engine
             engine.check_usable()
@@ -301,7 +310,7 @@ class Writer(StorageWriter):
             f"overwrite=False; save to another path"
         )
 
-    def _share_of(self, plan: SavePlan) -> Share:
+    def _share_of(self, plan: SavePlan, backend: StorageBackend) -> Share:
         share = plan.storage_data
         if not isinstance(share, Share):
             raise PlanError(
@@ -309,10 +318,15 @@ class Writer(StorageWriter):
                 f"let finish_plan keep it (dataclasses.replace)"
             )
         if share.used:
-            attempt = self._backend().get(_NOTE).decode()
+            attempt = backend.get(_NOTE).decode()
             if not _ATTEMPT.fullmatch(attempt):
                 raise PlanError(f"{self._path}/{_NOTE} does not name an attempt: {attempt!r:.80}; remove it")
             return dataclasses.replace(share, attempt=attempt)
+        if share.url != backend.url:
+            raise DisagreementError(
+                f"the Writer of the coordinator has the path {share.url}, that of rank {self._rank} {backend.url}; "
+                f"pass the same path on all ranks"
+            )
         share.used = True
         return share
 
