@@ -4,12 +4,13 @@ Builtin base classes are in parentheses: ``except FileNotFoundError`` also catch
 
     BytecheckpointError
     ├── UsageError (ValueError)         an argument is invalid, or the call is not allowed at this point
-    │   └── StateError                    the given objects cannot be saved, loaded or pushed as they are
-    │       ├── UnknownObjectError (TypeError)      no adapter supports this object
-    │       ├── UnserializableError (TypeError)     a value or a key has no stored form
-    │       ├── NameCollisionError                  two entries have the same name
-    │       ├── ReplicaMismatchError                ranks hold different copies of what must be one tensor
-    │       └── UnsupportedTensorError (TypeError)  a tensor has no dense bytes (sparse, quantized, partial)
+    │   ├── StateError                    the given objects cannot be saved, loaded or pushed as they are
+    │   │   ├── UnknownObjectError (TypeError)      no adapter supports this object
+    │   │   ├── UnserializableError (TypeError)     a value or a key has no stored form
+    │   │   ├── NameCollisionError                  two entries have the same name
+    │   │   ├── ReplicaMismatchError                ranks hold different copies of what must be one tensor
+    │   │   └── UnsupportedTensorError (TypeError)  a tensor has no dense bytes (sparse, quantized, partial)
+    │   └── RuleError                     rules for stored tensors contradict themselves or what is stored
     ├── PlanError (ValueError)          boxes overlap, leave holes, or exceed their tensor
     ├── MismatchError                   the state and the checkpoint do not fit together; lists every name
     ├── NameNotFoundError (KeyError)    the checkpoint has no tensor or section of this name
@@ -74,6 +75,7 @@ __all__ = [
     "RankFailedError",
     "ReplicaMismatchError",
     "RootInUseError",
+    "RuleError",
     "SavePendingError",
     "SaveSkippedError",
     "StateError",
@@ -130,6 +132,27 @@ class ReplicaMismatchError(StateError):
 
 class UnsupportedTensorError(StateError, TypeError):
     """A tensor has a layout without dense bytes (sparse, quantized, partial sums, ...)."""
+
+
+class RuleError(UsageError):
+    """Rules for stored tensors contradict themselves or what is stored. Nothing was read or changed.
+
+    One error lists everything that is wrong.
+
+    Attributes:
+        faults: One ``(kind, name, detail)`` for each fault. ``kind`` is one of ``syntax`` (the rules cannot be read),
+            ``rule`` (a rule contradicts itself), ``missing`` (no rule for a tensor), ``ambiguous`` (several rules for a
+            tensor), ``unused`` (a rule matches nothing), ``shape``, ``dtype``, ``rank`` (what the ranks hold is
+            incomplete, or not explained), ``rename`` (two tensors would have one name), ``average`` (a value is in no
+            file). ``name`` is the tensor or the rule.
+    """
+
+    def __init__(self, message: str, faults: list[tuple[str, str, str]] | None = None) -> None:
+        super().__init__(message)
+        self.faults = list(faults or [])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.args[0], self.faults))
 
 
 class PlanError(BytecheckpointError, ValueError):

@@ -1,0 +1,58 @@
+"""Collect everything that is wrong, and raise it as one error."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+from ..errors import RuleError
+from .patterns import numbered
+
+__all__ = ["Faults", "nearest"]
+
+_MAX_LINES = 64
+
+
+class Faults:
+    """Faults so far, as ``(kind, name, detail)``. Faults that differ only in the numbers of a name share a line."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str, str]] = []
+
+    def add(self, kind: str, name: str, detail: str) -> None:
+        self.found.append((kind, name, detail))
+
+    def check(self, what: str) -> None:
+        """Raise ``RuleError`` if there is a fault. ``what`` begins the message."""
+        if not self.found:
+            return
+        lines = [
+            f"{name}{_more(others)}: {detail}" if name else detail
+            for (_, detail), names in self._by_detail().items()
+            for name, *others in numbered(names).values()
+        ]
+        rest = [f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+        count = len(self.found)
+        title = f"{what} ({count} fault{'s' if count > 1 else ''}):"
+        raise RuleError("\n  ".join([title, *lines[:_MAX_LINES], *rest]), self.found)
+
+    def _by_detail(self) -> dict[tuple[str, str], list[str]]:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for kind, name, detail in self.found:
+            groups.setdefault((kind, detail), []).append(name)
+        return groups
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names)} like it" if names else ""
+
+
+def nearest(text: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """Return the most similar candidates, best first."""
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    matcher.set_seq2(text)
+    scored = []
+    for one in set(candidates):
+        matcher.set_seq1(one)
+        scored.append((-matcher.ratio(), one))
+    return [one for _, one in sorted(scored)[:count]]
