@@ -128,7 +128,7 @@ def fill_by_name(
     """Describe where a stored optimizer, or its state dict, goes. Raises ``MismatchError`` if it cannot fit."""
     if not is_stored_state_dict(stored.values):
         return _fill(holders, params, context, stored)
-    found = StoredStateDict(stored, holders, params, context)
+    found = StoredStateDict(stored, params, context)
     return found.restored(_fill(holders, params, context, found.section))
 
 

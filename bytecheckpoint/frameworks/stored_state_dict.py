@@ -18,10 +18,9 @@ from ..format.values import Container, path_name
 from ..tensors.shards import Path, SectionTarget, StoredSection, torch_dtype
 from .base import Context
 from .module_tree import clean_name
-from .optimizer_groups import group_path
+from .optimizer_groups import group_path, groups_of
 from .optimizer_params import NamedParam
 from .optimizer_state import TENSOR_LEAF, empty_state_path, state_path
-from .optimizer_wrappers import StateHolder
 from .tensors import whole_shard
 from .tree_paths import PathIndex, build_tree
 
@@ -75,7 +74,6 @@ class StoredStateDict:
     def __init__(
         self,
         stored: StoredSection,
-        holders: Sequence[StateHolder],
         params: Sequence[NamedParam],
         context: Context,
     ) -> None:
@@ -89,7 +87,7 @@ class StoredStateDict:
             if name.startswith(f"{_GROUPS}.")
         }
         contents = self._contents(stored.values)
-        self._names = self._parameter_names(contents.groups, holders)
+        self._names = self._parameter_names(contents.groups)
         self._stored_names = {}
         for key, entries in contents.state.items():
             if key in self._names:
@@ -183,14 +181,15 @@ class StoredStateDict:
 
     # --------------------------------------------------------------------------------------------------------- names
 
-    def _parameter_names(self, groups: Sequence[Mapping[str, Any]], holders: Sequence[StateHolder]) -> dict[Any, str]:
+    def _parameter_names(self, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
         if not groups:
             return {name: name for named in self._params for name in named.names}
         if not is_numbered(groups):
             return {key: name for group in groups for key, name in zip(group["params"], names_of_group(group) or ())}
-        theirs = [len(group["params"]) for group in groups]
-        ours = [len(group["params"]) for holder in holders for group in holder.groups]
-        if theirs != ours or any(len(named.names) != 1 for named in self._params):
+        # By name: a flat parameter of DeepSpeed's optimizers has several, which the saved optimizer stepped one by one.
+        names = [names for _, names in groups_of(self._params)]
+        theirs, ours = [len(group["params"]) for group in groups if group["params"]], [len(some) for some in names]
+        if theirs != ours:
             raise MismatchError(
                 f"section {self._context.section!r}: the checkpoint has a state dict that numbers its parameters, in "
                 f"groups of {theirs}, and the target has groups of {ours}, so it is unknown which parameter is which. "
@@ -202,7 +201,7 @@ class StoredStateDict:
             "to the target's in order"
         )
         keys = [key for group in groups for key in group["params"]]
-        return {key: named.names[0] for key, named in zip(keys, self._params)}
+        return dict(zip(keys, (name for some in names for name in some)))
 
     def _check_shapes(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Entries that have the parameter's shape for some parameters must have it for all of them."""

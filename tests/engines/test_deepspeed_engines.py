@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_engines import expert_engine, expert_steps, muon_engine, train
 from deepspeed_jobs import deepspeed_job, initialize
 from engines import Decoder, adamw, batch, differences, lenient_warnings, param_groups, torch_job
 
@@ -92,28 +93,17 @@ def _with_scheduler(seed: int) -> tuple[Any, dict[str, Any]]:
     return engine, {"model": engine, "optimizer": engine.optimizer, "lr_scheduler": engine.lr_scheduler}
 
 
-def _steps(engine: Any, steps: range) -> list[float]:
-    losses = []
-    with lenient_warnings():
-        for step in steps:
-            loss = engine(batch(step))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    return losses
-
-
 def _scheduler(path: str) -> None:
     engine, state = _with_scheduler(1)
-    _steps(engine, range(3))
+    train(engine, range(3))
     handle = bcp.save(path, state, async_save=True)
     handle.staged()
-    rates, losses = engine.get_lr(), _steps(engine, range(3, 6))
+    rates, losses = engine.get_lr(), train(engine, range(3, 6))
     handle.result(timeout=60)
     other, state = _with_scheduler(2)
     bcp.load(path, state, strict="exact")
     assert other.get_lr() == rates
-    assert _steps(other, range(3, 6)) == losses
+    assert train(other, range(3, 6)) == losses
 
 
 # ----------------------------------------------------------------------------------------------- models without masters
@@ -214,88 +204,37 @@ def _lion(path: str) -> None:
         bcp.save(f"{path}/{number}", job.state)
 
 
-def _muon_job(stage: int, seed: int) -> Any:
-    model = Decoder(seed)
-    for name, param in model.named_parameters():
-        param.use_muon = param.ndim == 2 and "blocks" in name  # type: ignore[attr-defined]
-    optimizer = {"type": "Muon", "params": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}}
-    zero = {"stage": stage, "memory_efficient_linear": False, "reduce_scatter": False}
-    config = {"zero_optimization": zero, "bf16": {"enabled": True}, "optimizer": optimizer}
-    params = [param for param in model.parameters() if param.requires_grad]
-    return initialize(model, None, config, model_parameters=params)
-
-
 def _muon(path: str) -> None:
     for stage in (1, 2, 3):
-        engine = _muon_job(stage, 1)
-        _steps(engine, range(2))
+        engine = muon_engine(stage, 1)
+        train(engine, range(2))
         state = {"model": engine, "optimizer": engine.optimizer}
         bcp.save(f"{path}/{stage}", state)
-        losses = _steps(engine, range(2, 5))
+        losses = train(engine, range(2, 5))
         checkpoint = bcp.open(f"{path}/{stage}")
         moments = [name for name in checkpoint if name.endswith("momentum_buffer")]
         assert len(moments) == 8
         assert all(checkpoint[name].load().count_nonzero() for name in moments)
         for other in {1, stage, 3}:
-            again = _muon_job(other, 2)
+            again = muon_engine(other, 2)
             bcp.load(f"{path}/{stage}", {"model": again, "optimizer": again.optimizer}, cast="any")
-            found = _steps(again, range(2, 5))
+            found = train(again, range(2, 5))
             assert max(abs(a - b) for a, b in zip(found, losses)) <= (0 if other == stage else 3e-3), (stage, other)
 
 
 # -------------------------------------------------------------------------------------------------------------- experts
 
 
-class Experts(torch.nn.Module):
-    def __init__(self, expert_parallel: int, seed: int) -> None:
-        from deepspeed.moe.layer import MoE
-
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = torch.nn.Linear(4, 6)
-        expert = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 6))
-        self.moe = MoE(6, expert, num_experts=4, ep_size=expert_parallel, use_rts=False)
-        torch.manual_seed(10 * seed + dist.get_rank() % expert_parallel)
-        for part in self.moe.deepspeed_moe.experts.parameters():
-            torch.nn.init.normal_(part, std=0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, balance, _ = self.moe(self.first(x))
-        return hidden.float().square().mean() + 0.01 * balance.float()  # type: ignore[no-any-return]
-
-
-def _expert_engine(expert_parallel: int, stage: int, seed: int) -> Any:
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-    with lenient_warnings():
-        model = Experts(expert_parallel, seed)
-        groups = {"params": list(model.parameters()), "name": "parameters"}
-        optimizer = torch.optim.AdamW(split_params_into_different_moe_groups_for_optimizer(groups), lr=1e-2)
-    return initialize(model, optimizer, {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}})
-
-
-def _expert_steps(engine: Any, steps: range) -> list[float]:
-    losses = []
-    with lenient_warnings():
-        for step in steps:
-            torch.manual_seed(10 * step + dist.get_rank())
-            loss = engine(torch.randn(8, 4, dtype=torch.bfloat16))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    return losses
-
-
 def _experts(path: str) -> None:
     """Expert parallelism over two ranks, over one rank, and back, at several stages."""
     losses: list[float] = []
     for number, (expert_parallel, stage) in enumerate([(2, 1), (2, 2), (1, 2), (1, 0), (2, 0), (2, 1)]):
-        engine = _expert_engine(expert_parallel, stage, number)
+        engine = expert_engine(expert_parallel, stage, number)
         state = {"model": engine, "optimizer": engine.optimizer}
         if number:
             bcp.load(f"{path}/{number - 1}", state)
         else:
-            _expert_steps(engine, range(2))
+            expert_steps(engine, range(2))
         names = [group["name"] for group in engine.optimizer.param_groups if group.get("moe")]
         assert all(name.startswith(f"ep_size_{expert_parallel}") for name in names), names
         assert names
@@ -304,7 +243,7 @@ def _experts(path: str) -> None:
         assert first.keys() == now.keys()
         assert "optimizer.state.moe.deepspeed_moe.experts.deepspeed_experts.3.0.weight.master" in now
         assert [name for name in first if not torch.equal(first[name].load(), now[name].load())] == []
-        found = _expert_steps(engine, range(2, 5))
+        found = expert_steps(engine, range(2, 5))
         losses = losses or found
         assert max(abs(a - b) for a, b in zip(found, losses)) < 1e-3, (expert_parallel, stage)
 

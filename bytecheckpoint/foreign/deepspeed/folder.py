@@ -1,0 +1,230 @@
+"""Find the files of a DeepSpeed checkpoint, and read what they contain besides the bytes of tensors.
+
+The names are those of ``deepspeed/runtime/engine.py`` (``_get_ckpt_name`` and its neighbors).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ...errors import CheckpointError, CorruptionError, FormatError, KeyNotFoundError
+from ...storage_backends.base import StorageBackend
+from ..archives import read_archive
+from ..place import Place
+
+__all__ = ["COUNTERS", "CheckpointFolder", "DeepSpeedFiles", "items_of"]
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""The counters of an engine, in its model files."""
+
+_POINTERS = ("latest", "latest_universal")
+_MAX_POINTER_BYTES = 4096
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_\d+_model_states\.pt")
+_PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
+_UNIVERSAL = "zero/"
+_THREADS = 16  # of reads that wait for the store
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The folder of one tag.
+
+    Attributes:
+        backend: Storage backend of the path that the caller passed.
+        prefix: The tag's folder in it; empty if the path is the tag's folder itself.
+        names: The names in the folder; those of folders end in a slash.
+    """
+
+    backend: StorageBackend
+    prefix: str
+    names: Sequence[str]
+
+    @classmethod
+    def find(cls, place: Place) -> CheckpointFolder | None:
+        """Return the folder of the tag that ``latest`` names, or of the path itself; None if it is none.
+
+        Raises ``CorruptionError`` if ``latest`` names a tag that is not there.
+        """
+        if any(map(_MODEL.fullmatch, place.children)):
+            return cls(place.backend, "", place.children)
+        if any(map(_PIPELINE.fullmatch, place.children)):
+            raise _pipeline(place.url)
+        for pointer in _POINTERS:
+            if pointer not in place.children:
+                continue
+            raw = place.backend.get(pointer, max_size=_MAX_POINTER_BYTES)
+            tag = raw.decode("utf-8", "replace").strip()
+            if not tag or {"", ".", ".."} & {*tag.split("/")} or "\\" in tag or "\0" in tag:
+                continue
+            names = place.backend.list_children(f"{tag}/")
+            if any(map(_MODEL.fullmatch, names)):
+                return cls(place.backend, f"{tag}/", names)
+            if any(map(_PIPELINE.fullmatch, names)):
+                raise _pipeline(f"{place.url}/{tag}")
+            if not names and "zero_to_fp32.py" in place.children:
+                raise CorruptionError(
+                    f"{place.url}/{pointer} names the tag {tag!r:.200}, but no such folder is there; fetch it, or "
+                    f"pass the folder of another tag"
+                )
+        return None
+
+    @property
+    def url(self) -> str:
+        """The folder, for messages."""
+        return f"{self.backend.url}/{self.prefix}".rstrip("/")
+
+    def read(self, keys: Iterable[str]) -> list[Any]:
+        """Return the objects in several files of ``torch.save``, by their names in this folder.
+
+        Raises ``CorruptionError`` for a missing file, and as ``read_archive``.
+        """
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
+            return list(pool.map(self._read, keys))
+
+    def list_children(self, names: Iterable[str]) -> list[Sequence[str]]:
+        """Return the names in several folders of this folder."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
+            return list(pool.map(lambda name: self.backend.list_children(f"{self.prefix}{name}"), names))
+
+    def _read(self, name: str) -> Any:
+        try:
+            return read_archive(self.backend, self.prefix + name).value
+        except KeyNotFoundError as error:
+            raise CorruptionError(f"{self.url}/{name}: file is missing; fetch it again") from error
+
+
+@dataclass(frozen=True)
+class DeepSpeedFiles:
+    """The files of a checkpoint by what they hold.
+
+    Attributes:
+        folder: The folder.
+        model: The names of the model files by data-parallel rank. All stages but ZeRO-3 have one.
+        optimizer: The names of the optimizer files by data-parallel rank.
+        experts: The names of the files of single experts.
+        universal: The names of the folders of a universal checkpoint's parameters.
+    """
+
+    folder: CheckpointFolder
+    model: Mapping[int, str]
+    optimizer: Mapping[int, str]
+    experts: Sequence[str]
+    universal: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, folder: CheckpointFolder) -> DeepSpeedFiles:
+        """Classify the names.
+
+        Raises ``CheckpointError`` for pipeline and tensor parallelism, ``FormatError`` if the files of two saves are
+        mixed, and ``CorruptionError`` without rank 0's model file.
+        """
+        model: dict[int, str] = {}
+        optimizer: dict[int, str] = {}
+        universal: Sequence[str] = ()
+        if _UNIVERSAL in folder.names:
+            (found,) = folder.list_children([_UNIVERSAL])
+            universal = [name for name in found if name.endswith("/")]
+        for pattern, files in ((_MODEL, model), (_OPTIMIZER, optimizer)):
+            for name in folder.names:
+                match = pattern.fullmatch(name)
+                if match is None:
+                    continue
+                rank, parallel = int(match[1] or 0), int(match[2])
+                if parallel:
+                    raise CheckpointError(
+                        f"{folder.url}/{name} belongs to tensor parallelism, of which DeepSpeed does not store how it "
+                        f"split the tensors. Load it with the engine that wrote it and save it with bytecheckpoint"
+                    )
+                if rank in files:
+                    raise FormatError(
+                        f"{folder.url}: {files[rank]} and {name} are both of rank {rank}, so they belong to two saves; "
+                        f"remove the files of the older one"
+                    )
+                files[rank] = name
+        if any(map(_PIPELINE.fullmatch, folder.names)):
+            raise _pipeline(folder.url)
+        if 0 not in model:
+            name = re.sub(r"rank_\d+", "rank_0", model[min(model)], count=1)
+            raise CorruptionError(f"{folder.url}/{name}: file is missing; fetch it again")
+        experts = [name for name in folder.names if _EXPERT.fullmatch(name)]
+        return cls(folder, model, optimizer, experts, universal)
+
+    @cached_property
+    def first(self) -> Mapping[str, Any]:
+        """What rank 0's model file contains. Raises ``FormatError`` if no engine wrote it."""
+        (found,) = self.folder.read([self.model[0]])
+        if type(found) is not dict or not isinstance(found.get("module"), dict) or "dp_world_size" not in found:
+            raise FormatError(f"{self.where(self.model[0])}: it is no model file of a DeepSpeed engine")
+        if found.get("ds_autoep_layers") or found.get("autoep_layers"):
+            raise CheckpointError(
+                f"{self.where(self.model[0])}: DeepSpeed's AutoEP is not supported; save with bytecheckpoint instead"
+            )
+        return found
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether ZeRO-3 wrote the model files, one for each rank."""
+        return self.model[0].startswith("zero_pp_rank_")
+
+    @property
+    def world_size(self) -> int:
+        """The number of data-parallel ranks that saved."""
+        size = self.first["dp_world_size"]
+        if type(size) is not int or not 1 <= size < 1 << 31:
+            raise FormatError(f"{self.where(self.model[0])}: its dp_world_size is {size!r:.80}")
+        return size
+
+    def optimizers(self) -> list[Mapping[str, Any]]:
+        """What the optimizer files of all ranks contain.
+
+        Raises ``CorruptionError`` for a missing file, and ``FormatError`` for one too many, or one of another kind.
+        """
+        keys = self.of_all_ranks(self.optimizer)
+        found = self.folder.read(keys)
+        for key, document in zip(keys, found):
+            if type(document) is not dict or type(document.get("optimizer_state_dict")) is not dict:
+                raise FormatError(f"{self.where(key)}: it is no optimizer file of a DeepSpeed engine")
+        return [document["optimizer_state_dict"] for document in found]
+
+    def of_all_ranks(self, files: Mapping[int, str]) -> list[str]:
+        """The names in the order of the ranks. Raises ``CorruptionError`` and ``FormatError``."""
+        like = files[min(files)]
+        missing = [rank for rank in range(self.world_size) if rank not in files]
+        if missing:
+            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{missing[0]}", like)
+            raise CorruptionError(
+                f"{self.where(name)}: file is missing, although {self.world_size} ranks saved"
+                + (f" ({len(missing)} files are missing)" if len(missing) > 1 else "")
+                + "; fetch it again"
+            )
+        extra = next((name for rank, name in files.items() if rank >= self.world_size), None)
+        if extra is not None:
+            raise FormatError(
+                f"{self.where(extra)}: only {self.world_size} ranks saved, so it belongs to another save; remove it"
+            )
+        return [files[rank] for rank in range(self.world_size)]
+
+    def where(self, name: str) -> str:
+        """The URL of a file."""
+        return f"{self.folder.url}/{name}"
+
+
+def items_of(found: Any, what: str, where: str) -> Sequence[Any]:
+    """Return a list or tuple in a file. Raises ``FormatError`` for anything else."""
+    if not isinstance(found, (list, tuple)):
+        raise FormatError(f"{where}: {what} is {type(found).__name__} {found!r:.80}, not a list")
+    return found
+
+
+def _pipeline(url: str) -> CheckpointError:
+    return CheckpointError(
+        f"{url} holds layer files of DeepSpeed's pipeline parallelism, which are not supported: they "
+        f"do not state the names of the whole model. Load them with the engine that wrote them"
+    )

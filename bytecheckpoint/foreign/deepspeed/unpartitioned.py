@@ -1,0 +1,139 @@
+"""Read the optimizer of an engine without ZeRO, which numbers its parameters.
+
+A mixed-precision optimizer also stores its master weights by number. Each rounds to the model's tensor of its name, so
+their first elements identify the names. Among tensors that begin with the same elements, the model's order decides.
+Without master weights, the numbers remain, and a load assigns them to the parameters of the target in order, as
+``Optimizer.load_state_dict`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ...storage_backends.base import StorageBackend
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import torch_dtype
+from ..building import IndexBuilder
+from ..naming import OPTIMIZER_SECTION
+from ..pickles import TensorRef
+from ..torch_values import TorchValues
+from .folder import DeepSpeedFiles
+from .partitions import Flat, Group, Member, Span, options_of_param
+
+__all__ = ["add_numbered_optimizer", "replicated_groups"]
+
+_SAMPLE = 64  # elements that are compared
+_THREADS = 16
+_NONE = 1 << 62  # above every position
+
+
+def add_numbered_optimizer(builder: IndexBuilder, values: TorchValues, found: Any) -> bool:
+    """Add a state dict of an optimizer as such, with master weights as part of the state. False if there is none."""
+    state_dict = _state_dict(found)
+    if state_dict is None:
+        return False
+    state = {number: dict(entries) for number, entries in state_dict["state"].items() if isinstance(entries, dict)}
+    for number, weights in _masters(found).items():
+        state.setdefault(number, {})["master"] = weights
+    builder.add_tree(OPTIMIZER_SECTION, values.tree({**state_dict, "state": state}))
+    return True
+
+
+def replicated_groups(files: DeepSpeedFiles, found: Any, trained: Mapping[str, TensorRef]) -> list[Group]:
+    """Return one group for each parameter of a mixed-precision optimizer; none if names cannot be determined."""
+    state_dict, masters = _state_dict(found), _masters(found)
+    if state_dict is None or not masters:
+        return []
+    names = _match(files.folder.backend, [group["params"] for group in state_dict["param_groups"]], masters, trained)
+    groups = []
+    where = files.where(files.model[0])
+    for number, fqn in names.items():
+        weights = masters[number]
+        spans = [Span(0, 0, 0, weights.numel)] if weights.numel else []
+        flat = Flat(where, weights, frozenset([weights.numel]), state_dict["state"].get(number, {}))
+        options = options_of_param(state_dict, number)
+        groups.append(Group([Member(fqn, weights.shape, spans)], {0: flat}, options))
+    return groups
+
+
+def _state_dict(found: Any) -> dict[str, Any] | None:
+    """The state dict of the inner optimizer."""
+    inner = found.get("optimizer_state_dict", found) if isinstance(found, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("state"), dict):
+        return None
+    groups = inner.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return None
+    numbers = [group.get("params") for group in groups]
+    is_plain = all(isinstance(some, list) and all(type(number) is int for number in some) for some in numbers)
+    return inner if is_plain else None
+
+
+def _masters(found: Any) -> dict[int, TensorRef]:
+    """The master weights by the number of the parameter; none if the optimizer has none, or flat ones."""
+    groups: Sequence[Any] = found.get("fp32_groups") or () if isinstance(found, dict) else ()
+    weights = [one for group in groups for one in (group if isinstance(group, list) else [None])]
+    numbers = [n for group in (_state_dict(found) or {"param_groups": ()})["param_groups"] for n in group["params"]]
+    tensors = [one for one in weights if type(one) is TensorRef and one.is_contiguous]
+    is_complete = len(tensors) == len(weights) == len(numbers) == len(set(numbers))
+    return dict(zip(numbers, tensors)) if is_complete else {}
+
+
+def _match(
+    backend: StorageBackend,
+    groups: Sequence[Sequence[int]],
+    masters: Mapping[int, TensorRef],
+    trained: Mapping[str, TensorRef],
+) -> dict[int, str]:
+    """The name of each number; none if more than one assignment fits."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
+        samples = dict(zip(trained, pool.map(lambda one: _sample(backend, one), trained.values())))
+        weights = dict(zip(masters, pool.map(lambda one: _sample(backend, one), masters.values())))
+    positions: dict[tuple[Any, ...], list[int]] = {}
+    for position, (name, sample) in enumerate(samples.items()):
+        positions.setdefault(_key(trained[name], sample), []).append(position)
+    dtypes = {sample.dtype for sample in samples.values()}
+    fits = {
+        number: sorted(at for dtype in dtypes for at in positions.get(_key(masters[number], sample.to(dtype)), ()))
+        for number, sample in weights.items()
+    }
+    found: dict[int, int] = {}
+    for group in groups:
+        found.update(_only_ascending({number: fits[number] for number in group}))
+    if len(set(found.values())) != len(masters):
+        return {}
+    names = list(trained)
+    return {number: names[position] for number, position in found.items()}
+
+
+def _only_ascending(fits: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """The only choice of positions that ascends in the order of the numbers; none if there is none, or another one."""
+    lowest: dict[int, int] = {}
+    highest: dict[int, int] = {}
+    last = -1
+    for number, choices in fits.items():
+        last = next((at for at in choices if at > last), _NONE)
+        lowest[number] = last
+    last = _NONE
+    for number, choices in reversed(list(fits.items())):
+        last = next((at for at in reversed(choices) if at < last), -1)
+        highest[number] = last
+    return lowest if lowest == highest else {}
+
+
+def _key(tensor: TensorRef, sample: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, sample.dtype, sample.view(torch.uint8).numpy().tobytes()
+
+
+def _sample(backend: StorageBackend, tensor: TensorRef) -> torch.Tensor:
+    """The first elements."""
+    count = min(tensor.numel, _SAMPLE) if tensor.is_contiguous else 0
+    dtype = torch_dtype(BasicMeta(tensor.dtype, (count,)))
+    data = bytearray(count * tensor.dtype.itemsize)
+    if data:
+        backend.read_into(tensor.file, tensor.offset, data)
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
