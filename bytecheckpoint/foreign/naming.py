@@ -23,7 +23,7 @@ _COMMON_NAMES = {
         *("optimizer", "optimizer_state_dict", "optimizer_states", "optimizer_state", "optim", "optim_state_dict"),
         *("optimizers", "opt"),
     ),
-    "scheduler": (
+    "lr_scheduler": (
         *("scheduler", "lr_scheduler", "lr_schedulers", "scheduler_state_dict", "lr_scheduler_state_dict"),
         "scheduler_state",
     ),

@@ -62,7 +62,7 @@ class Parts(NamedTuple):
         return tuple(self.sizes)
 
     def only(self, part: str) -> Parts:
-        """One part alone, which is a tensor of its own."""
+        """One part alone, which is a separate tensor."""
         sizes = {part: self.sizes[part]} if isinstance(self.sizes, Mapping) else (part,)
         return self._replace(sizes=sizes)
 

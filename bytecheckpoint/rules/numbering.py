@@ -72,7 +72,7 @@ def _digits(item: Matched, axes: Sequence[str]) -> _Digits:
 
 
 def _count(item: Matched, name: str) -> int:
-    """How many values of the number the rank has, as far as this tensor shows."""
+    """How many values of the number the rank has, judged by this tensor alone."""
     if name in item.captures:
         return int(item.captures[name]) + 1
     dim = item.rule.spread.index(name)

@@ -215,7 +215,7 @@ def _save_with_client_state(rank: int, world_size: int, folder: str, stage: int)
     config = {"zero_optimization": zero, "bf16": {"enabled": True}, "scheduler": scheduler}
     engine = initialize(model, adamw(model, 1e-3), config)
     train(engine, range(3))
-    _save_folder(engine, folder, tag="mine", client_state={"epoch": 4, "order": torch.arange(5)})
+    _save_folder(engine, folder, tag="ours", client_state={"epoch": 4, "order": torch.arange(5)})
     rates = engine.get_lr()
     model = Decoder(2)
     engine = initialize(model, adamw(model, 1e-3), config)
@@ -242,7 +242,7 @@ def test_one_process_without_deepspeed(stage: int, pool: RankPool, tmp_path: Pat
     assert [name for name in trained if not torch.equal(found[name], expected[name])] == []
     assert report.step == 3
     # A slice reads only its own bytes.
-    checkpoint = bcp.open(tmp_path / "mine")
+    checkpoint = bcp.open(tmp_path / "ours")
     name = "model" if stage == 3 else "optimizer.state"
     rows = checkpoint[f"{name}.embedding.weight" + ("" if stage == 3 else ".master")][7:11]
     assert torch.equal(rows, expected["embedding.weight"][7:11])

@@ -156,7 +156,7 @@ def test_many_archives_in_one_file_equal_single_ones(tmp_path: Path, has_crcs: b
             item = io.BytesIO()
             torch.save(value, item)
             file.write(b"-" * (index % 3))  # any alignment
-            offsets.append(file.tell())
+            offsets.append(file.seek(0, 1))
             lengths.append(len(item.getvalue()))
             file.write(item.getvalue())
     torch.serialization.set_crc32_options(before)

@@ -55,7 +55,7 @@ class _Run:
         }
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        return {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
 
 
 def _assert_equal(run: _Run, stored: dict[str, Any]) -> None:

@@ -213,13 +213,13 @@ def _heads(mesh: Mapping[str, int], rng: random.Random) -> Layout:
         stored: list[tuple[Place, str, Array]] = []
         for t in range(tp):
             if sharing == 1:
-                mine = by_group[first : first + counts[t]]
+                held = by_group[first : first + counts[t]]
                 first += counts[t]
             else:
                 group = by_group[t // sharing]
-                mine = [{n: a if n != "q" else np.split(a, sharing)[t % sharing] for n, a in group.items()}]
-            stored.append(({"tp": t}, "", _joined(_ordered(mine, interleaved=interleaved), dim)))
-            stored += [({"tp": t}, name, _joined([group[name] for group in mine], dim)) for name in sizes]
+                held = [{n: a if n != "q" else np.split(a, sharing)[t % sharing] for n, a in group.items()}]
+            stored.append(({"tp": t}, "", _joined(_ordered(held, interleaved=interleaved), dim)))
+            stored += [({"tp": t}, name, _joined([group[name] for group in held], dim)) for name in sizes]
         return whole, stored
 
     return Layout(Sharded, fields, make)
@@ -282,11 +282,11 @@ def _add_tensors(trainer: Trainer, prefix: str, rng: random.Random) -> None:
                 trainer.expected[name.replace(number, str(n + shift))] = array
         else:
             trainer.expected[name] = np.stack(arrays) if layers == "join" else arrays[0]
-    wanted_parts = parts if splitting == "join" else [""]  # word-ok: of the stored tensors
+    chosen_parts = parts if splitting == "join" else [""]  # word-ok: of the stored tensors
     for pp, of_stage in enumerate(everything):
         where = {"pp": pp} if stage else {}
         held = [
-            [(place, part, array) for place, part, array in stored if part in wanted_parts] for _, stored in of_stage
+            [(place, part, array) for place, part, array in stored if part in chosen_parts] for _, stored in of_stage
         ]
         if layers == "spread" and held:
             held = [[(one[0][0], one[0][1], np.stack([array for _, _, array in one])) for one in zip(*held)]]
