@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import BytecheckpointError
+from bytecheckpoint.errors import BytecheckpointError, UnsupportedTensorError
 from bytecheckpoint.frameworks.sections import resolve_sections
 from bytecheckpoint.tensors.derived import is_derived
 from bytecheckpoint.tensors.shards import StoredSection
@@ -47,6 +47,7 @@ EXPERTS = [
     Layout(pp=2, ep=2),
 ]
 GROUPED, MOE = Recipe(), Recipe(experts=4)
+SHARDED = Recipe(fsdp="optim_grads_params")
 Scaled = Literal["", "fp16", "fp8", "remainders"]
 SCALED: tuple[Scaled, ...] = ("fp16", "fp8", "remainders")
 
@@ -125,6 +126,22 @@ def test_experts_load_in_any_layout(pool: RankPool, tmp_path: Path, pair: tuple[
         ),
         pytest.param(Layout(tp=2), Layout(pp=2), Recipe(scaled="fp16"), Recipe(), id="precision-aware to distributed"),
         pytest.param(Layout(pp=2), Layout(tp=2), Recipe(), Recipe(scaled="remainders"), id="distributed to remainders"),
+        *(
+            pytest.param(Layout(tp=2), Layout(tp=2), Recipe(offloaded=part), None, id=f"offloaded, {part}")
+            for part in (0.5, 1.0)
+        ),
+        pytest.param(Layout(tp=2), Layout(), Recipe(offloaded=0.5), Recipe(), id="offloaded to distributed"),
+        pytest.param(Layout(tp=2), Layout(), Recipe(), Recipe(offloaded=0.5), id="distributed to offloaded"),
+        *(
+            pytest.param(Layout(world=2), Layout(world=2), Recipe(fsdp=kind), None, id=f"Megatron-FSDP, {kind}")
+            for kind in ("optim", "optim_grads", "optim_grads_params")
+        ),
+        pytest.param(
+            Layout(ep=2), Layout(ep=2), Recipe(experts=4, fsdp="optim_grads_params"), None, id="Megatron-FSDP, experts"
+        ),
+        pytest.param(Layout(), Layout(tp=2, pp=2), SHARDED, Recipe(), id="Megatron-FSDP to distributed"),
+        pytest.param(Layout(tp=2, pp=2), Layout(), Recipe(), SHARDED, id="distributed to Megatron-FSDP"),
+        pytest.param(Layout(tp=2), Layout(tp=2), SHARDED, None, id="Megatron-FSDP with tensor parallelism"),
         pytest.param(Layout(tp=2), Layout(), Recipe(query_groups=1), None, id="fewer query groups than ranks"),
         pytest.param(Layout(tp=2, pp=2), Layout(), Recipe(tied=False), None, id="untied"),
         pytest.param(Layout(), Layout(tp=2, pp=2), Recipe(mla=True), None, id="multi-latent attention"),
@@ -267,6 +284,63 @@ def test_scaled_state_is_not_converted_before_it_is_copied(pool: RankPool) -> No
     ((copies, derived, params),) = pool.run(_conversions, world_size=1)
     assert copies == 0
     assert derived == 2 * params  # both moments
+
+
+def _sharded_alone(rank: int, world_size: int, path: str) -> list[list[float]]:
+    """Load only the model into a job with Megatron-FSDP that has trained."""
+    with training(Layout(world=2), SHARDED, seed=1) as job:
+        job.train(2)
+        bcp.save(path, job.state)
+        expected = job.train(1)
+    with training(Layout(world=2), SHARDED, seed=2) as job:
+        job.train(3)
+        report = bcp.load(path, {"model": job.state["model"]})
+        assert report.notes == []
+        full = job.full_state()
+        for name in full:
+            if name.endswith("/model"):
+                assert torch.equal(full[name], full[name.replace("/model", "/master")]), name
+        job.steps = 2
+        return [expected, job.train(1)]
+
+
+def test_a_sharded_model_loads_alone(pool: RankPool, tmp_path: Path) -> None:
+    for expected, losses in pool.run(_sharded_alone, str(tmp_path / "checkpoint"), world_size=2):
+        assert losses == expected
+
+
+def _contradictions(rank: int, world_size: int, path: str) -> list[str]:
+    """Save parameters whose list of chunks, and whose buffers, claim something else."""
+    with training(Layout(world=2), SHARDED, seed=1) as job:
+        buffers = job.chunks[0].param_and_grad_buffer
+        messages = []
+
+        def attempt() -> None:
+            with pytest.raises(UnsupportedTensorError) as error:
+                bcp.save(path, job.state)
+            messages.append(str(error.value))
+
+        for name, stepped in buffers.optimizer_named_parameters:
+            local = buffers.dist_main_weight[name]._local_tensor
+            (chunk,) = local.__create_chunk_list__()
+            if len(chunk.sizes) > 1 and local.numel() and chunk.sizes[0] < len(stepped.orig_param):
+                moved = type(chunk)(torch.Size([chunk.offsets[0] + 1, 0]), chunk.sizes)
+                with mock.patch.object(local, "__create_chunk_list__", lambda moved=moved: [moved]):
+                    attempt()
+                break
+        group = buffers.parameter_groups[0]
+        with mock.patch.object(group, "hsdp_wbuf", group.model_weight_buffer):
+            attempt()
+        with mock.patch.object(group.model_weight_buffer, "dtype", torch.uint8):
+            attempt()
+        assert not Path(path).exists()
+        return messages
+
+
+def test_what_megatron_fsdp_does_not_prove_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    for messages in pool.run(_contradictions, str(tmp_path / "checkpoint"), world_size=2):
+        for message, part in zip(messages, ["and the chunks", "shards it again", "fp8_param_gather"], strict=True):
+            assert part in message
 
 
 def _load_alone(rank: int, world_size: int, path: str) -> list[list[str]]:

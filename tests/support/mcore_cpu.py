@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -184,6 +185,47 @@ def scaled_adam() -> Iterator[None]:
         yield
 
 
+def _data_and_tensor_ranks(data: Any, tensor: Any, ep_size: int = 1) -> torch.Tensor:
+    """This rank's mesh of data and tensor parallel ranks, in Megatron's order of ranks."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, ep_size, dist.get_world_size(tensor)).unbind(1)
+    return next(mesh for mesh in ranks if dist.get_rank() in mesh)
+
+
+_ON_HOST = "_is_on_host"
+_KEEP_PLACE = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float, torch.Tensor.pin_memory}
+
+
+class _TwoPlaces(TorchFunctionMode):
+    """Tensors claim to be on CUDA, except those that ``cpu()`` copied to the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_cuda.__get__:
+            return not hasattr(args[0], _ON_HOST)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        result = args[0].clone() if func is torch.Tensor.cpu else func(*args, **(kwargs or {}))
+        if func is torch.Tensor.cpu or (func in _KEEP_PLACE and hasattr(args[0], _ON_HOST)):
+            setattr(result, _ON_HOST, True)
+        return result
+
+
+@contextlib.contextmanager
+def two_places() -> Iterator[None]:
+    """Let Megatron offload the tensors of optimizers from a device, which is the CPU as well."""
+    from megatron.core.optimizer import optimizer_config
+
+    empty = torch.empty
+
+    def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return empty(*args, **options)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "empty", unpinned))
+        stack.enter_context(mock.patch.object(optimizer_config, "is_te_min_version", return_value=False))
+        stack.enter_context(_TwoPlaces())
+        yield
+
+
 class _OnCpu(TorchFunctionMode):
     """Replaces CUDA devices in arguments, and lets ``Tensor.type()`` claim CUDA, which Megatron compares."""
 
@@ -219,6 +261,7 @@ def _patched() -> Iterator[None]:
     with mock.patch.object(torch, "compile", lambda function: function):  # compiling would take longer than the tests
         importlib.import_module("megatron.core.models.gpt")
     import megatron.core.optimizer as optimizers
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
@@ -243,6 +286,10 @@ def _patched() -> Iterator[None]:
             (distrib_optimizer, "HAVE_APEX_OR_TE", True),
             (distrib_optimizer, "USING_APEX_OPTIMIZER", True),
             (distrib_optimizer, "USING_TE_OPTIMIZER", False),
+            (mcore_fsdp_adapter, "_get_dp_tp_mesh", _data_and_tensor_ranks),  # it needs einops
+            (mcore_fsdp_adapter, "TELinear", type(None)),
+            (mcore_fsdp_adapter, "_get_rng_state_dict", dict),
+            (mcore_fsdp_adapter, "_load_rng_state_dict", lambda state: None),
         ):
             stack.enter_context(mock.patch.object(module, name, replacement))
         stack.enter_context(mock.patch.object(multi_latent_attention, "TELinear", ()))

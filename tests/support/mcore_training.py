@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from mcore_cpu import megatron_on_cpu, scaled_adam
+from mcore_cpu import megatron_on_cpu, scaled_adam, two_places
 
 SEQUENCE, BATCH, VOCABULARY = 8, 8, 60
 _OPTIONS = ("lr", "step", "weight_decay")
@@ -51,6 +52,8 @@ class Recipe:
     unpadded: int = 0
     layer_wise: bool = False
     scaled: Literal["", "fp16", "fp8", "remainders"] = ""
+    offloaded: float = 0  # the fraction of the optimizer's tensors in host memory
+    fsdp: str = ""  # a data_parallel_sharding_strategy of Megatron-FSDP
     top: int = 2  # experts of a token
     lr: float = 1e-2
     clip: float = 1.0
@@ -158,6 +161,14 @@ class Training:
             model = Float16Module(config, model)
         if recipe.unpadded:
             getattr(model, "module", model).unpadded_vocab_size = recipe.unpadded
+        if recipe.fsdp:
+            from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+            options = {"data_parallel_sharding_strategy": recipe.fsdp, "overlap_param_gather": True}
+            ddp = DistributedDataParallelConfig(
+                use_distributed_optimizer=True, use_megatron_fsdp=True, overlap_grad_reduce=True, **options
+            )
+            return FullyShardedDataParallel(config, ddp, model, device=torch.device("cpu"))
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=recipe.distributed,
             bucket_size=recipe.bucket or None,
@@ -188,25 +199,35 @@ class Training:
                 )
                 return get_megatron_optimizer(config, self.chunks)
 
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=self.recipe.lr,
-            weight_decay=0.1,
-            bf16=self.recipe.dtype == torch.bfloat16,
-            fp16=self.recipe.fp16,
-            initial_loss_scale=2.0**8,
-            params_dtype=self.recipe.dtype,
-            use_distributed_optimizer=self.recipe.distributed,
-            clip_grad=self.recipe.clip,
-        )
+        offload: dict[str, Any] = {}
+        if self.recipe.offloaded:
+            offload.update(optimizer_cpu_offload=True, optimizer_offload_fraction=self.recipe.offloaded)
+            offload.update(use_precision_aware_optimizer=True, overlap_cpu_optimizer_d2h_h2d=True)
+        with self._places():
+            config = OptimizerConfig(
+                **offload,
+                optimizer="adam",
+                lr=self.recipe.lr,
+                weight_decay=0.1,
+                bf16=self.recipe.dtype == torch.bfloat16,
+                fp16=self.recipe.fp16,
+                initial_loss_scale=2.0**8,
+                params_dtype=self.recipe.dtype,
+                use_distributed_optimizer=self.recipe.distributed,
+                clip_grad=self.recipe.clip,
+            )
         if not self.recipe.layer_wise:
-            return get_megatron_optimizer(config, self.chunks)
+            with self._places():
+                return get_megatron_optimizer(config, self.chunks)
         with mock.patch.object(config, "bf16", new=False):  # the layer-wise optimizer makes the masters
             whole = get_megatron_optimizer(config, self.chunks)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         optimizer = LayerWiseDistributedOptimizer(whole.chained_optimizers, config, groups, [lambda *args: None])
         optimizer.allgather_params = optimizer.broadcast_params  # gloo gathers only equal sizes
         return optimizer
+
+    def _places(self) -> contextlib.AbstractContextManager[None]:
+        return two_places() if self.recipe.offloaded else contextlib.nullcontext()
 
     def train(self, steps: int) -> list[float]:
         """Train, and return the mean loss of each step on every rank."""
@@ -234,7 +255,8 @@ class Training:
                 micro_batch_size=2,
                 forward_only=False,
             )
-            ok, *_ = self.optimizer.step()
+            with self._places():
+                ok, *_ = self.optimizer.step()
             assert ok
             self.steps += 1
             everywhere: list[Any] = [None] * dist.get_world_size()
@@ -257,8 +279,8 @@ class Training:
 
         Names are those of the modules with global numbers of layers and experts. Padding of the vocabulary is removed.
         """
-        pieces: dict[str, Any] = {}
-        for chunk in self.chunks:
+        pieces: dict[str, Any] = self._fsdp_pieces() if self.recipe.fsdp else {}
+        for chunk in self.chunks if not self.recipe.fsdp else ():
             module = chunk.module.module if self.recipe.is_mixed else chunk.module
             for name, param in module.named_parameters():
                 key = self._global_name(module, name)
@@ -274,6 +296,37 @@ class Training:
                 for kind, (values, span) in entries.items():
                     result.setdefault(f"{key}/{kind}", {}).setdefault(place, []).append((values, span))
         return {key: _assembled(key, places) for key, places in sorted(result.items())}
+
+    def _fsdp_pieces(self) -> dict[str, Any]:
+        """What Megatron-FSDP keeps on this rank, at the offsets that it computes for its own checkpoints."""
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
+
+        pieces: dict[str, Any] = {}
+        (chunk,) = self.chunks
+        buffers, module = chunk.param_and_grad_buffer, chunk.module.module
+        module, prefix = (module.module, "module.") if self.recipe.is_mixed else (module, "")
+        for name, stepped in buffers.optimizer_named_parameters:
+            param = stepped.orig_param
+            start = gather_and_compute_chunk_metadata(stepped).offsets[0] % len(param) * prod(param.shape[1:])
+            span = (start, start + stepped._local_tensor.numel())
+            group = buffers.parameter_groups[buffers.param_to_param_group[param]]
+            wbuf = group.model_weight_buffer
+            if wbuf is not None and wbuf.is_data_distributed:
+                model = (wbuf.get_item(wbuf.param_idx[param]).float().clone(), span)
+            else:
+                model = (param.detach().float(), None)
+            name = name.removeprefix(prefix)
+            entries = {"model": model, "master": (stepped._local_tensor.detach().clone(), span)}
+            (inner,) = (part.optimizer for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+            for key, value in inner.state[stepped].items():
+                entries[key] = (value._local_tensor.clone(), span)
+            for options in inner.param_groups:
+                if any(stepped is other for other in options["params"]):
+                    # An optimizer that has never stepped an element on this rank counts no steps.
+                    known = [key for key in _OPTIONS if key in options]
+                    entries.update({key: (torch.tensor(float(options[key])), None) for key in known})
+            pieces[self._global_name(module, name)] = (self._place(name, param), entries)
+        return pieces
 
     @staticmethod
     def _global_name(module: Any, name: str) -> str:
@@ -317,6 +370,22 @@ class Training:
                     entries[name] = (part.optimizer.fp32(inner, key), span)
                 options = part.optimizer.param_groups[group]
                 entries.update({key: (torch.tensor(float(options[key])), None) for key in _OPTIONS})
+                continue
+            if self.recipe.offloaded:
+                group, index = part.model_param_group_index_map[param]
+                outer = part.optimizer
+                stepped = outer.param_to_inner_param[outer.param_groups[group]["params"][index]]
+                entries["master"] = (stepped.detach().float(), span)
+                for inner in outer.sub_optimizers:
+                    for key, value in inner.state.get(stepped, {}).items():
+                        if key != "master_param":
+                            number = torch.as_tensor(value).float()
+                            entries[key] = (number, span if number.ndim else None)
+                    for options in inner.param_groups:
+                        if any(stepped is other for other in options["params"]):
+                            entries.update(
+                                {key: (torch.tensor(float(options[key])), None) for key in _OPTIONS if key in options}
+                            )
                 continue
             stepped = getattr(param, "main_param", None)
             if stepped is None:

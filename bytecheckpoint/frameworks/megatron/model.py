@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,7 +22,8 @@ from ..module_tree import modules_of
 from ..optimizer_wrappers import as_list
 from ..own_state import EXTRA_STATE
 from ..tensors import dense_view, has_no_dense_memory
-from .shards import ExtraState, ModelShards, is_a, read_shards
+from .fsdp import as_raw_parameters, model_part
+from .shards import ExtraState, ModelShards, ModelTensor, is_a, read_shards
 
 __all__ = ["LOW_PRECISION", "MegatronModelAdapter", "zero_padding"]
 
@@ -68,21 +70,23 @@ class MegatronModelAdapter(Adapter):
                 raise UnsupportedTensorError(
                     f"{context.section}: {where} is on the meta device and has no values; load or initialize it first"
                 )
-            metas, described = found.layout.describe(_memory(where, tensor), str)
+            layout, memory = _held(where, found)
+            metas, described = layout.describe(memory, str)
             source.metas.update(metas)
             # A copy of a tied embedding may be on the same rank.
             source.shards.extend(shard for shard in described if (shard.fqn, shard.box) not in held)
             held.update((shard.fqn, shard.box) for shard in described)
             if not isinstance(tensor, nn.Parameter):
                 source.pinned.update(metas)
-            elif context.world_size > 1 and found.layout.one_whole is not None:
-                source.mark_replicas(metas, found.layout.replica_ranks)
+            elif context.world_size > 1 and layout.one_whole is not None:
+                source.mark_replicas(metas, layout.replica_ranks)
         source.values.update({_extra_path(extra): _plain(extra) for extra in shards.extra})
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
         target = SectionTarget()
         shards = _shards_of(obj)
+        fsdps = [fsdp for module in modules_of(obj) if (fsdp := _unwrapped(module)[2]) is not None]
         steps: list[Callable[[], Any]] = []
         for found in shards.tensors.values():
             where = next(iter(found.layout.fqns), "")
@@ -90,20 +94,23 @@ class MegatronModelAdapter(Adapter):
                 raise StateError(
                     f"{context.section}: {where} is on the meta device; materialize the model before the load"
                 )
-            memory = _memory(where, found.tensor)
-            metas, described = found.layout.describe(memory, str)
+            layout, memory = _held(where, found)
+            metas, described = layout.describe(memory, str)
             target.metas.update(metas)
             target.shards.extend(described)
             if has_no_dense_memory(found.tensor):
                 steps.append(partial(_copy_in, found.tensor, memory))
-            if found.layout.ends_with_padding:
+            if layout.ends_with_padding:
                 for fqn in metas:
                     target.resizable[fqn] = 0
                     if fqn in stored.metas:
-                        steps.append(partial(zero_padding, memory, found.layout, stored.metas[fqn].shape[0]))
-        if any(found.tensor.dtype in LOW_PRECISION for found in shards.tensors.values()) and not _has_optimizer(
-            context
-        ):
+                        steps.append(partial(zero_padding, memory, layout, stored.metas[fqn].shape[0]))
+        is_alone = not _has_optimizer(context)
+        for fsdp in fsdps:
+            if is_alone:
+                steps.append(fsdp.param_and_grad_buffer.copy_model_weights_to_main_weights)
+            steps.append(fsdp.synchronize_param_gather)  # forgets gathered parameters
+        if is_alone and not fsdps and any(found.tensor.dtype in LOW_PRECISION for found in shards.tensors.values()):
             context.notes.append(
                 f"{context.section}: loaded without an optimizer. If one exists already, its master weights keep their "
                 "old values, with which the next step would overwrite what was loaded; call its reload_model_params()"
@@ -133,27 +140,32 @@ def _has_optimizer(context: Context) -> bool:
 
 
 def _shards_of(obj: Any) -> ModelShards:
-    chunks, groups = [], []
-    for module in modules_of(obj):
-        chunk, ddp = _unwrapped(module)
-        _require_plain(chunk)
-        chunks.append(chunk)
-        groups.append(ddp)
-    shards = read_shards(chunks)
-    for chunk, ddp in zip(chunks, groups):
-        if ddp is not None:
-            _declare_replicas(chunk, ddp, shards)
+    unwrapped = [_unwrapped(module) for module in modules_of(obj)]
+    with contextlib.ExitStack() as stack:
+        for _, _, fsdp in unwrapped:
+            if fsdp is not None:
+                stack.enter_context(as_raw_parameters(fsdp))
+        for chunk, _, _ in unwrapped:
+            _require_plain(chunk)
+        shards = read_shards([chunk for chunk, _, _ in unwrapped])
+        for chunk, ddp, fsdp in unwrapped:
+            if ddp is not None:
+                _declare_replicas(chunk, ddp, shards)
+            if fsdp is not None:
+                _divide(chunk, fsdp, shards)
     return shards
 
 
-def _unwrapped(module: Any) -> tuple[nn.Module, Any]:
-    """The model inside Megatron's wrappers, and its DDP wrapper if there is one."""
-    ddp = None
+def _unwrapped(module: Any) -> tuple[nn.Module, Any, Any]:
+    """The model inside Megatron's wrappers, and its DDP and Megatron-FSDP wrappers if there are such."""
+    ddp = fsdp = None
     while any(is_a(module, f"megatron.core.{wrapper}") for wrapper in _WRAPPERS):
         if is_a(module, "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"):
             ddp = module
+        if is_a(module, "megatron.core.distributed.fsdp.mcore_fsdp_adapter.FullyShardedDataParallel"):
+            fsdp = module = module.module
         module = module.module
-    return module, ddp
+    return module, ddp, fsdp
 
 
 def _require_plain(chunk: nn.Module) -> None:
@@ -161,9 +173,19 @@ def _require_plain(chunk: nn.Module) -> None:
     for name, param in chunk.named_parameters():
         if is_dtensor(param):
             raise UnsupportedTensorError(
-                f"{name}: a DTensor in a {type(chunk).__name__}. Megatron-FSDP and FSDP-2 are not supported; use "
-                "Megatron's DistributedDataParallel with its distributed optimizer"
+                f"{name}: a DTensor in a {type(chunk).__name__}. FSDP-2 is not supported; use Megatron's "
+                "DistributedDataParallel with its distributed optimizer, or Megatron-FSDP"
             )
+
+
+def _divide(chunk: nn.Module, fsdp: Any, shards: ModelShards) -> None:
+    """Note the ranges of parameters that Megatron-FSDP leaves on this rank."""
+    for name, param in chunk.named_parameters():
+        found = shards.tensors.get(id(param))
+        part = model_part(fsdp, name, param) if found is not None else None
+        if found is not None and part is not None:
+            found.memory, start, stop = part
+            found.held = found.layout.narrowed(start, stop - start)
 
 
 def _declare_replicas(chunk: nn.Module, ddp: Any, shards: ModelShards) -> None:
@@ -180,6 +202,13 @@ def _declare_replicas(chunk: nn.Module, ddp: Any, shards: ModelShards) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors
+
+
+def _held(fqn: str, found: ModelTensor) -> tuple[ParamLayout, torch.Tensor]:
+    """The memory on this rank, and what it holds."""
+    if found.memory is not None and found.held is not None:
+        return found.held, found.memory
+    return found.layout, _memory(fqn, found.tensor)
 
 
 def _memory(fqn: str, tensor: torch.Tensor) -> torch.Tensor:

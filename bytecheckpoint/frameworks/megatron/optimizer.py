@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 
-from ...errors import MismatchError, StateError
+from ...errors import MismatchError, StateError, UnsupportedTensorError
 from ...tensors.derived import dense_values, is_derived
 from ...tensors.metadata import BasicMeta
 from ...tensors.shards import Path, SectionSource, SectionTarget, StoredSection, torch_dtype
 from ..base import Context
+from ..dtensor import dtensor_around, is_dtensor, local_tensor
 from ..optimizer import LOSS_SCALER, OptimizerAdapter, fill_by_name
 from ..optimizer_params import NamedParam, OwnedLayout, owned_layouts
 from ..optimizer_state import MASTER, StoredState, state_name
 from ..optimizer_wrappers import StateHolder, as_list
 from ..scaled_state import OWN_MASTER, converts_state, fp32_state
 from .model import LOW_PRECISION, zero_padding
-from .shards import is_a
+from .stepped import (
+    SCALED,
+    Stepped,
+    config_of,
+    grad_scalers,
+    inner_optimizers,
+    is_optimizer,
+    leaves,
+    plain_numbers,
+    stepped,
+    stepped_by_any_rank,
+    update_offloaded,
+)
 
 __all__ = ["MegatronOptimizerAdapter"]
 
-_MODULE = "megatron.core.optimizer"
-
 # These follow from Megatron's configuration, and have no meaning elsewhere.
 _NOT_OPTIONS = frozenset(
-    {"wd_mult", "lr_mult", "pre_wd_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config"}
+    {
+        *("wd_mult", "lr_mult", "pre_wd_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr"),
+        *("default_config", "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32"),
+        *("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d"),
+    }
 )
 _STEP = "step"
 _SCALER: Path = (LOSS_SCALER, "grad_scaler")
@@ -51,7 +65,7 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
 
     def recognizes(self, obj: object) -> bool:
         items = as_list(obj)
-        return bool(items) and all(is_a(item, f"{_MODULE}.optimizer.MegatronOptimizer") for item in items)
+        return bool(items) and all(map(is_optimizer, items))
 
     def describe(self, obj: Any, context: Context) -> tuple[Sequence[StateHolder], list[NamedParam]]:
         found = _Optimizers(obj, context)
@@ -59,8 +73,8 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
 
     def capture(self, obj: Any, context: Context) -> SectionSource:
         source = OptimizerAdapter.capture(_WITHOUT_COPIES, obj, context)
-        for scaler in _grad_scalers(obj)[:1]:
-            source.values[_SCALER] = _numbers(scaler.state_dict())
+        for scaler in grad_scalers(obj)[:1]:
+            source.values[_SCALER] = plain_numbers(scaler.state_dict())
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
@@ -70,7 +84,7 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
         target = fill_by_name(found.holders, found.params, context, stored)
         target.derived |= found.derived
         padded = found.resize(target, entries)
-        scalers = _grad_scalers(obj)
+        scalers = grad_scalers(obj)
         if scalers:
             target.requested_values.add(_SCALER)
             target.optional.add(_SCALER)
@@ -101,15 +115,6 @@ _WITHOUT_COPIES = _WithoutCopies()
 
 
 @dataclass(eq=False)
-class _Stepped:
-    """A tensor that an inner optimizer steps: the elements of ``span`` of the model's parameter, or all of them."""
-
-    model_param: torch.Tensor
-    tensor: torch.Tensor
-    span: tuple[int, int] | None = None
-
-
-@dataclass(eq=False)
 class _Part:
     """One inner optimizer. ``holder`` is a copy of its dicts, in the form of torch's optimizers.
 
@@ -135,9 +140,12 @@ class _Optimizers:
         self.params: list[NamedParam] = []
         self.copies: set[int] = set()
         self._parts: list[_Part] = []
-        leaves = [(leaf, layer_wise) for item in as_list(obj) for leaf, layer_wise in _leaves(item)]
-        found = [(leaf, layer_wise, list(_stepped(leaf, context))) for leaf, layer_wise in leaves]
-        everywhere = {id(param): param for item in as_list(obj) for param in _stepped_by_any_rank(item)}
+        found = [
+            (leaf, layer_wise, list(stepped(leaf, context)))
+            for item in as_list(obj)
+            for leaf, layer_wise in leaves(item)
+        ]
+        everywhere = {id(param): param for item in as_list(obj) for param in stepped_by_any_rank(item)}
         owned = owned_layouts({*everywhere, *(id(item.model_param) for *_, items in found for item in items)}, context)
         self.derived = {
             origin
@@ -145,10 +153,13 @@ class _Optimizers:
             if key in everywhere and everywhere[key].dtype in LOW_PRECISION
             for origin in layout.origins.values()
         }
+        self._leaves = [leaf for leaf, *_ in found]
         for leaf, layer_wise, items in found:
-            self._add(leaf, {id(item.tensor): item for item in items}, owned, context, loading=loading)
-            if layer_wise:
-                self._parts[-1].holder.held = frozenset(id(item.tensor) for item in items)
+            by_tensor = {id(item.tensor): item for item in items}
+            for inner in inner_optimizers(leaf):
+                self._add(leaf, inner, by_tensor, owned, context, loading=loading)
+                if layer_wise:
+                    self._parts[-1].holder.held = frozenset(by_tensor)
 
     @property
     def holders(self) -> list[StateHolder]:
@@ -157,19 +168,19 @@ class _Optimizers:
     def _add(
         self,
         leaf: Any,
-        items: Mapping[int, _Stepped],
+        inner: Any,
+        items: Mapping[int, Stepped],
         owned: Mapping[int, OwnedLayout],
         context: Context,
         *,
         loading: bool,
     ) -> None:
-        inner = leaf.optimizer
         counts = type(inner).__module__.partition(".")[0] in ("apex", "transformer_engine")
-        shown = [
-            {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in inner.param_groups
-        ]
+        # What only some of the optimizers inside an offloaded one have, would divide its groups elsewhere.
+        common = {"params", _STEP}.union(*(group for group in leaf.optimizer.param_groups)) - _NOT_OPTIONS
+        shown = [{key: value for key, value in group.items() if key in common} for group in inner.param_groups]
         holder = StateHolder(inner, {}, shown)
-        has_masters = bool(_config(leaf, "use_precision_aware_optimizer_no_fp8_or_ds_fp8"))
+        has_masters = inner is leaf.optimizer and bool(config_of(leaf, SCALED))
         part = _Part(inner, holder, counts, converts_state(inner), has_masters)
         self._parts.append(part)
         for group in shown:
@@ -189,29 +200,31 @@ class _Optimizers:
         self,
         part: _Part,
         group: MutableMapping[str, Any],
-        item: _Stepped,
+        item: Stepped,
         owned: OwnedLayout,
         count: Any,
         *,
         loading: bool,
     ) -> None:
-        param = item.tensor
+        param, key = _flat(item.tensor, item.tensor), item.tensor
         layout = owned.layout if item.span is None else owned.layout.narrowed(item.span[0], item.span[1] - item.span[0])
-        state = dict(part.optimizer.state.get(param, {}))
-        master = param if param.dtype != item.model_param.dtype else None
-        if part.is_scaled:
-            state = {key: fp32_state(part.optimizer, param, key) for key in state}
-        if part.has_masters:
-            held = state.pop(OWN_MASTER, None)
-            if param.dtype != torch.float32:
-                master = fp32_state(part.optimizer, param, OWN_MASTER) if held is None and loading else held
+        state = {name: _flat(value, key) for name, value in part.optimizer.state.get(key, {}).items()}
+        master = param if item.is_copy or param.dtype != item.model_param.dtype else None
+        if part.is_scaled and not is_dtensor(key):
+            state = {name: fp32_state(part.optimizer, param, name) for name in state}
+        elif part.is_scaled and any(value.dtype != torch.float32 for value in state.values()):
+            raise UnsupportedTensorError(
+                f"{next(iter(layout.fqns))}: {type(part.optimizer).__name__} keeps the state of DTensors in a low "
+                "precision, which is not supported; set use_precision_aware_optimizer=False"
+            )
+        held = state.pop(OWN_MASTER, None)
+        if part.has_masters and param.dtype != torch.float32:
+            master = fp32_state(part.optimizer, param, OWN_MASTER) if held is None and loading else held
         if state and count is not None:
             state[_STEP] = torch.tensor(float(count))
         if state:
-            part.holder.state[param] = state
-        named = NamedParam(
-            param, layout, part.holder, group, param, master, owned.origins if master is not None else {}
-        )
+            part.holder.state[key] = state
+        named = NamedParam(param, layout, part.holder, group, key, master, owned.origins if master is not None else {})
         self.params.append(named)
         if getattr(item.model_param, "shared", False):
             self.copies.add(id(named))
@@ -225,7 +238,7 @@ class _Optimizers:
         """
         scaled = {id(part.holder): part.optimizer for part in self._parts if part.is_scaled}
         for named in self.params:
-            optimizer = scaled.get(id(named.holder))
+            optimizer = scaled.get(id(named.holder)) if named.key is named.param else None
             if named.state or (optimizer is None and not named.layout.ends_with_padding):
                 continue
             for key, meta in _stored_entries(named, stored):
@@ -252,7 +265,7 @@ class _Optimizers:
 
     def write_back(self) -> None:
         """Put the loaded groups and state into the optimizers."""
-        masters = {id(named.param): named.master for named in self.params}
+        masters = {id(named.key): named.master for named in self.params}
         for part in self._parts:
             for group, shown in zip(part.optimizer.param_groups, part.holder.groups):
                 group.update({key: value for key, value in shown.items() if key != "params"})
@@ -261,12 +274,13 @@ class _Optimizers:
                     state = dict(part.holder.state.get(param, {}))
                     if part.counts_in_groups and _STEP in state:
                         counts[int(state.pop(_STEP))] = param
-                    if part.is_scaled:
+                    if part.is_scaled and not is_dtensor(param):
                         _write_scaled(part, param, state, masters[id(param)])
                     elif state:
                         entry = part.optimizer.state[param]
+                        filled = {key: _unflattened(value, param, entry.get(key)) for key, value in state.items()}
                         entry.clear()
-                        entry.update(state)
+                        entry.update(filled)
                     else:
                         part.optimizer.state.pop(param, None)
                 if len(counts) > 1:
@@ -279,78 +293,33 @@ class _Optimizers:
                     group[_STEP] = next(iter(counts))
                 elif part.counts_in_groups and not any(part.holder.state.get(param) for param in group["params"]):
                     group.pop(_STEP, None)
-
-
-# --------------------------------------------------------------------------------------------------- Megatron's classes
-
-
-def _leaves(optimizer: Any, *, layer_wise: bool = False) -> Iterator[tuple[Any, bool]]:
-    """The optimizers in a chain that step parameters, and whether each rank steps only some of the parameters."""
-    if is_a(optimizer, f"{_MODULE}.optimizer.ChainedOptimizer"):
-        layer_wise = layer_wise or is_a(optimizer, f"{_MODULE}.layer_wise_optimizer.LayerWiseDistributedOptimizer")
-        for part in optimizer.chained_optimizers:
-            yield from _leaves(part, layer_wise=layer_wise)
-    elif optimizer.optimizer is not None:
-        yield optimizer, layer_wise
-
-
-def _stepped(leaf: Any, context: Context) -> Iterator[_Stepped]:
-    """What the inner optimizer steps. Raises ``StateError`` for an optimizer that is not supported."""
-    kind = f"section {context.section!r}: {type(leaf).__name__} with {type(leaf.optimizer).__name__}"
-    if is_a(leaf.optimizer, f"{_MODULE}.cpu_offloading.HybridDeviceOptimizer"):
-        raise StateError(f"{kind} (optimizer_cpu_offload=True) is not supported; set optimizer_cpu_offload=False")
-    if is_a(leaf, f"{_MODULE}.distrib_optimizer.DistributedOptimizer"):
-        if not hasattr(leaf, "gbuf_ranges"):
-            raise StateError(f"{kind} of Megatron-FSDP is not supported; set use_megatron_fsdp=False")
-        scaled = _config(leaf, "use_precision_aware_optimizer_no_fp8_or_ds_fp8")
-        low = leaf.shard_float16_groups if scaled else leaf.shard_fp32_from_float16_groups
-        pairs = ((leaf.model_float16_groups, low), (leaf.model_fp32_groups, leaf.shard_fp32_groups))
-        for models, shards in pairs:
-            for model_group, shard_group in zip(models, shards):
-                for model_param, shard in zip(model_group, shard_group):
-                    buffer, dtype, bucket = leaf.model_param_gbuf_map[model_param]
-                    span = leaf.gbuf_ranges[buffer][dtype][bucket]["param_map"][model_param]["param"]
-                    yield _Stepped(model_param, shard, (span.start, span.end))
-    elif is_a(leaf, f"{_MODULE}.optimizer.Float16OptimizerWithFloat16Params"):
-        for model_group, main_group in zip(leaf.float16_groups, leaf.fp32_from_float16_groups):
-            for model_param, main in zip(model_group, main_group):
-                yield _Stepped(model_param, main)
-        for group in leaf.fp32_from_fp32_groups:
-            for param in group:
-                yield _Stepped(param, param)
-    elif is_a(leaf, f"{_MODULE}.optimizer.FP32Optimizer"):
-        for options in leaf.optimizer.param_groups:
-            for param in options["params"]:
-                yield _Stepped(param, param)
-    else:
-        raise StateError(f"{kind} is not supported; save what its state_dict() returns as a section of PerRank values")
-
-
-def _stepped_by_any_rank(optimizer: Any) -> Iterator[torch.Tensor]:
-    """This rank's parameters of the models that data-parallel ranks divide among themselves."""
-    if is_a(optimizer, f"{_MODULE}.layer_wise_optimizer.LayerWiseDistributedOptimizer"):
-        for ranks in (optimizer.dp_cp_params_list, optimizer.expt_dp_params_list):
-            yield from chain.from_iterable(ranks or ())
-    for leaf, _ in _leaves(optimizer):
-        for buffer in getattr(leaf, "buffers", ()):
-            yield from chain.from_iterable(bucket.params_list for bucket in buffer.buckets)
-
-
-def _config(leaf: Any, name: str) -> Any:
-    return getattr(leaf.config, name, None)
-
-
-def _grad_scalers(obj: Any) -> list[Any]:
-    """The dynamic loss scalers, which are equal: all of them see every overflow."""
-    scalers = [getattr(leaf, "grad_scaler", None) for item in as_list(obj) for leaf, _ in _leaves(item)]
-    return [scaler for scaler in scalers if scaler is not None and scaler.state_dict()]
-
-
-def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        for leaf in self._leaves:
+            update_offloaded(leaf)
 
 
 # ---------------------------------------------------------------------------------------------------------- conversions
+
+
+def _flat(value: Any, param: torch.Tensor) -> Any:
+    """The memory of a DTensor of Megatron-FSDP, which is distributed like ``param``, in one dimension."""
+    if not is_dtensor(value):
+        return value
+    local = local_tensor(value)
+    if not is_dtensor(param) or local.shape != param._local_tensor.shape or value.placements != param.placements:
+        raise UnsupportedTensorError(
+            f"optimizer state of shape {tuple(value.shape)} and placements {value.placements} for a parameter of shape "
+            f"{tuple(param.shape)} is not distributed like the parameter"
+        )
+    return local.view(-1).requires_grad_(value.requires_grad)
+
+
+def _unflattened(value: Any, param: torch.Tensor, existing: Any) -> Any:
+    """The inverse of ``_flat``: the DTensor whose memory was filled, or a new one."""
+    if not is_dtensor(param) or not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    if is_dtensor(existing) and existing._local_tensor.data_ptr() == value.data_ptr():
+        return existing
+    return dtensor_around(param, value.view(param._local_tensor.shape))
 
 
 def _write_scaled(part: _Part, param: torch.Tensor, state: Mapping[str, Any], master: torch.Tensor | None) -> None:

@@ -35,10 +35,15 @@ _LISTS = (re.compile(r"(?:^|\.)layers\.(?!\d)"), re.compile(r".*(?:^|\.)experts\
 
 @dataclass(eq=False)
 class ModelTensor:
-    """A parameter or buffer of the model, and the boxes that it holds."""
+    """A parameter or buffer of the model, and the boxes that it holds.
+
+    If only ``memory`` is on this rank, it has the layout ``held``.
+    """
 
     tensor: torch.Tensor
     layout: ParamLayout
+    memory: torch.Tensor | None = None
+    held: ParamLayout | None = None
 
 
 @dataclass(eq=False)
