@@ -118,7 +118,7 @@ class MegatronModelAdapter(Adapter):
         paths = {_extra_path(extra): extra for extra in shards.extra}
         target.requested_values.update(paths)
         target.optional.update(paths)
-        target.ignorable.update(path for path in stored.values if path[0] in (EXTRA_STATE, ENGINE_COUNTERS))
+        target.ignorable.update(path for path in stored.values if path[:1] in ((EXTRA_STATE,), (ENGINE_COUNTERS,)))
         target.ignorable.difference_update(paths)
 
         def apply(values: Mapping[Path, Any]) -> None:
