@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import MismatchError, UnserializableError
+from ..errors import MismatchError, StateError, UnserializableError
 from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection
 from .base import Adapter, Context
 from .optimizer_class import class_path, lineage_of, require_same_class
@@ -22,6 +22,7 @@ from .optimizer_params import NamedParam, named_params
 from .optimizer_state import MASTERS_OF, StoredState, capture_state, state_name
 from .optimizer_target import StateFiller
 from .optimizer_wrappers import StateHolder, as_list, holders_of, is_optimizer, require_complete
+from .scaled_state import converts_state
 from .stored_state_dict import StoredStateDict, is_stored_state_dict
 
 __all__ = ["LOSS_SCALER", "OptimizerAdapter", "fill_by_name"]
@@ -70,6 +71,8 @@ class OptimizerAdapter(Adapter):
             StateError: A wrapper keeps state elsewhere, or a parameter has no name.
         """
         holders = holders_of(as_list(obj), context)
+        for holder in holders:
+            _refuse_scaled_state(holder, context)
         # First, because a wrapper that replaces parameters may communicate in its state_dict().
         params = named_params(holders, context)
         require_complete(holders, context)
@@ -177,6 +180,18 @@ def _fill(
 
     target.apply = apply
     return target
+
+
+def _refuse_scaled_state(holder: StateHolder, context: Context) -> None:
+    """Refuse state that has a meaning only with scales that the optimizer keeps elsewhere (Transformer Engine)."""
+    if not converts_state(holder.optimizer):
+        return
+    kept = [value for entries in holder.state.values() for value in entries.values() if isinstance(value, torch.Tensor)]
+    if any(value.ndim and value.dtype != torch.float32 for value in kept):
+        raise StateError(
+            f"section {context.section!r}: {type(holder.optimizer).__name__} keeps its state scaled or as remainders, "
+            f"which is supported only inside Megatron-core's optimizers; keep the state in float32"
+        )
 
 
 def _shared_values(holders: Iterable[StateHolder]) -> dict[Path, Any]:
