@@ -1,0 +1,268 @@
+"""Attacks by pickles and by archives of ``torch.save``: nothing runs, and each gives an error or a harmless value."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pickle_mutants
+import pytest
+import sampling
+import torch
+
+from bytecheckpoint.errors import CheckpointError, CorruptionError, FormatError
+from bytecheckpoint.foreign.archives import read_archive
+from bytecheckpoint.foreign.pickles import Global, Instance, explain, interpret
+from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.testing import time_limit
+
+MIB = 1 << 20
+
+
+def long1(value: int) -> bytes:
+    return b"\x8a\x0a" + value.to_bytes(10, "little", signed=True)
+
+
+def laughs(opening: bytes, closing: bytes, levels: int) -> bytes:
+    """Return containers, each of which holds the one before twice."""
+    return b"\x80\x04" + b"]\x94" + b"".join(
+        b"".join([opening, b"h", bytes([level]), b"h", bytes([level]), closing, b"\x94"]) for level in range(levels)
+    )  # fmt: skip
+
+
+COLLISIONS = b"\x80\x02}(" + b"".join(long1(number * (2**61 - 1)) + b"N" for number in range(9, 30_000)) + b"u."
+
+PICKLES: dict[str, bytes] = {
+    "lists that laugh": laughs(b"](", b"e", 60) + b".",
+    "tuples that laugh": laughs(b"(", b"t", 60) + b".",
+    "tuples that laugh as a key": b"\x80\x04)\x94" + laughs(b"(", b"t", 60)[4:] + b"}" + b"h\x3bNs.",
+    "dicts that laugh": laughs(b"}(K\x01", b"K\x02\x8c\x00u", 0) + b"}" + b"(h\x00h\x00u.",
+    "deep lists": b"\x80\x02" + b"](" * 100_000 + b"e" * 100_000 + b".",
+    "deep tuples": b"\x80\x02N" + b"\x85" * 100_000 + b".",
+    "deep lists by append": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "deep tuples as a key": b"\x80\x02}N" + b"\x85" * 100_000 + b"Ns.",
+    "a list in itself": b"\x80\x02]q\x00h\x00a.",
+    "a dict in itself": b"\x80\x02}q\x00K\x01h\x00s.",
+    "integer of 2 GB": b"\x80\x02\x8b\xff\xff\xff\x7f.",
+    "integer of -1 bytes": b"\x80\x02\x8b\xff\xff\xff\xff.",
+    "integer of a million bytes": b"\x80\x02\x8b" + struct.pack("<i", MIB) + b"\x7f" * MIB + b".",
+    "integer of a million digits": b"I" + b"7" * MIB + b"\n.",
+    "text of 2^62 bytes": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"a.",
+    "bytes of 2^64 - 1": b"\x80\x04\x8e" + b"\xff" * 8 + b"a.",
+    "bytearray of 2^62": b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"a.",
+    "text of Python 2 of -1 bytes": b"\x80\x02T\xff\xff\xff\xffa.",
+    "half of a surrogate pair": b"\x80\x02X\x03\x00\x00\x00\xed\xa0\x80.",
+    "half of a surrogate pair as a line": b"V\\ud800\n.",
+    "half a million sets": b"\x80\x04" + b"\x8f" * (MIB // 2) + b".",
+    "copies of a long list": b"\x80\x02c__builtin__\nset\nq\x00]("
+    + b"".join(b"M" + struct.pack("<H", n) for n in range(65_000))
+    + b"e\x85q\x01(" + b"h\x00h\x01R" * 20_000 + b"t.",
+    "marks": b"\x80\x02" + b"(" * MIB + b".",
+    "integers that collide": COLLISIONS,
+    "a list as a key": b"\x80\x02}]Ns.",
+    "a key without a value": b"\x80\x02}(K\x01u.",
+    "no mark": b"\x80\x02K\x01t.",
+    "an empty stack": b"\x80\x02.",
+    "not memorized": b"\x80\x02h\x05.",
+    "extension registry": b"\x80\x02\x82\x01.",
+    "buffer outside": b"\x80\x05\x97.",
+    "object outside": b"\x80\x02K\x01Q.",
+    "protocol 6": b"\x80\x06N.",
+    "bytes behind": b"\x80\x02N.N.",
+    "no end": b"\x80\x02N",
+    "nothing": b"",
+    "call of a text": b"\x80\x02X\x01\x00\x00\x00a)R.",
+    "call of a call": b"\x80\x02c__builtin__\neval\n)R)R.",
+    "state of a number": b"\x80\x02K\x01}b.",
+    "tuple with appended items": b"\x80\x02)K\x01a.",
+    "array of 10^12": b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85C\x01bt"
+    b"R(K\x01\x8a\x05"
+    + (10**11).to_bytes(5, "little")
+    + b"\x85cnumpy\ndtype\n(X\x02\x00\x00\x00f4\x89\x88tRC\x00tb.",
+    "array of objects": b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85C\x01bt"
+    b"R(K\x01K\x01\x85cnumpy\ndtype\n(X\x02\x00\x00\x00O8\x89\x88tRC\x08\0\0\0\0\0\0\0\0tb.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_pickle_is_refused(name: str) -> None:
+    data = PICKLES[name]
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="file: "):
+            interpret(data, "file")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 120 * MIB + 60 * len(data)
+
+
+def test_memo_index_costs_nothing() -> None:
+    tracemalloc.start()
+    try:
+        assert interpret(b"\x80\x02Nr\xff\xff\xff\x7f.", "file") is None
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("import sys; sys.bytecheckpoint_canary = True",)
+
+
+def test_calls_of_a_pickle_become_placeholders() -> None:
+    found = interpret(pickle.dumps({"step": 3, "payload": Payload()}), "file")
+    assert found["step"] == 3
+    assert type(found["payload"]) is Instance
+    assert (found["payload"].cls, explain(found["payload"])) == (
+        Global("builtins", "exec"),
+        "an object of class builtins.exec",
+    )
+    chain = b"\x80\x02c__builtin__\ngetattr\n(cos\nsystem\nX\x08\x00\x00\x00__call__tR."
+    assert interpret(chain, "file").args == (Global("os", "system"), "__call__")
+    assert not hasattr(sys, "bytecheckpoint_canary")
+
+
+# -- archives ---------------------------------------------------------------------------------------------------------
+
+
+def entries_of(data: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def packed(entries: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+VALUE = {"a": torch.arange(5), "b": torch.ones(3)}
+VALID = pickle_mutants.saved(VALUE)
+PARTS = entries_of(VALID)
+END = VALID.rindex(b"PK\5\6")
+DIRECTORY = VALID.index(b"PK\1\2")
+
+
+def patched(at: int, raw: bytes, data: bytes = VALID) -> bytes:
+    return data[:at] + raw + data[at + len(raw) :]
+
+
+def central(name: bytes) -> int:
+    """Return the position of an entry in the directory."""
+    return VALID.rindex(name, 0, END) - 46
+
+
+def same_bytes_twice() -> bytes:
+    first = struct.unpack_from("<I", VALID, central(b"archive/data/0") + 42)[0]
+    return patched(central(b"archive/data/1") + 42, struct.pack("<I", first))
+
+
+def with_pickle(data: bytes) -> bytes:
+    return packed({**PARTS, "archive/data.pkl": data})
+
+
+ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "compressed": (lambda: packed(PARTS, zipfile.ZIP_DEFLATED), "compressed or encrypted"),
+    "encrypted": (lambda: patched(central(b"archive/data/0") + 8, b"\x01\x00"), "compressed or encrypted"),
+    "big-endian": (lambda: packed({**PARTS, "archive/byteorder": b"big"}), "big-endian"),
+    "TorchScript": (lambda: packed({**PARTS, "archive/code/__torch__.py": b"pass"}), "TorchScript"),
+    "no pickle": (lambda: packed({"archive/x": b""}), "no data.pkl"),
+    "two folders": (lambda: packed({**PARTS, "other/x": b""}), "not in one folder"),
+    "no storage": (lambda: packed({k: v for k, v in PARTS.items() if k != "archive/data/1"}), "not in the archive"),
+    "short storage": (lambda: packed({**PARTS, "archive/data/1": b"x"}), "has 1 bytes"),
+    "long storage": (lambda: packed({**PARTS, "archive/data/1": b"x" * 16}), "has 16 bytes"),
+    "overlapping storages": (same_bytes_twice, "differs from the directory"),
+    "directory elsewhere": (lambda: patched(END - 60, b"\0\0\0\0", VALID[: END - 76] + VALID[END:]), "directory"),
+    "directory of 4 GB": (lambda: patched(END - 20 - 56 + 40, struct.pack("<Q", 1 << 32)), "directory"),
+    "2^63 entries": (lambda: patched(END - 20 - 56 + 24, struct.pack("<QQ", 1 << 63, 1 << 63)), "cannot list"),
+    "end record at 2^63": (lambda: patched(END - 20 + 8, struct.pack("<Q", 1 << 63)), "outside"),
+    "entry of 4 GB": (lambda: patched(central(b"archive/data/0") + 20, b"\xf0\xff\xff\xff" * 2), "overlap|differs"),
+    "header outside": (lambda: patched(central(b"archive/data/0") + 42, b"\xf0\xff\xff\xff"), "outside"),
+    "name not in UTF-8": (lambda: patched(central(b"archive/data/0") + 46, b"\xff"), "UTF-8"),
+    "another name": (lambda: patched(central(b"archive/data/0") + 46 + 13, b"7"), "differs from the directory"),
+    "name twice": (lambda: patched(central(b"archive/data/0") + 46 + 13, b"1"), "two entries"),
+    "truncated": (lambda: VALID[:-1], "no zip archive ends here"),
+    "appended": (lambda: VALID + b"x", "no zip archive ends here"),
+    "empty": (lambda: b"", "did not write it"),
+    "no archive": (lambda: b"GGUF" + bytes(100), "did not write it"),
+    "tensor outside of its storage": (
+        lambda: with_pickle(PARTS["archive/data.pkl"].replace(b"K\x05\x85", b"K\x06\x85")),
+        "reaches outside its storage",
+    ),
+    "strides outside of the storage": (
+        lambda: with_pickle(PARTS["archive/data.pkl"].replace(b"K\x01\x85", b"K\x03\x85")),
+        "reaches outside its storage",
+    ),
+}
+
+
+def read(data: bytes) -> Any:
+    backend = MemoryBackend("archives")
+    backend.put("file", data)
+    return read_archive(backend, "file").value
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_archive_is_refused(name: str) -> None:
+    make, message = ARCHIVES[name]
+    with pytest.raises(FormatError, match=message):
+        read(make())
+
+
+def test_archive_that_another_program_packed_is_read() -> None:
+    for data in (VALID, packed(PARTS), packed({"renamed" + k.removeprefix("archive"): v for k, v in PARTS.items()})):
+        found = read(data)
+        assert pickle_mutants.fingerprint(found, data) == pickle_mutants.fingerprint(read(VALID), VALID)
+
+
+def test_damaged_pickle_of_an_archive_is_named() -> None:
+    at = VALID.index(b"LongStorage")
+    with pytest.raises(CorruptionError, match=r"data.pkl.*CRC-32"):
+        read(patched(at, b"W"))
+
+
+def test_unsupported_tensors_are_placeholders() -> None:
+    tensors = {
+        "sparse": torch.eye(3).to_sparse(),
+        "meta": torch.ones(3, device="meta"),
+        "conjugated": torch.ones(3, dtype=torch.complex64).conj(),
+        "subclass": torch.nn.Buffer(torch.ones(2)),
+        "plain": torch.ones(2),
+    }
+    found = read(pickle_mutants.saved(tensors))
+    assert found["plain"].shape == (2,)
+    assert explain(found["sparse"]) == "a sparse tensor"
+    assert "meta device" in explain(found["meta"])
+    assert "conjugated" in explain(found["conjugated"])
+
+
+# -- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def test_mutants_run_nothing_and_need_little_memory() -> None:
+    count = 10_000 if sampling.is_full() else 1500
+    script = Path(pickle_mutants.__file__)
+    command = [sys.executable, str(script), str(sampling.seed()), "0", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=time_limit(300))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["events"] == []
+    assert report["grown_mib"] < 200
+    results = report["results"]
+    assert sum(results.values()) == count
+    refused = {kind.__name__ for kind in (FormatError, CorruptionError, CheckpointError)} | {"CRC-32"}
+    assert set(results) <= refused | {"equal", "other value"}
+    assert all(results.get(kind) for kind in ("FormatError", "CorruptionError", "equal", "other value"))
