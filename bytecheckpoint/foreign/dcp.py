@@ -17,7 +17,7 @@ from ..errors import FormatError, KeyNotFoundError
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
-from .archives import TorchArchive, read_archive
+from .archives import EmbeddedArchives, TorchArchive, read_embedded
 from .building import IndexBuilder, Piece, StoredLeaf
 from .naming import sections_of
 from .pickles import Instance, TensorRef, explain, interpret
@@ -203,14 +203,19 @@ class DcpFolder:
         for item in {*self.values.values(), *(item for chunks in self.chunks.values() for _, item in chunks)}:
             by_file[item.file].append(item)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
-            return dict(pool.map(self._read_archive, (item for items in by_file.values() for item in items)))
+            read = pool.map(self._read_file, by_file, by_file.values())
+            return {
+                item: archive
+                for items, archives in zip(by_file.values(), read)
+                for item, archive in zip(items, archives)
+            }
 
-    def _read_archive(self, item: Item) -> tuple[Item, TorchArchive]:
+    def _read_file(self, file: str, items: list[Item]) -> EmbeddedArchives:
         try:
-            return item, read_archive(self._backend, item.file, base=item.offset, length=item.length)
+            return read_embedded(self._backend, file, [item.offset for item in items], [item.length for item in items])
         except KeyNotFoundError as error:
             raise FormatError(
-                f"{self._backend.url}/{item.file}: file is missing, but {METADATA_KEY} names it; fetch it again"
+                f"{self._backend.url}/{file}: file is missing, but {METADATA_KEY} names it; fetch it again"
             ) from error
 
 
