@@ -61,26 +61,30 @@ def test_reads_what_is_there(tmp_path: Path, how: str) -> None:
     assert found.model_directory is None
 
 
-def test_operations_that_need_checksums_are_refused(tmp_path: Path) -> None:
-    _save_in_parts(tmp_path / "hf")
+def test_checksums_are_refused_but_not_needed(tmp_path: Path) -> None:
+    tensors = _save_in_parts(tmp_path / "hf")
     found = bcp.open(tmp_path / "hf")
     with pytest.raises(StateError, match="no checksums"):
         found.verify()
-    with pytest.raises(StateError, match="no checksums"):
-        reshard(found, str(tmp_path / "resharded"), files=2)
-    with pytest.raises(StateError, match="no checksums"):
-        export_safetensors(found, str(tmp_path / "exported"))
     with pytest.raises(StateError, match="bcp import"):
         found.checked_reader()
+    reshard(found, str(tmp_path / "resharded"), files=2)
+    export_safetensors(found, str(tmp_path / "exported"))
+    assert bcp.open(tmp_path / "resharded").verify().ok
+    for copy in (bcp.open(tmp_path / "resharded"), bcp.open(tmp_path / "exported")):
+        for name, tensor in tensors.items():
+            stored = copy[f"model.{name}"].load()
+            assert torch.equal(stored.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8))
 
 
-def test_folders_are_not_compared_without_checksums(tmp_path: Path) -> None:
+def test_folders_without_checksums_are_compared_by_value(tmp_path: Path) -> None:
     """The placeholder of checksums is the same in all folders."""
-    for name, value in (("one", 1.0), ("other", 2.0)):
+    for name, value in (("one", 1.0), ("same", 1.0), ("other", 2.0)):
         (tmp_path / name).mkdir()
         save_file({"weight": torch.full((3, 5), value)}, tmp_path / name / "model.safetensors")
-    with pytest.raises(StateError, match="no checksums"):
-        diff(bcp.open(tmp_path / "one"), bcp.open(tmp_path / "other"))
+    assert not diff(bcp.open(tmp_path / "one"), bcp.open(tmp_path / "same")).tensors
+    report = diff(bcp.open(tmp_path / "one"), bcp.open(tmp_path / "other"))
+    assert [(found.name, found.differing, found.max_abs) for found in report.tensors] == [("model.weight", 15, 1.0)]
 
 
 def test_a_folder_that_contradicts_itself_is_refused(tmp_path: Path) -> None:

@@ -54,10 +54,12 @@ def test_a_path_below_a_file(tmp_path: Path) -> None:
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("something")
-    for act in (bcp.save, bcp.load):
-        with pytest.raises(StorageError, match="is a file, not a directory; pass another path"):
-            act(tmp_path / "file", _tree(value=1))
-    with pytest.raises(StorageError, match="is a file, not a directory"):
+    with pytest.raises(StorageError, match="is a file, not a directory; pass another path"):
+        bcp.save(tmp_path / "file", _tree(value=1))
+    message = "file is not a checkpoint: it is no safetensors file, and torch.save did not write it"
+    with pytest.raises(NotACheckpointError, match=message):
+        bcp.load(tmp_path / "file", _tree(value=1))
+    with pytest.raises(NotACheckpointError, match=message):
         bcp.open(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "something"
 
