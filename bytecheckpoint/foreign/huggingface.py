@@ -1,28 +1,50 @@
-"""Read folders of safetensors files in Hugging Face's layout. Their files have no checksums."""
+"""Read folders of Hugging Face libraries: models in safetensors files or files of ``torch.save``, and LoRA adapters."""
 
 from __future__ import annotations
 
 from ..checkpoint.index import Index
+from ..errors import NotACheckpointError
 from ..format.hf_index import INDEX_KEY
 from .building import IndexBuilder, StoredLeaf
 from .naming import MODEL_SECTION
 from .place import Place
 from .safetensors_folder import SafetensorsFolder, meta_of
+from .torch_folder import add_torch_model
 
-__all__ = ["read_safetensors"]
+__all__ = ["read_huggingface"]
 
 
-def read_safetensors(place: Place) -> Index | None:
-    """Return the index of safetensors files, whose tensors form the section ``model``; None if there are none.
+def read_huggingface(place: Place) -> Index | None:
+    """Return the index of a model, whose tensors form the section ``model``; None if there is none.
 
-    Raises what ``SafetensorsFolder`` raises for damaged files and for a folder with several models, and
-    ``UnsupportedTensorError`` for a dtype that torch does not have.
+    A folder with safetensors files is read from these, even if it also has files of ``torch.save``. Those have CRC-32s;
+    safetensors files have no checksums.
+
+    Raises what ``SafetensorsFolder`` and ``add_torch_model`` raise for damaged files and for a folder with several
+    models, ``UnsupportedTensorError`` for a dtype that torch does not have, and ``NotACheckpointError`` for a folder
+    of GGUF files only.
     """
     names = [place.name] if place.name else place.children
-    if not any(name.endswith((".safetensors", INDEX_KEY)) for name in names):
+    if any(name.endswith((".safetensors", INDEX_KEY)) for name in names):
+        folder = SafetensorsFolder(place)
+        builder = IndexBuilder(place.backend, "safetensors")
+        _add_safetensors(folder, builder)
+        return builder.build(name=folder.name)
+    if place.name:
         return None
-    folder = SafetensorsFolder(place)
-    builder = IndexBuilder(folder.backend, "safetensors")
+    builder = IndexBuilder(place.backend, "torch.save")
+    if add_torch_model(place, builder):
+        return builder.build()
+    gguf = next((name for name in names if name.endswith(".gguf")), None)
+    if gguf is not None:
+        raise NotACheckpointError(
+            f"{place.url} holds a GGUF file of llama.cpp ({gguf}), whose quantized blocks are not read; use the "
+            f"safetensors files that it was converted from"
+        )
+    return None
+
+
+def _add_safetensors(folder: SafetensorsFolder, builder: IndexBuilder) -> None:
     builder.add_section(MODEL_SECTION, "module")
     for key, header in folder.headers.items():
         size = header.data_start + max((record.end for record in header.entries), default=0)
@@ -31,4 +53,3 @@ def read_safetensors(place: Place) -> Index | None:
             meta = meta_of(record, f"{folder.backend.url}/{key}")
             leaf = StoredLeaf.whole(meta, file, header.data_start + record.begin)
             builder.add_tensor(MODEL_SECTION, record.name, leaf)
-    return builder.build(name=folder.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,10 +21,10 @@ from ..storage_backends import open_backend
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.metadata import BasicMeta
 from .place import Place
+from .weight_map import check_weight_map, read_weight_map
 
 __all__ = ["SafetensorsFolder", "meta_of"]
 
-_MAX_INDEX_BYTES = 256 << 20  # refuse a larger index instead of parsing it
 _BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors is not None}
 # This library writes this dtype under another code, because the standard reader cannot represent it.
 _BY_CODE["F8_E8M0"] = DTYPES["float8_e8m0fnu"]
@@ -47,7 +46,7 @@ class SafetensorsFolder:
         if place.name and not place.name.endswith(".safetensors"):
             raise NotACheckpointError(f"{place.url} is no safetensors file")
         self.url, self.backend, self.name = place.url, place.backend, place.name
-        self._index = None if place.name else self._read_index()
+        self._index = None if place.name else read_weight_map(place.backend, INDEX_KEY, ".safetensors")
         keys = [place.name] if place.name else self._keys(place.children)
         self.headers: dict[str, SafetensorsHeader] = {key: self._read_header(key) for key in keys}
         self._check_names()
@@ -61,25 +60,6 @@ class SafetensorsFolder:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(record.end - record.begin for header in self.headers.values() for record in header.entries)
-
-    def _read_index(self) -> dict[str, str] | None:
-        """Return the file of each name, or None without an index."""
-        try:
-            raw = self.backend.get(INDEX_KEY, max_size=_MAX_INDEX_BYTES)
-        except KeyNotFoundError:
-            return None
-        where = f"{self.backend.url}/{INDEX_KEY}"
-        try:
-            document = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where} is not JSON: {error}") from None
-        found = document.get("weight_map") if isinstance(document, dict) else None
-        if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-            raise FormatError(f"{where} has no weight_map of names to files")
-        odd = sorted({file for file in found.values() if "/" in file or not file.endswith(".safetensors")})
-        if odd:
-            raise FormatError(f"{where} names {odd[0]!r:.200}, which is not a safetensors file in the same folder")
-        return found
 
     @classmethod
     def at(cls, url: str, *, storage_options: Mapping[str, Any] | None = None) -> Self:
@@ -133,12 +113,8 @@ class SafetensorsFolder:
                 if record.name in found:
                     raise FormatError(f"{self.url}: {record.name!r:.200} is in {found[record.name]} and in {key}")
                 found[record.name] = key
-        if self._index is None or found == self._index:
-            return
-        faults = [f"{name!r:.200} is not in {file}" for name, file in self._index.items() if found.get(name) != file]
-        faults += [f"{name!r:.200} of {file} is not listed" for name, file in found.items() if name not in self._index]
-        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise FormatError(f"{self.url}: {INDEX_KEY} disagrees with the files: {'; '.join(faults[:5])}{more}")
+        if self._index is not None:
+            check_weight_map(self._index, found, self.url, INDEX_KEY)
 
 
 def meta_of(record: HeaderRecord, where: str) -> BasicMeta:
