@@ -18,6 +18,7 @@ from ..format.values import Container, path_name
 from ..frameworks.base import Context
 from ..frameworks.sections import is_section_name
 from ..frameworks.tree_capture import Capture
+from ..frameworks.tree_paths import with_lists
 from ..tensors.metadata import Path
 
 __all__ = ["METADATA_KEY", "ItemPaths", "StoredAs", "describe_containers", "top_level_section"]
@@ -100,18 +101,9 @@ def describe_containers(section: str, leaves: Iterable[tuple[Path, bool]]) -> di
         if path:
             node[path[-1]] = torch.empty(0) if is_tensor else None
     capture = Capture(Context(section, {}))
-    capture.visit(_with_lists(root))
+    capture.visit(with_lists(root))
     values = capture.finish().values
     return {path: value for path, value in values.items() if type(value) is Container}
-
-
-def _with_lists(node: Any) -> Any:
-    if type(node) is not dict:
-        return node
-    children = {key: _with_lists(child) for key, child in node.items()}
-    if children and all(type(key) is int for key in children) and sorted(children) == list(range(len(children))):
-        return [children[index] for index in range(len(children))]
-    return children
 
 
 def _recorded_paths(planner_data: object) -> dict[str, Path]:

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.values import stored_values
 from ..errors import StateError
 from ..format.values import Container, decode_value, is_left_out
 from ..frameworks.tree_paths import PathIndex, build_tree, is_sequence
@@ -128,7 +127,7 @@ def _item_of(tensor: Any) -> StoredTensorItem:
 def _section_values(checkpoint: Checkpoint, section: str, rank: int, *, allow_pickle: bool) -> dict[Path, Any]:
     values: dict[Path, Any] = {}
     found = sorted(
-        stored_values(checkpoint.backend, checkpoint.manifest, section=section, ranks=(rank,)),
+        checkpoint.index.values(section=section, ranks=(rank,)),
         key=lambda value: value.rank is not None,  # a rank's own values take precedence
     )
     for value in found:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.index import Index
 from ..errors import FormatError, KeyNotFoundError
+from ..frameworks.tree_paths import with_lists
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
@@ -94,31 +95,30 @@ class DcpFolder:
                 if type(node) is not dict:
                     raise FormatError(f"{self._where}: {name!r:.200} is stored below a value")
             node[key] = leaf
-        return {key: _with_lists(child) for key, child in top.items()}
+        return {key: with_lists(child) for key, child in top.items()}
 
     def leaves(self, builder: IndexBuilder) -> dict[str, Any]:
         """Return the tensors as ``StoredLeaf``s and the plain values, by DCP's flat names."""
         archives = self._read_archives()
+        objects = TorchValues(builder)
         leaves: dict[str, Any] = {}
         for name, meta in self.tensors.items():
             pieces = [
-                self._piece(builder, name, meta, box, archives[item].value, item) for box, item in self.chunks[name]
+                self._piece(objects, name, meta, box, archives[item].value, item) for box, item in self.chunks[name]
             ]
             leaves[name] = StoredLeaf(meta, pieces)
-        values = TorchValues(builder)
         for name, item in self.values.items():
-            leaves[name] = values.tree(archives[item].value)
+            leaves[name] = objects.tree(archives[item].value)
         return leaves
 
-    def _piece(self, builder: IndexBuilder, name: str, meta: BasicMeta, box: Box, value: Any, item: Item) -> Piece:
+    def _piece(self, objects: TorchValues, name: str, meta: BasicMeta, box: Box, value: Any, item: Item) -> Piece:
         if type(value) is not TensorRef or value.shape != box.lengths or value.dtype != meta.dtype:
             found = f"{value.dtype} {list(value.shape)}" if type(value) is TensorRef else explain(value)
             raise FormatError(
                 f"{self._backend.url}/{item.file}: at byte {item.offset} is {found}, but {METADATA_KEY} describes "
                 f"{name!r:.200} {box} of {meta} there"
             )
-        leaf = TorchValues(builder).leaf(value)
-        return leaf.pieces[0]._replace(box=box)
+        return objects.leaf(value).pieces[0]._replace(box=box)
 
     # -------------------------------------------------------------------------------------------------------- metadata
 
@@ -217,13 +217,3 @@ class DcpFolder:
             raise FormatError(
                 f"{self._backend.url}/{file}: file is missing, but {METADATA_KEY} names it; fetch it again"
             ) from error
-
-
-def _with_lists(node: Any) -> Any:
-    """A nested dict with lists in place of dicts whose keys are the numbers from 0 on."""
-    if type(node) is not dict:
-        return node
-    children = {key: _with_lists(child) for key, child in node.items()}
-    if children and all(type(key) is int for key in children) and sorted(children) == list(range(len(children))):
-        return [children[index] for index in range(len(children))]
-    return children

@@ -6,11 +6,11 @@ A file may hold a model's state dict alone, an optimizer's, or a mapping such as
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from ..frameworks.module_tree import clean_name
+from ..frameworks.sections import is_section_name
 from .building import StoredLeaf
 
 __all__ = ["EXTRA_SECTION", "MODEL_SECTION", "OPTIMIZER_SECTION", "is_state_dict", "module_names", "sections_of"]
@@ -29,7 +29,6 @@ _COMMON_NAMES = {
     ),
 }
 _SECTION_OF = {name: section for section, names in _COMMON_NAMES.items() for name in names}
-_VALID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
 
 
 def sections_of(tree: Any) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def sections_of(tree: Any) -> dict[str, Any]:
             value = value[0]  # Lightning's lists of one optimizer and one scheduler
         if section == EXTRA_SECTION and isinstance(value, dict):
             extra.update(value)
-        elif not isinstance(value, (dict, list, tuple, StoredLeaf)) or not _VALID.fullmatch(section):
+        elif not isinstance(value, (dict, list, tuple, StoredLeaf)) or not is_section_name(section):
             extra[name] = value
         else:
             sections[section] = module_names(value) if is_state_dict(value) else _with_numbers(value)

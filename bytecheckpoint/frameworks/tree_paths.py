@@ -19,7 +19,7 @@ from ..errors import MismatchError, UnserializableError
 from ..format.values import MAX_DEPTH, Container, Path, path_name
 from .per_rank import PerRank
 
-__all__ = ["PathIndex", "build_tree", "is_sequence", "is_stateful", "kind_of"]
+__all__ = ["PathIndex", "build_tree", "is_sequence", "is_stateful", "kind_of", "with_lists"]
 
 _KEPT_MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -65,6 +65,16 @@ def kind_of(node: Any, where: str, *, root: bool = False) -> str:
 def is_sequence(node: object) -> bool:
     """Whether a node is a list, a tuple or a named tuple."""
     return type(node) in (list, tuple) or (isinstance(node, tuple) and hasattr(type(node), "_fields"))
+
+
+def with_lists(node: Any) -> Any:
+    """Return a nested dict with lists in place of the dicts whose keys are the numbers from 0 on."""
+    if type(node) is not dict:
+        return node
+    children = {key: with_lists(child) for key, child in node.items()}
+    if children and all(type(key) is int for key in children) and sorted(children) == list(range(len(children))):
+        return [children[index] for index in range(len(children))]
+    return children
 
 
 def _holds_objects(items: Iterable[Any], where: str, depth: int, *, mappings: bool) -> bool:
