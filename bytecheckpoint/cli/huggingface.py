@@ -18,6 +18,7 @@ from ..convert.importing import import_checkpoint
 from ..foreign.safetensors_folder import SafetensorsFolder
 from .options import checked, command, options_for, parse_size, rename_option
 from .output import Output, size_text
+from .torch_formats import TorchForm, export_for_torch
 
 __all__ = ["export_command", "import_command"]
 
@@ -28,7 +29,15 @@ TiedNames = Literal["drop", "copy"]
 @command("export")
 @click.argument("source")
 @click.argument("target")
-@click.option("--section", default="model", show_default=True, help="The section to export.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["safetensors", *get_args(TorchForm)]),
+    default="safetensors",
+    show_default=True,
+    help="Files of safetensors, a folder of torch.distributed.checkpoint, or one file of torch.save.",
+)
+@click.option("--section", help="The section to export. By default model for safetensors, and all for dcp and torch.")
 @click.option("--max-file-size", default="5GB", show_default=True, callback=parse_size, help="Maximum size of a file.")
 @click.option(
     "--cast", metavar="DTYPE", help="Convert floating-point tensors to bfloat16, float16, float32 or float64."
@@ -53,7 +62,8 @@ def export_command(
     options: Mapping[str, Any],
     source: str,
     target: str,
-    section: str,
+    form: Literal["safetensors"] | TorchForm,
+    section: str | None,
     max_file_size: int,
     cast: str | None,
     expect: str | None,
@@ -63,15 +73,31 @@ def export_command(
 ) -> None:
     """Write the model of checkpoint SOURCE to the folder TARGET, in the layout of Hugging Face libraries.
 
+    With --format dcp or torch, write all sections as torch's own functions do, to a new folder or file TARGET.
     Streams in bounded memory. With --expect, nothing is written (exit code 1) if a name is missing or unexpected, or
     has a different shape.
     """
     found = api.open(source, storage_options=options_for(source, options))
+    if form != "safetensors":
+        if expect or rename or tied != "drop":
+            raise click.UsageError(f"--expect, --rename and --tied do not apply to --format {form}")
+        export_for_torch(
+            out,
+            found,
+            target,
+            form,
+            max_file_size,
+            section=section,
+            cast=cast,
+            exclude=exclude,
+            storage_options=options_for(target, options),
+        )
+        return
     with out.progress("export", found.manifest.nbytes) as progress:
         report = export_safetensors(
             found,
             target,
-            section=section,
+            section=section or "model",
             max_file_bytes=max_file_size,
             cast=cast,
             expected=None if expect is None else _read_expected(expect),

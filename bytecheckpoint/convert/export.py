@@ -32,8 +32,9 @@ from ..load.options import Rename, renaming
 from ..runtime.arguments import check_choice
 from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
-from ..tensors.dtypes import DTYPES, DType, is_meaningful_cast
+from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
+from .casts import output_dtype, parse_cast
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure
 
 __all__ = ["Expected", "ExportReport", "export_safetensors"]
@@ -115,7 +116,7 @@ def export_safetensors(
         StorageError: A store failed.
     """
     target = open_backend(target_url, **dict(storage_options or {}))
-    tensors, dropped = _choose(checkpoint, section, renaming(rename), exclude, tied, expected, _parse_cast(cast))
+    tensors, dropped = _choose(checkpoint, section, renaming(rename), exclude, tied, expected, parse_cast(cast))
     _refuse_model(target)
     files = _split(tensors, section, max_file_bytes)
     done: list[str] = []
@@ -167,7 +168,7 @@ def _choose(
         _check_expected(checkpoint, required, rows)
     metas = {name: manifest.tensors.meta_of(row) for name, row in rows.items()}
     tensors = [
-        OutputTensor(name, row, Box.whole(metas[name].shape), _output_dtype(metas[name].dtype, cast))
+        OutputTensor(name, row, Box.whole(metas[name].shape), output_dtype(metas[name].dtype, cast))
         for name, row in sorted(rows.items())
     ]
     _check_dtypes(tensors)
@@ -230,22 +231,6 @@ def _check_expected(
     head = f"{checkpoint.url} does not have the expected tensors ({len(faults)} fault(s)); nothing was written:"
     advice = dict.fromkeys(("missing", "unexpected", "shape"), "")
     raise MismatchError("\n".join([head, *fault_lines(faults, sorted(rows), advice)]), faults)
-
-
-def _parse_cast(cast: str | torch.dtype | None) -> DType | None:
-    if cast is None:
-        return None
-    dtype = DTYPES.get(str(cast).removeprefix("torch."))
-    if dtype is None or dtype.kind != "float" or dtype.itemsize < 2:
-        raise UsageError(f"cast must be float16, bfloat16, float32 or float64, not {cast}")
-    return dtype
-
-
-def _output_dtype(stored: DType, cast: DType | None) -> DType:
-    # The values of 8-bit floats are meaningless without the scales of the quantized tensor, so they are not cast.
-    if cast is None or stored.kind != "float" or stored.itemsize < 2 or not is_meaningful_cast(stored, cast):
-        return stored
-    return cast
 
 
 def _check_dtypes(tensors: Sequence[OutputTensor]) -> None:

@@ -73,6 +73,11 @@ class OutputTensor:
         """Bytes in the output file."""
         return self.box.numel * self.dtype.itemsize
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype in the output file. Raises ``UnsupportedTensorError`` if this version of torch does not have it."""
+        return torch_dtype(BasicMeta(self.dtype, ()))
+
 
 @dataclass(frozen=True)
 class OutputFile:
@@ -190,7 +195,7 @@ class Rewriter:
     def _read_all(self, batch: Sequence[OutputTensor], memory: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Return the tensors, contiguous and cast, in ``memory`` (flat uint8) if that is given and large enough."""
         metas = [self._manifest.tensors.meta_of(tensor.row) for tensor in batch]
-        dtypes = [torch_dtype(BasicMeta(tensor.dtype, ())) for tensor in batch]
+        dtypes = [tensor.torch_dtype for tensor in batch]
         starts = itertools.accumulate(
             (_aligned(one.box.numel * max(meta.dtype.itemsize, one.dtype.itemsize)) for one, meta in zip(batch, metas)),
             initial=0,

@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpointer import default_checkpointer
+from ..convert.state_dicts import StoredTensorRef
 from ..errors import MismatchError, UnsupportedURLError
 from ..frameworks.template_values import value_like
 from ..load.matching import refuse_cast
@@ -33,7 +34,7 @@ from ..storage_backends import open_backend, url_text
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import basic_meta, torch_dtype
-from .stored_items import StoredItems, StoredTensorItem
+from .stored_items import StoredItems
 
 __all__ = ["Reader"]
 
@@ -279,7 +280,7 @@ def _is_bytes(item: ReadItem) -> bool:
 
 
 def _describe_item(checkpoint: Checkpoint, item: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not isinstance(item, StoredTensorItem):
+    if not isinstance(item, StoredTensorRef):
         return BytesStorageMetadata()
     manifest = checkpoint.manifest
     meta: BasicMeta = manifest.tensors.meta_of(item.row)

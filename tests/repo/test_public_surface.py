@@ -22,6 +22,7 @@ PACKAGE = Path(bcp.__file__).parent
 # Pickles that a caller requests explicitly, when saving and again when loading; messages between a test and its own
 # processes; and messages to checkpoint-engine's workers, from which nothing is unpickled.
 MAY_PICKLE = {
+    "bytecheckpoint.dcp.export",  # writes the metadata of DCP, which is a pickle
     "bytecheckpoint.format.values.pickled",
     "bytecheckpoint.inference.push.engines.ipc_update",
     "bytecheckpoint.testing.rank_process",

@@ -1,0 +1,157 @@
+"""The state dicts of what a checkpoint stores, with references in place of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..errors import StateError
+from ..format.values import Container, decode_value, is_left_out
+from ..frameworks.tree_paths import PathIndex, build_tree, is_sequence
+from ..tensors.metadata import Path
+
+__all__ = ["Refused", "StoredTensorRef", "find_all", "replace_all", "section_state"]
+
+_MODELS = frozenset({"module", "fsdp1", "deepspeed", "megatron"})
+_OPTIMIZERS = frozenset({"optimizer", "deepspeed-optimizer", "megatron-optimizer"})
+_EXTRA_STATE = "_extra_state"
+_OWN_STATE = "_state_dict"
+# What docs/format.md, section 5.1, defines below a model besides its state dict.
+_NOT_IN_STATE_DICT = ("_metadata", "_engine", "__wrapper__")
+
+
+@dataclass(frozen=True)
+class StoredTensorRef:
+    """The tensor in the manifest's row ``row``."""
+
+    row: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A value that cannot be decoded."""
+
+    error: StateError
+
+
+def section_state(
+    checkpoint: Checkpoint,
+    section: str,
+    *,
+    rank: int = 0,
+    allow_pickle: bool = False,
+    keep: Callable[[str], bool] = lambda name: True,
+) -> Any:
+    """Return the state dict of a section, or the tree that was saved: shared items and those of one rank of the save.
+
+    A model's is that of the module; an optimizer's has names of parameters in place of numbers, and one group for all
+    parameters with equal hyper-parameters, because a checkpoint does not store groups. Tensors are ``StoredTensorRef``,
+    and values that cannot be decoded ``Refused``.
+
+    Args:
+        checkpoint: The opened checkpoint.
+        section: Name of the section.
+        rank: The rank of the save whose own items are included.
+        allow_pickle: Decode values that are stored as pickles, which can run arbitrary code.
+        keep: Whether to include the tensor or value with this full name.
+
+    Returns:
+        The tree.
+
+    Raises:
+        MismatchError: The items contradict each other, or a list is incomplete.
+        CorruptionError: Stored bytes are damaged or missing.
+        StorageError: The store failed.
+    """
+    values = _section_values(checkpoint, section, rank, allow_pickle=allow_pickle, keep=keep)
+    rows = {fqn: row for fqn, row in checkpoint.section_rows(section, rank).items() if keep(f"{section}.{fqn}")}
+    number = checkpoint.manifest.section_index(section)
+    kind = "" if number is None else checkpoint.manifest.sections[number].kind
+    if kind in _OPTIMIZERS:
+        return _optimizer_state_dict(values, rows)
+    tree = _tree(section, values, rows)
+    return _model_state_dict(tree) if kind in _MODELS else tree
+
+
+def replace_all(node: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """Return the tree with everything of a type replaced."""
+    if isinstance(node, kind):
+        return replace(node)
+    if isinstance(node, dict):
+        made = type(node)() if type(node).__init__ is dict.__init__ else {}
+        made.update((key, replace_all(item, kind, replace)) for key, item in node.items())
+        return made
+    if is_sequence(node):
+        return type(node)(replace_all(item, kind, replace) for item in node)
+    return node
+
+
+def find_all(node: Any, kind: type) -> list[Any]:
+    """Return everything of a type in a tree."""
+    if isinstance(node, kind):
+        return [node]
+    if isinstance(node, Mapping):
+        return [one for item in node.values() for one in find_all(item, kind)]
+    return [one for item in node for one in find_all(item, kind)] if is_sequence(node) else []
+
+
+def _section_values(
+    checkpoint: Checkpoint, section: str, rank: int, *, allow_pickle: bool, keep: Callable[[str], bool]
+) -> dict[Path, Any]:
+    values: dict[Path, Any] = {}
+    found = sorted(
+        checkpoint.index.values(section=section, ranks=(rank,)),
+        key=lambda value: value.rank is not None,  # a rank's own values take precedence
+    )
+    for value in found:
+        if not keep(value.name):
+            continue
+        try:
+            decoded = decode_value(value.encoded, where=value.name, allow_pickle=allow_pickle)
+        except StateError as error:
+            decoded = Refused(error)
+        if not is_left_out(decoded):
+            values[value.path] = decoded
+    return values
+
+
+def _tree(section: str, values: Mapping[Path, Any], rows: Mapping[str, int]) -> Any:
+    if set(values) == {()} and not rows and not isinstance(values[()], Container):
+        return values[()]
+    index = PathIndex.of(values)
+    leaves = [(path, value) for path, value in values.items() if type(value) is not Container]
+    leaves += [(index.path_of(fqn), StoredTensorRef(row)) for fqn, row in rows.items()]
+    return build_tree(leaves, index.containers, (), section)
+
+
+def _model_state_dict(tree: Any) -> dict[str, Any]:
+    state = {name: value for name, value in tree.items() if name not in (*_NOT_IN_STATE_DICT, _EXTRA_STATE, _OWN_STATE)}
+    for module, extra in tree.get(_EXTRA_STATE, {}).items():
+        state[f"{module}.{_EXTRA_STATE}" if module else _EXTRA_STATE] = extra
+    return {**state, **tree.get(_OWN_STATE, {})}
+
+
+def _optimizer_state_dict(values: Mapping[Path, Any], rows: Mapping[str, int]) -> dict[str, Any]:
+    options = {
+        str(path[1]): value for path, value in values.items() if path[:1] == ("param_groups",) and len(path) == 2
+    }
+    state: dict[str, Any] = {}
+    for path, value in values.items():
+        if path[:1] == ("state",) and len(path) == 3 and type(value) is not Container:
+            state.setdefault(str(path[1]), {})[str(path[2])] = value
+    for name, row in rows.items():
+        rest = name.removeprefix("state.")
+        end = len(rest)
+        while (end := rest.rfind(".", 0, end)) > 0 and rest[:end] not in options:
+            pass
+        if end > 0:
+            state.setdefault(rest[:end], {})[rest[end + 1 :]] = StoredTensorRef(row)
+    groups: list[dict[str, Any]] = []
+    for fqn, found in options.items():
+        group = next((one for one in groups if {**one, "params": None} == {**found, "params": None}), None)
+        if group is None:
+            groups.append(group := {**found, "params": []})
+        group["params"].append(fqn)
+    return {"state": state, "param_groups": groups}
