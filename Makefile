@@ -27,7 +27,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := $(VENV)-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # Trainers' frameworks, each in an environment on top of $(VENV).
-ENGINES := deepspeed megatron
+ENGINES := deepspeed megatron huggingface
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 SOURCES := bytecheckpoint planners storage_backends tests examples benchmarks
 
@@ -54,7 +54,8 @@ help:
 	@echo "make test-main  every test that needs no vLLM"
 	@echo "make test-vllm  the tests with a real vLLM, in a second environment (part of make test on Linux x86-64;"
 	@echo "                WITH_VLLM=no skips it)"
-	@echo "make test-deepspeed, make test-megatron   the tests with a real DeepSpeed or Megatron-core, each in its environment"
+	@echo "make test-deepspeed, make test-megatron, make test-huggingface   the tests with a real DeepSpeed, Megatron-core, or"
+	@echo "                transformers and PEFT, each in its environment"
 	@echo "make test-pairs   the matrix of all frameworks and shardings, which needs both of these environments"
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"

@@ -108,17 +108,17 @@ class IndexBuilder:
         """Add a tied name of a tensor."""
         self._aliases.append((f"{section}.{alias}", f"{section}.{fqn}"))
 
-    def add_tree(self, section: str, tree: Any) -> None:
+    def add_tree(self, section: str, tree: Any, rank: int | None = None) -> None:
         """Add a nested dict, list or tuple of plain values and ``StoredLeaf``s, as a save of such a tree stores it.
 
-        One ``StoredLeaf`` at several places is a tied tensor. Raises ``UnserializableError`` and
-        ``NameCollisionError``.
+        One ``StoredLeaf`` at several places is a tied tensor. A tree of one rank has plain values only. Raises
+        ``UnserializableError`` and ``NameCollisionError``.
         """
         self._kinds.setdefault(section, "tree")
         capture = _TreeCapture(self, section)
         capture.visit(capture.with_tensors(tree))
         for path, value in capture.finish().values.items():
-            self.add_value(section, path, value)
+            self.add_value(section, path, value, rank)
 
     def add_crc(self, file: int, begin: int, end: int, crc: int) -> None:
         """Add the CRC-32 of bytes ``[begin, end)`` of a file."""

@@ -1,4 +1,4 @@
-"""Read folders of Hugging Face libraries: models in safetensors files or files of ``torch.save``, and LoRA adapters."""
+"""Read folders of Hugging Face libraries: models, adapters of PEFT, and checkpoints of the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from .naming import MODEL_SECTION
 from .place import Place
 from .safetensors_folder import SafetensorsFolder, meta_of
 from .torch_folder import add_torch_model
+from .trainer import STATE_KEY, TrainerState
 
 __all__ = ["read_huggingface"]
 
 
 def read_huggingface(place: Place) -> Index | None:
     """Return the index of a model, whose tensors form the section ``model``; None if there is none.
+
+    A Trainer's checkpoint also has the sections that ``TrainerState`` adds.
 
     A folder with safetensors files is read from these, even if it also has files of ``torch.save``. Those have CRC-32s;
     safetensors files have no checksums.
@@ -29,12 +32,12 @@ def read_huggingface(place: Place) -> Index | None:
         folder = SafetensorsFolder(place)
         builder = IndexBuilder(place.backend, "safetensors")
         _add_safetensors(folder, builder)
-        return builder.build(name=folder.name)
+        return _build(place, builder)
     if place.name:
         return None
     builder = IndexBuilder(place.backend, "torch.save")
     if add_torch_model(place, builder):
-        return builder.build()
+        return _build(place, builder)
     gguf = next((name for name in names if name.endswith(".gguf")), None)
     if gguf is not None:
         raise NotACheckpointError(
@@ -42,6 +45,14 @@ def read_huggingface(place: Place) -> Index | None:
             f"safetensors files that it was converted from"
         )
     return None
+
+
+def _build(place: Place, builder: IndexBuilder) -> Index:
+    if place.name or STATE_KEY not in place.children:
+        return builder.build(name=place.name)
+    builder.system = "transformers"
+    trainer = TrainerState(place, builder)
+    return builder.build(step=trainer.step, world_size=trainer.world_size)
 
 
 def _add_safetensors(folder: SafetensorsFolder, builder: IndexBuilder) -> None:

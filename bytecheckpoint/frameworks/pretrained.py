@@ -1,7 +1,8 @@
 """Names that a module may lack in a checkpoint, or does not need from one.
 
 Models of transformers list patterns of such names as attributes. Each list applies to the names below the module that
-has it. transformers itself need not be installed.
+has it. Models with adapters of PEFT have the adapter's name in the names of its tensors, which PEFT's files leave out.
+Neither library need be installed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ __all__ = ["apply_name_rules"]
 _UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
 _MISSING = "_keys_to_ignore_on_load_missing"
 _TIED = "_tied_weights_keys"
+_ADAPTERS = "peft_config"
+_PEFT_PREFIX = "base_model.model."
 # Buffers that old versions stored. Models compute them, and transformers drops them whatever the lists contain.
 _STALE = (r"(^|\.)position_ids$", r"(^|\.)rotary_emb\.inv_freq$")
 _MAX_LISTED = 5
@@ -45,6 +48,7 @@ def apply_name_rules(
         return
     if lacking:
         _fill_tied(modules, target, stored, lacking)
+        _fill_adapters(modules, target, stored, lacking)
         rules = list(_rules(modules, _MISSING))
         target.optional.update(name for name in lacking if _applies(rules, name))
     if extra:
@@ -72,10 +76,47 @@ def _fill_tied(
             continue
         if any(shard.fqn == name and shard.tensor.is_meta for shard in target.shards):
             continue
-        requested = target.metas.pop(name)
-        target.metas.setdefault(source, requested)
-        target.aliases[name] = source
-        target.shards[:] = [replace(one, fqn=source) if one.fqn == name else one for one in target.shards]
+        _read_from(target, {name: source})
+
+
+def _fill_adapters(
+    modules: Sequence[nn.Module], target: SectionTarget, stored: StoredSection, lacking: Iterable[str]
+) -> None:
+    """Fill adapters from the names in PEFT's files, which have no tensors of the base model."""
+    adapters = {str(name) for _, module in _named(modules) for name in vars(module).get(_ADAPTERS) or ()}
+    if not adapters:
+        return
+    sources: dict[str, str] = {}
+    base: list[str] = []
+    for name in lacking:
+        plain = [found for adapter in adapters if (found := _without_adapter(name, adapter)) != name]
+        if not plain:
+            base.append(name)
+        # A model of transformers with an adapter has PEFT's prefix only in its files.
+        candidates = [prefix + one for one in plain for prefix in ("", _PEFT_PREFIX)]
+        source = next((one for one in candidates if one in stored.metas and one not in target.metas), None)
+        if source is not None:
+            sources[name] = source
+    if sources:
+        _read_from(target, sources)
+        target.optional.update(base)
+
+
+def _without_adapter(name: str, adapter: str) -> str:
+    parts = name.split(".")
+    if adapter not in parts:
+        return name
+    at = parts.index(adapter)
+    start = at - 1 if parts[at - 1 : at] == ["modules_to_save"] else at
+    return ".".join((*parts[:start], *parts[at + 1 :]))
+
+
+def _read_from(target: SectionTarget, sources: Mapping[str, str]) -> None:
+    """Let the target read tensors from the stored ones of other names."""
+    for name, source in sources.items():
+        target.metas.setdefault(source, target.metas.pop(name))
+    target.aliases.update(sources)
+    target.shards[:] = [replace(one, fqn=sources.get(one.fqn, one.fqn)) for one in target.shards]
 
 
 def _tied_sources(modules: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,8 @@
 A state dict is stored as a tree. Its parameters have names (``get_optimizer_state_dict``, also flattened) or numbers
 (``Optimizer.state_dict``). Numbers count the parameters of the groups in order, so they identify the parameters of a
 target whose groups have the same sizes, as in ``Optimizer.load_state_dict``. Shapes that contradict this are an error.
+A target with other groups needs shapes that allow only one way of dividing the model's parameters among the stored
+groups, in the model's order.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from ..errors import MismatchError
 from ..format.values import Container, path_name
 from ..tensors.shards import Path, SectionTarget, StoredSection, torch_dtype
 from .base import Context
-from .module_tree import clean_name
+from .group_order import only_division
+from .module_tree import clean_name, modules_of, named_slots
 from .optimizer_groups import group_path, groups_of
 from .optimizer_params import NamedParam
 from .optimizer_state import TENSOR_LEAF, empty_state_path, state_path
@@ -87,7 +90,7 @@ class StoredStateDict:
             if name.startswith(f"{_GROUPS}.")
         }
         contents = self._contents(stored.values)
-        self._names = self._parameter_names(contents.groups)
+        self._names = self._parameter_names(contents)
         self._stored_names = {}
         for key, entries in contents.state.items():
             if key in self._names:
@@ -181,7 +184,8 @@ class StoredStateDict:
 
     # --------------------------------------------------------------------------------------------------------- names
 
-    def _parameter_names(self, groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    def _parameter_names(self, contents: _Contents) -> dict[Any, str]:
+        groups = contents.groups
         if not groups:
             return {name: name for named in self._params for name in named.names}
         if not is_numbered(groups):
@@ -190,10 +194,19 @@ class StoredStateDict:
         names = [names for _, names in groups_of(self._params)]
         theirs, ours = [len(group["params"]) for group in groups if group["params"]], [len(some) for some in names]
         if theirs != ours:
+            divided = only_division(
+                [group["params"] for group in groups], self._shapes(contents.state), self._ordered()
+            )
+            if divided is not None:
+                self._context.notes.append(
+                    f"{self._context.section}: the checkpoint has a state dict that numbers its parameters, in other "
+                    "groups; in the model's order, their shapes allow only one assignment, which was used"
+                )
+                return divided
             raise MismatchError(
                 f"section {self._context.section!r}: the checkpoint has a state dict that numbers its parameters, in "
-                f"groups of {theirs}, and the target has groups of {ours}, so it is unknown which parameter is which. "
-                f"{_ADVICE}",
+                f"groups of {theirs}, and the target has groups of {ours}. In the model's order, their shapes do not "
+                f"allow exactly one assignment, so it is unknown which parameter is which. {_ADVICE}",
                 [("value", f"{self._context.section}.{_GROUPS}", f"groups of {theirs}, now {ours}")],
             )
         self._context.notes.append(
@@ -202,6 +215,28 @@ class StoredStateDict:
         )
         keys = [key for group in groups for key in group["params"]]
         return dict(zip(keys, (name for some in names for name in some)))
+
+    def _shapes(self, state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, tuple[int, ...]]:
+        """The shape of each parameter whose entries have one shape in common."""
+        found: dict[Any, tuple[int, ...]] = {}
+        for key, entries in state.items():
+            own = [path for path in _tensors_in(entries, ()) if len(path) == 1]
+            shapes = {self._stored.metas[path_name((_STATE, key, *path))].shape for path in own} - {()}
+            if len(shapes) == 1:
+                (found[key],) = shapes
+        return found
+
+    def _ordered(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the target's parameters in the model's order; empty if that is unknown.
+
+        FSDP-1's flat parameters do not show the model's order.
+        """
+        shapes = {fqn: shape for named in self._params for fqn, shape in named.layout.fqns.items()}
+        order: dict[str, tuple[int, ...]] = {}
+        for value in self._context.state.values():
+            names = [slot.fqn for slot in named_slots(modules_of(value)) if slot.is_parameter]
+            order.update((fqn, shapes[fqn]) for fqn in names if fqn in shapes)
+        return list(order.items()) if order.keys() == shapes.keys() else []
 
     def _check_shapes(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Entries that have the parameter's shape for some parameters must have it for all of them."""

@@ -6,12 +6,13 @@ from importlib.util import find_spec
 
 import pytest
 
-FRAMEWORKS = ("deepspeed", "megatron")
+FRAMEWORKS = {"deepspeed": "deepspeed", "megatron": "megatron", "huggingface": "peft"}
+"""The package that the environment of each must have."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for name in FRAMEWORKS:
-        if find_spec(name) is None:
+    for name, package in FRAMEWORKS.items():
+        if find_spec(package) is None:
             missing = pytest.mark.skip(reason=f"make test-{name} installs it")
             for item in items:
                 if item.get_closest_marker(name) is not None:

@@ -15,6 +15,8 @@ REQUIREMENTS = Path(__file__).parents[2]
     [
         pytest.param("requirements-deepspeed.txt", "deepspeed", marks=pytest.mark.deepspeed),
         pytest.param("requirements-megatron.txt", "megatron-core", marks=pytest.mark.megatron),
+        pytest.param("requirements-huggingface.txt", "transformers", marks=pytest.mark.huggingface),
+        pytest.param("requirements-huggingface.txt", "peft", marks=pytest.mark.huggingface),
     ],
 )
 def test_the_pinned_version_is_installed(file: str, package: str) -> None:
