@@ -22,6 +22,7 @@ from ..format.values import encode_value, path_name
 from ..frameworks.base import Context
 from ..frameworks.tree_capture import ROOT_TENSOR, Capture
 from ..storage_backends.base import StorageBackend
+from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
 from ..tensors.shards import Path, torch_dtype
@@ -85,6 +86,13 @@ class IndexBuilder:
         """Return the number of a file; asks the store for its size at the first call. Raises ``StorageError``."""
         known = self._files.get(key)
         return self.add_file(key, self.backend.stat(key).size) if known is None else known[0]
+
+    def read(self, piece: Piece, dtype: DType, count: int) -> bytes:
+        """Read the first ``count`` elements of a piece, in order to find out what it is. Raises ``StorageError``."""
+        data = bytearray(count * dtype.itemsize)
+        if data:
+            self.backend.read_into(list(self._files)[piece.file], piece.offset, data)
+        return bytes(data)
 
     def add_section(self, section: str, kind: str) -> None:
         """Add a section, which may stay empty. ``kind`` is "module", "optimizer" or "tree", as of this library's."""

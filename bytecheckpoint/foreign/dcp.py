@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..checkpoint.index import Index
 from ..errors import FormatError, KeyNotFoundError
 from ..frameworks.tree_paths import with_lists
+from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
@@ -41,7 +42,7 @@ def read_dcp(place: Place) -> Index | None:
     """
     if place.name or METADATA_KEY not in place.children:
         return None
-    folder = DcpFolder(place)
+    folder = DcpFolder(place.backend)
     builder = IndexBuilder(place.backend, "torch.distributed.checkpoint")
     tree = folder.tree(builder)
     for section, part in sections_of(tree).items():
@@ -68,11 +69,14 @@ class DcpFolder:
         world_size: The number of ranks that wrote files.
     """
 
-    def __init__(self, place: Place) -> None:
-        """Read ``.metadata``. Raises ``FormatError`` if it is no metadata of DCP."""
-        self._backend = place.backend
-        self._where = f"{place.backend.url}/{METADATA_KEY}"
-        document = interpret(place.backend.get(METADATA_KEY, max_size=_MAX_METADATA_BYTES), self._where)
+    def __init__(self, backend: StorageBackend, prefix: str = "") -> None:
+        """Read ``.metadata`` in the folder ``prefix``, which ends in a slash if it is not the backend's root.
+
+        Raises ``FormatError`` if it is no metadata of DCP, and ``KeyNotFoundError`` if it is missing.
+        """
+        self._backend, self._prefix = backend, prefix
+        self._where = f"{backend.url}/{prefix}{METADATA_KEY}"
+        document = interpret(backend.get(prefix + METADATA_KEY, max_size=_MAX_METADATA_BYTES), self._where)
         fields = self._fields(document, "Metadata", "state_dict_metadata", "storage_data")
         self.tensors: dict[str, BasicMeta] = {}
         self.chunks: dict[str, list[tuple[Box, Item]]] = {}
@@ -80,7 +84,8 @@ class DcpFolder:
         self._items = self._read_items(fields["storage_data"])
         self._read_entries(fields["state_dict_metadata"])
         self.paths = self._read_paths(fields.get("planner_data"))
-        ranks = [int(found[1]) for item in self._items.values() if (found := _RANK_OF_FILE.fullmatch(item.file))]
+        files = {item.file.removeprefix(prefix) for item in self._items.values()}
+        ranks = [int(found[1]) for file in files if (found := _RANK_OF_FILE.fullmatch(file))]
         self.world_size = max(ranks, default=0) + 1
 
     def tree(self, builder: IndexBuilder) -> dict[str, Any]:
@@ -99,26 +104,29 @@ class DcpFolder:
 
     def leaves(self, builder: IndexBuilder) -> dict[str, Any]:
         """Return the tensors as ``StoredLeaf``s and the plain values, by DCP's flat names."""
+        tensors, objects = self.contents(builder)
+        values = TorchValues(builder)
+        return {**tensors, **{name: values.tree(value) for name, value in objects.items()}}
+
+    def contents(self, builder: IndexBuilder) -> tuple[dict[str, StoredLeaf], dict[str, Any]]:
+        """Return the tensors, and the other objects as ``interpret`` returns them, by DCP's flat names."""
         archives = self._read_archives()
-        objects = TorchValues(builder)
-        leaves: dict[str, Any] = {}
+        values, tensors = TorchValues(builder), {}
         for name, meta in self.tensors.items():
             pieces = [
-                self._piece(objects, name, meta, box, archives[item].value, item) for box, item in self.chunks[name]
+                self._piece(values, name, meta, box, archives[item].value, item) for box, item in self.chunks[name]
             ]
-            leaves[name] = StoredLeaf(meta, pieces)
-        for name, item in self.values.items():
-            leaves[name] = objects.tree(archives[item].value)
-        return leaves
+            tensors[name] = StoredLeaf(meta, pieces)
+        return tensors, {name: archives[item].value for name, item in self.values.items()}
 
-    def _piece(self, objects: TorchValues, name: str, meta: BasicMeta, box: Box, value: Any, item: Item) -> Piece:
+    def _piece(self, values: TorchValues, name: str, meta: BasicMeta, box: Box, value: Any, item: Item) -> Piece:
         if type(value) is not TensorRef or value.shape != box.lengths or value.dtype != meta.dtype:
             found = f"{value.dtype} {list(value.shape)}" if type(value) is TensorRef else explain(value)
             raise FormatError(
                 f"{self._backend.url}/{item.file}: at byte {item.offset} is {found}, but {METADATA_KEY} describes "
                 f"{name!r:.200} {box} of {meta} there"
             )
-        return objects.leaf(value).pieces[0]._replace(box=box)
+        return values.leaf(value).pieces[0]._replace(box=box)
 
     # -------------------------------------------------------------------------------------------------------- metadata
 
@@ -142,7 +150,7 @@ class DcpFolder:
                 raise FormatError(
                     f"{self._where}: {index['fqn']!r:.200} is stored in {item.file!r:.200}, not inside the folder"
                 )
-            items[index["fqn"], index.get("offset")] = item
+            items[index["fqn"], index.get("offset")] = item._replace(file=self._prefix + item.file)
         return items
 
     def _read_entries(self, found: Any) -> None:

@@ -16,12 +16,15 @@ from ..storage_backends.base import StorageBackend
 from .dcp import read_dcp
 from .deepspeed import read_deepspeed
 from .huggingface import read_huggingface
+from .megatron import read_megatron
 from .place import Place, open_parent
 from .torch_files import read_torch_file
 
 __all__ = ["Location"]
 
-_READERS: tuple[Callable[[Place], Index | None], ...] = (read_dcp, read_deepspeed, read_huggingface, read_torch_file)
+_READERS: tuple[Callable[[Place], Index | None], ...] = (
+    *(read_megatron, read_dcp, read_deepspeed, read_huggingface, read_torch_file),
+)
 """Each returns None for files of another system, and raises for damaged files that it recognizes."""
 
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar", ".gguf")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import zlib
 from argparse import Namespace
 from collections import Counter, OrderedDict, deque
 from typing import Any
 
 import torch
 
+from ..errors import CorruptionError, UnsupportedTensorError
 from ..format.values import UnreadObject
+from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.metadata import BasicMeta
+from ..tensors.shards import torch_dtype
 from .building import IndexBuilder, StoredLeaf
 from .pickles import Global, Instance, Storage, TensorRef, explain
 
-__all__ = ["TorchValues"]
+__all__ = ["TorchValues", "read_small"]
+
+_MAX_SMALL_BYTES = 16 << 20
 
 
 class TorchValues:
@@ -45,6 +51,8 @@ class TorchValues:
             return getattr(torch, value.name, UnreadObject(f"the dtype {value.name}"))
         if kind is Instance and value.cls == Global("argparse", "Namespace"):
             return Namespace(**{name: self.tree(child) for name, child in value.attributes.items()})
+        if kind is Instance and value.cls == Global("_io", "BytesIO") and type(value.state) is tuple:
+            return value.state[0] if value.state and type(value.state[0]) is bytes else UnreadObject(explain(value))
         if kind in (Instance, Storage):
             return UnreadObject(explain(value))
         if kind is Global:
@@ -71,3 +79,26 @@ class TorchValues:
             self._builder.add_crc(file, storage.offset, storage.offset + storage.nbytes, storage.crc32)
         self._storages[place] = storage
         return file
+
+
+def read_small(backend: StorageBackend, tensor: TensorRef) -> torch.Tensor:
+    """Read a tensor that is part of a value, such as a loss scale.
+
+    Raises ``UnsupportedTensorError`` for one that is large or not contiguous, and ``CorruptionError`` for one whose
+    CRC-32 differs.
+    """
+    nbytes = tensor.numel * tensor.dtype.itemsize
+    if nbytes > _MAX_SMALL_BYTES or not tensor.is_contiguous:
+        raise UnsupportedTensorError(f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.strides)}")
+    dtype = torch_dtype(BasicMeta(tensor.dtype, tensor.shape))
+    if not nbytes:
+        return torch.empty(tensor.shape, dtype=dtype)
+    data = bytearray(nbytes)
+    backend.read_into(tensor.file, tensor.offset, data)
+    storage = tensor.storage
+    if storage.crc32 is not None and nbytes == storage.nbytes and zlib.crc32(data) != storage.crc32:
+        raise CorruptionError(
+            f"{backend.url}/{tensor.file}: bytes [{tensor.offset}, {tensor.offset + nbytes}) differ from their CRC-32; "
+            f"fetch the file again"
+        )
+    return torch.frombuffer(data, dtype=dtype).view(tensor.shape)

@@ -26,7 +26,8 @@ _ATOMS = (bool, int, float, str, type(None))
 class OpenSection:
     """One section of a checkpoint as one rank loads it, under the target's names.
 
-    ``is_read`` is False if the section is not stored, or if the patterns select nothing in it.
+    ``is_stored`` is False if the section is not stored, or if it is one object that this library does not read.
+    ``is_read`` is False then, and if the patterns select nothing in it.
     ``contents`` is what the adapter sees, ``tensor_rows`` the manifest's row of each tensor and alias.
     ``shared_values`` lists the values that all ranks share, in the same order on every rank. ``own_tensors`` and
     ``own_values`` belong to the saved rank that this rank loads. ``skipped`` names stay unchanged by a per-rank policy.
@@ -123,6 +124,9 @@ class SectionReader:
         decoded = self._decoded(section, {**shared, **own})
         left_out = {path for path, value in decoded.items() if is_left_out(value)}
         kept = {path: value for path, value in decoded.items() if path not in left_out} if left_out else decoded
+        unread = {} if self._index.is_own else _unread(kept)
+        if () in unread:
+            return OpenSection(name=section, is_stored=False, faults=self._unread_section(section, unread[()]))
         return OpenSection(
             name=section,
             is_stored=True,
@@ -135,7 +139,7 @@ class SectionReader:
             skipped=frozenset(choices.skipped),
             left_out=frozenset(map(path_name, left_out)),
             faults=tuple(choices.faults),
-            unread={} if self._index.is_own else _unread(kept),
+            unread=unread,
         )
 
     def _missing_section(self, section: str) -> tuple[Fault, ...]:
@@ -146,6 +150,11 @@ class SectionReader:
         if not self._index.is_own and stored == "model":
             detail = "these files of another library hold only a model; load it as {'model': module}"
         return (Fault("missing", section, detail),)
+
+    def _unread_section(self, section: str, what: str) -> tuple[Fault, ...]:
+        if self._options.strictness(section) == "lenient":
+            return ()
+        return (Fault("value", section, f"{what}, which this library does not read; leave the section out"),)
 
     def _tensors(self, section: str, choices: RankChoices) -> _Tensors:
         tensors, options = self._manifest.tensors, self._options

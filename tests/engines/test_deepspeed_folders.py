@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -16,6 +15,7 @@ from deepspeed_engines import expert_engine, expert_steps, muon_engine, train
 from deepspeed_jobs import KINDS, deepspeed_job, initialize
 from engines import TORCH_KINDS, Decoder, Job, adamw, differences, lenient_warnings, torch_job
 from sampling import is_full, sample
+from written_files import written_files
 
 import bytecheckpoint as bcp
 from bytecheckpoint import errors
@@ -48,26 +48,6 @@ def _trained(kind: str) -> Job:
     job = deepspeed_job(kind, 1, lr=RATE)
     job.train(BEFORE)
     return job
-
-
-def _written_files(folder: str) -> dict[str, tuple[int, int]]:
-    found = [os.path.join(where, name) for where, _, names in os.walk(folder) for name in names]
-    return {path: (os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in found}
-
-
-class _Opened:
-    """Records which files this process opens for writing. An audit hook cannot be removed, so there is one."""
-
-    def __init__(self) -> None:
-        self.is_active, self.paths = False, list[str]()
-        sys.addaudithook(self._audit)
-
-    def _audit(self, event: str, args: Any) -> None:
-        if self.is_active and event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            self.paths.append(str(args[0]))
-
-
-_opened: list[_Opened] = []
 
 
 # ----------------------------------------------------------------------------------------------------- as if saved live
@@ -144,21 +124,16 @@ def _save_with_oracle(rank: int, world_size: int, folder: str, kinds: list[str])
 
 
 def _load(rank: int, world_size: int, folder: str, pairs: list[tuple[str, str]]) -> list[str]:
-    if not _opened:
-        _opened.append(_Opened())
-    opened, faults = _opened[0], []
+    faults = []
     for saved, target in pairs:
         path = f"{folder}/{saved}"
         form, losses = torch.load(f"{folder}/{saved.partition('/')[0]}.expected")
         job = build(target, seed=2)
-        files = _written_files(folder)
-        opened.paths.clear()
-        opened.is_active = True
-        report = bcp.load(path, job.state, cast="any")  # the frozen parameter has no master weight
-        opened.is_active = False
+        with written_files(folder) as written:
+            report = bcp.load(path, job.state, cast="any")  # the frozen parameter has no master weight
         bad = differences(job.full_form(), form)
-        if opened.paths or _written_files(folder) != files:
-            bad.append(f"written: {opened.paths}")
+        if written:
+            bad.append(f"written: {written}")
         if {group["lr"] for group in job.optimizer.param_groups} != {RATE}:
             bad.append("learning rate")
         found = job.train(AFTER)

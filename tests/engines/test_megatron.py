@@ -24,8 +24,9 @@ from bytecheckpoint.testing.ranks import RankPool
 
 pytest.importorskip("megatron.core", reason="make test-megatron installs Megatron-core")
 
-from mcore_training import Layout, Recipe, differences, training
+from mcore_training import Layout, Recipe, differences, stored_name, training
 from sampling import sample
+from stored_modules import full_state, stored_module, two_groups
 
 pytestmark = pytest.mark.megatron
 
@@ -156,36 +157,14 @@ def test_optimizers_and_models_load_each_other(
 def _through_fsdp(rank: int, world_size: int, source: str, path: str, kind: str) -> dict[str, Any]:
     """Load a checkpoint into plain modules of the same names under FSDP-2 or DDP, in fp32, and save it again."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
 
-    root = torch.nn.Module()
-    checkpoint = bcp.open(source)
-    for name in checkpoint:
-        if name.startswith("model."):
-            *parents, leaf = name.split(".")[1:]
-            module = root
-            for part in parents:
-                if not hasattr(module, part):
-                    module.add_module(part, torch.nn.Module())
-                module = getattr(module, part)
-            module.register_parameter(leaf, torch.nn.Parameter(torch.full(checkpoint[name].shape, float("nan"))))
+    root = stored_module(source)
     model: Any = fully_shard(root) if kind == "FSDP-2" else torch.nn.parallel.DistributedDataParallel(root)
-    params = dict(root.named_parameters())
-    groups = [[p for p in params.values() if (p.ndim > 1) is matrices] for matrices in (False, True)]
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    optimizer = two_groups(root)
     state = {"model": model, "optimizer": optimizer}
     bcp.load(source, state)
     bcp.save(path, state, step=2)
-
-    full: dict[str, Any] = {}
-    for name, param in params.items():
-        for key, value in {"master": param, **optimizer.state[param]}.items():
-            full[f"{name}/{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-    for group in optimizer.param_groups:
-        for name, param in params.items():
-            if any(param is other for other in group["params"]):
-                full.update({f"{name}/{key}": torch.tensor(group[key]) for key in ("lr", "weight_decay")})
-    return full
+    return full_state(root, optimizer)
 
 
 @pytest.mark.parametrize("kind", ["FSDP-2", "DDP"])
@@ -194,13 +173,8 @@ def test_fsdp_and_ddp_modules_of_the_same_names(pool: RankPool, tmp_path: Path, 
     layout = Layout(tp=2, pp=2)
     saved, losses = pool.run(_save, layout, GROUPED, first)[0]
     plain = pool.run(_through_fsdp, first, second, kind, world_size=2)[0]
-    names = {
-        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    }
     for key, value in saved.items():
-        for name, stored in names.items():
-            key = key.replace(name, stored)
+        key = stored_name(key)
         if not key.endswith("/model"):  # the fp32 module holds the master weights
             rows = len(value) if value.ndim else None
             assert torch.equal(value, plain[key][:rows] if rows else plain[key]), key

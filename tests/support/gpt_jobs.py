@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed_jobs import deepspeed_job, model_form
 from engines import TORCH_KINDS, Form, Job, adamw, lenient_warnings, sharded_form, torch_job
 from gpt_twin import EXPERTS, VOCABULARY, Gpt, loss
-from mcore_training import Layout, Recipe, Training, global_batch, training
+from mcore_training import Layout, Recipe, Training, global_batch, stored_name, training
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -42,12 +42,6 @@ _MEGATRON = {
     "megatron-tp2-pp2": Layout(tp=2, pp=2),
     "megatron-ep2": Layout(ep=2, world=2),
     "megatron-dp2": Layout(world=2),
-}
-# What the modules of this model are called, and what Megatron's checkpoints call them.
-_STORED_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    "local_experts.": "experts.",
 }
 
 
@@ -82,9 +76,7 @@ class MegatronJob:
     def full_form(self) -> Form:
         found: Form = {}
         for key, value in self.job.full_state().items():
-            for name, stored in _STORED_NAMES.items():
-                key = key.replace(name, stored)
-            found[key.replace("/", ".").removesuffix(".master")] = value
+            found[stored_name(key).replace("/", ".").removesuffix(".master")] = value
         return _checked(found)
 
 

@@ -1,4 +1,4 @@
-"""Write checkpoint folders with Megatron-core's own ``dist_checkpointing``, in the form that its trainer uses."""
+"""Write and read checkpoint folders with Megatron-core's own ``dist_checkpointing``, in the form of its trainer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from mcore_training import Training
-
-SCHEDULER = {"max_lr": 1e-2, "lr_warmup_steps": 0, "num_steps": 16, "lr_decay_style": "cosine"}
 
 
 @dataclass(frozen=True)
@@ -35,33 +33,42 @@ class Form:
         return result
 
 
+def scheduler(job: Training) -> Any:
+    """A scheduler of Megatron that has set the learning rate and the weight decay of the job's steps."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    rates = {"init_lr": 0.0, "max_lr": job.recipe.lr, "min_lr": 0.0, "lr_warmup_steps": 1, "lr_decay_steps": 20}
+    decays = {"start_wd": 0.2, "end_wd": 0.4, "wd_incr_steps": 20, "wd_incr_style": "linear"}
+    made = OptimizerParamScheduler(job.optimizer, lr_decay_style="cosine", **rates, **decays)
+    made.step(job.steps)
+    return made
+
+
 def sharded_state(job: Training, form: Form, *, is_loading: bool = False) -> dict[str, Any]:
     """The state dict of Megatron's trainer."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     metadata = form.metadata()
-    state: dict[str, Any] = {
-        "args": Namespace(num_layers=4, untie_embeddings_and_output_weights=not job.recipe.tied),
-        "checkpoint_version": 3.0,
-        "iteration": job.steps,
-        "num_floating_point_operations_so_far": 1e9,
-        "opt_param_scheduler": dict(SCHEDULER),
-    }
-    models = {}
-    for number, chunk in enumerate(job.chunks):
-        name = "model" if len(job.chunks) == 1 else f"model{number}"
-        module = chunk.module.module if job.recipe.bf16 else chunk.module
-        models[name] = module.sharded_state_dict(metadata=metadata)
-    state.update(models)
+    models = {name: module.sharded_state_dict(metadata=metadata) for name, module in _modules(job).items()}
+    state: dict[str, Any] = dict(models)
     state["optimizer"] = job.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    if is_loading:
+        return state
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    state["rng_state"] = ShardedObject(
-        "rng_state",
-        [{"torch_rng_state": torch.get_rng_state(), "rng_tracker_states": {"model-parallel-rng": torch.arange(9)}}],
-        (job.layout.pp, job.layout.tp),
-        (pp, tp),
-        replica_id=parallel_state.get_data_parallel_rank(),
+    state.update(
+        args=Namespace(num_layers=4, untie_embeddings_and_output_weights=not job.recipe.tied),
+        checkpoint_version=3.0,
+        iteration=job.steps,
+        num_floating_point_operations_so_far=1e9,
+        opt_param_scheduler=scheduler(job).state_dict(),
+        rng_state=ShardedObject(
+            "rng_state",
+            [{"torch_rng_state": torch.get_rng_state(), "rng_tracker_states": {"model-parallel-rng": torch.arange(9)}}],
+            (job.layout.pp, job.layout.tp),
+            (pp, tp),
+            replica_id=parallel_state.get_data_parallel_rank(),
+        ),
     )
     return state
 
@@ -73,6 +80,24 @@ def write_folder(job: Training, path: str, form: Form) -> None:
     if dist.get_rank() == 0:
         Path(path).mkdir(parents=True)
     dist.barrier()
+    scheduler(job)
     # It starts processes, which Python refuses in the ranks of the pool, because they are daemons.
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
         dist_checkpointing.save(sharded_state(job, form), path, content_metadata=form.metadata())
+
+
+def read_folder(job: Training, path: str, form: Form) -> None:
+    """Load as Megatron's trainer does."""
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load(sharded_state(job, form, is_loading=True), path)
+    for name, module in _modules(job).items():
+        module.load_state_dict(loaded[name])
+    job.optimizer.load_state_dict(loaded["optimizer"])
+    job.steps = loaded["iteration"]
+
+
+def _modules(job: Training) -> dict[str, Any]:
+    """The model chunks by their names in the trainer's state dict."""
+    chunks = [chunk.module.module if job.recipe.is_mixed else chunk.module for chunk in job.chunks]
+    return {"model" if len(chunks) == 1 else f"model{number}": chunk for number, chunk in enumerate(chunks)}

@@ -23,6 +23,21 @@ SEQUENCE, BATCH, VOCABULARY = 8, 8, 60
 _OPTIONS = ("lr", "step", "weight_decay")
 
 
+# What the modules of this model are called, and what Megatron's checkpoints call them.
+_STORED_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "local_experts.": "experts.",
+}
+
+
+def stored_name(name: str) -> str:
+    """The name of a parameter in Megatron's checkpoints."""
+    for part, stored in _STORED_NAMES.items():
+        name = name.replace(part, stored)
+    return name
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the ranks share a model; what remains of the world is data parallel."""
@@ -187,6 +202,7 @@ class Training:
                 config = OptimizerConfig(
                     optimizer="adam",
                     lr=1e-2,
+                    min_lr=0.0,
                     weight_decay=0.1,
                     bf16=True,
                     params_dtype=torch.bfloat16,
@@ -208,6 +224,7 @@ class Training:
                 **offload,
                 optimizer="adam",
                 lr=self.recipe.lr,
+                min_lr=0.0,
                 weight_decay=0.1,
                 bf16=self.recipe.dtype == torch.bfloat16,
                 fp16=self.recipe.fp16,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -127,6 +128,8 @@ def unread_in(value: object) -> UnreadObject | None:
         items = (*value.keys(), *value.values())
     elif isinstance(value, (list, tuple, set, frozenset)):
         items = value
+    elif isinstance(value, Namespace):
+        items = vars(value).values()
     return next((found for item in items if (found := unread_in(item)) is not None), None)
 
 

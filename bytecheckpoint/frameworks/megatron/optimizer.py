@@ -34,18 +34,21 @@ from .stepped import (
     update_offloaded,
 )
 
-__all__ = ["MegatronOptimizerAdapter"]
+__all__ = ["GRAD_SCALER", "NOT_OPTIONS", "MegatronOptimizerAdapter"]
 
-# These follow from Megatron's configuration, and have no meaning elsewhere.
-_NOT_OPTIONS = frozenset(
+NOT_OPTIONS = frozenset(
     {
         *("wd_mult", "lr_mult", "pre_wd_mult", "pre_lr_mult", "is_expert_parallel", "is_decoupled_lr"),
         *("default_config", "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32"),
         *("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d"),
     }
 )
+"""Items of a param group that follow from Megatron's configuration, and have no meaning elsewhere."""
+
+GRAD_SCALER: Path = (LOSS_SCALER, "grad_scaler")
+"""The path of the state of the dynamic loss scaler."""
+
 _STEP = "step"
-_SCALER: Path = (LOSS_SCALER, "grad_scaler")
 
 
 class MegatronOptimizerAdapter(OptimizerAdapter):
@@ -74,7 +77,7 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
     def capture(self, obj: Any, context: Context) -> SectionSource:
         source = OptimizerAdapter.capture(_WITHOUT_COPIES, obj, context)
         for scaler in grad_scalers(obj)[:1]:
-            source.values[_SCALER] = plain_numbers(scaler.state_dict())
+            source.values[GRAD_SCALER] = plain_numbers(scaler.state_dict())
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
@@ -86,8 +89,8 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
         padded = found.resize(target, entries)
         scalers = grad_scalers(obj)
         if scalers:
-            target.requested_values.add(_SCALER)
-            target.optional.add(_SCALER)
+            target.requested_values.add(GRAD_SCALER)
+            target.optional.add(GRAD_SCALER)
         rest = target.apply
 
         def apply(values: Mapping[Path, Any]) -> None:
@@ -96,8 +99,8 @@ class MegatronOptimizerAdapter(OptimizerAdapter):
                 for named, rows in padded:
                     _zero_padding(named, rows)
                 found.write_back()
-            for scaler in scalers if _SCALER in values else ():
-                scaler.load_state_dict({**values[_SCALER], "scale": torch.tensor(values[_SCALER]["scale"])})
+            for scaler in scalers if GRAD_SCALER in values else ():
+                scaler.load_state_dict({**values[GRAD_SCALER], "scale": torch.tensor(values[GRAD_SCALER]["scale"])})
 
         target.apply = apply
         return target
@@ -177,7 +180,7 @@ class _Optimizers:
     ) -> None:
         counts = type(inner).__module__.partition(".")[0] in ("apex", "transformer_engine")
         # What only some of the optimizers inside an offloaded one have, would divide its groups elsewhere.
-        common = {"params", _STEP}.union(*(group for group in leaf.optimizer.param_groups)) - _NOT_OPTIONS
+        common = {"params", _STEP}.union(*(group for group in leaf.optimizer.param_groups)) - NOT_OPTIONS
         shown = [{key: value for key, value in group.items() if key in common} for group in inner.param_groups]
         holder = StateHolder(inner, {}, shown)
         has_masters = inner is leaf.optimizer and bool(config_of(leaf, SCALED))

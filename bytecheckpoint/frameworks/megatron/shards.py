@@ -22,12 +22,15 @@ from ...tensors.mesh_layout import MeshLayout, MeshPlace
 from ..dtensor import loaded_class
 from ..layout import ParamLayout, ParamPart
 
-__all__ = ["ExtraState", "ModelShards", "ModelTensor", "is_a", "read_shards"]
+__all__ = ["HALVES", "ExtraState", "ModelShards", "ModelTensor", "is_a", "numbered", "prepended_axes", "read_shards"]
 
 # Per layer, and per expert: what Megatron's trainer asks for since 0.15. Modules of older versions ignore it.
 _METADATA = {"singleton_local_shards": True, "non_homogeneous_layers": True}
 
 _MAPPING = "megatron.core.dist_checkpointing.mapping"
+
+HALVES = ("_w", "_v")
+"""What Megatron appends to the names of the gate and the other half of a gated linear unit, per layer."""
 
 # A module list whose number Megatron leaves out of the key if it is an axis of the global tensor, outermost first.
 _LISTS = (re.compile(r"(?:^|\.)layers\.(?!\d)"), re.compile(r".*(?:^|\.)experts\.(?!\d|experts\.|local_experts\.)"))
@@ -176,7 +179,7 @@ class _Reader:
     def _piece(self, entry: Any, start: int, strides: tuple[int, ...]) -> _Piece:
         prepended = entry.prepend_axis_num
         offsets, shape = tuple(entry.global_offset), tuple(map(int, entry.global_shape))
-        fqn = _numbered(entry.key, offsets[:prepended])
+        fqn = numbered(entry.key, offsets[:prepended])
         if len(entry.local_shape) != len(shape) - prepended:
             raise UnsupportedTensorError(f"{entry.key}: a local shape {entry.local_shape} in a tensor of shape {shape}")
         box = Box(tuple(map(int, offsets[prepended:])), tuple(map(int, entry.local_shape)))
@@ -219,7 +222,7 @@ class _Reader:
         if _is_empty(entry.data):
             return
         module = self.chunk.get_submodule(module_name)
-        fqn = _numbered(entry.key, offsets).rpartition(".")[0]
+        fqn = numbered(entry.key, offsets).rpartition(".")[0]
         self.found.extra.append(ExtraState(fqn, module, attribute, entry.data))
 
 
@@ -235,8 +238,16 @@ def _is_empty(value: Any) -> bool:
     return value is None or (hasattr(value, "getbuffer") and value.getbuffer().nbytes == 0)
 
 
-def _numbered(key: str, indices: Sequence[int]) -> str:
-    """The key with the numbers of the prepended axes (layer, expert) as parts of the name."""
+def prepended_axes(key: str) -> int:
+    """Return how many axes of a global tensor are numbers that Megatron leaves out of its key."""
+    return sum(pattern.search(key) is not None for pattern in _LISTS)
+
+
+def numbered(key: str, indices: Sequence[int]) -> str:
+    """Return the key with the numbers of the prepended axes (layer, expert) as parts of the name.
+
+    Raises ``UnsupportedTensorError`` if there are more numbers than such axes.
+    """
     remaining = list(map(int, indices))
     for pattern in _LISTS:
         found = pattern.search(key)
@@ -255,9 +266,9 @@ def _merged(pieces: Sequence[_Piece]) -> list[_Piece]:
     result = []
     for piece in pieces:
         stem, half = piece.fqn[:-2], piece.fqn[-2:]
-        if half in ("_w", "_v") and {f"{stem}_w", f"{stem}_v"} <= names:
+        if half in HALVES and {stem + half for half in HALVES} <= names:
             rows = piece.shape[0]
-            box = piece.box.shift([rows if half == "_v" else 0, *(0 for _ in piece.shape[1:])])
+            box = piece.box.shift([rows * HALVES.index(half), *(0 for _ in piece.shape[1:])])
             piece = replace(piece, fqn=stem, shape=(2 * rows, *piece.shape[1:]), box=box)
         result.append(piece)
     return result

@@ -1,0 +1,147 @@
+"""Find a checkpoint of Megatron-core, and read what it contains besides the bytes of tensors.
+
+A folder of ``dist_checkpointing`` is one of ``torch.distributed.checkpoint`` with two more files: ``metadata.json``
+states the format, and ``common.pt`` has what is equal on all ranks. Names and objects are those of
+``megatron/core/dist_checkpointing`` (``core.py``, ``mapping.py``, ``strategies/common.py``) and of the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...errors import CheckpointError, CorruptionError, FormatError, KeyNotFoundError
+from ...storage_backends.base import StorageBackend
+from ..archives import read_archive
+from ..building import IndexBuilder, StoredLeaf
+from ..dcp import DcpFolder
+from ..place import Place
+
+__all__ = ["Contents", "MegatronFolder", "ShardedObject"]
+
+_FORMAT, _COMMON, _POINTER = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
+_TORCH_DIST = "torch_dist"
+_MAX_SMALL_BYTES = 1 << 20
+_LEGACY = re.compile(r"mp_rank_\d\d(_\d\d\d)*/")
+_OBJECT = re.compile(r"(.+)/shard_([0-9.]{1,100})_([0-9.]{1,100})")
+
+
+class ShardedObject(NamedTuple):
+    """An object that is no tensor. ``offset`` is its place in a grid of objects with the same key, if it is in one."""
+
+    key: str
+    offset: tuple[int, ...]
+    value: Any
+
+
+class Contents(NamedTuple):
+    """What a folder contains. Objects are as ``interpret`` returns them.
+
+    Attributes:
+        tensors: The tensors by Megatron's keys.
+        objects: All other objects that ranks saved.
+        common: What all ranks have in common.
+        world_size: The number of ranks that wrote files.
+    """
+
+    tensors: Mapping[str, StoredLeaf]
+    objects: list[ShardedObject]
+    common: Mapping[str, Any]
+    world_size: int
+
+
+@dataclass(frozen=True)
+class MegatronFolder:
+    """The folder of one iteration.
+
+    Attributes:
+        backend: Storage backend of the path that the caller passed.
+        prefix: The iteration's folder in it; empty if the path is the iteration's folder itself.
+    """
+
+    backend: StorageBackend
+    prefix: str
+
+    @classmethod
+    def find(cls, place: Place) -> MegatronFolder | None:
+        """Return the folder of the iteration that Megatron saved last, or of the path itself; None if it is none.
+
+        Raises ``CheckpointError`` for another format of Megatron, and ``CorruptionError`` if the iteration is missing.
+        """
+        if place.name:
+            return None
+        if any(map(_LEGACY.fullmatch, place.children)):
+            raise _legacy(place.url)
+        found = cls(place.backend, "")
+        if _FORMAT in place.children:
+            return found if found._is_torch_dist() else None
+        if _POINTER not in place.children:
+            return None
+        text = place.backend.get(_POINTER, max_size=_MAX_SMALL_BYTES).decode("utf-8", "replace").strip()
+        if text != "release" and not (text.isdecimal() and len(text) < 20):
+            return None
+        found = cls(place.backend, "release/" if text == "release" else f"iter_{int(text):07d}/")
+        names = place.backend.list_children(found.prefix)
+        if any(map(_LEGACY.fullmatch, names)):
+            raise _legacy(found.url)
+        if _FORMAT in names:
+            return found if found._is_torch_dist() else None
+        raise CorruptionError(
+            f"{place.url}/{_POINTER} names {text!r}, but {found.url}/{_FORMAT} is not there; fetch it, or pass the "
+            f"folder of another iteration"
+        )
+
+    @property
+    def url(self) -> str:
+        """The folder, for messages."""
+        return f"{self.backend.url}/{self.prefix}".rstrip("/")
+
+    def _is_torch_dist(self) -> bool:
+        """Whether ``metadata.json`` is Megatron's. Raises ``CheckpointError`` for another format."""
+        try:
+            config = json.loads(self.backend.get(self.prefix + _FORMAT, max_size=_MAX_SMALL_BYTES))
+        except (ValueError, RecursionError):
+            return False
+        kind = config.get("sharded_backend") if isinstance(config, dict) else None
+        if type(kind) is str and kind != _TORCH_DIST:
+            raise CheckpointError(
+                f"{self.url} has Megatron's format {kind!r:.80}, which is not read. Load it with Megatron and save it "
+                f"with bytecheckpoint or with --ckpt-format {_TORCH_DIST}"
+            )
+        return kind == _TORCH_DIST
+
+    def read(self, builder: IndexBuilder) -> Contents:
+        """Read everything but the bytes of tensors.
+
+        Raises ``CorruptionError`` for a missing file, and ``FormatError`` for a damaged one.
+        """
+        try:
+            common = read_archive(self.backend, self.prefix + _COMMON).value
+            stored = DcpFolder(self.backend, self.prefix)
+        except KeyNotFoundError as error:
+            raise CorruptionError(f"{self.url}: a file is missing; fetch it again: {error}") from error
+        if type(common) is not dict or not all(type(key) is str for key in common):
+            raise FormatError(f"{self.url}/{_COMMON}: it holds no dict with names")
+        tensors, objects = stored.contents(builder)
+        return Contents(tensors, list(_sharded_objects(objects)), common, stored.world_size)
+
+
+def _sharded_objects(objects: Mapping[str, Any]) -> Iterator[ShardedObject]:
+    for name, value in objects.items():
+        found = _OBJECT.fullmatch(name)
+        if type(value) is list and len(value) == 1:
+            (value,) = value  # Megatron writes the list of a rank's objects with this name
+        is_alone = found is None or set(found[3].split(".")) == {"1"}
+        offset = () if found is None or is_alone else tuple(int(part) for part in found[2].split(".") if part)
+        yield ShardedObject(name if found is None else found[1], offset, value)
+
+
+def _legacy(url: str) -> CheckpointError:
+    return CheckpointError(
+        f"{url} has one file of Megatron's format 'torch' for each model parallel rank, which is not read: it does not "
+        f"state how the ranks split the tensors. Load it with Megatron and save it with bytecheckpoint or with "
+        f"--ckpt-format {_TORCH_DIST}"
+    )

@@ -1,0 +1,143 @@
+"""Read checkpoints of Megatron-core in place, as the adapters of live models and optimizers would have stored them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ...checkpoint.index import Index
+from ...errors import UnsupportedTensorError
+from ...format.values import UnreadObject
+from ...frameworks.megatron.shards import numbered
+from ...frameworks.optimizer_state import MASTER
+from ...frameworks.own_state import EXTRA_STATE
+from ...tensors.shards import Path
+from ..building import IndexBuilder, StoredLeaf
+from ..naming import EXTRA_SECTION, MODEL_SECTION
+from ..pickles import TensorRef
+from ..place import Place
+from ..torch_values import TorchValues, read_small
+from .folder import Contents, MegatronFolder, ShardedObject
+from .naming import per_layer, wrapper_prefix
+from .optimizer import (
+    OptimizerWriter,
+    ParamOptions,
+    add_unread_optimizer,
+    has_remainders,
+    is_of_optimizer,
+    optimizers_of,
+    split_state,
+)
+
+__all__ = ["read_megatron"]
+
+_OPTIMIZER, _SCHEDULER, _STEP, _ARGS = "optimizer", "opt_param_scheduler", "iteration", "args"
+_MODULE_STATE = "._extra_state"
+_ADVICE = "load it with Megatron in the layout that wrote it, and save it with bytecheckpoint"
+_BUCKETS = (
+    "Megatron's distributed optimizer in a form ({}) whose buckets do not state where the parameters are ("
+    + _ADVICE
+    + " or as fully_reshardable)"
+)
+_REMAINDERS = (
+    f"a precision-aware optimizer with store_param_remainders, whose master weights are no numbers ({_ADVICE})"
+)
+_THREADS = 16  # of reads that wait for the store
+
+
+def read_megatron(place: Place) -> Index | None:
+    """Return the index of a folder of ``dist_checkpointing``, or of the one saved last; None if the path is none.
+
+    ``model`` has the tensors per layer and per expert, ``optimizer`` the state, the hyper-parameters and the master
+    weights by name, ``opt_param_scheduler`` the scheduler, and ``extra_state`` everything else.
+
+    Raises ``CorruptionError`` for missing files, ``FormatError`` for damaged ones, and ``CheckpointError`` for
+    Megatron's other formats.
+    """
+    folder = MegatronFolder.find(place)
+    if folder is None:
+        return None
+    builder = IndexBuilder(place.backend, "Megatron-core")
+    contents = folder.read(builder)
+    model = {key: leaf for key, leaf in contents.tensors.items() if not is_of_optimizer(key)}
+    prefix = wrapper_prefix(model)
+
+    def named(tensors: Mapping[str, StoredLeaf]) -> dict[str, StoredLeaf]:
+        return per_layer({key.removeprefix(prefix): leaf for key, leaf in tensors.items()}, folder.url)
+
+    tensors = named(model)
+    builder.add_section(MODEL_SECTION, "module")
+    for fqn, leaf in tensors.items():
+        builder.add_tensor(MODEL_SECTION, fqn, leaf)
+    for path, value in _module_states(builder, contents.objects, prefix):
+        builder.add_value(MODEL_SECTION, path, value)
+    _add_optimizer(
+        builder, contents, tensors, {key: named(part) for key, part in split_state(contents.tensors).items()}
+    )
+    _add_the_rest(builder, contents)
+    step = contents.common.get(_STEP)
+    return builder.build(
+        step=step if type(step) is int and 0 <= step < 1 << 63 else None, world_size=contents.world_size
+    )
+
+
+def _add_optimizer(
+    builder: IndexBuilder,
+    contents: Contents,
+    model: Mapping[str, StoredLeaf],
+    state: Mapping[str, Mapping[str, StoredLeaf]],
+) -> None:
+    optimizers = optimizers_of(contents.common.get(_OPTIMIZER))
+    if not state:
+        if any(is_of_optimizer(key) for key in (*contents.tensors, *(one.key for one in contents.objects))):
+            forms = [form for one in optimizers if type(form := one.get("param_state_sharding_type")) is str]
+            add_unread_optimizer(builder, _BUCKETS.format(", ".join(dict.fromkeys(forms))))
+    elif has_remainders(builder, model, state.get(MASTER, {})):
+        add_unread_optimizer(builder, _REMAINDERS)
+    else:
+        writer = OptimizerWriter(builder, model)
+        writer.add_state(state, ParamOptions(builder, optimizers, contents.common.get(_ARGS)))
+        writer.add_scaler(optimizers)
+
+
+def _module_states(builder: IndexBuilder, objects: Iterable[ShardedObject], prefix: str) -> list[tuple[Path, Any]]:
+    """The extra state of modules, such as that of Transformer Engine, without those that are empty."""
+    found = [one for one in objects if _is_module_state(one)]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
+        values = list(pool.map(lambda one: _content(builder, one.value), found))
+    return [
+        ((EXTRA_STATE, numbered(one.key.removeprefix(prefix), one.offset).rpartition(".")[0]), value)
+        for one, value in zip(found, values)
+        if value is not None and not (type(value) is bytes and not value)
+    ]
+
+
+def _is_module_state(found: ShardedObject) -> bool:
+    return _MODULE_STATE in found.key and not is_of_optimizer(found.key)
+
+
+def _content(builder: IndexBuilder, value: Any) -> Any:
+    if type(value) is not TensorRef:
+        return TorchValues(builder).tree(value)
+    try:
+        return read_small(builder.backend, value).numpy() if value.numel else None
+    except UnsupportedTensorError as error:
+        return UnreadObject(str(error))
+
+
+def _add_the_rest(builder: IndexBuilder, contents: Contents) -> None:
+    """Add the scheduler, and the counters, arguments and random number states as ``extra_state``."""
+    values = TorchValues(builder)
+    if _SCHEDULER in contents.common:
+        builder.add_tree(_SCHEDULER, values.tree(contents.common[_SCHEDULER]))
+    extra = {key: value for key, value in contents.common.items() if key not in (_OPTIMIZER, _SCHEDULER)}
+    grids: dict[str, dict[str, Any]] = {}
+    for one in contents.objects:
+        if _is_module_state(one) or is_of_optimizer(one.key):
+            continue
+        if one.offset:
+            grids.setdefault(one.key, {})[".".join(map(str, one.offset))] = one.value
+        else:
+            extra[one.key] = one.value
+    builder.add_tree(EXTRA_SECTION, values.tree({**extra, **grids}))
