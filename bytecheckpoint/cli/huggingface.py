@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import click
-import torch
 
 from .. import api
-from ..convert.export import Expected, export_safetensors
+from ..checkpoint.checkpoint import Checkpoint
+from ..convert.export import Expected, Part, export_safetensors
 from ..convert.importing import import_checkpoint
+from ..convert.related import kept_files, related_files
+from ..errors import FormatError
 from ..foreign.safetensors_folder import SafetensorsFolder
+from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
+from ..storage_backends import open_backend
+from ..tensors.metadata import BasicMeta
+from .configured import ConfiguredModel, is_supported
 from .options import checked, command, options_for, parse_size, rename_option
 from .output import Output, size_text
 from .torch_formats import TorchForm, export_for_torch
@@ -46,7 +52,14 @@ TiedNames = Literal["drop", "copy"]
     "--expect",
     metavar="FILE",
     help="Require exactly these names: a JSON list, a JSON map from names to shapes, an index, a safetensors file or "
-    "folder, or a config.json (which needs the transformers package).",
+    "folder, or a config.json (which needs the transformers package). By default those of the model's config.json, if "
+    "transformers is installed and has the architecture.",
+)
+@click.option("--partial", is_flag=True, help="Do not compare the names with those of the model's config.json.")
+@click.option(
+    "--config-from",
+    metavar="FOLDER",
+    help="Copy config.json, tokenizer and related files from this folder. By default, those that SOURCE has.",
 )
 @rename_option
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Do not export names that match. Repeatable.")
@@ -60,6 +73,7 @@ TiedNames = Literal["drop", "copy"]
 def export_command(
     out: Output,
     options: Mapping[str, Any],
+    *,
     source: str,
     target: str,
     form: Literal["safetensors"] | TorchForm,
@@ -67,6 +81,8 @@ def export_command(
     max_file_size: int,
     cast: str | None,
     expect: str | None,
+    partial: bool,
+    config_from: str | None,
     rename: Callable[[str], str] | None,
     exclude: tuple[str, ...],
     tied: TiedNames,
@@ -74,13 +90,15 @@ def export_command(
     """Write the model of checkpoint SOURCE to the folder TARGET, in the layout of Hugging Face libraries.
 
     With --format dcp or torch, write all sections as torch's own functions do, to a new folder or file TARGET.
-    Streams in bounded memory. With --expect, nothing is written (exit code 1) if a name is missing or unexpected, or
-    has a different shape.
+    Streams in bounded memory. If a name is missing or unexpected, or has a different shape than in --expect or the
+    model's config.json, nothing is written (exit code 1).
     """
     found = api.open(source, storage_options=options_for(source, options))
     if form != "safetensors":
-        if expect or rename or tied != "drop":
-            raise click.UsageError(f"--expect, --rename and --tied do not apply to --format {form}")
+        if expect or partial or config_from or rename or tied != "drop":
+            raise click.UsageError(
+                f"--expect, --partial, --config-from, --rename and --tied do not apply to --format {form}"
+            )
         export_for_torch(
             out,
             found,
@@ -93,26 +111,38 @@ def export_command(
             storage_options=options_for(target, options),
         )
         return
+    section = section or "model"
+    if config_from is None:
+        related = kept_files(found)
+    else:
+        related = related_files(open_backend(config_from, **options_for(config_from, options)))
+        if CONFIG_KEY not in related:
+            raise click.BadParameter(f"{config_from} has no {CONFIG_KEY}", param_hint="--config-from")
+    related.pop(ADAPTER_CONFIG_KEY, None)
+    gate = _Gate.of(found, section, rename or str, exclude, related, expect, partial=partial)
     with out.progress("export", found.manifest.nbytes) as progress:
         report = export_safetensors(
             found,
             target,
-            section=section or "model",
+            section=section,
             max_file_bytes=max_file_size,
             cast=cast,
-            expected=None if expect is None else _read_expected(expect),
+            expected=gate.expected,
             rename=rename,
             exclude=exclude,
             tied=tied,
+            parts=gate.parts,
+            related=related,
             progress=progress,
             storage_options=options_for(target, options),
         )
     files = [{"name": name, "bytes": size} for name, size in report.files]
-    out.document({"source": found.url, **asdict(report), "files": files})
+    out.document({"source": found.url, **asdict(report), "files": files, "compared_with": gate.name})
     out.table(("FILE", ">SIZE"), [(name, size_text(size)) for name, size in report.files])
     for name, kept in report.dropped.items():
         out.line(f"{name} is tied to {kept} and was not written")
-    out.line(f"{report.url}: {report.tensors} tensors, {size_text(report.total_size)}")
+    compared = f"complete according to {gate.name}" if gate.name else "not compared with a model's names"
+    out.line(f"{report.url}: {report.tensors} tensors, {size_text(report.total_size)}, {compared}")
 
 
 @command("import")
@@ -155,55 +185,90 @@ def import_command(
     )
 
 
+@dataclass(frozen=True)
+class _Gate:
+    """What an export must have, according to ``name``, and the parts that it writes in place of stored tensors."""
+
+    expected: Expected | None = None
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    name: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        found: Checkpoint,
+        section: str,
+        rename: Callable[[str], str],
+        exclude: Sequence[str],
+        related: Mapping[str, bytes],
+        expect: str | None,
+        *,
+        partial: bool,
+    ) -> _Gate:
+        if expect is not None and partial:
+            raise click.UsageError("--expect and --partial exclude each other")
+        document = _config_in(related) if expect is None else _configuration(_document(expect))
+        if expect is not None and document is None:
+            return cls(_read_expected(expect), name=expect)
+        if document is None or (expect is None and not is_supported(document)):
+            return cls()
+        where = expect or CONFIG_KEY
+        model = ConfiguredModel.of(document, where)
+        tensors = found.manifest.tensors
+        rows = found.manifest.section_tensors(section) if section in found.sections else ()
+        stored: dict[str, BasicMeta] = {rename(tensors.fqn_of(int(row))): tensors.meta_of(int(row)) for row in rows}
+        parts = model.parts(stored)
+        if partial:
+            return cls(None, parts)
+        prefix = f"{section}."
+        names = stored.keys() - {part.source for part in parts.values()} | parts.keys()
+        names |= {rename(alias.removeprefix(prefix)) for alias in found.aliases if alias.startswith(prefix)}
+        kept = {name: None for name in names if not any(fnmatchcase(name, pattern) for pattern in exclude)}
+        return cls(model.expected(kept), parts, where)
+
+
+def _config_in(related: Mapping[str, bytes]) -> dict[str, Any] | None:
+    try:
+        return _configuration(json.loads(related.get(CONFIG_KEY, b"null")))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{CONFIG_KEY} is not JSON: {error}") from None
+
+
+def _configuration(document: object) -> dict[str, Any] | None:
+    """The document, if it is a model's configuration."""
+    is_config = isinstance(document, dict) and ("architectures" in document or "model_type" in document)
+    return document if is_config and isinstance(document, dict) else None
+
+
 def _read_expected(source: str) -> Expected:
     """Return names, with shapes if ``source`` contains them.
 
-    ``source`` is a JSON list of names, a JSON map from names to shapes (or null), an index of safetensors files, a
-    Hugging Face ``config.json``, or a safetensors file or folder. Raises ``click.BadParameter`` for anything else, and
-    what ``SafetensorsFolder`` raises.
+    ``source`` is a JSON list of names, a JSON map from names to shapes (or null), an index of safetensors files, or a
+    safetensors file or folder. Raises ``click.BadParameter`` for anything else, and what ``SafetensorsFolder`` raises.
     """
-    path = Path(source)
-    if source.endswith(".safetensors") or path.is_dir() or "://" in source:
+    document = _document(source)
+    if document is None:
         return SafetensorsFolder.at(source).shapes
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _bad(f"{source} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise _bad(f"{source} is not JSON: {error}") from None
     if isinstance(document, list) and all(isinstance(name, str) for name in document):
         return document
     if isinstance(document, dict) and isinstance(document.get("weight_map"), dict):
         return list(document["weight_map"])
-    if isinstance(document, dict) and ("architectures" in document or "model_type" in document):
-        return _of_config(path, document)
     if isinstance(document, dict) and all(map(_is_shape, document.values())):
         return document
     raise _bad(f"{source} is not a list of names, a map from names to shapes, an index, or a config.json")
 
 
-def _of_config(path: Path, document: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return parameters and persistent buffers of the configured model, which is built on the meta device."""
+def _document(source: str) -> Any:
+    """The JSON document in a local file; None for a safetensors file, a folder or a URL."""
+    path = Path(source)
+    if source.endswith(".safetensors") or path.is_dir() or "://" in source:
+        return None
     try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError:
-        raise _bad(
-            f"{path}: reading a config.json needs the transformers package; install it, or pass a list of names"
-        ) from None
-    names = document.get("architectures") or []
-    kind = getattr(transformers, str(names[0]), None) if names else None
-    if kind is None:
-        raise _bad(
-            f"{path}: transformers does not support the architecture {', '.join(map(str, names)) or '(none given)'}"
-        )
-    config = kind.config_class.from_pretrained(str(path.parent))
-    with torch.device("meta"):
-        model = kind(config)
-    model.tie_weights()
-    tensors = dict(model.named_parameters())  # tied parameters once, under their first name
-    stored = model.state_dict()
-    tensors |= {name: tensor for name, tensor in model.named_buffers() if name in stored}
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _bad(f"{source} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"{source} is not JSON: {error}") from None
 
 
 def _is_shape(value: object) -> bool:

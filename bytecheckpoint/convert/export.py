@@ -7,43 +7,26 @@ index, which is written last.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifest_file import remove_files
-from ..errors import (
-    KeyExistsError,
-    MismatchError,
-    NameCollisionError,
-    NameNotFoundError,
-    UnsupportedTensorError,
-    UsageError,
-)
+from ..errors import KeyExistsError, UsageError
 from ..format.hf_index import INDEX_KEY, SINGLE_KEY, index_document
 from ..format.safetensors import DATA_ALIGNMENT
-from ..load.matching import fault_lines
 from ..load.options import Rename, renaming
-from ..runtime.arguments import check_choice
 from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
-from ..tensors.dtypes import DType
-from ..tensors.geometry import Box
-from .casts import output_dtype, parse_cast
+from .casts import parse_cast
+from .related import put_files, with_dtype
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure
+from .selection import Expected, Part, Selection, Tied, shown
 
-__all__ = ["Expected", "ExportReport", "export_safetensors"]
-
-
-Expected = Iterable[str] | Mapping[str, Sequence[int] | None]
-"""The names that an export must have, no more and no less; a mapping also gives shapes, or None if unknown."""
-
-Tied = Literal["drop", "copy"]
+__all__ = ["Expected", "ExportReport", "Part", "Tied", "export_safetensors"]
 
 _MAX_ENTRY_BYTES = 128  # of a header entry without name and shape; an upper bound
 
@@ -60,6 +43,7 @@ class ExportReport:
         dropped: Maps each tied name that was not exported to the name under which its bytes are.
         cast: Number of tensors that were cast.
         bytes_read: Bytes read from the checkpoint.
+        related: Names of the related files that were written.
     """
 
     url: str
@@ -69,6 +53,7 @@ class ExportReport:
     dropped: Mapping[str, str]
     cast: int
     bytes_read: int
+    related: tuple[str, ...] = ()
 
 
 def export_safetensors(
@@ -82,6 +67,8 @@ def export_safetensors(
     rename: Rename | None = None,
     exclude: Sequence[str] = (),
     tied: Tied = "drop",
+    parts: Mapping[str, Part] | None = None,
+    related: Mapping[str, bytes] | None = None,
     progress: Progress = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
@@ -99,6 +86,9 @@ def export_safetensors(
         rename: Maps a name inside the section to the exported name.
         exclude: Shell patterns; exported names that match one are left out.
         tied: Whether only one of several tied names is written ("drop"), or all of them ("copy").
+        parts: Tensors to write in place of stored ones of which they are parts, by exported name.
+        related: Other files to write, such as the configuration, by name. In ``config.json``, the dtype becomes that of
+            the cast.
         progress: Called with the number of bytes written since the last call.
         storage_options: Options for the target's storage backend.
 
@@ -111,16 +101,21 @@ def export_safetensors(
         MismatchError: The names or shapes are not the expected ones, or a tensor belongs to a single rank. Lists all.
         NameCollisionError: Two tensors would have the same name.
         UnsupportedTensorError: safetensors cannot represent the dtype of a tensor.
-        KeyExistsError: The target already holds a model.
+        KeyExistsError: The target already holds a model, or a related file with other contents.
         CorruptionError: Stored bytes are damaged or missing.
         StorageError: A store failed.
     """
     target = open_backend(target_url, **dict(storage_options or {}))
-    tensors, dropped = _choose(checkpoint, section, renaming(rename), exclude, tied, expected, parse_cast(cast))
+    dtype = parse_cast(cast)
+    selection = Selection(checkpoint, section, renaming(rename), exclude, tied, parts or {})
+    tensors, dropped = selection.choose(expected, dtype)
     _refuse_model(target)
+    others = with_dtype(related or {}, dtype) if dtype is not None else related or {}
     files = _split(tensors, section, max_file_bytes)
     done: list[str] = []
     with cleanup_on_failure(lambda: remove_files(target, done)):
+        added = put_files(target, others)
+        done += added
         with Rewriter(checkpoint.index) as rewriter:
             for file in files:
                 rewriter.write(target, file, progress)
@@ -137,108 +132,8 @@ def export_safetensors(
         dropped,
         sum(tensor.dtype != metas(tensor.row).dtype for tensor in tensors),
         rewriter.bytes_read,
+        tuple(added),
     )
-
-
-def _choose(
-    checkpoint: Checkpoint,
-    section: str,
-    rename: Callable[[str], str],
-    exclude: Sequence[str],
-    tied: Tied,
-    expected: Expected | None,
-    cast: DType | None,
-) -> tuple[list[OutputTensor], dict[str, str]]:
-    """Return the tensors to write, sorted by name, and the tied names that are dropped."""
-    check_choice("tied", tied, Tied)
-    manifest = checkpoint.manifest
-    if manifest.section_index(section) is None:
-        raise NameNotFoundError(f"{checkpoint.url} has no section {section!r}; it has {', '.join(checkpoint.sections)}")
-    required = None if expected is None else _expected_shapes(expected)
-    groups = _groups(checkpoint, section, rename, exclude)
-    rows: dict[str, int] = {}
-    dropped: dict[str, str] = {}
-    for row, names in groups.items():
-        chosen = [name for name in names if required and name in required] or names[:1]
-        if tied == "copy" and required is None:
-            chosen = names
-        rows |= dict.fromkeys(chosen, row)
-        dropped |= {name: chosen[0] for name in names if name not in chosen}
-    if required is not None:
-        _check_expected(checkpoint, required, rows)
-    metas = {name: manifest.tensors.meta_of(row) for name, row in rows.items()}
-    tensors = [
-        OutputTensor(name, row, Box.whole(metas[name].shape), output_dtype(metas[name].dtype, cast))
-        for name, row in sorted(rows.items())
-    ]
-    _check_dtypes(tensors)
-    return tensors, dropped
-
-
-def _groups(
-    checkpoint: Checkpoint, section: str, rename: Callable[[str], str], exclude: Sequence[str]
-) -> dict[int, list[str]]:
-    """Return all exported names of each tensor row, the stored name first."""
-    manifest = checkpoint.manifest
-    names: dict[int, list[str]] = {}
-    per_rank: list[str] = []
-    for row in manifest.section_tensors(section).tolist():
-        name = rename(manifest.tensors.fqn_of(row))
-        if any(fnmatchcase(name, pattern) for pattern in exclude):
-            continue
-        if manifest.scope[row] >= 0:
-            per_rank.append(name)
-        names[row] = [name]
-    if per_rank:
-        raise MismatchError(
-            f"{checkpoint.url}: {len(per_rank)} tensor(s) of section {section!r} were saved for single ranks and are "
-            f"not part of the model: {_shown(per_rank)}; leave them out with exclude",
-            [("per_rank", name, "saved for a single rank") for name in per_rank],
-        )
-    for alias, stored in checkpoint.aliases.items():
-        row = manifest.tensor_row(stored)
-        name = rename(alias[len(section) + 1 :])
-        if alias.startswith(f"{section}.") and row in names and not any(fnmatchcase(name, p) for p in exclude):
-            names[row].append(name)
-    counts = Counter(name for group in names.values() for name in group)
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
-        raise NameCollisionError(f"several tensors would be exported under one name: {_shown(twice)}; change rename")
-    return names
-
-
-def _expected_shapes(expected: Expected) -> dict[str, tuple[int, ...] | None]:
-    if isinstance(expected, Mapping):
-        return {name: None if shape is None else tuple(shape) for name, shape in expected.items()}
-    if isinstance(expected, str):
-        raise UsageError(f"expected must be a list of names or a mapping of names to shapes, not {expected!r}")
-    return dict.fromkeys(expected)
-
-
-def _check_expected(
-    checkpoint: Checkpoint, required: Mapping[str, tuple[int, ...] | None], rows: Mapping[str, int]
-) -> None:
-    shape_of = checkpoint.manifest.tensors.shape_of
-    faults = [("missing", name, "") for name in required if name not in rows]
-    faults += [("unexpected", name, "") for name in rows if name not in required]
-    faults += [
-        ("shape", name, f"{list(shape_of(rows[name]))} is stored, {list(shape)} is expected")
-        for name, shape in required.items()
-        if shape is not None and name in rows and shape_of(rows[name]) != shape
-    ]
-    if not faults:
-        return
-    head = f"{checkpoint.url} does not have the expected tensors ({len(faults)} fault(s)); nothing was written:"
-    advice = dict.fromkeys(("missing", "unexpected", "shape"), "")
-    raise MismatchError("\n".join([head, *fault_lines(faults, sorted(rows), advice)]), faults)
-
-
-def _check_dtypes(tensors: Sequence[OutputTensor]) -> None:
-    odd = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors if tensor.dtype.safetensors is None]
-    if odd:
-        raise UnsupportedTensorError(
-            f"safetensors has no dtype for {len(odd)} tensor(s): {_shown(odd)}; leave them out with exclude"
-        )
 
 
 def _refuse_model(target: StorageBackend) -> None:
@@ -246,7 +141,7 @@ def _refuse_model(target: StorageBackend) -> None:
     there = [name for name in target.list_children("") if name.endswith(".safetensors") or name == INDEX_KEY]
     if there:
         raise KeyExistsError(
-            f"{target.url} already holds a model ({_shown(there)}), which was not changed; "
+            f"{target.url} already holds a model ({shown(there)}), which was not changed; "
             f"give another target, or remove these files first"
         )
 
@@ -258,9 +153,7 @@ def _split(tensors: Sequence[OutputTensor], section: str, max_file_bytes: int) -
     parts: list[list[OutputTensor]] = []
     head, data = _MAX_ENTRY_BYTES, 0
     for tensor in tensors:
-        entry = (
-            len(json.dumps(tensor.name, ensure_ascii=False).encode()) + len(str(tensor.box.lengths)) + _MAX_ENTRY_BYTES
-        )
+        entry = len(json.dumps(tensor.name, ensure_ascii=False).encode()) + len(str(tensor.shape)) + _MAX_ENTRY_BYTES
         size = -(-(head + entry) // DATA_ALIGNMENT) * DATA_ALIGNMENT + data + tensor.nbytes
         if not parts or size > max_file_bytes:
             parts.append([])
@@ -279,8 +172,3 @@ def _split(tensors: Sequence[OutputTensor], section: str, max_file_bytes: int) -
 def _index(files: Sequence[OutputFile]) -> bytes:
     file_of = {tensor.name: file.key for file in files for tensor in file.tensors}
     return index_document(file_of, sum(file.data_size for file in files))
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more

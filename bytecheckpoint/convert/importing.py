@@ -14,13 +14,15 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.index import Index
 from ..checkpoint.manifest_file import commit
 from ..errors import NameCollisionError, UsageError
-from ..format.manifest import Manifest, SectionInfo, timestamp
+from ..foreign.naming import MODEL_SECTION
+from ..format.manifest import COMPANION, Manifest, SectionInfo, timestamp
 from ..frameworks.sections import check_state, split_rank_name
 from ..load.options import Rename, renaming
 from ..storage_backends import open_backend
 from ..tensors.tables import TensorTable
+from .related import kept_files
 from .reshard import plan_files, values_of
-from .rewriter import Progress, Rewriter, cleanup_on_failure, refuse_checkpoint
+from .rewriter import Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
 __all__ = ["ImportReport", "import_checkpoint"]
 
@@ -59,7 +61,8 @@ def import_checkpoint(
 ) -> ImportReport:
     """Commit a checkpoint that holds what another system stored. Holds a few MiB at a time.
 
-    The checkpoint appears when all files are durable. After a failure nothing remains at the target.
+    A model's configuration, its tokenizer and so on are kept as companions. The checkpoint appears when all files
+    are durable. After a failure nothing remains at the target.
 
     Args:
         source: The other system's checkpoint, from ``bcp.open``.
@@ -100,6 +103,11 @@ def import_checkpoint(
     attempt = new_attempt()
     outputs = list(plan_files(manifest, max(len(index.manifest.files), 1), "whole", attempt))
     values = values_of(chosen, attempt)
+    # The configuration and the like belong to the model, or to the only section.
+    owner = MODEL_SECTION if manifest.section_index(MODEL_SECTION) is not None else manifest.sections[0].name
+    values += [
+        ValuesFile(f"{attempt}/{name}", owner, COMPANION, 0, document) for name, document in kept_files(source).items()
+    ]
     with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
         with Rewriter(replace(chosen, manifest=manifest)) as rewriter:
             new = rewriter.write_all(target, attempt, outputs, progress, values)

@@ -61,12 +61,25 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor of an output file: ``box`` of the tensor in manifest row ``row``, stored as ``dtype`` and ``name``."""
+    """One tensor of an output file: ``box`` of the tensor in manifest row ``row``, stored as ``dtype`` and ``name``.
+
+    ``form`` is its shape in the file if that is not the box's.
+    """
 
     name: str
     row: int
     box: Box
     dtype: DType
+    form: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the output file."""
+        return self.box.lengths if self.form is None else self.form
+
+    def as_dtype(self, dtype: DType) -> OutputTensor:
+        """Return the same tensor in another dtype."""
+        return replace(self, dtype=dtype)
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +108,7 @@ class OutputFile:
         Tensors with larger elements come first, so that every tensor is aligned.
         """
         ordered = tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
-        entries = [HeaderEntry(tensor.name, tensor.dtype, tensor.box.lengths, tensor.nbytes) for tensor in ordered]
+        entries = [HeaderEntry(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in ordered]
         return cls(key, section, build_header(entries, note), ordered)
 
     @property

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 
 from .manifest import COMPANION, Manifest
 
-__all__ = ["CONFIG_KEY", "INDEX_KEY", "SINGLE_KEY", "index_document", "model_directory"]
+__all__ = ["ADAPTER_CONFIG_KEY", "CONFIG_KEY", "INDEX_KEY", "SINGLE_KEY", "index_document", "model_directory"]
 
 INDEX_KEY = "model.safetensors.index.json"
 SINGLE_KEY = "model.safetensors"
 CONFIG_KEY = "config.json"
+ADAPTER_CONFIG_KEY = "adapter_config.json"
 
 
 def index_document(file_of: Mapping[str, str], total_size: int) -> bytes:

@@ -1,0 +1,181 @@
+"""Choose what an export writes: which tensors, under which names, and whether nothing is missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..errors import MismatchError, NameCollisionError, NameNotFoundError, UnsupportedTensorError, UsageError
+from ..load.matching import fault_lines
+from ..runtime.arguments import check_choice
+from ..tensors.dtypes import DType
+from ..tensors.geometry import Box
+from .casts import output_dtype
+from .rewriter import OutputTensor
+
+__all__ = ["Expected", "Part", "Selection", "Tied", "shown"]
+
+Expected = Iterable[str] | Mapping[str, Sequence[int] | None]
+"""The names that an export must have, no more and no less; a mapping also gives shapes, or None if unknown."""
+
+Tied = Literal["drop", "copy"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a stored tensor that is exported as a tensor of ``shape``, such as one of stacked experts.
+
+    ``source`` is the tensor's name after the renaming of the export.
+    """
+
+    source: str
+    box: Box
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The arguments of an export that concern names.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        section: The section to export.
+        rename: Maps a name inside the section to the exported name.
+        exclude: Shell patterns; exported names that match one are left out.
+        tied: Whether only one of several tied names is written, or all of them.
+        parts: What is written in place of the tensors that are the sources of parts, by exported name.
+    """
+
+    checkpoint: Checkpoint
+    section: str
+    rename: Callable[[str], str]
+    exclude: Sequence[str]
+    tied: Tied
+    parts: Mapping[str, Part]
+
+    def choose(self, expected: Expected | None, cast: DType | None) -> tuple[list[OutputTensor], dict[str, str]]:
+        """Return the tensors to write, sorted by name, and the tied names that are dropped, with those that are kept.
+
+        Raises ``MismatchError`` unless they are the expected ones, and as ``export_safetensors``.
+        """
+        check_choice("tied", self.tied, Tied)
+        manifest = self.checkpoint.manifest
+        if manifest.section_index(self.section) is None:
+            raise NameNotFoundError(
+                f"{self.checkpoint.url} has no section {self.section!r}; it has {', '.join(self.checkpoint.sections)}"
+            )
+        required = None if expected is None else _expected_shapes(expected)
+        groups = self._groups()
+        chosen = self._parts(groups)
+        dropped: dict[str, str] = {}
+        for row, names in groups.items():
+            kept = [name for name in names if required and name in required] or names[:1]
+            if self.tied == "copy" and required is None:
+                kept = names
+            meta = manifest.tensors.meta_of(row)
+            chosen += [OutputTensor(name, row, Box.whole(meta.shape), meta.dtype) for name in kept]
+            dropped |= {name: kept[0] for name in names if name not in kept}
+        _refuse_collisions([tensor.name for tensor in chosen] + list(dropped))
+        if required is not None:
+            self._check_expected(required, {tensor.name: tensor.shape for tensor in chosen})
+        tensors = [tensor.as_dtype(output_dtype(tensor.dtype, cast)) for tensor in chosen]
+        _check_dtypes(tensors)
+        return sorted(tensors, key=lambda tensor: tensor.name), dropped
+
+    def _is_excluded(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def _groups(self) -> dict[int, list[str]]:
+        """All exported names of each tensor row, the stored name first."""
+        manifest = self.checkpoint.manifest
+        sources = {part.source for part in self.parts.values()}
+        names: dict[int, list[str]] = {}
+        per_rank: list[str] = []
+        for row in manifest.section_tensors(self.section).tolist():
+            name = self.rename(manifest.tensors.fqn_of(row))
+            if name not in sources and self._is_excluded(name):
+                continue
+            if manifest.scope[row] >= 0:
+                per_rank.append(name)
+            names[row] = [name]
+        if per_rank:
+            raise MismatchError(
+                f"{self.checkpoint.url}: {len(per_rank)} tensor(s) of section {self.section!r} were saved for single "
+                f"ranks and are not part of the model: {shown(per_rank)}; leave them out with exclude",
+                [("per_rank", name, "saved for a single rank") for name in per_rank],
+            )
+        for alias, stored in self.checkpoint.aliases.items():
+            row = manifest.tensor_row(stored)
+            name = self.rename(alias[len(self.section) + 1 :])
+            if alias.startswith(f"{self.section}.") and row in names and not self._is_excluded(name):
+                names[row].append(name)
+        return names
+
+    def _parts(self, groups: dict[int, list[str]]) -> list[OutputTensor]:
+        """The tensors that are parts; takes their sources out of ``groups``."""
+        if not self.parts:
+            return []
+        rows = {names[0]: row for row, names in groups.items()}
+        unknown = sorted({part.source for part in self.parts.values()} - rows.keys())
+        if unknown:
+            raise NameNotFoundError(f"{self.checkpoint.url}: parts of {shown(unknown)}, which are not stored")
+        tensors = self.checkpoint.manifest.tensors
+        chosen = [
+            OutputTensor(name, row, part.box, tensors.meta_of(row).dtype, part.shape)
+            for name, part in self.parts.items()
+            if not self._is_excluded(name)
+            for row in (rows[part.source],)
+        ]
+        for part in self.parts.values():
+            groups.pop(rows[part.source], None)
+        return chosen
+
+    def _check_expected(
+        self, required: Mapping[str, tuple[int, ...] | None], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        faults = [("missing", name, "") for name in required if name not in shapes]
+        faults += [("unexpected", name, "") for name in shapes if name not in required]
+        faults += [
+            ("shape", name, f"{list(shapes[name])} is stored, {list(shape)} is expected")
+            for name, shape in required.items()
+            if shape is not None and name in shapes and shapes[name] != shape
+        ]
+        if not faults:
+            return
+        head = (
+            f"{self.checkpoint.url} does not have the expected tensors ({len(faults)} fault(s)); nothing was written:"
+        )
+        advice = dict.fromkeys(("missing", "unexpected", "shape"), "")
+        raise MismatchError("\n".join([head, *fault_lines(faults, sorted(shapes), advice)]), faults)
+
+
+def _refuse_collisions(names: Iterable[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise NameCollisionError(f"several tensors would be exported under one name: {shown(twice)}; change rename")
+
+
+def _expected_shapes(expected: Expected) -> dict[str, tuple[int, ...] | None]:
+    if isinstance(expected, Mapping):
+        return {name: None if shape is None else tuple(shape) for name, shape in expected.items()}
+    if isinstance(expected, str):
+        raise UsageError(f"expected must be a list of names or a mapping of names to shapes, not {expected!r}")
+    return dict.fromkeys(expected)
+
+
+def _check_dtypes(tensors: Sequence[OutputTensor]) -> None:
+    odd = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors if tensor.dtype.safetensors is None]
+    if odd:
+        raise UnsupportedTensorError(
+            f"safetensors has no dtype for {len(odd)} tensor(s): {shown(odd)}; leave them out with exclude"
+        )
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first names, for a message."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more

@@ -1,0 +1,106 @@
+"""Exports that transformers loads: complete, with bit-equal logits, also of models with experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
+
+pytestmark = [pytest.mark.huggingface, pytest.mark.filterwarnings("ignore")]
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+_KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+}
+_EXPERT = {
+    "Mixtral": "model.layers.1.block_sparse_moe.experts.2.w1.weight",
+    "Qwen3Moe": "model.layers.1.mlp.experts.2.gate_proj.weight",
+}
+
+
+def _bcp(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(one) for one in arguments])
+
+
+def _model(kind: str) -> Any:
+    import transformers
+
+    torch.manual_seed(5)
+    return getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**_SIZES, **_KINDS[kind])
+    ).eval()
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(24).view(2, 12)).logits
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_exports_load_with_equal_logits(tmp_path: Path, kind: str) -> None:
+    """In memory, the experts of a layer are one tensor; in the export, each has its own, as on the hub."""
+    from transformers import AutoModelForCausalLM
+
+    model = _model(kind)
+    model.save_pretrained(tmp_path / "hf")
+    bcp.save(tmp_path / "own", {"model": model})
+    own, hf, out = tmp_path / "own", tmp_path / "hf", tmp_path / "out"
+    ran = _bcp("export", own, out, "--config-from", hf, "--max-file-size", "60KB")
+    assert ran.exit_code == 0, ran.output
+    assert "complete according to config.json" in ran.output
+    assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), _logits(model))
+    assert _bcp("diff", tmp_path / "hf", tmp_path / "out").exit_code == 0, "names and bits of save_pretrained"
+    # From the import, with the configuration that it kept.
+    assert _bcp("import", tmp_path / "out", tmp_path / "imported").exit_code == 0
+    assert _bcp("export", tmp_path / "imported", tmp_path / "again").exit_code == 0
+    assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()), _logits(model))
+
+
+@pytest.mark.parametrize("kind", _EXPERT)
+@pytest.mark.parametrize("source", ["own", "hf"])
+def test_a_missing_expert_is_named(tmp_path: Path, kind: str, source: str) -> None:
+    model = _model(kind)
+    model.save_pretrained(tmp_path / "hf")
+    bcp.save(tmp_path / "own", {"model": model})
+    export = ("export", tmp_path / source, tmp_path / "out", "--config-from", tmp_path / "hf")
+    ran = _bcp(*export, "--exclude", _EXPERT[kind])
+    assert ran.exit_code == 1
+    assert f"missing: 1\n    {_EXPERT[kind]}" in ran.output
+    assert not (tmp_path / "out").exists()
+    assert _bcp(*export, "--exclude", _EXPERT[kind], "--partial").exit_code == 0
+    assert f"model.{_EXPERT[kind]}" not in bcp.open(tmp_path / "out")
+
+
+def test_the_models_lists_of_names_apply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model's class calls ignorable may be there or missing; anything else may not."""
+    from transformers import LlamaForCausalLM
+
+    model = _model("Llama")
+    model.save_pretrained(tmp_path / "hf")
+    state = dict(model.state_dict())
+    state["model.layers.0.self_attn.old_bias"] = torch.zeros(2)
+    del state["lm_head.weight"], state["model.norm.weight"]
+    bcp.save(tmp_path / "own", {"model": state})
+    export = ("export", tmp_path / "own", tmp_path / "out", "--config-from", tmp_path / "hf")
+    ran = _bcp(*export)
+    assert ran.exit_code == 1
+    assert "model.norm.weight" in ran.output
+    assert "old_bias" in ran.output
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", [r"norm\.weight"])
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"self_attn\.old_"])
+    assert _bcp(*export).exit_code == 0
