@@ -23,7 +23,8 @@ from bytecheckpoint.engine.checksums import chunk_size_for
 from bytecheckpoint.format.manifest import decode, encode
 from bytecheckpoint.format.values import decode_path
 from bytecheckpoint.planners import OWN_BOXES, WHOLE, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
-from bytecheckpoint.save.agreement import RankSummary
+from bytecheckpoint.runtime.gc_pause import paused
+from bytecheckpoint.save.agreement import RankSummary, pack_parts, unpack_parts
 from bytecheckpoint.save.local_state import Listing, LocalState
 from bytecheckpoint.save.options import SaveOptions
 from bytecheckpoint.save.planning import PlanNegotiation
@@ -47,7 +48,7 @@ _ARGUMENTS = {
 
 
 class _Clock:
-    """CPU seconds of this single-threaded process, by activity."""
+    """CPU seconds of this single-threaded process, by activity, without the garbage collector, as in a save."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -55,7 +56,8 @@ class _Clock:
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
         began = time.process_time()
-        yield
+        with paused():
+            yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.process_time() - began
 
     def rounded(self, *what: str) -> float:
@@ -71,16 +73,16 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
         local = _local(sources, other, ranks)
     with clock.on("summary"):
         listing = local.list_items()
-        summary = msgpack.packb(RankSummary.of(local, listing, _ARGUMENTS))
+        summary = pack_parts(RankSummary.of(local, listing, _ARGUMENTS))
     sent = _summaries(world)
     root_listing = root.list_items()
-    assert sent[0] == msgpack.packb(RankSummary.of(root, root_listing, _ARGUMENTS))
+    assert sent[0] == pack_parts(RankSummary.of(root, root_listing, _ARGUMENTS))
     assert sent[other] == summary
     # The garbage collector must not scan the simulated world during measurements.
     gc.collect()
     gc.freeze()
     with clock.on("root"):
-        summaries = [RankSummary(*msgpack.unpackb(message)) for message in sent]
+        summaries = [RankSummary(*parts) for parts in unpack_parts(sent)]
         assert all(one.arguments == summaries[0].arguments for one in summaries)
         negotiation = PlanNegotiation(root, root_listing, summaries, b"")
         requests = negotiation.messages()
@@ -89,7 +91,7 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
         replies = [_reply(world, rank, *msgpack.unpackb(message)[1:]) for rank, message in enumerate(requests)]
         gc.freeze()
         with clock.on("root"):
-            negotiation.receive([msgpack.unpackb(message) for message in replies], root_listing)
+            negotiation.receive(unpack_parts(replies), root_listing)
             shares = negotiation.messages()
     else:
         requests, shares = replies, requests
@@ -211,7 +213,7 @@ def _summaries(world: World) -> list[bytes]:
     for rank, shared in enumerate(digests):
         plan = world.plan(rank)
         boxes = pack_boxes(plan.own_boxes())
-        words.append(msgpack.packb([*shared[:3], plan.flat_coordinates().astype("<i4").tobytes(), boxes, *shared[3:]]))
+        words.append(pack_parts([*shared[:3], plan.flat_coordinates().astype("<i4").tobytes(), boxes, *shared[3:]]))
     return words
 
 
@@ -226,8 +228,7 @@ def _shared_part(world: World, rank: int) -> tuple[bytes, ...]:
 
 def _reply(world: World, rank: int, needs_table: bool, needs_contents: bool) -> bytes:
     table = world.plan(rank).table().to_bytes() if needs_table else b""
-    packed: bytes = msgpack.packb([table, world.contents(rank).tobytes() if needs_contents else b""])
-    return packed
+    return pack_parts([table, world.contents(rank).tobytes() if needs_contents else b""])
 
 
 def _manifest(plan: SavePlan, world: World, name: str) -> dict[str, Any]:

@@ -267,7 +267,6 @@ class Fields:
         items: list[Any] = self._typed(name, list)
         if length is not None and len(items) != length:
             raise self.malformed(f"field {name!r} has {len(items)} items, not {length}")
-        for item in items:
-            if type(item) is not kind:
-                raise self.malformed(f"field {name!r} holds a {type(item).__name__}, not only {kind.__name__}")
+        if others := set(map(type, items)) - {kind}:
+            raise self.malformed(f"field {name!r} holds a {others.pop().__name__}, not only {kind.__name__}")
         return items

@@ -41,7 +41,7 @@ from ..planners import (
     unpack_boxes,
 )
 from ..version import HEADER_METADATA
-from .agreement import NewPlan, Plans, RankSummary, SaveShare
+from .agreement import NewPlan, Plans, RankSummary, SaveShare, pack_parts, unpack_parts
 from .local_state import Listing, LocalState
 from .replicas import Contents, find_diverged, replica_error
 
@@ -82,9 +82,9 @@ def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, j
             local.separate(separated)
             listing = local.list_items()
             reply = [*RankSummary.of(local, listing, {})]
-        received = op.gather("reply", msgpack.packb(reply))
+        received = op.gather("reply", pack_parts(reply))
         if negotiation is not None and received is not None:
-            negotiation.receive([msgpack.unpackb(message) for message in received], listing)
+            negotiation.receive(unpack_parts(received), listing)
     else:
         raise PlanError(f"rank 0 had no plan after {_MAX_ROUNDS} rounds of messages")
     attempt_id, plan_id, nbytes, assignment_bytes, gather_bytes, checks = content

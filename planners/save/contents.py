@@ -279,7 +279,7 @@ def compare_contents(held: Sequence[HeldContents], world_size: int) -> ContentCo
     in_sets = np.flatnonzero(equal & ~items.alone(held))
     sets, number = items.sets(in_sets)
     listed_rows, in_set = items.parts(in_sets, number)
-    by_group = [np.flatnonzero(items.group[listed_rows] == group) for group in range(len(held))]
+    by_group = _by_number(items.group[listed_rows], len(held))
     differing_items: list[list[int]] = [[] for _ in held]
     differing: list[tuple[Hashable, list[tuple[int, int]]]] = []
     for key in np.flatnonzero(~equal).tolist():
@@ -364,6 +364,12 @@ class _Items:
         keys, number = keys[order], number[order]
         counts = self.starts[keys + 1] - self.starts[keys]
         return ragged_positions(self.starts[keys], counts), np.repeat(number, counts)
+
+
+def _by_number(number: Int64, count: int) -> list[Int64]:
+    """Return the rows of each number below ``count``, ascending."""
+    order = np.argsort(number, kind="stable")
+    return np.split(order, np.searchsorted(number[order], np.arange(1, count)))
 
 
 def _by_set(number: Int64, items: Int64) -> list[tuple[int, Int64]]:
