@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import BytecheckpointError, UnsupportedTensorError
+from bytecheckpoint.errors import BytecheckpointError, StateError, UnsupportedTensorError
 from bytecheckpoint.frameworks.sections import resolve_sections
 from bytecheckpoint.tensors.derived import is_derived
 from bytecheckpoint.tensors.shards import StoredSection
@@ -37,6 +37,8 @@ DENSE = [
     Layout(pp=2),
     Layout(pp=2, vp=2),
     Layout(tp=4),
+    Layout(cp=2),
+    Layout(cp=2, world=2),
     Layout(world=4),
 ]
 EXPERTS = [
@@ -48,6 +50,7 @@ EXPERTS = [
     Layout(pp=2, ep=2),
 ]
 GROUPED, MOE = Recipe(), Recipe(experts=4)
+FURTHER = Recipe(mtp=2, tied=False)
 SHARDED = Recipe(fsdp="optim_grads_params")
 Scaled = Literal["", "fp16", "fp8", "remainders"]
 SCALED: tuple[Scaled, ...] = ("fp16", "fp8", "remainders")
@@ -145,6 +148,10 @@ def test_experts_load_in_any_layout(pool: RankPool, tmp_path: Path, pair: tuple[
         pytest.param(Layout(tp=2), Layout(tp=2), SHARDED, None, id="Megatron-FSDP with tensor parallelism"),
         pytest.param(Layout(tp=2), Layout(), Recipe(query_groups=1), None, id="fewer query groups than ranks"),
         pytest.param(Layout(tp=2, pp=2), Layout(), Recipe(tied=False), None, id="untied"),
+        pytest.param(Layout(ep=2, cp=2), Layout(ep=2), MOE, None, id="context parallel experts"),
+        pytest.param(Layout(tp=2, pp=2), Layout(), FURTHER, None, id="multi-token prediction"),
+        pytest.param(Layout(world=2), Layout(pp=4), FURTHER, None, id="multi-token prediction, more stages"),
+        pytest.param(Layout(tp=2), Layout(), Recipe(mtp=1), None, id="multi-token prediction, tied"),
         pytest.param(Layout(), Layout(tp=2, pp=2), Recipe(mla=True), None, id="multi-latent attention"),
     ],
 )
@@ -315,6 +322,20 @@ def test_what_megatron_fsdp_does_not_prove_is_refused(pool: RankPool, tmp_path: 
     for messages in pool.run(_contradictions, str(tmp_path / "checkpoint"), world_size=2):
         for message, part in zip(messages, ["and the chunks", "shards it again", "fp8_param_gather"], strict=True):
             assert part in message
+
+
+def _unused_output(rank: int, world_size: int, path: str) -> str:
+    with training(Layout(pp=2, world=2), Recipe(mtp=1), seed=1) as job:
+        with pytest.raises(StateError) as error:
+            bcp.save(path, job.state)
+        return str(error.value)
+
+
+def test_tied_multi_token_prediction_on_several_stages_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    for message in pool.run(_unused_output, str(tmp_path / "checkpoint"), world_size=2):
+        assert "unused output_layer.weight" in message
+        assert "untie" in message
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def _load_alone(rank: int, world_size: int, path: str) -> list[list[str]]:

@@ -262,6 +262,7 @@ def _patched() -> Iterator[None]:
         importlib.import_module("megatron.core.models.gpt")
     import megatron.core.optimizer as optimizers
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
@@ -287,6 +288,8 @@ def _patched() -> Iterator[None]:
             (distrib_optimizer, "USING_APEX_OPTIMIZER", True),
             (distrib_optimizer, "USING_TE_OPTIMIZER", False),
             (mcore_fsdp_adapter, "_get_dp_tp_mesh", _data_and_tensor_ranks),  # it needs einops
+            # Without Transformer Engine, each context parallel rank computes the whole sequence.
+            (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", lambda emb, dim, cp: emb),
             (mcore_fsdp_adapter, "TELinear", type(None)),
             (mcore_fsdp_adapter, "_get_rng_state_dict", dict),
             (mcore_fsdp_adapter, "_load_rng_state_dict", lambda state: None),

@@ -40,10 +40,14 @@ def stored_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks share a model; what remains of the world is data parallel."""
+    """How the ranks share a model; what remains of the world is data parallel.
+
+    Context parallel ranks have their process groups, but each computes the whole sequence.
+    """
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     vp: int = 1
     ep: int = 1
     etp: int = 1
@@ -63,6 +67,7 @@ class Recipe:
     mla: bool = False
     query_groups: int = 2
     tied: bool = True
+    mtp: int = 0  # layers that predict further tokens
     padded_vocabulary: int = 64
     unpadded: int = 0
     layer_wise: bool = False
@@ -97,6 +102,7 @@ class Training:
             layout.tp,
             layout.pp,
             layout.vp if layout.vp > 1 else None,
+            context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp if recipe.experts else None,
         )
@@ -150,6 +156,7 @@ class Training:
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
             attention_softmax_in_fp32=True,
+            mtp_num_layers=recipe.mtp or None,
             **options,
         )
 
@@ -161,16 +168,18 @@ class Training:
 
         config, recipe = self._config(), self.recipe
         stage = {"ignore_virtual": False, "vp_stage": vp_stage if self.layout.vp > 1 else None}
+        is_last = parallel_state.is_pipeline_last_stage(**stage)
         model = GPTModel(
             config,
             _layer_spec(recipe),
             recipe.padded_vocabulary,
             SEQUENCE,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
-            post_process=parallel_state.is_pipeline_last_stage(**stage),
+            post_process=is_last,
             share_embeddings_and_output_weights=recipe.tied,
             position_embedding_type="rope",
             vp_stage=stage["vp_stage"],
+            mtp_block_spec=_further_tokens(config, recipe) if is_last else None,
         )
         if recipe.is_mixed:
             model = Float16Module(config, model)
@@ -442,6 +451,12 @@ def _layer_spec(recipe: Recipe) -> Any:
     return spec
 
 
+def _further_tokens(config: Any, recipe: Recipe) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, _layer_spec(recipe), use_transformer_engine=False) if recipe.mtp else None
+
+
 def _forward(data: Iterator[torch.Tensor], model: Any) -> Any:
     tokens = next(data)
     positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
@@ -451,8 +466,11 @@ def _forward(data: Iterator[torch.Tensor], model: Any) -> Any:
 
 
 def _loss(output: torch.Tensor) -> Any:
+    from megatron.core import parallel_state
+
     loss = output.float().mean()
-    return loss, {"loss": loss.item()}
+    # Megatron takes the loss for that of a part of the sequence.
+    return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.item()}
 
 
 def _assembled(key: str, places: dict[Any, list[Any]]) -> torch.Tensor:

@@ -106,6 +106,17 @@ def read_shards(chunks: Sequence[nn.Module]) -> ModelShards:
 
 
 def _sharded_state_dict(chunk: Any) -> Mapping[str, Any]:
+    if (
+        getattr(chunk, "mtp_process", False)
+        and chunk.share_embeddings_and_output_weights
+        and not chunk.pre_process
+        and getattr(chunk.output_layer, "weight", None) is not None
+    ):
+        raise StateError(
+            f"{type(chunk).__name__}: multi-token prediction with tied embeddings on several pipeline stages. Megatron "
+            "creates an unused output_layer.weight there, which its own sharded_state_dict() rejects; untie the "
+            "embeddings from the output, or use one stage"
+        )
     # Megatron adds entries to the dict.
     state: Mapping[str, Any] = chunk.sharded_state_dict(metadata=dict(_METADATA))
     return state
