@@ -15,7 +15,9 @@ from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..convert.export import Expected, Part, export_safetensors
 from ..convert.importing import import_checkpoint
+from ..convert.lora import Lora, LoraForm, LoraPlan
 from ..convert.related import kept_files, related_files
+from ..convert.selection import Selection
 from ..errors import FormatError
 from ..foreign.safetensors_folder import SafetensorsFolder
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
@@ -70,6 +72,19 @@ TiedNames = Literal["drop", "copy"]
     show_default=True,
     help="Of tied names (which share their bytes), write only one, or all.",
 )
+@click.option(
+    "--lora",
+    "how",
+    type=click.Choice(get_args(LoraForm)),
+    help="Merge a LoRA adapter into the model, or write the adapter alone, as PEFT does.",
+)
+@click.option(
+    "--adapter-config",
+    metavar="FILE",
+    help="PEFT's adapter_config.json, which has the scaling. By default, the one that SOURCE has.",
+)
+@click.option("--lora-alpha", type=float, metavar="N", help="The scaling is N / rank.")
+@click.option("--adapter", metavar="NAME", help="The adapter to export, if the model has several.")
 def export_command(
     out: Output,
     options: Mapping[str, Any],
@@ -86,6 +101,10 @@ def export_command(
     rename: Callable[[str], str] | None,
     exclude: tuple[str, ...],
     tied: TiedNames,
+    how: LoraForm | None,
+    adapter_config: str | None,
+    lora_alpha: float | None,
+    adapter: str | None,
 ) -> None:
     """Write the model of checkpoint SOURCE to the folder TARGET, in the layout of Hugging Face libraries.
 
@@ -95,9 +114,9 @@ def export_command(
     """
     found = api.open(source, storage_options=options_for(source, options))
     if form != "safetensors":
-        if expect or partial or config_from or rename or tied != "drop":
+        if expect or partial or config_from or rename or tied != "drop" or how:
             raise click.UsageError(
-                f"--expect, --partial, --config-from, --rename and --tied do not apply to --format {form}"
+                f"--expect, --partial, --config-from, --rename, --tied and --lora do not apply to --format {form}"
             )
         export_for_torch(
             out,
@@ -118,8 +137,14 @@ def export_command(
         related = related_files(open_backend(config_from, **options_for(config_from, options)))
         if CONFIG_KEY not in related:
             raise click.BadParameter(f"{config_from} has no {CONFIG_KEY}", param_hint="--config-from")
-    related.pop(ADAPTER_CONFIG_KEY, None)
-    gate = _Gate.of(found, section, rename or str, exclude, related, expect, partial=partial)
+    own_adapter_config = related.pop(ADAPTER_CONFIG_KEY, None)
+    if how is None and (adapter_config or lora_alpha or adapter):
+        raise click.UsageError("--adapter-config, --lora-alpha and --adapter apply to --lora")
+    lora = None
+    if how is not None:
+        config = _adapter_config(adapter_config, own_adapter_config)
+        lora = Lora(how, config, lora_alpha, adapter)
+    gate = _Gate.of(found, section, lora, rename or str, exclude, related, expect, partial=partial)
     with out.progress("export", found.manifest.nbytes) as progress:
         report = export_safetensors(
             found,
@@ -133,6 +158,7 @@ def export_command(
             tied=tied,
             parts=gate.parts,
             related=related,
+            lora=lora,
             progress=progress,
             storage_options=options_for(target, options),
         )
@@ -198,6 +224,7 @@ class _Gate:
         cls,
         found: Checkpoint,
         section: str,
+        lora: Lora | None,
         rename: Callable[[str], str],
         exclude: Sequence[str],
         related: Mapping[str, bytes],
@@ -207,6 +234,8 @@ class _Gate:
     ) -> _Gate:
         if expect is not None and partial:
             raise click.UsageError("--expect and --partial exclude each other")
+        if lora is not None and lora.how == "peft" and expect is None:
+            return cls()
         document = _config_in(related) if expect is None else _configuration(_document(expect))
         if expect is not None and document is None:
             return cls(_read_expected(expect), name=expect)
@@ -214,17 +243,40 @@ class _Gate:
             return cls()
         where = expect or CONFIG_KEY
         model = ConfiguredModel.of(document, where)
+        if section not in found.sections:
+            return cls()  # the export raises
+        plan = None if lora is None else LoraPlan(found, section, lora)
+        selection = Selection(found, section, rename, exclude, "drop", {}, plan)
         tensors = found.manifest.tensors
-        rows = found.manifest.section_tensors(section) if section in found.sections else ()
-        stored: dict[str, BasicMeta] = {rename(tensors.fqn_of(int(row))): tensors.meta_of(int(row)) for row in rows}
+        rows = found.manifest.section_tensors(section).tolist()
+        stored: dict[str, BasicMeta] = {
+            name: tensors.meta_of(row)
+            for row in rows
+            if (name := selection.exported_name(tensors.fqn_of(row))) is not None
+        }
         parts = model.parts(stored)
         if partial:
             return cls(None, parts)
         prefix = f"{section}."
         names = stored.keys() - {part.source for part in parts.values()} | parts.keys()
-        names |= {rename(alias.removeprefix(prefix)) for alias in found.aliases if alias.startswith(prefix)}
+        aliases = [alias.removeprefix(prefix) for alias in found.aliases if alias.startswith(prefix)]
+        names |= {name for alias in aliases if (name := selection.exported_name(alias)) is not None}
         kept = {name: None for name in names if not any(fnmatchcase(name, pattern) for pattern in exclude)}
         return cls(model.expected(kept), parts, where)
+
+
+def _adapter_config(source: str | None, own: bytes | None) -> dict[str, Any]:
+    """The content of PEFT's ``adapter_config.json``; empty if there is none."""
+    if source is not None:
+        document = _document(source)
+    else:
+        try:
+            document = json.loads(own or b"{}")
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{ADAPTER_CONFIG_KEY} is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise click.BadParameter(f"{source} is not a JSON object in a local file", param_hint="--adapter-config")
+    return document
 
 
 def _config_in(related: Mapping[str, bytes]) -> dict[str, Any] | None:

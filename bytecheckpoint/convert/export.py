@@ -16,17 +16,18 @@ import torch
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifest_file import remove_files
 from ..errors import KeyExistsError, UsageError
-from ..format.hf_index import INDEX_KEY, SINGLE_KEY, index_document
+from ..format.hf_index import ADAPTER_CONFIG_KEY, INDEX_KEY, SINGLE_KEY, index_document
 from ..format.safetensors import DATA_ALIGNMENT
 from ..load.options import Rename, renaming
 from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
 from .casts import parse_cast
+from .lora import ADAPTER_KEY, Lora, LoraPlan
 from .related import put_files, with_dtype
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, cleanup_on_failure
 from .selection import Expected, Part, Selection, Tied, shown
 
-__all__ = ["Expected", "ExportReport", "Part", "Tied", "export_safetensors"]
+__all__ = ["Expected", "ExportReport", "Lora", "Part", "Tied", "export_safetensors"]
 
 _MAX_ENTRY_BYTES = 128  # of a header entry without name and shape; an upper bound
 
@@ -69,6 +70,7 @@ def export_safetensors(
     tied: Tied = "drop",
     parts: Mapping[str, Part] | None = None,
     related: Mapping[str, bytes] | None = None,
+    lora: Lora | None = None,
     progress: Progress = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
@@ -89,6 +91,8 @@ def export_safetensors(
         parts: Tensors to write in place of stored ones of which they are parts, by exported name.
         related: Other files to write, such as the configuration, by name. In ``config.json``, the dtype becomes that of
             the cast.
+        lora: What to do with a LoRA adapter in the section: merge it into the model, or write it alone, as PEFT does.
+            By default, its tensors are exported like all others.
         progress: Called with the number of bytes written since the last call.
         storage_options: Options for the target's storage backend.
 
@@ -96,22 +100,28 @@ def export_safetensors(
         A report.
 
     Raises:
-        UsageError: An argument is invalid.
-        NameNotFoundError: The checkpoint has no such section.
-        MismatchError: The names or shapes are not the expected ones, or a tensor belongs to a single rank. Lists all.
+        UsageError: An argument is invalid, or the scaling of an adapter is unknown.
+        NameNotFoundError: The checkpoint has no such section, or no adapter.
+        MismatchError: The names or shapes are not the expected ones, a tensor belongs to a single rank, or an adapter
+            does not fit. Lists all.
         NameCollisionError: Two tensors would have the same name.
-        UnsupportedTensorError: safetensors cannot represent the dtype of a tensor.
+        UnsupportedTensorError: safetensors cannot represent the dtype of a tensor, or an adapter is more than LoRA.
         KeyExistsError: The target already holds a model, or a related file with other contents.
         CorruptionError: Stored bytes are damaged or missing.
         StorageError: A store failed.
     """
     target = open_backend(target_url, **dict(storage_options or {}))
     dtype = parse_cast(cast)
-    selection = Selection(checkpoint, section, renaming(rename), exclude, tied, parts or {})
+    plan = None if lora is None or section not in checkpoint.sections else LoraPlan(checkpoint, section, lora)
+    selection = Selection(checkpoint, section, renaming(rename), exclude, tied, parts or {}, plan)
     tensors, dropped = selection.choose(expected, dtype)
     _refuse_model(target)
     others = with_dtype(related or {}, dtype) if dtype is not None else related or {}
-    files = _split(tensors, section, max_file_bytes)
+    if plan is not None and lora is not None and lora.how == "peft":
+        files = [OutputFile.lay_out(ADAPTER_KEY, section, tensors, {"format": "pt"})]
+        others = {ADAPTER_CONFIG_KEY: plan.config_file()}
+    else:
+        files = _split(tensors, section, max_file_bytes)
     done: list[str] = []
     with cleanup_on_failure(lambda: remove_files(target, done)):
         added = put_files(target, others)

@@ -35,6 +35,7 @@ from ..tensors.metadata import BasicMeta
 from ..tensors.shards import torch_dtype
 from ..tensors.tables import BoxTable, Int64
 from ..version import VERSION
+from .low_rank import LowRank
 
 __all__ = [
     "PIECE_BYTES",
@@ -63,7 +64,7 @@ Progress = Callable[[int], None]
 class OutputTensor:
     """One tensor of an output file: ``box`` of the tensor in manifest row ``row``, stored as ``dtype`` and ``name``.
 
-    ``form`` is its shape in the file if that is not the box's.
+    ``form`` is its shape in the file if that is not the box's. ``added`` is added to what is stored.
     """
 
     name: str
@@ -71,6 +72,7 @@ class OutputTensor:
     box: Box
     dtype: DType
     form: tuple[int, ...] | None = None
+    added: LowRank | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -223,6 +225,10 @@ class Rewriter:
             [ReadPart(int(rows[i]), box, box_view(found[n], box, batch[n].box)) for n, i, box in plan.rows()],
             self._crc_check,
         )
+        found = [
+            tensor if one.added is None else one.added.added_to(tensor, one.box, self.read)
+            for tensor, one in zip(found, batch)
+        ]
         return [
             tensor if tensor.dtype == dtype else _tensor_in(memory, PIECE_BYTES + at, one.box, dtype).copy_(tensor)
             for tensor, dtype, (one, at) in zip(found, dtypes, places)

@@ -15,6 +15,8 @@ from ..runtime.arguments import check_choice
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from .casts import output_dtype
+from .lora import LoraPlan
+from .low_rank import LowRank
 from .rewriter import OutputTensor
 
 __all__ = ["Expected", "Part", "Selection", "Tied", "shown"]
@@ -48,6 +50,7 @@ class Selection:
         exclude: Shell patterns; exported names that match one are left out.
         tied: Whether only one of several tied names is written, or all of them.
         parts: What is written in place of the tensors that are the sources of parts, by exported name.
+        lora: What becomes of an adapter, before ``rename``.
     """
 
     checkpoint: Checkpoint
@@ -56,6 +59,7 @@ class Selection:
     exclude: Sequence[str]
     tied: Tied
     parts: Mapping[str, Part]
+    lora: LoraPlan | None = None
 
     def choose(self, expected: Expected | None, cast: DType | None) -> tuple[list[OutputTensor], dict[str, str]]:
         """Return the tensors to write, sorted by name, and the tied names that are dropped, with those that are kept.
@@ -77,7 +81,9 @@ class Selection:
             if self.tied == "copy" and required is None:
                 kept = names
             meta = manifest.tensors.meta_of(row)
-            chosen += [OutputTensor(name, row, Box.whole(meta.shape), meta.dtype) for name in kept]
+            chosen += [
+                OutputTensor(name, row, Box.whole(meta.shape), meta.dtype, None, self._added(row)) for name in kept
+            ]
             dropped |= {name: kept[0] for name in names if name not in kept}
         _refuse_collisions([tensor.name for tensor in chosen] + list(dropped))
         if required is not None:
@@ -85,6 +91,14 @@ class Selection:
         tensors = [tensor.as_dtype(output_dtype(tensor.dtype, cast)) for tensor in chosen]
         _check_dtypes(tensors)
         return sorted(tensors, key=lambda tensor: tensor.name), dropped
+
+    def exported_name(self, fqn: str) -> str | None:
+        """The exported name of a stored tensor; None if it is not exported."""
+        kept = fqn if self.lora is None else self.lora.relabel(fqn)
+        return None if kept is None else self.rename(kept)
+
+    def _added(self, row: int) -> LowRank | None:
+        return None if self.lora is None else self.lora.added.get(row)
 
     def _is_excluded(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)
@@ -96,8 +110,8 @@ class Selection:
         names: dict[int, list[str]] = {}
         per_rank: list[str] = []
         for row in manifest.section_tensors(self.section).tolist():
-            name = self.rename(manifest.tensors.fqn_of(row))
-            if name not in sources and self._is_excluded(name):
+            name = self.exported_name(manifest.tensors.fqn_of(row))
+            if name is None or (name not in sources and self._is_excluded(name)):
                 continue
             if manifest.scope[row] >= 0:
                 per_rank.append(name)
@@ -110,9 +124,10 @@ class Selection:
             )
         for alias, stored in self.checkpoint.aliases.items():
             row = manifest.tensor_row(stored)
-            name = self.rename(alias[len(self.section) + 1 :])
-            if alias.startswith(f"{self.section}.") and row in names and not self._is_excluded(name):
-                names[row].append(name)
+            if alias.startswith(f"{self.section}.") and row in names:
+                name = self.exported_name(alias[len(self.section) + 1 :])
+                if name is not None and not self._is_excluded(name):
+                    names[row].append(name)
         return names
 
     def _parts(self, groups: dict[int, list[str]]) -> list[OutputTensor]:
@@ -125,7 +140,7 @@ class Selection:
             raise NameNotFoundError(f"{self.checkpoint.url}: parts of {shown(unknown)}, which are not stored")
         tensors = self.checkpoint.manifest.tensors
         chosen = [
-            OutputTensor(name, row, part.box, tensors.meta_of(row).dtype, part.shape)
+            OutputTensor(name, row, part.box, tensors.meta_of(row).dtype, part.shape, self._added(row))
             for name, part in self.parts.items()
             if not self._is_excluded(name)
             for row in (rows[part.source],)

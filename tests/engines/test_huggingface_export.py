@@ -27,6 +27,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
 }
+_GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
 _EXPERT = {
     "Mixtral": "model.layers.1.block_sparse_moe.experts.2.w1.weight",
     "Qwen3Moe": "model.layers.1.mlp.experts.2.gate_proj.weight",
@@ -41,6 +42,8 @@ def _model(kind: str) -> Any:
     import transformers
 
     torch.manual_seed(5)
+    if kind == "GPT2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2)).eval()
     return getattr(transformers, f"{kind}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**_SIZES, **_KINDS[kind])
     ).eval()
@@ -104,3 +107,51 @@ def test_the_models_lists_of_names_apply(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", [r"norm\.weight"])
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"self_attn\.old_"])
     assert _bcp(*export).exit_code == 0
+
+
+def _adapted(kind: str, **options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(6)
+    model = get_peft_model(_model(kind), LoraConfig(r=4, lora_alpha=6, **options))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:  # PEFT begins with zeros
+                param.copy_(torch.randn(param.shape) * 0.2)
+    return model.eval()
+
+
+_ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "matrices": ("Llama", {"target_modules": ["q_proj", "down_proj"], "alpha_pattern": {"q_proj": 3}}),
+    "whole module": ("Llama", {"target_modules": ["v_proj"], "modules_to_save": ["norm"], "use_rslora": True}),
+    "turned": ("GPT2", {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    "embedding": ("GPT2", {"target_modules": ["wpe", "c_proj"], "rank_pattern": {"wpe": 2}, "fan_in_fan_out": True}),
+}
+
+
+@pytest.mark.parametrize("case", _ADAPTERS)
+def test_adapters_as_peft_merges_and_stores_them(tmp_path: Path, case: str) -> None:
+    from peft import PeftModel, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    kind, options = _ADAPTERS[case]
+    model = _adapted(kind, **options)
+    _model(kind).save_pretrained(tmp_path / "hf")
+    model.save_pretrained(tmp_path / "adapter")
+    bcp.save(tmp_path / "own", {"model": model})
+    files = ("--config-from", tmp_path / "hf", "--adapter-config", tmp_path / "adapter/adapter_config.json")
+    ran = _bcp("export", tmp_path / "own", tmp_path / "merged", "--lora", "merge", *files)
+    assert ran.exit_code == 0, ran.output
+    assert "complete according to config.json" in ran.output
+    ran = _bcp("export", tmp_path / "own", tmp_path / "peft", "--lora", "peft", *files[2:])
+    assert ran.exit_code == 0, ran.output
+    again = PeftModel.from_pretrained(_model(kind), tmp_path / "peft").eval()
+    stored = get_peft_model_state_dict(model)
+    assert all(torch.equal(value, stored[name]) for name, value in get_peft_model_state_dict(again).items())
+    assert torch.equal(_logits(again), _logits(model))
+    assert set(bcp.open(tmp_path / "peft")) == set(bcp.open(tmp_path / "adapter"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval().state_dict()
+    expected = model.merge_and_unload().state_dict()
+    assert set(merged) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name], value, atol=1e-6, rtol=1e-6, msg=name)
