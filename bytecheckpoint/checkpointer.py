@@ -20,6 +20,7 @@ from .control import current_communicator
 from .control.base import Communicator, Operation
 from .engine.resources import DEFAULT_MERGE_MEMORY_BYTES, IOEngine
 from .errors import UsageError
+from .foreign.given_rules import GivenRules, rules_argument
 from .foreign.opening import Location
 from .frameworks.per_rank import OnResize
 from .load.options import Cast, LoadOptions, Strictness
@@ -27,6 +28,7 @@ from .load.protocol import load as run_load
 from .load.report import LoadReport
 from .load.shared_reads.negotiation import ShareReads
 from .planners import Layout
+from .rules import Rules
 from .runtime.arguments import ARGUMENTS, check_arguments
 from .runtime.limits import DEFAULT_DEADLINE_S
 from .save.gating import pass_gates
@@ -330,6 +332,7 @@ class Checkpointer:
         device: torch.device | str | None = None,
         share_reads: ShareReads = "auto",
         deadline_s: float = DEFAULT_DEADLINE_S,
+        rules: GivenRules | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> LoadReport:
         """Fill ``state`` in place from the checkpoint at ``path``, whatever layout and world size saved it.
@@ -378,6 +381,7 @@ class Checkpointer:
                 that need different columns of the same matrices each read some of the rows and exchange their parts.
                 "always" and "never" override this.
             deadline_s: Seconds that each single wait may take: for another rank or for storage.
+            rules: As in ``open``. ``rename`` sees the names that the rules make.
             storage_options: Options for the storage backend.
 
         Returns:
@@ -385,6 +389,7 @@ class Checkpointer:
 
         Raises:
             UsageError: An argument is invalid.
+            RuleError: The rules do not explain what is stored; lists everything that is wrong.
             StateError: An object in ``state`` cannot be filled.
             MismatchError: The state and the checkpoint do not fit together; lists every name of every rank.
             CheckpointNotFoundError: Nothing is stored at ``path``. Also a ``FileNotFoundError``.
@@ -414,14 +419,23 @@ class Checkpointer:
             device=device,
             share_reads=share_reads,
             deadline_s=deadline_s,
+            rules=rules,
         )
         with self._engine.track_call():
             pass_gates()
             backend, op, _, options = self._begin("load", path, lambda: state, options, storage_options=storage_options)
-            location = Location(url_text(path), backend, dict(storage_options or {}))
+            found = options.rules if isinstance(options.rules, Rules) else None
+            location = Location(url_text(path), backend, dict(storage_options or {}), found)
             return run_load(self._engine, location, op, state, options)
 
-    def open(self, path: URL, *, verify: bool = True, storage_options: Mapping[str, Any] | None = None) -> Checkpoint:
+    def open(
+        self,
+        path: URL,
+        *,
+        verify: bool = True,
+        rules: GivenRules | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
         """Open the checkpoint at ``path`` for reading. Needs no process group and no model.
 
         Also opens safetensors files that other libraries wrote: one file, or a folder with ``model.safetensors`` or an
@@ -430,12 +444,16 @@ class Checkpointer:
         Args:
             path: Local path, or URL of any fsspec filesystem.
             verify: Check all bytes that are read against their checksums.
+            rules: What the stored tensors are (``docs/rules.md``): ``bytecheckpoint.rules.Rules``, the path of a TOML
+                file, or the name of a set of rules of this library. The tensors then have the names and shapes that the
+                rules make. Nothing is copied: reads go to the stored bytes.
             storage_options: Options for the storage backend.
 
         Returns:
             A mapping from full tensor names to tensors, which are read when they are indexed or loaded.
 
         Raises:
+            RuleError: The rules do not explain what is stored; lists everything that is wrong.
             CheckpointNotFoundError: Nothing is stored at ``path``. Also a ``FileNotFoundError``.
             NotACheckpointError: Something is stored at ``path``, but no committed checkpoint.
             UnsupportedVersionError: A newer library saved the checkpoint.
@@ -448,14 +466,15 @@ class Checkpointer:
             >>> checkpoint["model.wte.weight"][0:128]     # reads only these rows
         """
         self._engine.check_usable()
-        arguments = check_arguments({"verify": verify, "storage_options": storage_options})
-        url, options = url_text(path), arguments["storage_options"]
+        given = {"verify": verify, "rules": rules, "storage_options": storage_options}
+        arguments = check_arguments(given, rules=rules_argument)
+        url, options, found = url_text(path), arguments["storage_options"], arguments["rules"]
         backend = open_backend(url, **options)
         return Checkpoint(
-            Location(url, backend, options).index(),
+            Location(url, backend, options, found).index(),
             self._engine,
             verify=arguments["verify"],
-            reopen=functools.partial(_reopen, url, options, verify=arguments["verify"]),
+            reopen=functools.partial(_reopen, url, options, verify=arguments["verify"], rules=found),
         )
 
     def latest(
@@ -626,9 +645,11 @@ def _checkpointer_of(pid: int) -> Checkpointer:
     return Checkpointer()
 
 
-def _reopen(url: str, storage_options: Mapping[str, Any], *, verify: bool = True) -> Checkpoint:
+def _reopen(
+    url: str, storage_options: Mapping[str, Any], *, verify: bool = True, rules: Rules | None = None
+) -> Checkpoint:
     """Open a path in the process that unpickles a ``Checkpoint``, or that was forked from the one that opened it."""
-    return default_checkpointer().open(url, verify=verify, storage_options=storage_options)
+    return default_checkpointer().open(url, verify=verify, rules=rules, storage_options=storage_options)
 
 
 @functools.cache

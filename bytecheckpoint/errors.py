@@ -143,8 +143,9 @@ class RuleError(UsageError):
         faults: One ``(kind, name, detail)`` for each fault. ``kind`` is one of ``syntax`` (the rules cannot be read),
             ``rule`` (a rule contradicts itself), ``missing`` (no rule for a tensor), ``ambiguous`` (several rules for a
             tensor), ``unused`` (a rule matches nothing), ``shape``, ``dtype``, ``rank`` (what the ranks hold is
-            incomplete, or not explained), ``rename`` (two tensors would have one name), ``average`` (a value is in no
-            file). ``name`` is the tensor or the rule.
+            incomplete, or not explained), ``file`` (a file cannot be assigned to a rank), ``rename`` (two tensors would
+            have one name), ``average`` (a value is in no file), ``compare`` (copies differ, which is known only once
+            all other faults are excluded and the copies are read). ``name`` is the tensor, the file or the rule.
     """
 
     def __init__(self, message: str, faults: list[tuple[str, str, str]] | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -12,12 +12,14 @@ import zstandard
 
 from ..engine.reading.crc_check import CrcTable
 from ..engine.reading.reader import Reader
+from ..engine.reading.views import StoredViews
 from ..engine.resources import IOEngine
 from ..format.manifest import Manifest, ManifestV1, validate_foreign
 from ..format.values import decode_path, encode_path
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
+from ..tensors.tables import BoxTable, Int64, ragged_starts
 from .manifest_file import read_manifest
 from .values import StoredValue, stored_values
 
@@ -39,6 +41,8 @@ class Index:
         name: The file's key, if the path is a single file below the backend's root.
         foreign_values: The plain values of another system's checkpoint, which the index holds itself.
         crcs: The CRC-32s of ranges of another system's files.
+        views: Where the manifest's shards are in what the files hold, if rules describe them; None if the manifest
+            itself describes the files.
     """
 
     backend: StorageBackend
@@ -47,6 +51,7 @@ class Index:
     name: str = ""
     foreign_values: tuple[StoredValue, ...] = ()
     crcs: CrcTable | None = None
+    views: StoredViews | None = None
 
     @classmethod
     def read(cls, backend: StorageBackend) -> Index:
@@ -62,6 +67,11 @@ class Index:
     def is_own(self) -> bool:
         """Whether this library wrote the files, with checksums for every byte."""
         return self.system == OWN_SYSTEM
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the manifest has a checksum for every chunk of its shards."""
+        return self.is_own and self.views is None
 
     def values(self, *, section: str | None = None, ranks: Collection[int] | None = None) -> Iterator[StoredValue]:
         """Yield all plain values, or those of one section.
@@ -85,16 +95,18 @@ class Index:
             bounce_pool=engine.bounce_pool,
             timings=timings,
             crcs=self.crcs if verify else None,
+            views=self.views,
         )
 
 
 def encode_index(index: Index) -> bytes:
-    """Return the index of another system's files as bytes, for ``decode_index`` on the other ranks of one job."""
+    """Return an index as bytes, for ``decode_index`` on the other ranks of one job."""
     values = [[one.section, encode_path(one.path), one.rank, one.encoded] for one in index.foreign_values]
     crcs = None
     if index.crcs is not None:
         crcs = [column.tobytes() for column in (index.crcs.file, index.crcs.begin, index.crcs.end, index.crcs.crc)]
-    packed: bytes = msgpack.packb([index.system, index.name, ManifestV1.pack(index.manifest), values, crcs])
+    views = None if index.views is None else _pack_views(index.views)
+    packed: bytes = msgpack.packb([index.system, index.name, ManifestV1.pack(index.manifest), values, crcs, views])
     return _START + zstandard.ZstdCompressor(level=1).compress(packed)
 
 
@@ -106,7 +118,7 @@ def is_encoded_index(data: bytes) -> bool:
 def decode_index(data: bytes, backend: StorageBackend) -> Index:
     """Return the index that ``encode_index`` has encoded on another rank, validated. Raises ``FormatError``."""
     packed: list[Any] = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(data[len(_START) :]))
-    system, name, tables, values, crcs = packed
+    system, name, tables, values, crcs, views = packed
     manifest = ManifestV1.unpack(tables)
     validate_foreign(manifest)
     return Index(
@@ -115,5 +127,24 @@ def decode_index(data: bytes, backend: StorageBackend) -> Index:
         system,
         name,
         tuple(StoredValue(section, decode_path(path), rank, encoded) for section, path, rank, encoded in values),
-        None if crcs is None else CrcTable(*(np.frombuffer(column, np.int64) for column in crcs)),
+        None if crcs is None else CrcTable(*map(_numbers, crcs)),
+        None if views is None else _unpack_views(*views),
     )
+
+
+def _pack_views(views: StoredViews) -> list[bytes]:
+    within, stored = views.within, views.stored
+    # Columns of a manifest cannot hold the negative offsets that views may have.
+    tables = ManifestV1.pack(replace(stored, shard_offset=np.zeros_like(stored.shard_offset)))
+    columns = (stored.shard_offset, views.row, within.offsets, within.lengths, np.diff(within.starts))
+    return [tables, *(column.tobytes() for column in columns)]
+
+
+def _unpack_views(tables: bytes, *columns: bytes) -> StoredViews:
+    offset, row, offsets, lengths, ndim = map(_numbers, columns)
+    stored = replace(ManifestV1.unpack(tables), shard_offset=offset)
+    return StoredViews(stored, row, BoxTable(row, offsets, lengths, ragged_starts(ndim)))
+
+
+def _numbers(column: bytes) -> Int64:
+    return np.frombuffer(column, np.int64)

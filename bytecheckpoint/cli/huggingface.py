@@ -21,10 +21,11 @@ from ..convert.selection import Selection
 from ..errors import FormatError
 from ..foreign.safetensors_folder import SafetensorsFolder
 from ..format.hf_index import ADAPTER_CONFIG_KEY, CONFIG_KEY
+from ..rules import Rules
 from ..storage_backends import open_backend
 from ..tensors.metadata import BasicMeta
 from .configured import ConfiguredModel, is_supported
-from .options import checked, command, options_for, parse_size, rename_option
+from .options import checked, command, options_for, parse_size, rename_option, rules_options
 from .output import Output, size_text
 from .torch_formats import TorchForm, export_for_torch
 
@@ -63,6 +64,7 @@ TiedNames = Literal["drop", "copy"]
     metavar="FOLDER",
     help="Copy config.json, tokenizer and related files from this folder. By default, those that SOURCE has.",
 )
+@rules_options
 @rename_option
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Do not export names that match. Repeatable.")
 @click.option(
@@ -98,6 +100,7 @@ def export_command(
     expect: str | None,
     partial: bool,
     config_from: str | None,
+    rules: Rules | None,
     rename: Callable[[str], str] | None,
     exclude: tuple[str, ...],
     tied: TiedNames,
@@ -112,7 +115,7 @@ def export_command(
     Streams in bounded memory. If a name is missing or unexpected, or has a different shape than in --expect or the
     model's config.json, nothing is written (exit code 1).
     """
-    found = api.open(source, storage_options=options_for(source, options))
+    found = api.open(source, rules=rules, storage_options=options_for(source, options))
     if form != "safetensors":
         if expect or partial or config_from or rename or tied != "drop" or how:
             raise click.UsageError(
@@ -176,6 +179,7 @@ def export_command(
 @click.argument("target")
 @click.option("--section", help="The name of the section, if SOURCE has a single one, such as the model.")
 @click.option("--step", type=int, callback=checked, help="The training step to store.")
+@rules_options
 @rename_option
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave out full names that match. Repeatable.")
 def import_command(
@@ -185,6 +189,7 @@ def import_command(
     target: str,
     section: str | None,
     step: int | None,
+    rules: Rules | None,
     rename: Callable[[str], str] | None,
     exclude: tuple[str, ...],
 ) -> None:
@@ -193,7 +198,7 @@ def import_command(
     SOURCE is a safetensors file, a folder with one such file or an index, a file of torch.save, or a folder of
     torch.distributed.checkpoint. Streams in bounded memory. Nothing in a pickle is executed.
     """
-    found = api.open(source, storage_options=options_for(source, options))
+    found = api.open(source, rules=rules, storage_options=options_for(source, options))
     with out.progress("import", found.manifest.nbytes) as progress:
         report = import_checkpoint(
             found,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any, get_args
@@ -14,7 +14,10 @@ from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.discovery import BestMode, Listing, find_best, find_milestone, find_newest, list_checkpoints
 from ..errors import CheckpointNotFoundError
-from .options import EXIT_CORRUPT, EXIT_NEGATIVE, command, options_for
+from ..foreign.opening import Location
+from ..rules import Rules
+from ..storage_backends import open_backend
+from .options import EXIT_CORRUPT, EXIT_NEGATIVE, command, options_for, rules_options
 from .output import Output, plain, size_text
 
 __all__ = ["inspect_command", "latest_command", "ls_command", "verify_command"]
@@ -115,20 +118,27 @@ def latest_command(
 )
 @click.option("--files", is_flag=True, help="Show every file: its size, and the rank that wrote it.")
 @click.option("--values", is_flag=True, help="Show plain values. Pickled values are listed, but never loaded.")
+@rules_options
 def inspect_command(
     out: Output,
     options: Mapping[str, Any],
     checkpoint: str,
     patterns: Sequence[str],
+    rules: Rules | None,
     *,
     tensors: bool,
     shards: bool,
     files: bool,
     values: bool,
 ) -> None:
-    """Show the contents of CHECKPOINT: tensors, shapes, dtypes, shards, sizes, and which rank wrote what."""
-    found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
+    """Show the contents of CHECKPOINT: tensors, shapes, dtypes, shards, sizes, and which rank wrote what.
+
+    With --rules, show the rule of each stored tensor, and what it makes of it.
+    """
+    found = api.open(checkpoint, rules=rules, storage_options=options_for(checkpoint, options))
     document = _summary(found)
+    if rules is not None:
+        document["rules"] = list(_explained(checkpoint, rules, options_for(checkpoint, options)))
     selected = [
         row
         for row, name in enumerate(found.manifest.tensors.names)
@@ -141,6 +151,7 @@ def inspect_command(
         document["values"] = _values(found)
     out.document(document)
     _print_summary(out, document)
+    _print_rules(out, document.get("rules", []))
     if shards:
         _print_shards(out, document["tensors"])
     elif tensors:
@@ -292,6 +303,37 @@ def _print_files(out: Output, files: Sequence[Mapping[str, Any]]) -> None:
     out.line()
     rows = [(f["name"], f["section"], f["kind"], f["rank"], f["shard_count"], size_text(f["bytes"])) for f in files]
     out.table(("FILE", "SECTION", "KIND", ">RANK", ">SHARDS", ">SIZE"), rows)
+
+
+def _explained(url: str, rules: Rules, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rule of each stored tensor, and the boxes of tensors that it is."""
+    stored, resolution = Location(url, open_backend(url, **options), options, rules).explain()
+    for source, held in zip(stored.sources, resolution.by_source()):
+        rule = rules.rule_of(source.name)
+        assert rule is not None
+        yield {
+            "stored": source.name,
+            "shape": list(source.shape),
+            "rank": source.place,
+            "kind": rule.kind,
+            "match": rule.match,
+            "boxes": [
+                {"tensor": name, "offsets": list(region.box.offsets), "lengths": list(region.box.lengths)}
+                for name, region in held
+            ],
+        }
+
+
+def _print_rules(out: Output, rules: Sequence[Mapping[str, Any]]) -> None:
+    rows = []
+    for one in rules:
+        rank = ", ".join(f"{axis}={index}" for axis, index in one["rank"].items()) or "-"
+        stored = (one["stored"], one["shape"], rank, f"{one['kind']} {one['match']}")
+        rows += [(*stored, box["tensor"], box["offsets"], box["lengths"]) for box in one["boxes"]]
+        rows += [] if one["boxes"] else [(*stored, "-", "-", "-")]
+    out.table(("STORED", "SHAPE", "RANK", "RULE", "TENSOR", "OFFSETS", "LENGTHS"), rows)
+    if rules:
+        out.line()
 
 
 def _text(value: object) -> str:

@@ -14,8 +14,9 @@ from ..convert.copy import copy, remove
 from ..convert.diff import DiffReport, diff
 from ..convert.reshard import Layout, reshard
 from ..errors import UsageError
+from ..rules import Rules
 from ..telemetry.trace_files import merge_traces
-from .options import EXIT_NEGATIVE, command, options_for
+from .options import EXIT_NEGATIVE, command, options_for, rules_options
 from .output import Output, size_text
 
 __all__ = ["copy_command", "diff_command", "reshard_command", "rm_command", "trace_command"]
@@ -78,6 +79,7 @@ def _print_differences(out: Output, report: DiffReport) -> None:
     show_default=True,
     help="Store each tensor whole, or split along its first dimension into one part per file.",
 )
+@rules_options
 @click.option("--dry-run", is_flag=True, help="Only print the plan.")
 def reshard_command(
     out: Output,
@@ -86,6 +88,7 @@ def reshard_command(
     target: str,
     files: int,
     layout: Layout,
+    rules: Rules | None,
     *,
     dry_run: bool,
 ) -> None:
@@ -94,7 +97,7 @@ def reshard_command(
     Streams in bounded memory. Loading never requires this, because any layout can be loaded into any other. Use it to
     combine many small files, or to split large ones.
     """
-    found = api.open(source, storage_options=options_for(source, options))
+    found = api.open(source, rules=rules, storage_options=options_for(source, options))
     with out.progress("reshard", found.manifest.file_bytes) as progress:
         report = reshard(
             found,

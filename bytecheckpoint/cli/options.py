@@ -23,11 +23,13 @@ from ..errors import (
     StorageError,
     UsageError,
 )
+from ..foreign.given_rules import read_rules
+from ..rules import Rules
 from ..runtime.arguments import ARGUMENTS
 from .output import Output, printable
 
 __all__ = ["EXIT_CODES", "EXIT_CORRUPT", "EXIT_NEGATIVE", "command", "exit_code", "options_for", "parse_size"]
-__all__ += ["checked", "rename_option"]
+__all__ += ["checked", "rename_option", "rules_options"]
 
 EXIT_CODES = """\b
 Exit codes:
@@ -196,3 +198,35 @@ rename_option = click.option(
     help="Replace a prefix of names (module.= removes it). Repeatable; the first matching one is used.",
 )
 """The parameter ``rename`` of a command: a function, or None."""
+
+
+def rules_options(function: Run) -> Run:
+    """Add ``--rules`` and ``--define`` to a command, whose function gets the rules of all of them, or None."""
+
+    @functools.wraps(function)
+    def run(*args: Any, rules: tuple[str, ...], define: tuple[str, ...], **arguments: Any) -> None:
+        variables = dict(map(_variable, define))
+        found = [read_rules(source, variables) for source in rules]
+        files = [text for one in found for text in one.files]
+        function(*args, rules=Rules((rule for one in found for rule in one), files) if found else None, **arguments)
+
+    run = click.option(
+        "--define",
+        multiple=True,
+        metavar="NAME=NUMBER",
+        help="The value of a number that the rules state as a name, such as heads=32. Repeatable.",
+    )(run)
+    return click.option(
+        "--rules",
+        multiple=True,
+        metavar="FILE|SET",
+        help="Rules that describe the stored tensors (docs/rules.md): a TOML file, or a set that bcp contains. "
+        "Repeatable; all rules apply.",
+    )(run)
+
+
+def _variable(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    if not name or not number.isascii() or not number.isdecimal():
+        raise click.UsageError(f"--define must be NAME=NUMBER, not {text!r}")
+    return name, int(number)

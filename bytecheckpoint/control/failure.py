@@ -10,13 +10,14 @@ from typing import Any
 import msgpack
 
 from .. import errors
-from ..errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError
+from ..errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError, RuleError
 from .peers import PeerIdentity
 
 __all__ = ["FailureRecord"]
 
 _MESSAGE_LIMIT_CHARACTERS = 1 << 22  # a mismatch error may list every name of a large model
 _TRACEBACK_LIMIT_CHARACTERS = 1 << 18
+_WITH_FAULTS = {one.__name__: one for one in (MismatchError, RuleError)}
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class FailureRecord:
             return cls(*where, message="", traceback_text=error.traceback_text, text=str(error))
         known = [getattr(errors, name) for name in errors.__all__]
         raised_as = next((base.__name__ for base in type(error).__mro__ if base in known), "RankFailedError")
-        faults = getattr(error, "faults", []) if isinstance(error, MismatchError) else []
+        faults = getattr(error, "faults", []) if isinstance(error, tuple(_WITH_FAULTS.values())) else []
         return cls(
             rank=here.rank,
             host=here.host,
@@ -109,8 +110,9 @@ class FailureRecord:
         if self.raised_as == RankFailedError.__name__:
             return cause
         raised: BytecheckpointError
-        if self.raised_as == MismatchError.__name__:
-            raised = MismatchError(self.message, [(kind, name, detail) for kind, name, detail in self.faults])
+        if self.raised_as in _WITH_FAULTS:
+            faults = [(kind, name, detail) for kind, name, detail in self.faults]
+            raised = _WITH_FAULTS[self.raised_as](self.message, faults)
         else:
             raised = _library_class(self.raised_as)(self.message)
         raised.__cause__ = cause

@@ -10,6 +10,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifest_file import commit, read_manifest, remove_files
 from ..engine.reading.reader import Reader
 from ..engine.reading.stored_files import read_stored_file
+from ..errors import UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..storage_backends import open_backend
 from .rewriter import Progress, cleanup_on_failure, refuse_checkpoint
@@ -71,11 +72,14 @@ def copy(
 
     Raises:
         KeyExistsError: The target already holds a checkpoint.
+        UsageError: The checkpoint was opened with rules.
         CorruptionError: Stored bytes are damaged or missing.
         StorageError: A store failed.
     """
     target = open_backend(target_url, **dict(storage_options or {}))
     refuse_checkpoint(target, checkpoint.url)
+    if checkpoint.index.views is not None:
+        raise UsageError(f"{checkpoint.url} was opened with rules; use reshard, or copy it without rules")
     manifest = checkpoint.manifest
     done: list[str] = []
     reader = checkpoint.checked_reader()

@@ -210,7 +210,7 @@ class _Comparison:
         """Return the boxes that must be read: all except those with equal boxes and checksums."""
         shards_a, shards_b = self.a.manifest.shards_of(row_a), self.b.manifest.shards_of(row_b)
         boxes = [self.a.manifest.shards.box_of(row) for row in range(shards_a.start, shards_a.stop)]
-        has_checksums = self.a.index.is_own and self.b.index.is_own
+        has_checksums = self.a.index.has_checksums and self.b.index.has_checksums
         if not has_checksums or boxes != [
             self.b.manifest.shards.box_of(row) for row in range(shards_b.start, shards_b.stop)
         ]:

@@ -87,7 +87,7 @@ def import_checkpoint(
         StorageError: A store failed.
     """
     index = source.index
-    if index.is_own:
+    if index.has_checksums:
         raise UsageError(f"{source.url} is a checkpoint of this library already; use bcp copy or bcp reshard")
     if step is not None and step < 0:
         raise UsageError(f"step must not be negative: {step}")
@@ -157,14 +157,17 @@ def _chosen(index: Index, section: str | None, rename: Callable[[str], str], exc
         scope=old.scope[kept],
         shards=moved,
         shard_file=old.shard_file[shards],
-        shard_offset=old.shard_offset[shards],
+        shard_offset=shards,
         checksums=np.zeros(
             int((-(-old.shard_nbytes[shards] // old.files.chunk_size[old.shard_file[shards]])).sum()), np.uint64
         ),
         aliases=aliases,
     )
+    order = manifest.shard_offset  # of the old shards, which assemble has sorted
+    manifest.shard_offset = old.shard_offset[order]
+    views = None if index.views is None else index.views.take(order)
     values = tuple(one._replace(section=sections[one.section]) for one in index.foreign_values if is_kept(one.name))
-    return replace(index, manifest=manifest, foreign_values=values)
+    return replace(index, manifest=manifest, foreign_values=values, views=views)
 
 
 def _full_name(section: str, fqn: str) -> str:

@@ -153,7 +153,12 @@ class Rewriter:
         # A separate pool: its tasks wait for tasks of the pool above.
         self._ahead = ThreadPoolExecutor(2, thread_name_prefix="bcp-rewrite")
         self._reader = Reader(
-            index.backend, index.manifest, self._io, verify=index.is_own, crcs=None if index.is_own else index.crcs
+            index.backend,
+            index.manifest,
+            self._io,
+            verify=index.is_own,
+            crcs=None if index.is_own else index.crcs,
+            views=index.views,
         )
         self._crc_check = self._reader.crc_check()
         # Allocated once: malloc keeps the memory that threads free. One more than are read ahead, for the piece that is

@@ -12,12 +12,16 @@ from typing import Any
 from ..checkpoint.index import Index, decode_index, encode_index, is_encoded_index
 from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
 from ..errors import CheckpointNotFoundError, NotACheckpointError, StorageError
+from ..rules import Resolution, Rules
 from ..storage_backends.base import StorageBackend
+from .comparing import compare
 from .dcp import read_dcp
 from .deepspeed import read_deepspeed
 from .huggingface import read_huggingface
 from .megatron import read_megatron
 from .place import Place, open_parent
+from .rank_files import stored_by_ranks
+from .reindexing import Stored
 from .torch_files import read_torch_file
 
 __all__ = ["Location"]
@@ -33,24 +37,41 @@ _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar", ".gguf
 
 @dataclass(frozen=True)
 class Location:
-    """A path as the caller passed it. ``backend`` serves the path itself, which may be a single file."""
+    """A path as the caller passed it, and rules that describe what is stored there.
+
+    ``backend`` serves the path itself, which may be a single file.
+    """
 
     url: str
     backend: StorageBackend
     storage_options: Mapping[str, Any] = field(default_factory=dict)
+    rules: Rules | None = None
 
     def index(self) -> Index:
         """Return the index of what is stored.
 
-        Raises ``CheckpointNotFoundError`` or ``NotACheckpointError`` if no reader recognizes it, and what decoding a
-        manifest or reading a damaged file raises.
+        Raises ``CheckpointNotFoundError`` or ``NotACheckpointError`` if no reader recognizes it, ``RuleError`` if rules
+        do not explain it, and what decoding a manifest or reading a damaged file raises.
         """
-        found = self._find()
-        return found if isinstance(found, Index) else Index(self.backend, decode_manifest(found, self.backend.url))
+        if self.rules is None:
+            return self._index()
+        stored, resolution = self.explain()
+        index, comparisons = stored.reindexed(resolution)
+        compare(index, comparisons)
+        return index
+
+    def explain(self) -> tuple[Stored, Resolution]:
+        """Return what rules are applied to, and the result. Raises as ``index``."""
+        rules = self.rules or Rules(())
+        if rules.files:
+            stored = stored_by_ranks(Place(self.url, self.backend), rules)
+        else:
+            stored = Stored.of_index(self._index(), rules)
+        return stored, stored.resolve(rules)
 
     def read(self) -> bytes:
         """Return what every rank needs in order to load, for ``decode``. Raises as ``index``."""
-        found = self._find()
+        found = self._find() if self.rules is None else self.index()
         if isinstance(found, Index):
             return encode_index(found)
         if is_encoded_index(found):
@@ -63,6 +84,10 @@ class Location:
             return Index(self.backend, decode_manifest(data, self.backend.url))
         index = decode_index(data, self.backend)
         return replace(index, backend=open_parent(self.url, self.storage_options)) if index.name else index
+
+    def _index(self) -> Index:
+        found = self._find()
+        return found if isinstance(found, Index) else Index(self.backend, decode_manifest(found, self.backend.url))
 
     def _find(self) -> bytes | Index:
         """The encoded manifest, or the index of another system's files."""

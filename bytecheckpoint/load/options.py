@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..checkpoint.selection import Selection
 from ..errors import UsageError
+from ..foreign.given_rules import GivenRules, rules_argument
 from ..frameworks.per_rank import OnResize
 from ..runtime.arguments import check_arguments, check_choice, choice
 from ..runtime.limits import DEFAULT_DEADLINE_S
@@ -42,7 +43,7 @@ class LoadOptions:
 
     ``selection`` selects among the target's names. ``rename`` maps a stored full name to the target's. ``per_rank`` is
     the policy for values of single ranks when the world size differs. ``device`` is where meta tensors get memory.
-    ``deadline_s`` bounds each wait for another rank.
+    ``deadline_s`` bounds each wait for another rank. ``rules`` describe what is stored; ``checked`` reads them.
     """
 
     framework: str | None = None
@@ -56,12 +57,13 @@ class LoadOptions:
     device: Any = None  # a torch.device, or what names one; `checked` turns it into a torch.device
     share_reads: ShareReads = "auto"
     deadline_s: float = DEFAULT_DEADLINE_S
+    rules: GivenRules | None = None
 
     def checked(self) -> LoadOptions:
         """Return these options as the types that the code expects. Raises ``UsageError`` if one is invalid."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         choices = {"cast": choice(Cast), "per_rank": choice(OnResize), "share_reads": choice(ShareReads)}
-        options = replace(self, **check_arguments(values, **choices))
+        options = replace(self, **check_arguments(values, **choices, rules=rules_argument))
         options.selection.check()
         return options
 

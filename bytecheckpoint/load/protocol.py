@@ -17,6 +17,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import xxhash
+
 from ..control.base import Operation
 from ..engine.resources import IOEngine
 from ..foreign.opening import Location
@@ -89,7 +91,10 @@ def _check(call: _Load) -> list[Section]:
     call.engine.check_usable()
     check_state(call.state)
     options.check(call.state)
-    op.agree("agree", {"path": call.url, "sections": ", ".join(sorted(call.state))})
+    facts = {"path": call.url, "sections": ", ".join(sorted(call.state))}
+    if call.location.rules is not None:
+        facts["rules"] = xxhash.xxh3_128_hexdigest(call.location.rules.to_toml().encode())
+    op.agree("agree", facts)
     return resolve_sections(
         call.state,
         framework=options.framework,

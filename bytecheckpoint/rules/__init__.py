@@ -5,6 +5,7 @@ See ``docs/rules.md``. The package does no I/O except for reading the rules that
 
 from __future__ import annotations
 
+from .files import RankFile
 from .kinds import Averaged, Flat, Ignored, Replicated, Rule, Sharded, Split, Unique
 from .regions import Region, Source
 from .resolution import GlobalTensor, Resolution
@@ -15,6 +16,7 @@ __all__ = [
     "Flat",
     "GlobalTensor",
     "Ignored",
+    "RankFile",
     "Region",
     "Replicated",
     "Resolution",

@@ -141,7 +141,10 @@ def _members(rule: Flat, buffers: Sequence[Matched], stored: Mapping[str, Sequen
             )
         return [(name, shapes[name]) for name in rule.order]
     if listed is None:
-        raise _Unexplained("needs the members of the buffer, which the file does not list; state them: order = [...]")
+        raise _Unexplained(
+            "needs the members of the buffer, which the file does not list; state them: order = [...], or the value of "
+            "the file that lists them: members"
+        )
     if rule.order == "listed":
         return list(listed)
     return sorted(listed) if rule.order == "sorted" else list(reversed(listed))

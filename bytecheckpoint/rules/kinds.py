@@ -175,6 +175,9 @@ class Flat(Rule):
         axis: The axes that divide the buffer, outermost first.
         rename: The global names as a template over ``{member}``, the global name of a member, and the captures.
         order: ``listed``, ``sorted`` or ``reversed`` for the names that the file lists, or the names in order.
+        members: The plain value in the same file that lists the members: a mapping of names to shapes, such as
+            ``"optimizer.shapes"``. Without it, the shapes of the names in ``order`` are those of the stored tensors of
+            these names.
         alignment: Each member begins at a multiple of this many elements.
         padding: Each rank's share is a multiple of this many elements.
         each: Whether the ranks divide each member, instead of the whole buffer.
@@ -185,6 +188,7 @@ class Flat(Rule):
     axis: tuple[str, ...]
     rename: str = "{member}"
     order: str | tuple[str, ...] = "listed"
+    members: str = ""
     alignment: int = 1
     padding: int = 1
     each: bool = False

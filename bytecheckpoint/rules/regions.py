@@ -6,7 +6,7 @@ from operator import mul
 from typing import NamedTuple
 
 from ..tensors.dtypes import DType
-from ..tensors.geometry import Box, row_major_strides
+from ..tensors.geometry import Box, moved_box, row_major_strides
 
 __all__ = ["Region", "Source"]
 
@@ -83,7 +83,7 @@ class Region(NamedTuple):
             The smaller region, in the coordinates of this one, or None if it has no element.
         """
         common = self.within.intersect(part)
-        return None if common is None else self._replace(box=_moved(self.within, self.box, common), within=common)
+        return None if common is None else self._replace(box=moved_box(self.within, self.box, common), within=common)
 
     def needed_for(self, part: Box) -> Region | None:
         """Return the part of the region that lies in a box of the global tensor.
@@ -95,20 +95,4 @@ class Region(NamedTuple):
             The smaller region, or None if it has no element.
         """
         common = self.box.intersect(part)
-        return None if common is None else self._replace(box=common, within=_moved(self.box, self.within, common))
-
-
-def _moved(outer: Box, other: Box, part: Box) -> Box:
-    """The elements of ``part``, a box inside ``outer``, in ``other``, which has the same elements as ``outer``."""
-    cuts = [
-        (begin - first, length)
-        for first, size, begin, length in zip(outer.offsets, outer.lengths, part.offsets, part.lengths)
-        if size != 1
-    ]
-    offsets: list[int] = []
-    lengths: list[int] = []
-    for first, size in zip(other.offsets, other.lengths):
-        begin, length = cuts.pop(0) if size != 1 else (0, 1)
-        offsets.append(first + begin)
-        lengths.append(length)
-    return Box.unchecked(tuple(offsets), tuple(lengths))
+        return None if common is None else self._replace(box=common, within=moved_box(self.box, self.within, common))

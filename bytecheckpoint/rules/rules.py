@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Literal
 
@@ -10,6 +10,7 @@ from ..errors import RuleError
 from ..tensors.metadata import BasicMeta
 from .compiled import Compiled, compile_rule, inverse_rule
 from .faults import Faults, nearest
+from .files import RankFile, rank_files
 from .flat import flat_tensors
 from .kinds import KINDS, Averaged, Flat, Ignored, Replicated, Rule, Shaped
 from .numbering import Matched
@@ -17,7 +18,7 @@ from .patterns import Captures, numbered
 from .regions import Source
 from .resolution import GlobalTensor, Resolution, in_stored_order
 from .shaping import Draft, shape_tensors
-from .tables import parse_rules, read_table, rule_table, write_rules
+from .tables import check_files, parse_rules, read_table, rule_table, write_rules
 
 __all__ = ["Rules"]
 
@@ -30,6 +31,12 @@ class Rules:
 
     Args:
         rules: The rules.
+        files: The files that the ranks wrote, for a folder of another system: patterns of paths below the folder, in
+            which ``{axis}`` is a coordinate of the rank, such as ``"rank{tp}-{dp}.pt"``. Empty if the rules describe
+            the tensors of a checkpoint that the library can read by itself.
+
+    Attributes:
+        files: As in the arguments.
 
     Raises:
         RuleError: A rule contradicts itself. The error lists all that do.
@@ -40,8 +47,9 @@ class Rules:
         True
     """
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
+    def __init__(self, rules: Iterable[Rule], files: str | Sequence[str] = ()) -> None:
         faults = Faults()
+        self.files = check_files(files, faults)
         found = []
         for number, rule in enumerate(rules, 1):
             label = f"rule {number}"
@@ -58,7 +66,7 @@ class Rules:
         """Read rules.
 
         Args:
-            text: A TOML document that consists of ``[[rule]]`` tables.
+            text: A TOML document that consists of ``files``, if they are needed, and ``[[rule]]`` tables.
             variables: The values of numbers that the document states as a name, such as ``groups = "kv_heads"``.
 
         Returns:
@@ -70,7 +78,8 @@ class Rules:
         """
         faults = Faults()
         rules = cls.__new__(cls)
-        rules._compile(parse_rules(text, dict(variables or {}), faults), faults)
+        found, rules.files = parse_rules(text, dict(variables or {}), faults)
+        rules._compile(found, faults)
         return rules
 
     @classmethod
@@ -97,7 +106,7 @@ class Rules:
 
     def to_toml(self) -> str:
         """Return the document that ``from_toml`` reads as equal rules."""
-        return write_rules(self)
+        return write_rules(self, self.files)
 
     def inverse(self) -> Rules:
         """Return the rules with ``match`` and ``rename`` swapped: the map of names in the other direction.
@@ -110,6 +119,8 @@ class Rules:
         """
         faults = Faults()
         found = []
+        if self.files:
+            faults.add("rule", "", f"files = {list(self.files)} describes ranks")
         for one in self._rules:
             inverse = inverse_rule(one.rule)
             if isinstance(inverse, str):
@@ -126,12 +137,39 @@ class Rules:
         return len(self._rules)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rules) and list(self) == list(other)
+        return isinstance(other, Rules) and list(self) == list(other) and self.files == other.files
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Rules({list(self)})"
+        return f"Rules({list(self)}, files={self.files})"
+
+    def rule_of(self, name: str) -> Rule | None:
+        """Return the rule for a stored tensor of this name, the first one if there are several; None for no rule."""
+        return next((one.rule for one, _ in self._matching(name)), None)
+
+    def _matching(self, name: str) -> Iterator[tuple[Compiled, Captures]]:
+        for rule in (*self._by_end.get(name.rpartition(".")[2], ()), *self._by_end.get(None, ())):
+            captures = rule.match(name)
+            if captures is not None:
+                yield rule, captures
+
+    def rank_files(self, keys: Iterable[str]) -> list[RankFile]:
+        """Find the files of the ranks.
+
+        Args:
+            keys: The paths of all files below a folder.
+
+        Returns:
+            The files that match ``files``, in the order of patterns and coordinates.
+
+        Raises:
+            RuleError: A pattern matches nothing, or several match one file.
+        """
+        faults = Faults()
+        found = rank_files(self.files, keys, faults)
+        faults.check("the rules do not explain the files")
+        return found
 
     def resolve(
         self,
@@ -157,7 +195,7 @@ class Rules:
         mesh = dict(mesh or {})
         faults = Faults()
         _check_places(sources, mesh, faults)
-        finder = _Finder(self._rules, faults)
+        finder = _Finder(self._rules, self._matching, faults)
         shaped: list[Matched] = []
         flat: list[Matched] = []
         stored: dict[str, list[Source]] = {}
@@ -202,17 +240,22 @@ class Rules:
                 for detail in compiled:
                     faults.add("rule", label, detail)
         faults.check("the rules are not valid")
+        # Most patterns end with literal text, so that few must be tried for a name.
+        self._by_end: dict[str | None, list[Compiled]] = {}
+        for one in self._rules:
+            self._by_end.setdefault(one.pattern.last, []).append(one)
 
 
 class _Finder:
     """Finds the rule of each name once, and adds to ``faults`` if it has none or several."""
 
-    def __init__(self, rules: Sequence[Compiled], faults: Faults) -> None:
-        self._rules, self._faults = rules, faults
-        # Most patterns end with literal text, so that few must be tried for a name.
-        self._by_end: dict[str | None, list[Compiled]] = {}
-        for rule in rules:
-            self._by_end.setdefault(rule.pattern.last, []).append(rule)
+    def __init__(
+        self,
+        rules: Sequence[Compiled],
+        matching: Callable[[str], Iterable[tuple[Compiled, Captures]]],
+        faults: Faults,
+    ) -> None:
+        self._rules, self._matching, self._faults = rules, matching, faults
         self._found: dict[str, tuple[Compiled, Captures] | None] = {}
         self._missing: list[str] = []
 
@@ -227,8 +270,7 @@ class _Finder:
         return None if found is None or isinstance(found[0].rule, Ignored) else found
 
     def _search(self, name: str) -> tuple[Compiled, Captures] | None:
-        candidates = [*self._by_end.get(name.rpartition(".")[2], ()), *self._by_end.get(None, ())]
-        found = [(rule, captures) for rule in candidates if (captures := rule.match(name)) is not None]
+        found = list(self._matching(name))
         if len(found) == 1:
             return found[0]
         if found:

@@ -6,10 +6,11 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .faults import Faults, nearest
+from .files import FilePattern
 from .kinds import KINDS, Rule, Split
 
 if sys.version_info >= (3, 11):
@@ -17,7 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["parse_rules", "read_table", "rule_table", "write_rules"]
+__all__ = ["check_files", "parse_rules", "read_table", "rule_table", "write_rules"]
 
 Variables = Mapping[str, int]
 
@@ -30,19 +31,24 @@ class _WrongType(Exception):
     """A field has a value of another type. The message begins with "must be"."""
 
 
-def parse_rules(text: str, variables: Variables, faults: Faults) -> list[tuple[str, Rule]]:
-    """Parse a document. Return a label of each rule, with its line, and the rule. Adds what is wrong to ``faults``."""
+def parse_rules(text: str, variables: Variables, faults: Faults) -> tuple[list[tuple[str, Rule]], tuple[str, ...]]:
+    """Parse a document.
+
+    Return a label of each rule, with its line, and the rule; then the patterns of files. Adds what is wrong to
+    ``faults``.
+    """
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         faults.add("syntax", "", f"this is not TOML: {error}")
-        return []
-    for key in document.keys() - {"rule"}:
+        return [], ()
+    for key in document.keys() - {"rule", "files"}:
         faults.add("syntax", "", f"unknown table {key!r}; a rule begins with [[rule]]")
+    files = check_files(document.get("files", ()), faults)
     tables = document.get("rule", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         faults.add("syntax", "", "'rule' is not an array of tables; a rule begins with [[rule]]")
-        return []
+        return [], files
     lines = [text.count("\n", 0, found.end()) + 1 for found in _HEADER.finditer(text)]
     found = []
     for number, table in enumerate(tables, 1):
@@ -51,7 +57,21 @@ def parse_rules(text: str, variables: Variables, faults: Faults) -> list[tuple[s
         rule = read_table(table, label, variables, faults)
         if rule is not None:
             found.append((label, rule))
-    return found
+    return found, files
+
+
+def check_files(value: object, faults: Faults) -> tuple[str, ...]:
+    """Return patterns of files, from one or a list of them. Adds what is wrong to ``faults``."""
+    try:
+        files = _texts(value, {})
+    except _WrongType as error:
+        faults.add("syntax", "", f"files {error}")
+        return ()
+    for text in files:
+        fault = FilePattern(text).fault()
+        if fault is not None:
+            faults.add("syntax", "", f"files {text!r} {fault}")
+    return files
 
 
 def read_table(table: Mapping[str, Any], label: str, variables: Variables, faults: Faults) -> Rule | None:
@@ -95,9 +115,9 @@ def rule_table(rule: Rule) -> dict[str, Any]:
     return table
 
 
-def write_rules(rules: Iterable[Rule]) -> str:
+def write_rules(rules: Iterable[Rule], files: Sequence[str] = ()) -> str:
     """Return the document of these rules."""
-    blocks = []
+    blocks = [f"files = {_toml(_plain(files, short=True))}"] if files else []
     for rule in rules:
         table = rule_table(rule)
         width = max(map(len, table))
@@ -215,6 +235,7 @@ _READERS: dict[str, Callable[[Any, Variables], Any]] = {
     "widths": _either(_table_of(_numbers), _numbers),
     "also": _splits,
     "order": _order,
+    "members": _text,
     "alignment": _number(1),
     "padding": _number(1),
     "each": _flag,

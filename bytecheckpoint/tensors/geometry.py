@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from ..errors import PlanError
 
-__all__ = ["Box", "Int64", "decompose", "decompose_strided", "find_overlap", "inseparable", "row_major_strides"]
+__all__ = ["Box", "Int64", "decompose", "decompose_strided", "find_overlap", "inseparable", "moved_box"]
+__all__ += ["row_major_strides"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -141,6 +142,31 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= n
     return tuple(reversed(strides))
+
+
+def moved_box(outer: Box, other: Box, part: Box) -> Box:
+    """Return where the elements of a part of one box are in another box of the same elements, in the same order.
+
+    Args:
+        outer: A box.
+        other: A box of equal lengths, except for dimensions of length 1, which either may have more of.
+        part: A box inside ``outer``.
+
+    Returns:
+        The elements of ``part`` as a box inside ``other``.
+    """
+    cuts = [
+        (begin - first, length)
+        for first, size, begin, length in zip(outer.offsets, outer.lengths, part.offsets, part.lengths)
+        if size != 1
+    ]
+    offsets: list[int] = []
+    lengths: list[int] = []
+    for first, size in zip(other.offsets, other.lengths):
+        begin, length = cuts.pop(0) if size != 1 else (0, 1)
+        offsets.append(first + begin)
+        lengths.append(length)
+    return Box.unchecked(tuple(offsets), tuple(lengths))
 
 
 def decompose(start: int, length: int, shape: Sequence[int]) -> list[Box]:

@@ -27,6 +27,7 @@ from .placement import ReadPart
 from .read_plan import ReadPlan, plan_reads
 from .stored_files import OpenFiles, StoredFiles, read_stored_file
 from .task_queue import TaskQueue
+from .views import StoredViews
 
 __all__ = ["ReadPart", "ReadStats", "Reader", "StoredShard"]
 
@@ -65,7 +66,8 @@ class Reader:
     """Reads parts of the shards of one manifest. Thread-safe; ``verify=False`` skips the manifest's checksums.
 
     ``crcs`` are checked wherever one call reads a whole range of them. Bytes that are not read straight into their
-    tensors pass through ``bounce_pool``; by default the reader has its own.
+    tensors pass through ``bounce_pool``; by default the reader has its own. With ``views``, the manifest's shards are
+    boxes of those of ``stored``, the manifest that describes the files and has the checksums.
     """
 
     def __init__(
@@ -78,13 +80,16 @@ class Reader:
         bounce_pool: BouncePool | None = None,
         timings: Timings | None = None,
         crcs: CrcTable | None = None,
+        views: StoredViews | None = None,
     ) -> None:
         self.backend = backend
         self.manifest = manifest
+        self._views = views
+        self.stored = manifest if views is None else views.stored
         self.verify = verify
         self.stats = ReadStats()
         self.bounce_pool = BouncePool() if bounce_pool is None else bounce_pool
-        self.source = StoredFiles(backend, manifest)
+        self.source = StoredFiles(backend, self.stored)
         self.crcs = crcs
         self.shard_crcs = self.crc_check()
         self.timings = timings or Timings("read", url=backend.url)
@@ -97,8 +102,10 @@ class Reader:
         Raises ``CorruptionError``, which names file, tensor and byte range of the first bad chunk, and
         ``StorageError`` if the store fails.
         """
-        plan = plan_reads(self.manifest, parts, checked=self.verify, size=self.read_size)
-        heads = self._heads(sorted({int(self.manifest.shard_file[part.row]) for part in parts}))
+        if self._views is not None:
+            parts = list(self._views.stored_parts(self.manifest.shards, parts))
+        plan = plan_reads(self.stored, parts, checked=self.verify, size=self.read_size)
+        heads = self._heads(sorted({int(self.stored.shard_file[part.row]) for part in parts}))
         groups = plan.groups(_EXTENTS_PER_TASK * plan.size)
         files = OpenFiles(self.source, Counter(plan.file[plan.starts[group[0]]] for group in groups))
 
@@ -123,7 +130,7 @@ class Reader:
         return min(self.backend.read_size, self.bounce_pool.limit // 8)
 
     def shard(self, row: int) -> StoredShard:
-        """Return one stored shard, to fetch its bytes unchanged. Call ``finish_shards`` after the last fetch."""
+        """Return shard ``row`` of ``stored``, to fetch its bytes unchanged. Call ``finish_shards`` after the last."""
         return StoredShard(self, row)
 
     def finish_shards(self) -> None:
@@ -163,8 +170,8 @@ class Reader:
         return [file for file in files if file not in self._heads_checked] if self.verify else []
 
     def _check_head(self, file: int) -> None:
-        read_stored_file(self.backend, self.manifest, file, head_only=True)
-        self.count_read(int(self.manifest.files.head_length[file]))
+        read_stored_file(self.backend, self.stored, file, head_only=True)
+        self.count_read(int(self.stored.files.head_length[file]))
         self._heads_checked.add(file)
 
 
@@ -173,10 +180,10 @@ class StoredShard:
 
     def __init__(self, reader: Reader, row: int) -> None:
         self._reader, self._row = reader, row
-        self._file = int(reader.manifest.shard_file[row])
-        self._begin = int(reader.manifest.files.head_length[self._file] + reader.manifest.shard_offset[row])
-        self.length = int(reader.manifest.shard_nbytes[row])
-        self.chunk_size = int(reader.manifest.files.chunk_size[self._file])
+        self._file = int(reader.stored.shard_file[row])
+        self._begin = int(reader.stored.files.head_length[self._file] + reader.stored.shard_offset[row])
+        self.length = int(reader.stored.shard_nbytes[row])
+        self.chunk_size = int(reader.stored.files.chunk_size[self._file])
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield ranges ``(start, stop)`` of whole chunks to fetch: 8 MiB each, or one chunk if that is longer."""
@@ -190,7 +197,7 @@ class StoredShard:
         """
         reader, begin = self._reader, self._begin + start
         try:
-            reader.backend.read_into(reader.manifest.files.name[self._file], begin, buffer)
+            reader.backend.read_into(reader.stored.files.name[self._file], begin, buffer)
         except StorageError as error:
             end = begin + len(buffer)
             raise reader.source.read_error(self._file, self._row, begin, end, error) from error

@@ -72,18 +72,18 @@ def verify_crcs(reader: Reader) -> Iterator[tuple[int, str]]:
         try:
             for at in range(begin, end, len(buffer)):
                 piece = buffer[: min(len(buffer), end - at)]
-                reader.backend.read_into(reader.manifest.files.name[file], at, piece)
+                reader.backend.read_into(reader.stored.files.name[file], at, piece)
                 found = zlib.crc32(piece, found)
                 yield len(piece), ""
         except StorageError as error:
-            yield 0, f"{reader.backend.url}/{reader.manifest.files.name[file]}: cannot read [{begin}, {end}): {error}"
+            yield 0, f"{reader.backend.url}/{reader.stored.files.name[file]}: cannot read [{begin}, {end}): {error}"
             continue
         if found != crc:
             yield 0, str(reader.source.crc_mismatch(file, begin, end))
 
 
 def _tasks(reader: Reader) -> Iterator[_Task]:
-    manifest = reader.manifest
+    manifest = reader.stored
     for file, head_length in enumerate(manifest.files.head_length.tolist()):
         yield _Task(file, head_length, partial(_check_head, reader, file))
         plan = plan_checks(manifest, manifest.shards_in(file), reader.read_size)
@@ -96,7 +96,7 @@ def _tasks(reader: Reader) -> Iterator[_Task]:
 
 
 def _check_head(reader: Reader, file: int) -> _Faults:
-    read_stored_file(reader.backend, reader.manifest, file, head_only=False)
+    read_stored_file(reader.backend, reader.stored, file, head_only=False)
     return {}
 
 

@@ -30,7 +30,7 @@ from . import transfer
 __all__ = ["BcpModelLoader", "register"]
 
 _LOAD_FORMAT = "bcp"
-_OPTIONS = frozenset({"path", "section", "verify", "share_reads", "deadline_s", "storage_options"})
+_OPTIONS = frozenset({"path", "section", "rules", "verify", "share_reads", "deadline_s", "storage_options"})
 
 # vLLM shows only the messages of its own loggers.
 _log = init_logger(f"vllm.{__name__}")
@@ -46,8 +46,9 @@ class BcpModelLoader(BaseModelLoader):
     """The loader of the format ``bcp``.
 
     ``--model-loader-extra-config`` may contain ``path``, a checkpoint or a directory of safetensors files, if
-    ``--model`` contains only a configuration; ``section`` (default "model"); and ``verify``, ``share_reads``,
-    ``deadline_s`` and ``storage_options`` as for ``bytecheckpoint.load``.
+    ``--model`` contains only a configuration; ``section`` (default "model"); ``rules``, a file or a set of rules that
+    makes the names of the hub; and ``verify``, ``share_reads``, ``deadline_s`` and ``storage_options`` as for
+    ``bytecheckpoint.load``.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -92,7 +93,10 @@ class BcpModelLoader(BaseModelLoader):
         if name.startswith(ATTEMPT_PREFIX):
             path = head  # Checkpoint.model_directory, which also contains the model's configuration
         return default_checkpointer().open(
-            path, verify=self._options.get("verify", True), storage_options=self._options.get("storage_options")
+            path,
+            verify=self._options.get("verify", True),
+            rules=self._options.get("rules"),
+            storage_options=self._options.get("storage_options"),
         )
 
 
