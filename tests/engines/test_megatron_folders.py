@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import io
+import re
+from argparse import Namespace
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -11,11 +15,13 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint import errors
 from bytecheckpoint.testing.ranks import RankPool
 
 pytest.importorskip("megatron.core", reason="make test-megatron installs Megatron-core")
 
-from mcore_folders import Form, read_folder, scheduler, write_folder
+from mcore_cpu import megatron_on_cpu
+from mcore_folders import Form, read_folder, scheduler, write_folder, write_state
 from mcore_training import Layout, Recipe, differences, stored_name, training
 from sampling import sample
 from stored_modules import full_state, stored_module, two_groups
@@ -204,3 +210,245 @@ def test_plain_modules_of_the_same_names(
             if not key.endswith("/model"):  # the fp32 module holds the master weights
                 found = plain[stored_name(key)]
                 assert torch.equal(value, found[: len(value)] if value.ndim else found), (kind, key)
+
+
+# --------------------------------------------------------------------------------------------- optimizers without names
+
+
+def _load_unread(rank: int, world_size: int, recipe: Recipe, form: Form, path: str) -> tuple[str, bool, bool]:
+    """The error of a load with the optimizer, whether that changed nothing, and whether one without it is complete."""
+    layout = Layout(tp=2, world=2)
+    with training(layout, recipe, seed=1) as job:
+        job.train(2)
+        write_folder(job, path, form)
+        saved = job.full_state()
+    with training(layout, recipe, seed=2) as job:
+        job.train(1)
+        before = job.full_state()
+        with pytest.raises(errors.MismatchError) as error:
+            bcp.load(path, job.state)
+        unchanged = not differences(before, job.full_state())
+        report = bcp.load(path, {"model": job.state["model"]})
+        model = {key: value for key, value in job.full_state().items() if key.endswith("/model")}
+        assert any("reload_model_params()" in note for note in report.notes)
+        return str(error.value), unchanged, not differences(model, {key: saved[key] for key in model})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "form", "message"),
+    [
+        (Recipe(), Form(optimizer="dp_reshardable"), "in a form (dp_reshardable) whose buckets do not state"),
+        (MOE, Form(optimizer="dp_reshardable", prefix=True), "in a form (dp_reshardable) whose buckets do not state"),
+        (Recipe(scaled="remainders"), Form(), "store_param_remainders"),
+    ],
+    ids=["buckets", "buckets of experts", "remainders"],
+)
+def test_only_the_model_of_an_optimizer_without_names_is_read(
+    pool: RankPool, tmp_path: Path, recipe: Recipe, form: Form, message: str
+) -> None:
+    for text, unchanged, complete in pool.run(_load_unread, recipe, form, str(tmp_path / "folder"), world_size=2):
+        assert message in text
+        assert "optimizer: " in text
+        assert unchanged
+        assert complete
+
+
+# ------------------------------------------------------------------------------------------------------ crafted folders
+
+
+def _group(**options: Any) -> dict[str, Any]:
+    fixed = {"is_expert_parallel": False, "wd_mult": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    return {**fixed, "lr": 0.01, **options}
+
+
+def _with_state(make: Any, key: str, data: torch.Tensor) -> dict[str, Any]:
+    """A parameter in bfloat16 and its state. ``make`` describes the shard of a key and a tensor."""
+    state = {"param": data, "exp_avg": data + 1, "exp_avg_sq": data + 2}
+    return {
+        key: make(key, data.bfloat16()),
+        **{f"{name} {key}": make(f"optimizer.state.{name}.{key}", value) for name, value in state.items()},
+    }
+
+
+def _write_large(rank: int, world_size: int, path: str) -> None:
+    """A stack of three layers of which each rank has half."""
+    with megatron_on_cpu():
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        torch.manual_seed(rank)
+        state: dict[str, Any] = {"optimizer": {"optimizer": {"param_groups": [_group(step=3)]}}, "iteration": 3}
+        for layer in range(3):
+
+            def make(key: str, data: torch.Tensor, layer: int = layer) -> Any:
+                return ShardedTensor.from_rank_offsets(key, data, (0, layer, 3), (1, rank, 2), prepend_axis_num=1)
+
+            for name in ("a", "b"):
+                entries = _with_state(make, f"decoder.layers.{name}.weight", torch.randn(256, 512))
+                state.update({f"{layer} {key}": entry for key, entry in entries.items()})
+        write_state(path, state)
+
+
+def _count_bytes(rank: int, world_size: int, path: str) -> tuple[int, int]:
+    from torch.distributed.fsdp import fully_shard
+
+    root = stored_module(path)
+    fully_shard(root)
+    report = bcp.load(path, {"model": root, "optimizer": torch.optim.AdamW(root.parameters())})
+    assert report.step == 3
+    return report.bytes_read + report.bytes_received, report.bytes_requested
+
+
+def test_only_requested_bytes_are_read(pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "folder")
+    pool.run(_write_large, path, world_size=2)
+    for moved, requested in pool.run(_count_bytes, path, world_size=2):
+        assert requested == 9 << 20
+        assert moved <= 1.1 * requested + (64 << 10)
+
+
+class _Kind(enum.Enum):
+    FLASH = 1
+
+
+def _write_unusual(rank: int, world_size: int, path: str) -> None:
+    with megatron_on_cpu():
+        from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+        make = ShardedTensor.from_rank_offsets
+        bottom = "module.decoder.layers.0.self_attention."
+        state: dict[str, Any] = {
+            **_with_state(make, f"{bottom}q_layernorm.weight", torch.arange(4.0) + 0.5),
+            **_with_state(make, f"{bottom}linear_proj.weight", torch.arange(8.0).view(4, 2) + 0.5),
+            **_with_state(make, f"{bottom}linear_proj.bias", torch.arange(4.0) + 0.5),
+            "args": Namespace(apply_wd_to_qk_layernorm=True, kind=_Kind.FLASH, params_dtype=torch.bfloat16),
+            "optimizer": {
+                "optimizer": {
+                    "param_groups": [_group(lr=torch.tensor(0.5)), _group(wd_mult=0.0, weight_decay=0.0)],
+                    "state": {"common_step": torch.tensor(7.0)},
+                }
+            },
+            "iteration": 7,
+        }
+        values = {"tensor": torch.arange(5, dtype=torch.uint8), "stream": io.BytesIO(b"state"), "plain": {"scale": 2}}
+        for layer, (name, value) in enumerate({**values, "none": None, "empty": torch.empty(0)}.items()):
+            key = "module.decoder.layers.mlp._extra_state"
+            state[name] = ShardedObject(key, value, (5,), (layer,))
+        state["alone"] = ShardedObject("alone", {"seed": 3}, (1,), (0,))
+        state["grid"] = ShardedObject("grid", [torch.arange(3)], (1, 2), (0, 0))
+        state["other"] = ShardedObject("grid", [torch.arange(4)], (1, 2), (0, 1))
+        write_state(path, state)
+
+
+def test_names_in_wrappers_extra_state_and_other_objects(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000007"
+    pool.run(_write_unusual, str(path), world_size=1)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    for url in (path, tmp_path):
+        found = bcp.open(url)
+        bottom = "decoder.layers.0.self_attention"
+        assert found.sections == ["model", "optimizer", "extra_state"]
+        assert found[f"model.{bottom}.linear_proj.weight"][1:3].tolist() == [[2.5, 3.5], [4.5, 5.5]]
+        assert found[f"optimizer.state.{bottom}.linear_proj.weight.exp_avg"][3].tolist() == [7.5, 8.5]
+        values = {(one.section, *one.path): one.decode() for one in found.index.values()}
+        options = {
+            name: [values["optimizer", "param_groups", f"{bottom}.{name}"][key] for key in ("lr", "weight_decay")]
+            for name in ("q_layernorm.weight", "linear_proj.weight", "linear_proj.bias")
+        }
+        decayed = [0.5, 0.1]
+        assert options == {
+            "q_layernorm.weight": decayed,
+            "linear_proj.weight": decayed,
+            "linear_proj.bias": [0.01, 0.0],
+        }
+        assert values["optimizer", "state", f"{bottom}.linear_proj.bias", "step"] == 7
+        states = {path[2]: value for path, value in values.items() if path[:2] == ("model", "_extra_state")}
+        assert states.pop("decoder.layers.0.mlp").tolist() == [0, 1, 2, 3, 4]
+        assert states == {"decoder.layers.1.mlp": b"state", "decoder.layers.2.mlp": {"scale": 2}}
+        extra = found.tree("extra_state")
+        assert extra["args"].params_dtype is torch.bfloat16
+        assert extra["alone"] == {"seed": 3}
+        assert [extra["grid"][key][0].tolist() for key in ("0.0", "0.1")] == [[0, 1, 2], [0, 1, 2, 3]]
+
+    counters: dict[str, Any] = {"iteration": 0, "alone": {"seed": 0}}
+    bcp.load(path, {"extra_state": counters}, strict={"extra_state": False})
+    assert counters == {"iteration": 7, "alone": {"seed": 3}}
+    with pytest.raises(
+        errors.MismatchError, match=r"args: an object of class .*_Kind, which this library does not read"
+    ):
+        bcp.load(path, {"extra_state": {"args": None}}, strict={"extra_state": False})
+
+
+def _write_ambiguous(rank: int, world_size: int, path: str) -> None:
+    with megatron_on_cpu():
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        groups = [_group(step=2), _group(step=2, lr=0.02)]
+        parameter = _with_state(ShardedTensor.from_rank_offsets, "weight", torch.rand(4, 2))
+        write_state(path, {**parameter, "optimizer": {"optimizer": {"param_groups": groups}}})
+
+
+def test_hyper_parameters_that_could_be_of_several_groups(pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "folder")
+    pool.run(_write_ambiguous, path, world_size=1)
+    module = torch.nn.Linear(2, 4, bias=False)
+    state = {"model": module, "optimizer": torch.optim.AdamW(module.parameters(), lr=0.03)}
+    with pytest.raises(errors.MismatchError, match="one of 2 different param groups"):
+        bcp.load(path, state)
+    bcp.load(path, state, exclude=["optimizer.param_groups.*"])
+    (entry,) = state["optimizer"].state.values()
+    assert torch.equal(entry["exp_avg"], module.weight + 1)
+    assert (entry["step"], state["optimizer"].param_groups[0]["lr"]) == (2, 0.03)
+
+
+# --------------------------------------------------------------------------------------------------------------- damage
+
+
+def _write_broken(rank: int, world_size: int, path: str) -> None:
+    with megatron_on_cpu():
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        make = ShardedTensor.from_rank_offsets
+        weight = torch.rand(4, 2)
+        states = {
+            "good": {"a": make("weight", weight)},
+            "gap": {"a": make("layers.weight", weight[None], (0, 0, 2))},
+            "unknown": {"a": make("optimizer.state.exp_avg.weight", weight)},
+            "shape": {"a": make("weight", weight), "b": make("optimizer.state.exp_avg.weight", weight[:2])},
+            "twice": {"a": make("layers.weight", weight[None], (0, 0, 1)), "b": make("layers.0.weight", weight)},
+        }
+        for name, state in states.items():
+            write_state(f"{path}/{name}", state, validate_access_integrity=False)
+
+
+def test_damaged_folders_and_other_formats_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(_write_broken, str(tmp_path), world_size=1)
+
+    def refuse(path: Path, kind: Any, match: str) -> None:
+        with pytest.raises(kind, match=match):
+            bcp.open(path)
+
+    refuse(tmp_path / "gap", errors.FormatError, r"'layers\.weight' of shape \[2, 4, 2\] has nothing at \[1\]")
+    refuse(tmp_path / "unknown", errors.FormatError, "state of 'weight', which is not in the model")
+    refuse(tmp_path / "shape", errors.FormatError, r"has the shape \[2, 2\], but the model's tensor has \[4, 2\]")
+    refuse(tmp_path / "twice", errors.FormatError, "stored alone and in a stack")
+    good = tmp_path / "good"
+    assert bcp.open(good).sections == ["model", "extra_state"]
+    for name in (".metadata", "common.pt", "__0_0.distcp"):
+        (good / name).rename(tmp_path / "aside")
+        refuse(good, (errors.FormatError, errors.CorruptionError), f"{re.escape(name)}: file is missing")
+        (tmp_path / "aside").rename(good / name)
+    common = (good / "common.pt").read_bytes()
+    torch.save([1], good / "common.pt")
+    refuse(good, errors.FormatError, "it holds no dict")
+    (good / "common.pt").write_bytes(common)
+    (good / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    refuse(good, errors.CheckpointError, "Megatron's format 'zarr', which is not read")
+
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12\n")
+    refuse(tmp_path, errors.CorruptionError, "names '12', but .*iter_0000012/metadata.json is not there")
+    (tmp_path / "iter_0000012" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "iter_0000012" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"")
+    for path in (tmp_path, tmp_path / "iter_0000012"):
+        refuse(path, errors.CheckpointError, "format 'torch' for each model parallel rank, which is not read")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("../good")
+    refuse(tmp_path, errors.NotACheckpointError, "is not a checkpoint")

@@ -75,15 +75,20 @@ def sharded_state(job: Training, form: Form, *, is_loading: bool = False) -> dic
 
 def write_folder(job: Training, path: str, form: Form) -> None:
     """Save as Megatron's trainer does."""
+    scheduler(job)
+    write_state(path, sharded_state(job, form), content_metadata=form.metadata())
+
+
+def write_state(path: str, state: dict[str, Any], **options: Any) -> None:
+    """Save any state dict."""
     from megatron.core import dist_checkpointing
 
     if dist.get_rank() == 0:
         Path(path).mkdir(parents=True)
     dist.barrier()
-    scheduler(job)
     # It starts processes, which Python refuses in the ranks of the pool, because they are daemons.
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
-        dist_checkpointing.save(sharded_state(job, form), path, content_metadata=form.metadata())
+        dist_checkpointing.save(state, path, **options)
 
 
 def read_folder(job: Training, path: str, form: Form) -> None:

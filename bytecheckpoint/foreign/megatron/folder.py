@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...errors import CheckpointError, CorruptionError, FormatError, KeyNotFoundError
+from ...errors import CheckpointError, CorruptionError, FormatError
 from ...storage_backends.base import StorageBackend
 from ..archives import read_archive
 from ..building import IndexBuilder, StoredLeaf
-from ..dcp import DcpFolder
+from ..dcp import METADATA_KEY, DcpFolder
 from ..place import Place
 
 __all__ = ["Contents", "MegatronFolder", "ShardedObject"]
 
 _FORMAT, _COMMON, _POINTER = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
 _TORCH_DIST = "torch_dist"
+_ADVICE = f"Load it with Megatron and save it with bytecheckpoint or with --ckpt-format {_TORCH_DIST}"
 _MAX_SMALL_BYTES = 1 << 20
 _LEGACY = re.compile(r"mp_rank_\d\d(_\d\d\d)*/")
 _OBJECT = re.compile(r"(.+)/shard_([0-9.]{1,100})_([0-9.]{1,100})")
@@ -60,10 +61,12 @@ class MegatronFolder:
     Attributes:
         backend: Storage backend of the path that the caller passed.
         prefix: The iteration's folder in it; empty if the path is the iteration's folder itself.
+        names: The names in the folder.
     """
 
     backend: StorageBackend
     prefix: str
+    names: Sequence[str]
 
     @classmethod
     def find(cls, place: Place) -> MegatronFolder | None:
@@ -73,26 +76,28 @@ class MegatronFolder:
         """
         if place.name:
             return None
-        if any(map(_LEGACY.fullmatch, place.children)):
-            raise _legacy(place.url)
-        found = cls(place.backend, "")
-        if _FORMAT in place.children:
-            return found if found._is_torch_dist() else None
-        if _POINTER not in place.children:
-            return None
-        text = place.backend.get(_POINTER, max_size=_MAX_SMALL_BYTES).decode("utf-8", "replace").strip()
-        if text != "release" and not (text.isdecimal() and len(text) < 20):
-            return None
-        found = cls(place.backend, "release/" if text == "release" else f"iter_{int(text):07d}/")
-        names = place.backend.list_children(found.prefix)
-        if any(map(_LEGACY.fullmatch, names)):
-            raise _legacy(found.url)
-        if _FORMAT in names:
-            return found if found._is_torch_dist() else None
-        raise CorruptionError(
-            f"{place.url}/{_POINTER} names {text!r}, but {found.url}/{_FORMAT} is not there; fetch it, or pass the "
-            f"folder of another iteration"
-        )
+        found = cls(place.backend, "", place.children)
+        text = ""
+        if _POINTER in found.names and not found._has_files():
+            text = place.backend.get(_POINTER, max_size=_MAX_SMALL_BYTES).decode("utf-8", "replace").strip()
+            if text != "release" and not (text.isdecimal() and len(text) < 20):
+                return None
+            prefix = "release/" if text == "release" else f"iter_{int(text):07d}/"
+            found = cls(place.backend, prefix, place.backend.list_children(prefix))
+        if any(map(_LEGACY.fullmatch, found.names)):
+            raise CheckpointError(
+                f"{found.url} has one file of Megatron's format 'torch' for each model parallel rank, which is not "
+                f"read, since it does not state how the ranks split the tensors. {_ADVICE}"
+            )
+        if text and not found._has_files():
+            raise CorruptionError(
+                f"{place.url}/{_POINTER} names {text!r}, but {found.url}/{_FORMAT} is not there; fetch it, or pass the "
+                f"folder of another iteration"
+            )
+        return found if found._has_files() and found._is_torch_dist() else None
+
+    def _has_files(self) -> bool:
+        return _FORMAT in self.names
 
     @property
     def url(self) -> str:
@@ -107,10 +112,7 @@ class MegatronFolder:
             return False
         kind = config.get("sharded_backend") if isinstance(config, dict) else None
         if type(kind) is str and kind != _TORCH_DIST:
-            raise CheckpointError(
-                f"{self.url} has Megatron's format {kind!r:.80}, which is not read. Load it with Megatron and save it "
-                f"with bytecheckpoint or with --ckpt-format {_TORCH_DIST}"
-            )
+            raise CheckpointError(f"{self.url} has Megatron's format {kind!r:.80}, which is not read. {_ADVICE}")
         return kind == _TORCH_DIST
 
     def read(self, builder: IndexBuilder) -> Contents:
@@ -118,11 +120,11 @@ class MegatronFolder:
 
         Raises ``CorruptionError`` for a missing file, and ``FormatError`` for a damaged one.
         """
-        try:
-            common = read_archive(self.backend, self.prefix + _COMMON).value
-            stored = DcpFolder(self.backend, self.prefix)
-        except KeyNotFoundError as error:
-            raise CorruptionError(f"{self.url}: a file is missing; fetch it again: {error}") from error
+        missing = next((name for name in (_COMMON, METADATA_KEY) if name not in self.names), None)
+        if missing is not None:
+            raise CorruptionError(f"{self.url}/{missing}: file is missing; fetch it again")
+        common = read_archive(self.backend, self.prefix + _COMMON).value
+        stored = DcpFolder(self.backend, self.prefix)
         if type(common) is not dict or not all(type(key) is str for key in common):
             raise FormatError(f"{self.url}/{_COMMON}: it holds no dict with names")
         tensors, objects = stored.contents(builder)
@@ -137,11 +139,3 @@ def _sharded_objects(objects: Mapping[str, Any]) -> Iterator[ShardedObject]:
         is_alone = found is None or set(found[3].split(".")) == {"1"}
         offset = () if found is None or is_alone else tuple(int(part) for part in found[2].split(".") if part)
         yield ShardedObject(name if found is None else found[1], offset, value)
-
-
-def _legacy(url: str) -> CheckpointError:
-    return CheckpointError(
-        f"{url} has one file of Megatron's format 'torch' for each model parallel rank, which is not read: it does not "
-        f"state how the ranks split the tensors. Load it with Megatron and save it with bytecheckpoint or with "
-        f"--ckpt-format {_TORCH_DIST}"
-    )
