@@ -81,7 +81,7 @@ def build(tp: int, pp: int) -> tuple[Any, Any]:
     model = DistributedDataParallel(config, ddp, Float16Module(config, gpt))
     config.finalize_model_grads_func = finalize_model_grads
     options = OptimizerConfig(
-        optimizer="adam", lr=3e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+        optimizer="adam", lr=3e-3, min_lr=0.0, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
     )
     return model, get_megatron_optimizer(options, [model])
 
@@ -152,6 +152,13 @@ def main() -> None:
     parser.add_argument("--root", required=True, help="folder or URL of the checkpoints")
     parser.add_argument("--die-at", type=int, help="kill every process after this step, to try a resume")
     args = parser.parse_args()
+    with on_any_device():
+        train(args)
+
+
+@contextlib.contextmanager
+def on_any_device() -> Iterator[None]:
+    """Initialize the process group, on the CPU if there is no CUDA."""
     with contextlib.ExitStack() as stack:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -163,7 +170,7 @@ def main() -> None:
             dist.init_process_group("gloo")
             stack.enter_context(megatron_on_cpu())
         stack.callback(dist.destroy_process_group)
-        train(args)
+        yield
 
 
 if __name__ == "__main__":

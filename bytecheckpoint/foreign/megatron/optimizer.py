@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...errors import FormatError
 from ...format.values import UnreadObject
 from ...frameworks.megatron.optimizer import GRAD_SCALER, NOT_OPTIONS
 from ...frameworks.optimizer_groups import group_path, options_of, same_value
 from ...frameworks.optimizer_state import MASTER, MASTERS_OF, empty_state_path, state_name, state_path
-from ...tensors.metadata import BasicMeta
 from ..building import IndexBuilder, StoredLeaf
 from ..naming import MODEL_SECTION, OPTIMIZER_SECTION
 from ..pickles import Instance, TensorRef
@@ -28,7 +26,6 @@ from ..torch_values import TorchValues, read_small
 __all__ = [
     "OptimizerWriter",
     "ParamOptions",
-    "add_unread_optimizer",
     "has_remainders",
     "is_of_optimizer",
     "optimizers_of",
@@ -57,12 +54,6 @@ def split_state(tensors: Mapping[str, StoredLeaf]) -> dict[str, dict[str, Stored
         if match is not None:
             found.setdefault(MASTER if match[1] in _MASTERS else match[1], {})[match[2]] = leaf
     return found
-
-
-def add_unread_optimizer(builder: IndexBuilder, what: str) -> None:
-    """Add the section as one object that is not read, which fails only a load that requests it."""
-    builder.add_section(OPTIMIZER_SECTION, "optimizer")
-    builder.add_value(OPTIMIZER_SECTION, (), UnreadObject(what))
 
 
 def has_remainders(builder: IndexBuilder, model: Mapping[str, StoredLeaf], masters: Mapping[str, StoredLeaf]) -> bool:
@@ -96,18 +87,14 @@ class OptimizerWriter:
 
     def __init__(self, builder: IndexBuilder, model: Mapping[str, StoredLeaf]) -> None:
         self._builder, self._model = builder, model
-        self._where = builder.backend.url
         builder.add_section(OPTIMIZER_SECTION, "optimizer")
 
     def add_state(self, state: Mapping[str, Mapping[str, StoredLeaf]], options: ParamOptions) -> None:
-        """Add the tensors, which are given by the key of the state and the name of the parameter, and hyper-parameters.
-
-        Raises ``FormatError`` for state that fits no parameter.
-        """
+        """Add the hyper-parameters, and tensors by the key of the state and the name of the parameter."""
         has_masters = False
         for fqn in dict.fromkeys(fqn for tensors in state.values() for fqn in tensors):
             entries = {key: tensors[fqn] for key, tensors in state.items() if fqn in tensors}
-            param = self._require_like_param(fqn, entries)
+            param = self._model[fqn].meta
             master = entries.pop(MASTER, None)
             if master is not None and master.meta.dtype != param.dtype:
                 has_masters = True
@@ -132,18 +119,6 @@ class OptimizerWriter:
                 self._builder.add_value(OPTIMIZER_SECTION, GRAD_SCALER, _plain(self._builder, scaler))
                 return
 
-    def _require_like_param(self, fqn: str, entries: Mapping[str, StoredLeaf]) -> BasicMeta:
-        if fqn not in self._model:
-            raise FormatError(f"{self._where}: it has state of {fqn!r:.200}, which is not in the model")
-        param = self._model[fqn].meta
-        for key, leaf in entries.items():
-            if leaf.meta.shape != param.shape:
-                raise FormatError(
-                    f"{self._where}: {key!r:.80} of {fqn!r:.200} has the shape {list(leaf.meta.shape)}, but the "
-                    f"model's tensor has {list(param.shape)}"
-                )
-        return param
-
 
 class ParamOptions:
     """The hyper-parameters and the step of each parameter.
@@ -158,6 +133,8 @@ class ParamOptions:
             _Group.of(builder, group, optimizer) for optimizer in optimizers for group in _groups_of(optimizer)
         ]
         self._has_experts = any(group.is_expert for group in self._groups)
+        # All parameters have the same, but groups without parameters on rank 0 may lack it.
+        self._step = next((group.step for group in self._groups if group.step is not None), None)
         attributes = args.attributes if type(args) is Instance else {}
         self._decays_head_norms = attributes.get("apply_wd_to_qk_layernorm") is True
 
@@ -170,12 +147,12 @@ class ParamOptions:
         groups = [group for group in self._groups if group.is_expert == is_expert]
         groups = [group for group in groups if group.decays == decays] or groups
         if not groups:
-            return None, None
-        first = groups[0]
-        if all(same_value(group.options, first.options) for group in groups):
-            return first.step, first.options
+            return self._step, None
+        options = groups[0].options
+        if all(same_value(group.options, options) for group in groups):
+            return self._step, options
         what = f"those of one of {len(groups)} different param groups, of which the file does not list the parameters"
-        return first.step, {"lr": UnreadObject(what)}
+        return self._step, {"lr": UnreadObject(what)}
 
 
 class _Group(NamedTuple):

@@ -14,7 +14,7 @@ from ...frameworks.optimizer_state import MASTER
 from ...frameworks.own_state import EXTRA_STATE
 from ...tensors.shards import Path
 from ..building import IndexBuilder, StoredLeaf
-from ..naming import EXTRA_SECTION, MODEL_SECTION
+from ..naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION
 from ..pickles import TensorRef
 from ..place import Place
 from ..torch_values import TorchValues, read_small
@@ -23,7 +23,6 @@ from .naming import per_layer, wrapper_prefix
 from .optimizer import (
     OptimizerWriter,
     ParamOptions,
-    add_unread_optimizer,
     has_remainders,
     is_of_optimizer,
     optimizers_of,
@@ -35,14 +34,6 @@ __all__ = ["read_megatron"]
 _OPTIMIZER, _SCHEDULER, _STEP, _ARGS = "optimizer", "opt_param_scheduler", "iteration", "args"
 _MODULE_STATE = "._extra_state"
 _ADVICE = "load it with Megatron in the layout that wrote it, and save it with bytecheckpoint"
-_BUCKETS = (
-    "Megatron's distributed optimizer in a form ({}) whose buckets do not state where the parameters are ("
-    + _ADVICE
-    + " or as fully_reshardable)"
-)
-_REMAINDERS = (
-    f"a precision-aware optimizer with store_param_remainders, whose master weights are no numbers ({_ADVICE})"
-)
 _THREADS = 16  # of reads that wait for the store
 
 
@@ -89,16 +80,35 @@ def _add_optimizer(
     state: Mapping[str, Mapping[str, StoredLeaf]],
 ) -> None:
     optimizers = optimizers_of(contents.common.get(_OPTIMIZER))
-    if not state:
-        if any(is_of_optimizer(key) for key in (*contents.tensors, *(one.key for one in contents.objects))):
-            forms = [form for one in optimizers if type(form := one.get("param_state_sharding_type")) is str]
-            add_unread_optimizer(builder, _BUCKETS.format(", ".join(dict.fromkeys(forms))))
-    elif has_remainders(builder, model, state.get(MASTER, {})):
-        add_unread_optimizer(builder, _REMAINDERS)
-    else:
+    unread = None
+    if state:
+        unread = _unread_state(builder, model, state)
+    elif any(is_of_optimizer(key) for key in (*contents.tensors, *(one.key for one in contents.objects))):
+        forms = {form for one in optimizers if type(form := one.get("param_state_sharding_type")) is str}
+        unread = (
+            f"Megatron's distributed optimizer in a form ({', '.join(sorted(forms))}) whose buckets do not state where "
+            f"the parameters are ({_ADVICE} or as fully_reshardable)"
+        )
+    if unread is not None:
+        builder.add_section(OPTIMIZER_SECTION, "optimizer")
+        builder.add_value(OPTIMIZER_SECTION, (), UnreadObject(unread))
+    elif state:
         writer = OptimizerWriter(builder, model)
         writer.add_state(state, ParamOptions(builder, optimizers, contents.common.get(_ARGS)))
         writer.add_scaler(optimizers)
+
+
+def _unread_state(
+    builder: IndexBuilder, model: Mapping[str, StoredLeaf], state: Mapping[str, Mapping[str, StoredLeaf]]
+) -> str | None:
+    """Why the state cannot be read; None if it can."""
+    for key, tensors in state.items():
+        for fqn, leaf in tensors.items():
+            if fqn not in model or leaf.meta.shape != model[fqn].meta.shape:  # such as flattened shards before 0.14
+                return f"an optimizer whose {key} of {fqn!r:.200} is {leaf.meta}, unlike any parameter ({_ADVICE})"
+    if has_remainders(builder, model, state.get(MASTER, {})):
+        return f"an optimizer with store_param_remainders, whose master weights are not complete numbers ({_ADVICE})"
+    return None
 
 
 def _module_states(builder: IndexBuilder, objects: Iterable[ShardedObject], prefix: str) -> list[tuple[Path, Any]]:

@@ -1,0 +1,58 @@
+"""Run the script of ``docs/moving-from-megatron.md`` as a user does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.testing import time_limit
+
+pytest.importorskip("megatron.core", reason="make test-megatron installs Megatron-core")
+
+pytestmark = pytest.mark.megatron
+
+_REPOSITORY = Path(__file__).parents[2]
+
+
+def _run(folder: Path, processes: int, *options: str) -> dict[int, float]:
+    """The losses by step."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [*torchrun, str(_REPOSITORY / "examples" / "move_from_megatron.py"), *options, "--old", "old"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=time_limit(140),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  loss ([0-9.]+)", done.stdout)}
+
+
+def test_continue_at_other_sizes_and_without_megatron(tmp_path: Path) -> None:
+    written = _run(tmp_path, 4, "write", "--tp", "2", "--pp", "2")
+    assert sorted(written) == [1, 2, 3, 4]
+    continued = _run(tmp_path, 2, "continue", "--tp", "2", "--new", "new")
+    assert sorted(continued) == [5, 6, 7, 8]
+    assert continued[8] < written[1]
+    _run(tmp_path, 2, "continue", "--fsdp", "--new", "fsdp")
+    old, plain = bcp.open(tmp_path / "old"), bcp.open(tmp_path / "fsdp/step-4")
+    masters = [name for name in old if name.endswith(".master")]
+    assert len(masters) == 35
+    for name in masters:
+        fqn = name.removeprefix("optimizer.state.").removesuffix(".master")
+        assert torch.equal(plain[f"model.{fqn}"].load(), old[name].load())
+        assert torch.equal(plain[f"optimizer.state.{fqn}.exp_avg"].load(), old[f"optimizer.state.{fqn}.exp_avg"].load())
+    values = {one.path: one.decode() for one in plain.index.values(section="optimizer")}
+    assert values["param_groups", "decoder.final_layernorm.weight"]["weight_decay"] == 0
+    assert values["param_groups", "embedding.word_embeddings.weight"]["lr"] == pytest.approx(2.9e-3, rel=0.1)
