@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
-
-import numpy as np
 
 from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.index import Index
 from ..checkpoint.manifest_file import commit
-from ..errors import NameCollisionError, UsageError
+from ..errors import UsageError
 from ..foreign.naming import MODEL_SECTION
-from ..format.manifest import COMPANION, Manifest, SectionInfo, timestamp
-from ..frameworks.sections import check_state, split_rank_name
+from ..format.manifest import COMPANION, timestamp
+from ..frameworks.sections import check_state
 from ..load.options import Rename, renaming
 from ..storage_backends import open_backend
-from ..tensors.tables import TensorTable
+from .choosing import chosen_part
 from .related import kept_files
 from .reshard import plan_files, values_of
 from .rewriter import Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
@@ -97,7 +93,8 @@ def import_checkpoint(
             raise UsageError(f"{source.url} has the sections {', '.join(source.sections)}; section= needs a single one")
     target = open_backend(target_url, **dict(storage_options or {}))
     refuse_checkpoint(target, source.url)
-    chosen = _chosen(index, section, renaming(rename), exclude)
+    sections = {one.name: section or one.name for one in index.manifest.sections}
+    chosen = chosen_part(index, sections, renaming(rename), exclude)
     manifest = chosen.manifest
     manifest = replace(manifest, step=manifest.step if step is None else step, created=timestamp())
     attempt = new_attempt()
@@ -115,70 +112,3 @@ def import_checkpoint(
     names = tuple(one.name for one in manifest.sections)
     files = tuple(index.manifest.files.name)
     return ImportReport(target.url, index.system, names, files, len(manifest.tensors), manifest.nbytes)
-
-
-def _chosen(index: Index, section: str | None, rename: Callable[[str], str], exclude: Sequence[str]) -> Index:
-    """The index without what is excluded, and under the new names."""
-    old = index.manifest
-    sections = {one.name: section or one.name for one in old.sections}
-
-    def is_kept(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in exclude)
-
-    names: dict[str, str] = {}  # the new full name of each kept tensor
-    rows: list[tuple[str, str, Any]] = []
-    for row, full in enumerate(old.tensors.names):
-        fqn = rename(old.tensors.fqn_of(row))
-        if is_kept(full):
-            names[full] = _full_name(sections[old.tensors.section_of(row)], fqn)
-            rows.append((sections[old.tensors.section_of(row)], fqn, old.tensors.meta_of(row)))
-    _refuse_collisions(names)
-    kept = np.array([full in names for full in old.tensors.names], bool)
-    shards = np.flatnonzero(kept[old.shards.tensor])
-    moved = old.shards.take(shards)
-    moved.tensor = (np.cumsum(kept) - 1)[moved.tensor]
-    aliases = [
-        (_full_name(sections[one], rename(alias[len(one) + 1 :])), names[full])
-        for alias, full in old.aliases
-        if (one := alias.partition(".")[0]) and full in names and is_kept(alias)
-    ]
-    tensors = TensorTable.build(rows) if rows else old.tensors
-    infos = [SectionInfo(sections[one.name], one.kind) for one in old.sections]
-    manifest = Manifest.assemble(
-        library_version=old.library_version,
-        step=old.step,
-        created=old.created,
-        world_size=old.world_size,
-        attempt=old.attempt,
-        metadata=old.metadata,
-        sections=infos,
-        files=old.files,
-        tensors=tensors,
-        scope=old.scope[kept],
-        shards=moved,
-        shard_file=old.shard_file[shards],
-        shard_offset=shards,
-        checksums=np.zeros(
-            int((-(-old.shard_nbytes[shards] // old.files.chunk_size[old.shard_file[shards]])).sum()), np.uint64
-        ),
-        aliases=aliases,
-    )
-    order = manifest.shard_offset  # of the old shards, which assemble has sorted
-    manifest.shard_offset = old.shard_offset[order]
-    views = None if index.views is None else index.views.take(order)
-    values = tuple(one._replace(section=sections[one.section]) for one in index.foreign_values if is_kept(one.name))
-    return replace(index, manifest=manifest, foreign_values=values, views=views)
-
-
-def _full_name(section: str, fqn: str) -> str:
-    if not fqn or split_rank_name(fqn)[1] is not None:
-        raise NameCollisionError(f"{fqn!r:.200}: a name cannot be empty or end in @<number>; rename it")
-    return f"{section}.{fqn}"
-
-
-def _refuse_collisions(names: Mapping[str, str]) -> None:
-    seen: dict[str, str] = {}
-    for old, new in names.items():
-        if new in seen:
-            raise NameCollisionError(f"{seen[new]!r:.200} and {old!r:.200} would both become {new!r:.200}")
-        seen[new] = old

@@ -7,7 +7,7 @@ splits a large file, so that each rank of a known world size finds its part in o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from ..checkpoint.attempts import new_attempt, remove_attempt
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.index import Index
 from ..checkpoint.manifest_file import commit
-from ..checkpoint.values import values_files
+from ..checkpoint.values import StoredValue, values_files
 from ..engine.files import data_key
 from ..engine.reading.stored_files import read_stored_file
 from ..errors import StateError, UsageError
@@ -29,7 +29,7 @@ from ..tensors.shards import Path
 from ..version import HEADER_METADATA
 from .rewriter import OutputFile, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
-__all__ = ["Layout", "PlannedFile", "ReshardReport", "plan_files", "reshard", "values_of"]
+__all__ = ["Layout", "PlannedFile", "ReshardReport", "encoded_values", "plan_files", "reshard", "values_of"]
 
 Layout = Literal["whole", "sharded"]
 
@@ -188,7 +188,7 @@ def values_of(index: Index, attempt: str) -> list[ValuesFile]:
     Raises ``StateError`` for an object in another system's checkpoint that this library does not read.
     """
     if not index.is_own:
-        return _foreign_values(index, attempt)
+        return encoded_values(index.values(), index.url, attempt)
     files = index.manifest.files
     return [
         ValuesFile(
@@ -202,13 +202,15 @@ def values_of(index: Index, attempt: str) -> list[ValuesFile]:
     ]
 
 
-def _foreign_values(index: Index, attempt: str) -> list[ValuesFile]:
-    unread = {value.name: found.what for value in index.values() if (found := unread_in(value.decode()))}
+def encoded_values(values: Iterable[StoredValue], url: str, attempt: str) -> list[ValuesFile]:
+    """Return the files of plain values for a new checkpoint. Raises ``StateError`` for an object that is not read."""
+    values = list(values)
+    unread = {value.name: found.what for value in values if (found := unread_in(value.decode()))}
     if unread:
         listed = ", ".join(f"{name} ({what})" for name, what in list(unread.items())[:5])
-        raise StateError(f"{index.url}: {len(unread)} value(s) cannot be stored, such as {listed}; exclude them")
+        raise StateError(f"{url}: {len(unread)} value(s) cannot be stored, such as {listed}; exclude them")
     groups: dict[tuple[str, int | None], list[tuple[Path, bool, bytes]]] = {}
-    for value in index.values():
+    for value in values:
         groups.setdefault((value.section, value.rank), []).append((value.path, value.rank is None, value.encoded))
     return [
         ValuesFile(

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
+from typing_extensions import Self
 
 from ..checkpoint.index import Index
 from ..engine.checksums import ChunkHasher, chunk_size_for
@@ -167,7 +168,7 @@ class Rewriter:
             torch.frombuffer(mmap.mmap(-1, 2 * PIECE_BYTES), dtype=torch.uint8) for _ in range(PIECES_AHEAD + 1)
         ]
 
-    def __enter__(self) -> Rewriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:

@@ -1,0 +1,275 @@
+"""Average the tensors of several checkpoints into a new one, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from ..checkpoint.attempts import new_attempt, remove_attempt
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.index import Index
+from ..checkpoint.manifest_file import commit
+from ..checkpoint.values import StoredValue
+from ..engine.tensor_bytes import as_bytes
+from ..errors import MismatchError, NameNotFoundError, UsageError
+from ..format.manifest import COMPANION, timestamp
+from ..load.matching import fault_lines
+from ..storage_backends import open_backend
+from ..tensors.dtypes import DType
+from ..tensors.geometry import Box
+from .choosing import chosen_part
+from .related import kept_files
+from .reshard import encoded_values, plan_files
+from .rewriter import OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
+
+__all__ = ["AverageReport", "average"]
+
+_ADVICE = {
+    "section": "",
+    "missing": "not in all checkpoints",
+    "shape": "stored with different shapes",
+    "dtype": "stored with different dtypes",
+    "rank": "saved for single ranks",
+    "value": "plain values that differ",
+    "integer": "not averaged, because they have no floating-point dtype of 16 bits or more, and differ",
+}
+
+
+@dataclass(frozen=True)
+class AverageReport:
+    """The result of ``average``.
+
+    Attributes:
+        url: URL of the new checkpoint.
+        sections: Names of its sections.
+        averaged: Number of tensors that were averaged.
+        copied: Number of tensors that are equal in all checkpoints and have no dtype that is averaged.
+        weights: The weight of each checkpoint, of which the sum is 1.
+        bytes_read: Bytes read from all checkpoints.
+    """
+
+    url: str
+    sections: tuple[str, ...]
+    averaged: int
+    copied: int
+    weights: tuple[float, ...]
+    bytes_read: int
+
+
+def average(
+    checkpoints: Sequence[Checkpoint],
+    target_url: str,
+    *,
+    weights: Sequence[float] | None = None,
+    sections: Sequence[str] = ("model",),
+    exclude: Sequence[str] = (),
+    step: int | None = None,
+    progress: Progress = lambda nbytes: None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> AverageReport:
+    """Commit a checkpoint with the average of each floating-point tensor. Holds some tens of MiB at a time.
+
+    Tensors of 16 bits are summed in float32, others in float64, in the order of the checkpoints; the result is rounded
+    once, to the stored dtype. Tensors of other dtypes and plain values must be equal. The layouts of the checkpoints
+    may differ, and other systems may have written them. After a failure nothing remains at the target.
+
+    Args:
+        checkpoints: At least two checkpoints, from ``bcp.open``.
+        target_url: Where to put the new checkpoint.
+        weights: One finite number for each checkpoint, with a positive sum, by which they are divided; by default all
+            are equal.
+        sections: The sections to average; others are left out.
+        exclude: Shell patterns; tensors and values whose full names match one are left out.
+        step: The step to store with the checkpoint.
+        progress: Called with the number of bytes written since the last call.
+        storage_options: Options for the target's storage backend.
+
+    Returns:
+        A report.
+
+    Raises:
+        UsageError: An argument is invalid.
+        NameNotFoundError: A checkpoint lacks a section.
+        MismatchError: Names, shapes, dtypes, plain values or integers differ. Lists all.
+        StateError: A section holds an object that this library does not read.
+        KeyExistsError: The target already holds a checkpoint.
+        CorruptionError: Stored bytes are damaged or missing.
+        StorageError: A store failed.
+    """
+    shares = _shares(checkpoints, weights)
+    if step is not None and step < 0:
+        raise UsageError(f"step must not be negative: {step}")
+    target = open_backend(target_url, **dict(storage_options or {}))
+    for one in checkpoints:
+        refuse_checkpoint(target, one.url)
+    contents = [_Contents.of(one, sections, exclude) for one in checkpoints]
+    _compare(contents)
+    first = contents[0]
+    manifest = replace(
+        first.part.manifest,
+        step=step,
+        created=timestamp(),
+        metadata={"averaged": [one.url for one in checkpoints], "weights": list(shares)},
+    )
+    part = replace(first.part, manifest=manifest, crcs=None)
+    attempt = new_attempt()
+    outputs = list(plan_files(manifest, max(len(first.index.manifest.files), 1), "whole", attempt))
+    values = encoded_values(first.values.values(), first.index.url, attempt)
+    owner = manifest.sections[0].name
+    kept = kept_files(checkpoints[0]) if owner == "model" else {}
+    values += [ValuesFile(f"{attempt}/{name}", owner, COMPANION, 0, document) for name, document in kept.items()]
+    with cleanup_on_failure(lambda: remove_attempt(target, attempt)), ExitStack() as stack:
+        readers = [stack.enter_context(Rewriter(one.index)) for one in contents]
+        sources = [_Source(reader, one.rows) for reader, one in zip(readers, contents)]
+        averager = stack.enter_context(_Averager(part, sources, shares))
+        copied = averager.check_integers()
+        new = averager.write_all(target, attempt, outputs, progress, values)
+        stack.close()  # checks the CRC-32s of other systems' files
+        commit(target, new)
+    return AverageReport(
+        target.url,
+        tuple(one.name for one in manifest.sections),
+        len(manifest.tensors) - copied,
+        copied,
+        shares,
+        sum(reader.bytes_read for reader in readers),
+    )
+
+
+def _shares(checkpoints: Sequence[Checkpoint], weights: Sequence[float] | None) -> tuple[float, ...]:
+    if len(checkpoints) < 2:
+        raise UsageError("an average needs at least two checkpoints")
+    given = [1.0] * len(checkpoints) if weights is None else [float(weight) for weight in weights]
+    if len(given) != len(checkpoints):
+        raise UsageError(f"{len(given)} weights for {len(checkpoints)} checkpoints; give one for each")
+    total = math.fsum(given)
+    if not all(map(math.isfinite, given)) or not total > 0:
+        raise UsageError(f"weights must be finite, with a positive sum, not {given}")
+    return tuple(weight / total for weight in given)
+
+
+def _is_averaged(dtype: DType) -> bool:
+    # The values of 8-bit floats are meaningless without the scales of the quantized tensor.
+    return dtype.kind in ("float", "complex") and dtype.itemsize >= 2
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What is averaged of one checkpoint: a part of its index, its own rows by full name, and its plain values."""
+
+    index: Index
+    part: Index
+    rows: Mapping[str, int]
+    values: Mapping[tuple[Any, ...], StoredValue]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, sections: Sequence[str], exclude: Sequence[str]) -> _Contents:
+        lacking = [name for name in sections if name not in checkpoint.sections]
+        if lacking or not sections:
+            raise NameNotFoundError(
+                f"{checkpoint.url} has no section {', '.join(lacking)}; it has {', '.join(checkpoint.sections)}"
+            )
+        part = chosen_part(checkpoint.index, {name: name for name in sections}, str, exclude)
+        rows = {full: row for row, full in enumerate(checkpoint.manifest.tensors.names)}
+        values = {
+            (value.section, value.path, value.rank): value
+            for name in sections
+            for value in checkpoint.index.values(section=name)
+            if not any(fnmatchcase(value.name, pattern) for pattern in exclude)
+        }
+        kept = [full for full in part.manifest.tensors.names if full in rows]
+        return cls(checkpoint.index, part, {full: rows[full] for full in kept}, values)
+
+    def meta(self, full: str) -> Any:
+        return self.index.manifest.tensors.meta_of(self.rows[full])
+
+
+def _compare(contents: Sequence[_Contents]) -> None:
+    """Raise ``MismatchError`` with all differences between the first checkpoint and each of the others."""
+    first = contents[0]
+    faults = [("rank", full, "") for full, row in first.rows.items() if first.index.manifest.scope[row] >= 0]
+    for other in contents[1:]:
+        faults += [
+            ("missing", full, f"not in {(other if full in first.rows else first).index.url}")
+            for full in first.rows.keys() ^ other.rows.keys()
+        ]
+        for full in first.rows.keys() & other.rows.keys():
+            one, two = first.meta(full), other.meta(full)
+            for kind, a, b in (("shape", list(one.shape), list(two.shape)), ("dtype", one.dtype, two.dtype)):
+                if a != b:
+                    faults.append((kind, full, f"{a} in {first.index.url}, {b} in {other.index.url}"))
+        keys = {key for one in (first, other) for key, value in one.values.items() if not value.only_orders_keys}
+        for key in keys:
+            found = [one.values[key].encoded if key in one.values else None for one in (first, other)]
+            if found[0] != found[1]:
+                name = (first if key in first.values else other).values[key].name
+                faults.append(("value", name, f"in {first.index.url} and {other.index.url}"))
+    _raise(faults)
+
+
+def _raise(faults: Sequence[tuple[str, str, str]]) -> None:
+    if faults:
+        head = f"the checkpoints cannot be averaged ({len(faults)} fault(s)); nothing was written:"
+        raise MismatchError("\n".join([head, *fault_lines(faults, (), _ADVICE)]), list(faults))
+
+
+@dataclass(frozen=True)
+class _Source:
+    reader: Rewriter
+    rows: Mapping[str, int]
+
+
+class _Averager(Rewriter):
+    """Writes the averages of ``sources``, which have the tensors of ``part`` in rows of other numbers."""
+
+    def __init__(self, part: Index, sources: Sequence[_Source], shares: Sequence[float]) -> None:
+        super().__init__(part)
+        self._names = list(part.manifest.tensors.names)
+        self._sources, self._shares = sources, shares
+
+    def check_integers(self) -> int:
+        """Compare what is not averaged, and return the number of these tensors. Raises ``MismatchError``."""
+        tensors = self._manifest.tensors
+        rows = [row for row in range(len(tensors)) if not _is_averaged(tensors.meta_of(row).dtype)]
+        faults: list[tuple[str, str, str]] = []
+        for row in rows:
+            meta = tensors.meta_of(row)
+            whole = OutputTensor("", row, Box.whole(meta.shape), meta.dtype)
+            for batch in self._batches([whole]):
+                first, *others = (self._of(source, batch) for source in self._sources)
+                if any(not torch.equal(as_bytes(a), as_bytes(b)) for other in others for a, b in zip(first, other)):
+                    faults.append(("integer", self._names[row], ""))
+                    break
+        _raise(faults)
+        return len(rows)
+
+    def _of(self, source: _Source, batch: Sequence[OutputTensor]) -> list[torch.Tensor]:
+        stored = [self._manifest.tensors.meta_of(one.row).dtype for one in batch]
+        return source.reader._read_all(
+            [replace(one, row=source.rows[self._names[one.row]], dtype=dtype) for one, dtype in zip(batch, stored)]
+        )
+
+    def _read_all(self, batch: Sequence[OutputTensor], memory: torch.Tensor | None = None) -> list[torch.Tensor]:
+        sums: list[torch.Tensor] = []
+        for source, share in zip(self._sources, self._shares):
+            found = self._of(source, batch)
+            if not sums:
+                sums = [
+                    _start(tensor, share) if _is_averaged(one.dtype) else tensor for tensor, one in zip(found, batch)
+                ]
+                continue
+            for total, tensor, one in zip(sums, found, batch):
+                if _is_averaged(one.dtype):
+                    total.add_(tensor.to(total.dtype), alpha=share)
+        return [total.to(one.torch_dtype) for total, one in zip(sums, batch)]
+
+
+def _start(tensor: torch.Tensor, share: float) -> torch.Tensor:
+    dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else torch.float64
+    return tensor.to(torch.promote_types(tensor.dtype, dtype)).mul_(share)
