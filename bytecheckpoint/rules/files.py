@@ -17,7 +17,13 @@ _MAX_SHOWN = 3
 
 @dataclass(frozen=True)
 class RankFile:
-    """A file of one rank: its key, the number of its pattern, and the coordinates of the rank by axis."""
+    """A file of one rank.
+
+    Attributes:
+        key: Its path below the folder.
+        pattern: The number of the pattern that it matches.
+        place: The coordinates of the rank by axis.
+    """
 
     key: str
     pattern: int

@@ -110,6 +110,18 @@ class Replicated(Shaped):
     """All ranks that hold the tensor hold the same values.
 
     Attributes:
+        match: As in ``Rule``.
+        optional: As in ``Rule``.
+        rename: As in ``Shaped``, and so are the following.
+        stacked: As in ``Shaped``.
+        indexed: As in ``Shaped``.
+        dim: As in ``Shaped``.
+        parts: As in ``Shaped``.
+        unit: As in ``Shaped``.
+        groups: As in ``Shaped``.
+        interleaved: As in ``Shaped``.
+        shared: As in ``Shaped``.
+        padded_from: As in ``Shaped``.
         compare: Whether the copies must be compared before one of them is used.
     """
 
@@ -123,6 +135,18 @@ class Averaged(Shaped):
     """The ranks of an axis hold different values, from which the tensor must be computed.
 
     Attributes:
+        match: As in ``Rule``.
+        optional: As in ``Rule``.
+        rename: As in ``Shaped``, and so are the following.
+        stacked: As in ``Shaped``.
+        indexed: As in ``Shaped``.
+        dim: As in ``Shaped``.
+        parts: As in ``Shaped``.
+        unit: As in ``Shaped``.
+        groups: As in ``Shaped``.
+        interleaved: As in ``Shaped``.
+        shared: As in ``Shaped``.
+        padded_from: As in ``Shaped``.
         axis: The axes.
         replicas: Axes whose ranks hold copies.
     """
@@ -151,6 +175,18 @@ class Sharded(Shaped):
     """The ranks of an axis hold consecutive indices of a dimension, or of each of its parts.
 
     Attributes:
+        match: As in ``Rule``.
+        optional: As in ``Rule``.
+        rename: As in ``Shaped``, and so are the following.
+        stacked: As in ``Shaped``.
+        indexed: As in ``Shaped``.
+        dim: As in ``Shaped``.
+        parts: As in ``Shaped``.
+        unit: As in ``Shaped``.
+        groups: As in ``Shaped``.
+        interleaved: As in ``Shaped``.
+        shared: As in ``Shaped``.
+        padded_from: As in ``Shaped``.
         axis: The axes that divide ``dim``, outermost first.
         widths: The size on each rank, or such sizes by part; empty if the stored shapes determine them.
         also: Further dimensions that other axes divide.

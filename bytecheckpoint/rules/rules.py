@@ -145,7 +145,7 @@ class Rules:
         return f"Rules({list(self)}, files={self.files})"
 
     def rule_of(self, name: str) -> Rule | None:
-        """Return the rule for a stored tensor of this name, the first one if there are several; None for no rule."""
+        """Return the rule for a stored tensor called ``name``, the first one if there are several; None for no rule."""
         return next((one.rule for one, _ in self._matching(name)), None)
 
     def _matching(self, name: str) -> Iterator[tuple[Compiled, Captures]]:

@@ -29,6 +29,7 @@ MODULES = (
     "bytecheckpoint.inference.push",
     "bytecheckpoint.manager",
     "bytecheckpoint.planners",
+    "bytecheckpoint.rules",
     "bytecheckpoint.storage_backends",
     "bytecheckpoint.testing",
 )
