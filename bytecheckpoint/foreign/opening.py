@@ -13,6 +13,7 @@ from ..checkpoint.index import Index, decode_index, encode_index, is_encoded_ind
 from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
 from ..errors import CheckpointNotFoundError, NotACheckpointError, StorageError
 from ..rules import Resolution, Rules
+from ..runtime.gc_pause import paused
 from ..storage_backends.base import StorageBackend
 from .comparing import compare
 from .dcp import read_dcp
@@ -55,8 +56,9 @@ class Location:
         """
         if self.rules is None:
             return self._index()
-        stored, resolution = self.explain()
-        index, comparisons = stored.reindexed(resolution)
+        with paused():
+            stored, resolution = self.explain()
+            index, comparisons = stored.reindexed(resolution)
         compare(index, comparisons)
         return index
 

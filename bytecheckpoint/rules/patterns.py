@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 __all__ = ["MEMBER", "PART", "Captures", "Pattern", "PatternError"]
@@ -25,7 +26,7 @@ MEMBER = "member"
 _Kind = Literal["text", "int", "path"]
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?::(int|path))?([+-][0-9]+)?\}")
 _KINDS: dict[str, _Kind] = {"text": "text", "int": "int", "path": "path"}
-_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_EXPRESSIONS: dict[_Kind, str] = {"text": "[^.]+", "int": "0|[1-9][0-9]{0,17}", "path": ".+"}
 
 
 class PatternError(ValueError):
@@ -56,6 +57,14 @@ class _Segment(NamedTuple):
 
     def text(self) -> str:
         return self.prefix + (self.field.text() if self.field else "") + self.suffix
+
+    def expression(self) -> str:
+        """The regular expression of what it matches, with a group if that is captured."""
+        if self.field is None:
+            return re.escape(self.prefix)
+        inner = _EXPRESSIONS[self.field.kind]
+        inner = f"({inner})" if self.field.name else inner
+        return f"{re.escape(self.prefix)}{inner}{re.escape(self.suffix)}"
 
 
 @dataclass(frozen=True)
@@ -99,34 +108,38 @@ class Pattern:
         return any(one.field is not None and not one.field.name for one in self.segments)
 
     @property
-    def last(self) -> str | None:
-        """The last segment, if it is literal."""
-        return None if self.segments[-1].field else self.segments[-1].prefix
+    def end(self) -> str:
+        """The last two segments, or the last one, if they are literal; otherwise empty."""
+        literal = list(takewhile(lambda one: one.field is None, reversed(self.segments[-2:])))
+        return ".".join(one.prefix for one in reversed(literal))
 
     def __str__(self) -> str:
         return ".".join(segment.text() for segment in self.segments)
 
     def match(self, name: str, parts: Collection[str] = ()) -> Captures | None:
         """Return the captures, or None. ``parts`` are the texts that ``{part}`` may match."""
-        names = name.split(".")
-        extra = len(names) - len(self.segments)
-        if extra < 0:
+        matched = self._expression.fullmatch(name)
+        if matched is None:
             return None
         found: Captures = {}
-        position = 0
-        for segment in self.segments:
-            if segment.field is not None and segment.field.kind == "path":
-                text = ".".join(names[position : position + extra + 1])
-                position += extra + 1
-                extra = 0
-            elif position < len(names):
-                text = names[position]
-                position += 1
+        for field, text in zip(self._captured, matched.groups()):
+            if field.name == PART and text not in parts:
+                return None
+            if field.kind != "int":
+                found[field.name] = text
+            elif (number := int(text) - field.shift) >= 0:
+                found[field.name] = number
             else:
                 return None
-            if not _match_segment(segment, text, parts, found):
-                return None
-        return found if position == len(names) else None
+        return found
+
+    @cached_property
+    def _captured(self) -> list[_Field]:
+        return [one.field for one in self.segments if one.field is not None and one.field.name]
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str]:
+        return re.compile(r"\.".join(segment.expression() for segment in self.segments), re.DOTALL)
 
     def format(self, values: Mapping[str, str | int]) -> str:
         """Return the name with these captures. Raises ``PatternError`` if a number becomes negative."""
@@ -163,28 +176,6 @@ def _parse_segment(text: str) -> _Segment:
     if field.kind == "path" and (segment.prefix or segment.suffix):
         raise PatternError(f"has other text next to {{{name}:path}} in {text!r}, which must be between dots")
     return segment
-
-
-def _match_segment(segment: _Segment, text: str, parts: Collection[str], found: Captures) -> bool:
-    field = segment.field
-    if field is None:
-        return text == segment.prefix
-    fixed = len(segment.prefix) + len(segment.suffix)
-    if len(text) <= fixed or not text.startswith(segment.prefix) or not text.endswith(segment.suffix):
-        return False
-    value = text[len(segment.prefix) : len(text) - len(segment.suffix)]
-    if field.name == PART and value not in parts:
-        return False
-    if field.kind == "int":
-        if len(value) > 18 or not value.isascii() or not _NUMBER.fullmatch(value):
-            return False
-        number = int(value) - field.shift
-        if number < 0:
-            return False
-        found[field.name] = number
-    elif field.name:
-        found[field.name] = value
-    return True
 
 
 def _format_segment(segment: _Segment, values: Mapping[str, str | int]) -> str:

@@ -149,10 +149,12 @@ class Rules:
         return next((one.rule for one, _ in self._matching(name)), None)
 
     def _matching(self, name: str) -> Iterator[tuple[Compiled, Captures]]:
-        for rule in (*self._by_end.get(name.rpartition(".")[2], ()), *self._by_end.get(None, ())):
-            captures = rule.match(name)
-            if captures is not None:
-                yield rule, captures
+        ends = name.rsplit(".", 2)[-2:]
+        for end in dict.fromkeys((".".join(ends), ends[-1], "")):
+            for rule in self._by_end.get(end, ()):
+                captures = rule.match(name)
+                if captures is not None:
+                    yield rule, captures
 
     def rank_files(self, keys: Iterable[str]) -> list[RankFile]:
         """Find the files of the ranks.
@@ -241,9 +243,9 @@ class Rules:
                     faults.add("rule", label, detail)
         faults.check("the rules are not valid")
         # Most patterns end with literal text, so that few must be tried for a name.
-        self._by_end: dict[str | None, list[Compiled]] = {}
+        self._by_end: dict[str, list[Compiled]] = {}
         for one in self._rules:
-            self._by_end.setdefault(one.pattern.last, []).append(one)
+            self._by_end.setdefault(one.pattern.end, []).append(one)
 
 
 class _Finder:
