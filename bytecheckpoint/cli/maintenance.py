@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 
 from .. import api
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpointer import default_checkpointer
 from ..convert.copy import copy, remove
 from ..convert.diff import DiffReport, diff
 from ..convert.reshard import Layout, reshard
 from ..errors import UsageError
+from ..foreign.opening import Location
 from ..rules import Rules
+from ..storage_backends import open_backend
 from ..telemetry.trace_files import merge_traces
 from .options import EXIT_NEGATIVE, command, options_for, rules_options
 from .output import Output, size_text
@@ -80,6 +84,11 @@ def _print_differences(out: Output, report: DiffReport) -> None:
     help="Store each tensor whole, or split along its first dimension into one part per file.",
 )
 @rules_options
+@click.option(
+    "--average",
+    type=click.Choice(("mean",)),
+    help="Compute tensors that rules of kind averaged describe as the mean of what the ranks stored.",
+)
 @click.option("--dry-run", is_flag=True, help="Only print the plan.")
 def reshard_command(
     out: Output,
@@ -89,6 +98,7 @@ def reshard_command(
     files: int,
     layout: Layout,
     rules: Rules | None,
+    average: Literal["mean"] | None,
     *,
     dry_run: bool,
 ) -> None:
@@ -97,7 +107,15 @@ def reshard_command(
     Streams in bounded memory. Loading never requires this, because any layout can be loaded into any other. Use it to
     combine many small files, or to split large ones.
     """
-    found = api.open(source, rules=rules, storage_options=options_for(source, options))
+    if average is None:
+        found = api.open(source, rules=rules, storage_options=options_for(source, options))
+    elif rules is None:
+        raise click.UsageError("--average needs --rules")
+    else:
+        location = Location(
+            source, open_backend(source, **options_for(source, options)), options_for(source, options), rules, average
+        )
+        found = Checkpoint(location.index(), default_checkpointer().engine)
     with out.progress("reshard", found.manifest.file_bytes) as progress:
         report = reshard(
             found,

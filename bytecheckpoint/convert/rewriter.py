@@ -153,14 +153,19 @@ class Rewriter:
         self._io = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="bcp-rewrite-io")
         # A separate pool: its tasks wait for tasks of the pool above.
         self._ahead = ThreadPoolExecutor(2, thread_name_prefix="bcp-rewrite")
-        self._reader = Reader(
-            index.backend,
-            index.manifest,
-            self._io,
-            verify=index.is_own,
-            crcs=None if index.is_own else index.crcs,
-            views=index.views,
+        views = [None] if index.views is None else index.views.alone()
+        self._reader, *self._others = (
+            Reader(
+                index.backend,
+                index.manifest,
+                self._io,
+                verify=index.is_own,
+                crcs=None if index.is_own else index.crcs,
+                views=one,
+            )
+            for one in views
         )
+        self._others_of = [one.row >= 0 for one in views[1:] if one is not None]  # the shards, by reader
         self._crc_check = self._reader.crc_check()
         # Allocated once: malloc keeps the memory that threads free. One more than are read ahead, for the piece that is
         # being written; each has room for a piece and its cast. Unused pages cost nothing.
@@ -180,7 +185,7 @@ class Rewriter:
     @property
     def bytes_read(self) -> int:
         """Bytes fetched from the checkpoint so far."""
-        return self._reader.stats.read
+        return sum(reader.stats.read for reader in (self._reader, *self._others))
 
     def read(self, row: int, box: Box) -> torch.Tensor:
         """Return one box of the tensor in manifest row ``row``, contiguous. Raises ``CorruptionError``."""
@@ -227,10 +232,10 @@ class Rewriter:
         rows = np.concatenate([np.arange(part.start, part.stop, dtype=np.int64) for part in shards])
         requested = BoxTable.build([(tensor.row, tensor.box) for tensor in batch])
         plan = plan_load(self._manifest.tensors, self._manifest.shards.take(rows), requested)
-        self._reader.read(
-            [ReadPart(int(rows[i]), box, box_view(found[n], box, batch[n].box)) for n, i, box in plan.rows()],
-            self._crc_check,
-        )
+        parts = [ReadPart(int(rows[i]), box, box_view(found[n], box, batch[n].box)) for n, i, box in plan.rows()]
+        self._reader.read(parts, self._crc_check)
+        if self._others:
+            self._average(parts)
         found = [
             tensor if one.added is None else one.added.added_to(tensor, one.box, self.read)
             for tensor, one in zip(found, batch)
@@ -239,6 +244,17 @@ class Rewriter:
             tensor if tensor.dtype == dtype else _tensor_in(memory, PIECE_BYTES + at, one.box, dtype).copy_(tensor)
             for tensor, dtype, (one, at) in zip(found, dtypes, places)
         ]
+
+    def _average(self, parts: Sequence[ReadPart]) -> None:
+        """Replace what was read by the mean with what the other ranks stored, computed in float64."""
+        for part in parts:
+            readers = [one for one, has in zip(self._others, self._others_of) if has[part.row]]
+            if readers and part.out.numel():
+                total, value = part.out.double(), torch.empty_like(part.out, memory_format=torch.contiguous_format)
+                for reader in readers:
+                    reader.read([part._replace(out=value)], self._crc_check)
+                    total += value
+                part.out.copy_(total / (1 + len(readers)))
 
     def write(
         self, target: StorageBackend, file: OutputFile, progress: Progress, *, chunk_size: int = PIECE_BYTES

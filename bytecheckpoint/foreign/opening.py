@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ..checkpoint.index import Index, decode_index, encode_index, is_encoded_index
 from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
@@ -40,13 +40,15 @@ _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".tar", ".gguf
 class Location:
     """A path as the caller passed it, and rules that describe what is stored there.
 
-    ``backend`` serves the path itself, which may be a single file.
+    ``backend`` serves the path itself, which may be a single file. With ``average``, the index has the tensors that
+    rules describe as averaged, for a rewrite that computes them.
     """
 
     url: str
     backend: StorageBackend
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     rules: Rules | None = None
+    average: Literal["mean"] | None = None
 
     def index(self) -> Index:
         """Return the index of what is stored.
@@ -69,7 +71,7 @@ class Location:
             stored = stored_by_ranks(Place(self.url, self.backend), rules)
         else:
             stored = Stored.of_index(self._index(), rules)
-        return stored, stored.resolve(rules)
+        return stored, stored.resolve(rules, self.average)
 
     def read(self) -> bytes:
         """Return what every rank needs in order to load, for ``decode``. Raises as ``index``."""

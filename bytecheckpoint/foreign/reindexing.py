@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -86,10 +86,10 @@ class Stored:
         kept = np.flatnonzero(~chosen)
         return cls(index, sources, rows, {}, plain, manifest.sections, kept, frozenset(aliases))
 
-    def resolve(self, rules: Rules) -> Resolution:
+    def resolve(self, rules: Rules, average: Literal["mean"] | None = None) -> Resolution:
         """Apply the rules. Raises ``RuleError``, which lists everything that is wrong."""
         try:
-            return rules.resolve(self.sources, self.mesh)
+            return rules.resolve(self.sources, self.mesh, average=average)
         except RuleError as error:
             raise RuleError(f"{self.index.url}: {error}", error.faults) from error
 
@@ -121,6 +121,7 @@ class _Reindexing:
         self._boxes = list(self._manifest.shards)
         self._views: dict[tuple[int, int, tuple[int, ...]], int] = {}  # by source, start and shape: the new shard row
         self._faults: list[tuple[str, str, str]] = []
+        self._others: dict[tuple[int, Box], list[_Piece]] = {}  # by tensor and box: the copies of a mean but one
         self._other_sections = {section.name for section in stored.sections} | {OPTIMIZER_SECTION, EXTRA_SECTION}
         self._other_sections -= {stored.plain or ""}
 
@@ -138,9 +139,11 @@ class _Reindexing:
             if key is not None and (first := seen.setdefault(key, fqn)) != fqn:
                 aliases.append((f"{section}.{fqn}", f"{section}.{first}"))
                 continue
+            if tensor.copies == "mean":
+                self._add_others(name, len(names), tensor, copies)
             if tensor.copies == "compare":
                 comparisons += [self._comparison(name, tensor, *pair) for pair in copies]
-            row = self._same_tensor(tensor.meta, regions)
+            row = None if tensor.copies == "mean" else self._same_tensor(tensor.meta, regions)
             if row is not None:
                 whole.append((len(names), row))
             elif tensor.meta.numel:
@@ -196,6 +199,18 @@ class _Reindexing:
         box = Box.whole(meta.shape)
         is_same = region.shape == self._resolution.sources[region.source].shape == meta.shape and region.start == 0
         return self._stored.rows[region.source] if is_same and region.box == region.within == box else None
+
+    def _add_others(
+        self, name: str, number: int, tensor: GlobalTensor, copies: Sequence[tuple[Region, Region]]
+    ) -> None:
+        """Add the copies of a tensor whose value is their mean."""
+        if tensor.meta.dtype.kind != "float" or tensor.meta.dtype.itemsize < 2:
+            self._faults.append(("average", name, f"has the dtype {tensor.meta.dtype}, which has no mean"))
+        for first, other in copies:
+            pieces = self._pieces(name, other)
+            if first.box != other.box or len(pieces) != 1 or len(self._pieces(name, first)) != 1:
+                self._faults.append(("average", name, "is not stored in the same boxes by all ranks"))
+            self._others.setdefault((number, first.box), []).extend(pieces)
 
     def _pieces(self, name: str, region: Region) -> list[_Piece]:
         """The parts of a region that are in one stored shard each."""
@@ -268,8 +283,22 @@ class _Reindexing:
             validate_foreign(manifest)
         except BytecheckpointError as error:
             raise type(error)(f"{index.url}: {error}") from error
-        views = StoredViews(stored, row, within).take(order)
+        views = StoredViews(stored, row, within, self._other_views(stored, shards, row, within)).take(order)
         return replace(index, manifest=manifest, views=views, foreign_values=tuple(self._values()))
+
+    def _other_views(self, stored: Manifest, shards: BoxTable, row: Int64, within: BoxTable) -> tuple[StoredViews, ...]:
+        """The views of the second copies, the third ones, ... of means."""
+        if not self._others:
+            return ()
+        numbers = {(int(tensor), box): n for n, (tensor, box) in enumerate(zip(shards.tensor, shards))}
+        found = []
+        for copy in range(max(map(len, self._others.values()))):
+            rows, boxes = np.full(len(row), -1), list(within)
+            for key, pieces in self._others.items():
+                if copy < len(pieces):
+                    _, rows[numbers[key]], boxes[numbers[key]] = pieces[copy]
+            found.append(StoredViews(stored, rows, BoxTable.build(list(zip(rows.tolist(), boxes)))))
+        return tuple(found)
 
     def _values(self) -> Iterable[Any]:
         described = {section.name for section in self._stored.sections}

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from rule_cases import Trainer, random_trainer
 from safetensors.torch import save_file
 from sampling import sample
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import CheckpointNotFoundError, CorruptionError, RuleError, UsageError
 from bytecheckpoint.rules import Averaged, Flat, Ignored, Replicated, Rules, Sharded, Unique
 from bytecheckpoint.testing.ranks import RankPool
@@ -305,6 +307,27 @@ def test_values_are_means_only_where_one_was_computed(tmp_path: Path) -> None:
     with pytest.raises(RuleError, match=r"has a value that is in no file.*bcp reshard") as error:
         bcp.open(tmp_path, rules=Rules([Averaged(match="w", axis=("dp",))], files="{dp}.pt"))
     assert error.value.faults[0][0] == "average"
+
+
+def test_reshard_computes_means(tmp_path: Path) -> None:
+    values = {(tp, dp): torch.randn(3, 4).bfloat16() for tp in range(2) for dp in range(3)}
+    (tmp_path / "in").mkdir()
+    for (tp, dp), value in values.items():
+        torch.save({"model": {"w": value, "n": torch.arange(3)}}, tmp_path / "in" / f"{tp}-{dp}.pt")
+    averaged = Averaged(match="n", axis=("dp",), replicas=("tp",))
+    rules = [Averaged(match="w", axis=("tp", "dp"), rename="v"), Replicated(match="n")]
+    (tmp_path / "rules.toml").write_text(Rules(rules, files="{tp}-{dp}.pt").to_toml())
+    command = ["reshard", str(tmp_path / "in"), str(tmp_path / "out"), "-n", "2", "--average", "mean"]
+    result = CliRunner().invoke(cli, [*command, "--rules", str(tmp_path / "rules.toml")])
+    assert result.exit_code == 0, result.output
+    found = bcp.open(tmp_path / "out")
+    mean = torch.stack([value.double() for value in values.values()]).mean(0)
+    assert torch.equal(found["model.v"].load(), mean.bfloat16())
+    assert torch.equal(found["model.n"].load(), torch.arange(3))
+    (tmp_path / "rules.toml").write_text(Rules([rules[0], averaged], files="{tp}-{dp}.pt").to_toml())
+    result = CliRunner().invoke(cli, [*command, "--rules", str(tmp_path / "rules.toml")])
+    assert "n: has the dtype int64, which has no mean" in result.output
+    assert "--average needs --rules" in CliRunner().invoke(cli, command).output
 
 
 def test_members_of_a_flat_buffer_are_shapes(tmp_path: Path) -> None:
