@@ -24,6 +24,7 @@ from .module_tree import (
     modules_of,
     named_slots,
     named_submodules,
+    submodules,
 )
 from .own_state import EXTRA_STATE, capture_own_state, find_own_state
 from .own_state_target import OwnStateTarget
@@ -126,7 +127,7 @@ class ModuleAdapter(Adapter):
         return source
 
     def target(self, obj: Any, context: Context, stored: StoredSection) -> SectionTarget:
-        require_no_masters(self.slots(modules_of(obj)), context.section)
+        require_no_masters(modules_of(obj), context.section)
         target = self.make_target(obj, context, stored)
         # What a stored state dict has in addition to the module: that it is a mapping, and the order of its keys.
         target.ignorable.update(path for path, value in stored.values.items() if not path and type(value) is Container)
@@ -203,7 +204,7 @@ def _add_target(target: SectionTarget, group: list[Slot], context: Context, stor
 
 def choose_stored_name(names: Sequence[str], target: SectionTarget, context: Context, stored: StoredSection) -> str:
     """The name from which a tied tensor is filled, the first stored one. The target may ignore the others."""
-    known = [name for name in names if name in stored.metas]
+    known = [name for name in names if name in stored.metas] if len(names) > 1 else []
     if not known:
         return names[0]
     target.ignorable.update(known[1:])
@@ -218,6 +219,9 @@ def choose_stored_name(names: Sequence[str], target: SectionTarget, context: Con
 
 
 def _note_transient_meta(modules: Sequence[nn.Module], context: Context) -> None:
+    buffers = (buffer for module in modules for sub in submodules(module) for buffer in sub._buffers.values())
+    if not any(buffer is not None and buffer.is_meta for buffer in buffers):
+        return
     empty = [slot.fqn for slot in named_slots(modules) if not slot.persistent and slot.tensor.is_meta]
     if empty:
         context.notes.append(

@@ -35,6 +35,12 @@ __all__ = ["StateFiller"]
 _Values = Mapping[Path, Any]
 
 
+def _is_scalar_of(existing: Any, metas: Mapping[str, BasicMeta]) -> bool:
+    """Whether a 0-d tensor is read into as it is: it is stored once, with its dtype."""
+    (*others, meta) = metas.values()
+    return not others and isinstance(existing, torch.Tensor) and torch_dtype(meta) == existing.dtype and not meta.shape
+
+
 class StateFiller:
     """Adds destinations for the state of one parameter at a time to ``target``, whose ``apply`` calls ``finish``."""
 
@@ -111,7 +117,10 @@ class StateFiller:
         if values and isinstance(values[0], (dict, list, tuple)):
             self._add_nested(named, key, existing, values[0])
         elif values or (requested and self._is_scalar(named, key, requested, existing)):
-            self._add_scalar(named, key, existing, requested, metas.keys())
+            if not values and requested.keys() == metas.keys() == stored.keys() and _is_scalar_of(existing, metas):
+                self._add_tensor(named, key, existing)
+            else:
+                self._add_scalar(named, key, existing, requested, metas.keys())
         elif isinstance(existing, torch.Tensor):
             self._add_tensor(named, key, existing)
         elif requested:

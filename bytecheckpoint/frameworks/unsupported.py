@@ -7,13 +7,13 @@ copy or nothing. An adapter for it recognizes it first; whatever no such adapter
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..errors import StateError, UnknownObjectError
-from .module_tree import Slot, modules_of, submodules
+from .module_tree import modules_of, named_slots, submodules
 from .optimizer_wrappers import as_list, is_optimizer
 
 __all__ = ["require_no_masters", "require_supported"]
@@ -65,12 +65,14 @@ def require_supported(obj: Any, where: str) -> None:
             raise _refusal(where, obj, optimizer, _OPTIMIZER)
 
 
-def require_no_masters(slots: Iterable[Slot], section: str) -> None:
+def require_no_masters(modules: Sequence[nn.Module], section: str) -> None:
     """Raise before a load into parameters that the next step of a ZeRO optimizer overwrites with its own copies."""
-    for slot in slots:
-        if getattr(slot.tensor, "_hp_mapping", None) is not None:
+    params = (param for module in modules for sub in submodules(module) for param in sub._parameters.values())
+    for param in params:
+        if getattr(param, "_hp_mapping", None) is not None:
+            fqn = next((slot.fqn for slot in named_slots(modules) if slot.tensor is param), "a parameter")
             raise StateError(
-                f"section {section!r}: {slot.fqn}: DeepSpeed's ZeRO optimizer has a full-precision copy of this "
+                f"section {section!r}: {fqn}: DeepSpeed's ZeRO optimizer has a full-precision copy of this "
                 "parameter, with which the next step would overwrite what is loaded. Load into the model before "
                 "deepspeed.initialize, or pass the engine"
             )

@@ -35,8 +35,7 @@ def overlapping_shards(shards: Iterable[Shard]) -> Iterator[tuple[str, str]]:
     by_device: dict[torch.device, list[tuple[int, int, Shard]]] = {}
     for shard in shards:
         tensor = shard.tensor
-        nbytes = tensor.nbytes
-        if not nbytes or tensor.is_meta or is_derived(tensor):
+        if is_derived(tensor) or tensor.is_meta or not (nbytes := tensor.nbytes):
             continue
         start = tensor.data_ptr()
         end = start + nbytes

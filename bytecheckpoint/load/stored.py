@@ -133,7 +133,7 @@ class SectionReader:
             is_read=True,
             contents=StoredSection(tensors.metas, kept, aliases),
             tensor_rows=tensors.rows,
-            shared_values=tuple(sorted(shared.keys() - left_out, key=_path_key)),
+            shared_values=tuple(path for path in shared if path not in left_out),
             own_tensors=tensors.own,
             own_values=frozenset(own.keys() - left_out),
             skipped=frozenset(choices.skipped),
@@ -258,7 +258,3 @@ def _renamed_twice(section: str, one: str, other: str, name: str) -> StateError:
         f"rename maps two stored names, {section}.{one} and {section}.{other}, to {section}.{name}; rename or exclude "
         f"one of them"
     )
-
-
-def _path_key(path: Path) -> tuple[tuple[str, str], ...]:
-    return tuple((type(part).__name__, str(part)) for part in path)

@@ -89,7 +89,7 @@ class DeepSpeedAdapter(ModuleAdapter):
         engines = _checked_engines(obj, context)
         modules = modules_of(obj)
         if not engines:
-            require_no_masters(self.slots(modules), context.section)
+            require_no_masters(modules, context.section)
             _require_no_zero3_masters(modules, context)
         target = super().make_target(obj, context, stored)
         params = partitioned_params(modules)
