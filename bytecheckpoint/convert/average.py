@@ -26,7 +26,7 @@ from ..tensors.geometry import Box
 from .choosing import chosen_part
 from .related import kept_files
 from .reshard import encoded_values, plan_files
-from .rewriter import OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
+from .rewriter import PIECE_BYTES, OutputTensor, Progress, Rewriter, ValuesFile, cleanup_on_failure, refuse_checkpoint
 
 __all__ = ["AverageReport", "average"]
 
@@ -227,6 +227,8 @@ class _Source:
 
 class _Averager(Rewriter):
     """Writes the averages of ``sources``, which have the tensors of ``part`` in rows of other numbers."""
+
+    piece_bytes = PIECE_BYTES // 8  # several are held at once, in wider dtypes
 
     def __init__(self, part: Index, sources: Sequence[_Source], shares: Sequence[float]) -> None:
         super().__init__(part)

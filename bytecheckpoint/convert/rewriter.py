@@ -148,6 +148,9 @@ class Rewriter:
     ``bytes_read`` counts the fetched bytes.
     """
 
+    piece_bytes = PIECE_BYTES
+    """The most bytes of a piece, stored as well as cast."""
+
     def __init__(self, index: Index) -> None:
         self._index, self._manifest = index, index.manifest
         self._io = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="bcp-rewrite-io")
@@ -203,16 +206,16 @@ class Rewriter:
             yield from waiting.popleft().result()
 
     def _batches(self, tensors: Sequence[OutputTensor]) -> Iterator[list[OutputTensor]]:
-        """Split large tensors, and combine small ones: a batch has at most ``PIECE_BYTES``, stored as well as cast."""
+        """Split large tensors, and combine small ones: a batch has at most ``piece_bytes``, stored as well as cast."""
         batch: list[OutputTensor] = []
-        room = PIECE_BYTES
+        room = self.piece_bytes
         for tensor in tensors:
             itemsize = max(self._manifest.tensors.meta_of(tensor.row).dtype.itemsize, tensor.dtype.itemsize)
-            for box in split_box(tensor.box, tensor.box, itemsize, PIECE_BYTES, 0):
+            for box in split_box(tensor.box, tensor.box, itemsize, self.piece_bytes, 0):
                 nbytes = _aligned(box.numel * itemsize)
                 if batch and nbytes > room:
                     yield batch
-                    batch, room = [], PIECE_BYTES
+                    batch, room = [], self.piece_bytes
                 batch.append(replace(tensor, box=box))
                 room -= nbytes
         if batch:
