@@ -23,7 +23,7 @@ pytest.importorskip("megatron.core", reason="make test-megatron installs Megatro
 from mcore_cpu import megatron_on_cpu
 from mcore_folders import Form, read_folder, scheduler, write_folder, write_state
 from mcore_training import Layout, Recipe, differences, stored_name, training
-from sampling import sample
+from sampling import is_full, sample
 from stored_modules import full_state, stored_module, two_groups
 from written_files import written_files
 
@@ -35,7 +35,12 @@ DENSE = [Layout(tp=2, pp=2), Layout(tp=2), Layout(world=1), Layout(pp=2, vp=2), 
 EXPERTS = [Layout(ep=2, world=2), Layout(ep=2), Layout(tp=2, ep=2, etp=1), Layout(pp=2, ep=2)]
 
 
-@pytest.fixture(scope="module")
+def _scope(fixture_name: str, config: pytest.Config) -> Any:
+    """Megatron leaves the threads of some process groups behind, of which a full run would have thousands."""
+    return "function" if is_full() else "module"
+
+
+@pytest.fixture(scope=_scope)
 def pool() -> Iterator[RankPool]:
     with RankPool(4) as pool:
         yield pool
@@ -88,6 +93,8 @@ FOLDERS = {
     "stacked experts": (Layout(tp=2, ep=2, etp=1), MOE, STACKED),
     "prefixes": (Layout(ep=2, world=2), MOE, Form(prefix=True)),
     "multi-latent attention": (Layout(tp=2, world=2), Recipe(mla=True), Form()),
+    "multi-token prediction": (Layout(tp=2, world=2), Recipe(mtp=2), STACKED),
+    "multi-token prediction per layer": (Layout(tp=2, world=2), Recipe(mtp=2, experts=4), Form()),
     "replicated optimizer": (Layout(tp=2), Recipe(distributed=False), STACKED),
     "float32": (Layout(world=2), Recipe(bf16=False), Form()),
     "float32, replicated optimizer": (Layout(world=2), Recipe(bf16=False, distributed=False), Form()),
