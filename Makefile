@@ -27,7 +27,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := $(VENV)-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # Trainers' frameworks, each in an environment on top of $(VENV).
-ENGINES := deepspeed megatron huggingface
+ENGINES := deepspeed megatron huggingface bytecheckpoint
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 SOURCES := bytecheckpoint planners storage_backends tests examples benchmarks
 
@@ -56,6 +56,7 @@ help:
 	@echo "                WITH_VLLM=no skips it)"
 	@echo "make test-deepspeed, make test-megatron, make test-huggingface   the tests with a real DeepSpeed, Megatron-core, or"
 	@echo "                transformers and PEFT, each in its environment"
+	@echo "make test-bytecheckpoint   those with folders that the ByteCheckpoint package writes, in its environment"
 	@echo "make test-pairs   the matrix of all frameworks and shardings, which needs both of these environments"
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"

@@ -19,10 +19,10 @@ from ..storage_backends.base import StorageBackend
 from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.metadata import BasicMeta
-from .archives import EmbeddedArchives, TorchArchive, read_embedded
+from .archives import EmbeddedArchives, read_embedded
 from .building import IndexBuilder, Piece, StoredLeaf
 from .naming import sections_of
-from .pickles import Instance, TensorRef, explain, interpret
+from .pickles import Global, Instance, Storage, TensorRef, explain, interpret, storage_dtype
 from .place import Place
 from .torch_values import TorchValues
 
@@ -31,6 +31,7 @@ __all__ = ["METADATA_KEY", "DcpFolder", "Item", "read_dcp"]
 METADATA_KEY = ".metadata"
 _MAX_METADATA_BYTES = 1 << 30
 _RANK_OF_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+_HEADERS = "all_tensor_metadata"
 _THREADS = 16  # of reads that wait for the store
 
 
@@ -67,6 +68,7 @@ class DcpFolder:
         values: The items of the plain values.
         paths: The path in the saved tree of each name; those of one component if it was not nested.
         world_size: The number of ranks that wrote files.
+        kind: The class of the metadata.
     """
 
     def __init__(self, backend: StorageBackend, prefix: str = "") -> None:
@@ -78,10 +80,12 @@ class DcpFolder:
         self._where = f"{backend.url}/{prefix}{METADATA_KEY}"
         document = interpret(backend.get(prefix + METADATA_KEY, max_size=_MAX_METADATA_BYTES), self._where)
         fields = self._fields(document, "Metadata", "state_dict_metadata", "storage_data")
+        self.kind: Global = document.cls
         self.tensors: dict[str, BasicMeta] = {}
         self.chunks: dict[str, list[tuple[Box, Item]]] = {}
         self.values: dict[str, Item] = {}
         self._items = self._read_items(fields["storage_data"])
+        self._headers = self._read_headers(fields.get(_HEADERS))
         self._read_entries(fields["state_dict_metadata"])
         self.paths = self._read_paths(fields.get("planner_data"))
         files = {item.file.removeprefix(prefix) for item in self._items.values()}
@@ -110,14 +114,12 @@ class DcpFolder:
 
     def contents(self, builder: IndexBuilder) -> tuple[dict[str, StoredLeaf], dict[str, Any]]:
         """Return the tensors, and the other objects as ``interpret`` returns them, by DCP's flat names."""
-        archives = self._read_archives()
+        found = self._read_objects()
         values, tensors = TorchValues(builder), {}
         for name, meta in self.tensors.items():
-            pieces = [
-                self._piece(values, name, meta, box, archives[item].value, item) for box, item in self.chunks[name]
-            ]
+            pieces = [self._piece(values, name, meta, box, found[item], item) for box, item in self.chunks[name]]
             tensors[name] = StoredLeaf(meta, pieces)
-        return tensors, {name: archives[item].value for name, item in self.values.items()}
+        return tensors, {name: found[item] for name, item in self.values.items()}
 
     def _piece(self, values: TorchValues, name: str, meta: BasicMeta, box: Box, value: Any, item: Item) -> Piece:
         if type(value) is not TensorRef or value.shape != box.lengths or value.dtype != meta.dtype:
@@ -206,17 +208,40 @@ class DcpFolder:
 
     # ----------------------------------------------------------------------------------------------------------- items
 
-    def _read_archives(self) -> dict[Item, TorchArchive]:
+    def _read_headers(self, found: Any) -> dict[Item, bytes]:
+        """The pickled headers of tensors that are stored as plain bytes, which ByteCheckpoint writes."""
+        if type(found) is not dict:
+            return {}
+        headers = {}
+        for key, header in found.items():
+            index = self._fields(key, "MetadataIndex", "fqn")
+            item = self._items.get((index["fqn"], index.get("offset")))
+            if item is not None and type(header) is bytes:
+                headers[item] = header
+        return headers
+
+    def _read_objects(self) -> dict[Item, Any]:
+        items = {*self.values.values(), *(item for chunks in self.chunks.values() for _, item in chunks)}
+        found = {item: self._plain_tensor(item, self._headers[item]) for item in items & self._headers.keys()}
         by_file: dict[str, list[Item]] = defaultdict(list)
-        for item in {*self.values.values(), *(item for chunks in self.chunks.values() for _, item in chunks)}:
+        for item in items - self._headers.keys():
             by_file[item.file].append(item)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="bcp-index") as pool:
             read = pool.map(self._read_file, by_file, by_file.values())
-            return {
-                item: archive
-                for items, archives in zip(by_file.values(), read)
-                for item, archive in zip(items, archives)
-            }
+            for group, archives in zip(by_file.values(), read):
+                found.update((item, archive.value) for item, archive in zip(group, archives))
+        return found
+
+    def _plain_tensor(self, item: Item, header: bytes) -> Any:
+        def storage(persistent_id: Any) -> Storage:
+            is_storage = type(persistent_id) is tuple and len(persistent_id) == 5
+            dtype = storage_dtype(persistent_id[1]) if is_storage else None
+            if dtype is None:
+                raise FormatError("it refers to something that is no storage")
+            return Storage("", dtype, item.file, item.offset, item.length, None)
+
+        where = f"{self._where}: the header of the tensor at byte {item.offset} of {item.file}"
+        return interpret(header, where, storage)
 
     def _read_file(self, file: str, items: list[Item]) -> EmbeddedArchives:
         try:

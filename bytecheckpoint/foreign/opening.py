@@ -15,6 +15,7 @@ from ..errors import CheckpointNotFoundError, NotACheckpointError, StorageError
 from ..rules import Resolution, Rules
 from ..runtime.gc_pause import paused
 from ..storage_backends.base import StorageBackend
+from .bytecheckpoint import read_bytecheckpoint
 from .comparing import compare
 from .dcp import read_dcp
 from .deepspeed import read_deepspeed
@@ -28,7 +29,7 @@ from .torch_files import read_torch_file
 __all__ = ["Location"]
 
 _READERS: tuple[Callable[[Place], Index | None], ...] = (
-    *(read_megatron, read_dcp, read_deepspeed, read_huggingface, read_torch_file),
+    *(read_megatron, read_dcp, read_bytecheckpoint, read_deepspeed, read_huggingface, read_torch_file),
 )
 """Each returns None for files of another system, and raises for damaged files that it recognizes."""
 

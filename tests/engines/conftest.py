@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-FRAMEWORKS = {"deepspeed": "deepspeed", "megatron": "megatron", "huggingface": "peft"}
+FRAMEWORKS = {"deepspeed": "deepspeed", "megatron": "megatron", "huggingface": "peft", "bytecheckpoint": "mmh3"}
 """The package that the environment of each must have."""
 
 

@@ -17,6 +17,7 @@ REQUIREMENTS = Path(__file__).parents[2]
         pytest.param("requirements-megatron.txt", "megatron-core", marks=pytest.mark.megatron),
         pytest.param("requirements-huggingface.txt", "transformers", marks=pytest.mark.huggingface),
         pytest.param("requirements-huggingface.txt", "peft", marks=pytest.mark.huggingface),
+        pytest.param("requirements-bytecheckpoint.txt", "mmh3", marks=pytest.mark.bytecheckpoint),
     ],
 )
 def test_the_pinned_version_is_installed(file: str, package: str) -> None:

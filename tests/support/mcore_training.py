@@ -7,6 +7,7 @@ sets on its parameters, not from its checkpointing code, which the library uses.
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -512,6 +513,8 @@ def training(layout: Layout, recipe: Recipe, seed: int) -> Iterator[Training]:
     with megatron_on_cpu():
         from megatron.core import parallel_state
 
+        # Megatron's state dicts are cycles that hold process groups. Each has threads of gloo that poll while it lives.
+        gc.collect()
         try:
             yield Training(layout, recipe, seed)
         finally:

@@ -1,0 +1,101 @@
+"""Read folders of the open-source ByteCheckpoint package (https://github.com/ByteDance-Seed/ByteCheckpoint) in place.
+
+``model/`` and ``optimizer/`` are folders of DCP whose tensors are plain bytes, with a pickled header for each in
+``.metadata``. ``extra_state/`` has a file of ``torch.save`` for each rank.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..checkpoint.index import Index
+from ..errors import KeyNotFoundError
+from ..format.values import UnreadObject
+from .archives import read_archive
+from .building import IndexBuilder
+from .dcp import DcpFolder
+from .naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION, sections_of
+from .pickles import Global, TensorRef
+from .place import Place
+from .torch_values import TorchValues
+
+__all__ = ["read_bytecheckpoint"]
+
+_METADATA = Global("bytecheckpoint.checkpointer.meta_type", "Metadata")
+_EXTRA_FILE = re.compile(r"extra_state_rank_(\d+)\.pt")
+_MISSING = object()
+
+
+def read_bytecheckpoint(place: Place) -> Index | None:
+    """Return the index of a folder of the ByteCheckpoint package; None if the path is none.
+
+    What all ranks stored alike in their extra states is shared. Another plain value belongs to the rank that stored it;
+    another tensor, such as the state of a generator, is not read.
+
+    Raises ``FormatError`` and ``CorruptionError`` for damaged files.
+    """
+    if place.name or f"{MODEL_SECTION}/" not in place.children:
+        return None
+    try:
+        model = DcpFolder(place.backend, f"{MODEL_SECTION}/")
+    except KeyNotFoundError:
+        return None
+    if model.kind != _METADATA:
+        return None
+    builder = IndexBuilder(place.backend, "ByteCheckpoint")
+    builder.add_tree(MODEL_SECTION, sections_of(model.tree(builder))[MODEL_SECTION])
+    if f"{OPTIMIZER_SECTION}/" in place.children:
+        optimizer = DcpFolder(place.backend, f"{OPTIMIZER_SECTION}/")
+        builder.add_tree(OPTIMIZER_SECTION, sections_of(optimizer.tree(builder))[OPTIMIZER_SECTION])
+    # A rank that has replicas only writes no tensors.
+    return builder.build(world_size=max(model.world_size, _add_extra_state(place, builder)))
+
+
+def _add_extra_state(place: Place, builder: IndexBuilder) -> int:
+    """Add the section and return the number of ranks that stored a part of it."""
+    folder = f"{EXTRA_SECTION}/"
+    keys = place.backend.list_children(folder) if folder in place.children else ()
+    files = {int(found[1]): folder + key for key in keys if (found := _EXTRA_FILE.fullmatch(key))}
+    trees = {rank: read_archive(place.backend, files[rank]).value for rank in sorted(files)}
+    if not trees:
+        return 0
+    shared, own = _divide(list(trees.values()))
+    values = TorchValues(builder)
+    builder.add_tree(EXTRA_SECTION, values.tree(shared))
+    for rank, tree in zip(trees, own):
+        if tree:
+            builder.add_tree(EXTRA_SECTION, values.tree(tree), rank=rank)
+    return max(trees) + 1
+
+
+def _divide(trees: list[Any]) -> tuple[Any, list[Any]]:
+    """Return what is equal in all trees, and the rest of each."""
+    first = trees[0]
+    if not all(type(tree) is dict for tree in trees):
+        return (first, []) if all(_equal(first, tree) for tree in trees) else ({}, trees)
+    shared: dict[Any, Any] = {}
+    own: list[dict[Any, Any]] = [{} for _ in trees]
+    for key in dict.fromkeys(key for tree in trees for key in tree):
+        found = [tree.get(key, _MISSING) for tree in trees]
+        if all(type(one) is dict for one in found):
+            shared[key], rest = _divide(found)
+            for part_of_rank, part in zip(own, rest):
+                if part:
+                    part_of_rank[key] = part
+        elif all(_equal(found[0], one) for one in found):
+            shared[key] = found[0]
+        elif any(type(one) is TensorRef for one in found):
+            shared[key] = UnreadObject("a tensor that differs between the ranks")
+        else:
+            for part_of_rank, one in zip(own, found):
+                if one is not _MISSING:
+                    part_of_rank[key] = one
+    return shared, own
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is TensorRef and type(other) is TensorRef:
+        alike = (one.dtype, one.shape, one.is_whole) == (other.dtype, other.shape, other.is_whole)
+        return one is other or (alike and one.is_whole and one.storage.crc32 == other.storage.crc32 is not None)
+    return type(one) is type(other) and bool(one == other)
