@@ -30,7 +30,7 @@ _MISSING = object()
 def read_bytecheckpoint(place: Place) -> Index | None:
     """Return the index of a folder of the ByteCheckpoint package; None if the path is none.
 
-    What all ranks stored alike in their extra states is shared. Another plain value belongs to the rank that stored it;
+    What all ranks stored with equal values is shared. Another plain value belongs to the rank that stored it;
     another tensor, such as the state of a generator, is not read.
 
     Raises ``FormatError`` and ``CorruptionError`` for damaged files.
@@ -96,6 +96,6 @@ def _divide(trees: list[Any]) -> tuple[Any, list[Any]]:
 
 def _equal(one: Any, other: Any) -> bool:
     if type(one) is TensorRef and type(other) is TensorRef:
-        alike = (one.dtype, one.shape, one.is_whole) == (other.dtype, other.shape, other.is_whole)
-        return one is other or (alike and one.is_whole and one.storage.crc32 == other.storage.crc32 is not None)
+        is_same = (one.dtype, one.shape, one.is_whole) == (other.dtype, other.shape, other.is_whole)
+        return one is other or (is_same and one.is_whole and one.storage.crc32 == other.storage.crc32 is not None)
     return type(one) is type(other) and bool(one == other)
