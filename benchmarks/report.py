@@ -18,6 +18,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.first_save import table as first_save_table
+from benchmarks.foreign_loads import table as foreign_table
 from benchmarks.merge_stage import table as merge_table
 from benchmarks.results import FIGURES, figure, floor_of
 from benchmarks.scale_table import job_grids
@@ -67,6 +68,7 @@ def write(results: Path, docs: Path) -> Path:
     page = docs / "performance.md"
     parts = [*_sections(document, pictures), *_first_save(results.parent / "first_save.json")]
     parts += _merge_stage(results.parent / "merge_stage.json")
+    parts += _foreign_loads(results.parent / "foreign_loads.json")
     page.write_text("\n".join([*parts, *_planning(results.parent / "scale_planning.json")]))
     return page
 
@@ -112,6 +114,27 @@ def _merge_stage(results: Path) -> list[str]:
         f"    python -m benchmarks.merge_stage --scale {scale:g} --rounds {rounds}",
         "",
         *(_markdown(merge_table(result)) for result in document["results"]),
+    ]
+
+
+def _foreign_loads(results: Path) -> list[str]:
+    """Return the section on ``benchmarks.foreign_loads``, if there are results."""
+    if not results.exists():
+        return []
+    document = json.loads(results.read_text())
+    return [
+        "## Loads of other systems' checkpoints\n",
+        *textwrap.wrap(
+            "This library and the other system load the same files, in turns, into new processes. *read* is what all "
+            "ranks read from files, as a multiple of what their shards need; seconds are those of the slowest rank, "
+            "with the files in the page cache and with what a process does at its first load. *read* is below 1 for "
+            "ZeRO-3, whose master weights model and optimizer both request, and which are read once. All samples "
+            "are in [foreign_loads.json](../benchmarks/results/foreign_loads.json).",
+            118,
+        ),
+        "",
+        _where(document),
+        _markdown(foreign_table(document["result"])),
     ]
 
 
