@@ -31,7 +31,7 @@ from .own_state_target import OwnStateTarget
 from .pretrained import apply_name_rules
 from .tensors import tensor_shards
 from .tree_capture import Capture, is_distributed
-from .tree_target import TreeBuilder
+from .tree_target import Restore, TreeBuilder
 from .unsupported import require_no_masters
 from .wrapper_tensors import WRAPPER, held_wrapper, is_wrapper, require_same_wrapper
 
@@ -144,8 +144,7 @@ class ModuleAdapter(Adapter):
             _add_target(target, group, context, stored)
         _note_transient_meta(modules, context)
         target.ignorable.update(path for path in stored.values if path[:1] == (ENGINE_COUNTERS,))
-        extra = _ExtraState(named)
-        restore = TreeBuilder(context, stored, target).visit(extra, _EXTRA_STATE) if extra.owners else None
+        restore = _extra_state_target(named, context, stored, target)
 
         def apply(values: Mapping[Path, Any]) -> None:
             for sub in (sub for module in modules for sub in fsdp2_modules(module)):
@@ -247,3 +246,28 @@ class _ExtraState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for fqn, extra in state.items():
             self.owners[fqn].set_extra_state(extra)
+
+
+def _extra_state_target(
+    named: Sequence[tuple[str, nn.Module]], context: Context, stored: StoredSection, target: SectionTarget
+) -> Restore | None:
+    """Request the modules' extra state: as this adapter stores it, or as the module's own state dict names it."""
+    extra = _ExtraState(named)
+    if not extra.owners:
+        return None
+    key = EXTRA_STATE
+    keys = {f"{fqn}.{key}" if fqn else key: module for fqn, module in extra.owners.items()}
+    held = {path: value for path, value in stored.values.items() if path and path[0] in keys}
+    metas = {fqn: meta for fqn, meta in stored.metas.items() if key in fqn and _up_to(fqn, key) in keys}
+    # A module that is itself the root has one key in both forms; what follows it distinguishes them.
+    below_root = [str(path[1]) for path in held if path[0] == key and len(path) > 1]
+    below_root += [fqn[len(key) + 1 :] for fqn in metas if fqn.startswith(f"{key}.")]
+    owned = any(name == fqn or name.startswith(f"{fqn}.") for name in below_root for fqn in extra.owners)
+    if owned or not (held or metas):
+        return TreeBuilder(context, stored, target).visit(extra, _EXTRA_STATE)
+    extra.owners = keys
+    return TreeBuilder(context, StoredSection(metas, held, stored.aliases), target).visit(extra)
+
+
+def _up_to(name: str, part: str) -> str:
+    return name[: name.index(part) + len(part)]

@@ -24,7 +24,7 @@ from .tensors import tensor_shards
 from .tree_capture import ROOT_TENSOR, Capture, SameMemory, is_distributed, state_of
 from .tree_paths import PathIndex, build_tree, is_sequence, kind_of
 
-__all__ = ["TreeBuilder", "build_target"]
+__all__ = ["Restore", "TreeBuilder", "build_target"]
 
 Values = Mapping[Path, Any]
 Restore = Callable[[Values], Any]
