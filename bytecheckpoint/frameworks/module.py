@@ -16,6 +16,7 @@ from .dtensor import dtensor_layout, is_dtensor
 from .layout import ParamLayout
 from .meta_device import materialize
 from .module_tree import (
+    EXTRA_STATE,
     Slot,
     declared_replicas,
     fsdp2_modules,
@@ -26,7 +27,7 @@ from .module_tree import (
     named_submodules,
     submodules,
 )
-from .own_state import EXTRA_STATE, capture_own_state, find_own_state
+from .own_state import capture_own_state, find_own_state
 from .own_state_target import OwnStateTarget
 from .pretrained import apply_name_rules
 from .tensors import tensor_shards

@@ -14,6 +14,7 @@ from .dtensor import is_dtensor, loaded_class, local_tensor
 from .tensors import is_sharded_tensor
 
 __all__ = [
+    "EXTRA_STATE",
     "Slot",
     "clean_name",
     "declared_replicas",
@@ -29,6 +30,9 @@ __all__ = [
     "submodules",
     "tie_key",
 ]
+
+EXTRA_STATE = "_extra_state"
+"""A module's extra state has the path ``(EXTRA_STATE, fqn, ...)``. In torch's state dicts this ends its name."""
 
 # torch.compile, activation checkpointing and FSDP-1 insert these components into the names of modules.
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})

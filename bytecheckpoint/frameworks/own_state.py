@@ -16,18 +16,16 @@ from torch import nn
 
 from ..errors import NameCollisionError, StateError, UnserializableError, UnsupportedTensorError
 from .digests import tensor_digest
-from .module_tree import Slot, clean_name, has_fsdp1, join_names, submodules, tie_key
+from .module_tree import EXTRA_STATE, Slot, clean_name, has_fsdp1, join_names, submodules, tie_key
 from .tensors import tensor_shards
 from .tree_capture import Capture, is_distributed
 
-__all__ = ["ENTRY", "EXTRA_STATE", "VERSION", "OwnState", "capture_own_state", "find_own_state", "slots_by_owner"]
+__all__ = ["ENTRY", "VERSION", "OwnState", "capture_own_state", "find_own_state", "slots_by_owner"]
 
 ENTRY = "_state_dict"
 """An entry that is not a tensor has the path ``(ENTRY, name, ...)``."""
 VERSION = "_metadata"
 """What torch calls the metadata of a module's state dict has the path ``(VERSION, fqn, key)``."""
-EXTRA_STATE = "_extra_state"
-"""Extra state has the path ``(EXTRA_STATE, fqn, ...)``, and this name in torch's state dicts."""
 
 _SAVE_METHODS = ("state_dict", "_save_to_state_dict")
 _SAVE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")

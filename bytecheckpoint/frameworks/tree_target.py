@@ -18,6 +18,7 @@ from ..tensors.shards import Path, SectionSource, SectionTarget, StoredSection, 
 from .base import Context
 from .data_loader import DataLoaderState, needs_all, prepare
 from .dtensor import with_memory
+from .module_tree import EXTRA_STATE
 from .per_rank import PerRank, PerRankState
 from .template_values import tuple_like, value_like
 from .tensors import tensor_shards
@@ -114,7 +115,7 @@ class TreeBuilder:
         children = {
             key: inner
             for key, child in node.items()
-            if (inner := self.visit(child, (*path, key), skip=skip)) is not None
+            if (inner := self.visit(child, self._stored_path(path, key), skip=skip)) is not None
         }
         if not children:
             return None
@@ -127,6 +128,14 @@ class TreeBuilder:
             return node
 
         return restore
+
+    def _stored_path(self, path: Path, key: str | int) -> Path:
+        """Where an item of a mapping is stored. Of a module's extra state, that may be where its adapter stores it."""
+        if not path and isinstance(key, str) and key.endswith(EXTRA_STATE):
+            own = (EXTRA_STATE, key.removesuffix(EXTRA_STATE).removesuffix("."))
+            if own in self.stored.values or path_name(own) in self.stored.metas or self._below(own):
+                return own
+        return (*path, key)
 
     def _sequence(self, node: Any, path: Path, *, skip: bool) -> Restore | None:
         children = [self.visit(child, (*path, index), skip=skip) for index, child in enumerate(node)]

@@ -8,8 +8,7 @@ from typing import Any
 
 from ...errors import FormatError
 from ...frameworks.module import ENGINE_COUNTERS
-from ...frameworks.module_tree import clean_name
-from ...frameworks.own_state import EXTRA_STATE
+from ...frameworks.module_tree import EXTRA_STATE, clean_name
 from ...tensors.geometry import decompose
 from ...tensors.metadata import BasicMeta
 from ..building import IndexBuilder, Piece, StoredLeaf

@@ -10,8 +10,8 @@ from ...checkpoint.index import Index
 from ...errors import UnsupportedTensorError
 from ...format.values import UnreadObject
 from ...frameworks.megatron.shards import numbered
+from ...frameworks.module_tree import EXTRA_STATE
 from ...frameworks.optimizer_state import MASTER
-from ...frameworks.own_state import EXTRA_STATE
 from ...tensors.shards import Path
 from ..building import IndexBuilder, StoredLeaf
 from ..naming import EXTRA_SECTION, MODEL_SECTION, OPTIMIZER_SECTION

@@ -18,9 +18,8 @@ from ..base import Adapter, Context
 from ..dtensor import is_dtensor
 from ..layout import ParamLayout
 from ..module import ENGINE_COUNTERS
-from ..module_tree import modules_of
+from ..module_tree import EXTRA_STATE, modules_of
 from ..optimizer_wrappers import as_list
-from ..own_state import EXTRA_STATE
 from ..tensors import dense_view, has_no_dense_memory
 from .fsdp import as_raw_parameters, model_part
 from .shards import ExtraState, ModelShards, ModelTensor, is_a, read_shards
