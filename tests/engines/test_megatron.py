@@ -6,7 +6,7 @@ Megatron runs on the CPU (``mcore_cpu``), so these tests show what is stored and
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from bytecheckpoint.testing.ranks import RankPool
 
 pytest.importorskip("megatron.core", reason="make test-megatron installs Megatron-core")
 
-from mcore_training import Layout, Recipe, differences, stored_name, training
+from mcore_training import Layout, Recipe, differences, renewed_pools, stored_name, training
 from sampling import sample
 from stored_modules import full_state, stored_module, two_groups
 
@@ -57,9 +57,14 @@ SCALED: tuple[Scaled, ...] = ("fp16", "fp8", "remainders")
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
+def next_pool() -> Iterator[Callable[[], RankPool]]:
+    with renewed_pools(4, tests=5) as next_pool:
+        yield next_pool
+
+
+@pytest.fixture
+def pool(next_pool: Callable[[], RankPool]) -> RankPool:
+    return next_pool()
 
 
 def _save(rank: int, world_size: int, layout: Layout, recipe: Recipe, path: str) -> tuple[Any, list[float]]:

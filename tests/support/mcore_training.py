@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -19,6 +20,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from mcore_cpu import megatron_on_cpu, scaled_adam, two_places
+
+from bytecheckpoint.testing import RankPool
 
 SEQUENCE, BATCH, VOCABULARY = 8, 8, 60
 _OPTIONS = ("lr", "step", "weight_decay")
@@ -519,3 +522,22 @@ def training(layout: Layout, recipe: Recipe, seed: int) -> Iterator[Training]:
             yield Training(layout, recipe, seed)
         finally:
             parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def renewed_pools(size: int, tests: int) -> Iterator[Callable[[], RankPool]]:
+    """Yield a function that returns a pool of ranks for a test: after some tests, another one.
+
+    Some jobs of Megatron are never released, and each has about 50 threads of gloo that poll as long as they live.
+    """
+    with contextlib.ExitStack() as stack:
+        pools: list[RankPool] = []
+        counter = itertools.count()
+
+        def pool() -> RankPool:
+            if next(counter) % tests == 0:
+                stack.pop_all().close()
+                pools[:] = [stack.enter_context(RankPool(size))]
+            return pools[0]
+
+        yield pool
