@@ -10,11 +10,21 @@ import pytest
 import torch
 import xxhash
 
+from bytecheckpoint.engine.tensor_bytes import byte_view
 from bytecheckpoint.errors import DeadlineError, EngineError
 from bytecheckpoint.inference.layouts.parts import Part
 from bytecheckpoint.inference.push.layout import Layout
 from bytecheckpoint.inference.push.transports.base import Place
-from bytecheckpoint.inference.push.transports.connection import NONCE_BYTES, Endpoint
+from bytecheckpoint.inference.push.transports.connection import (
+    FAILED,
+    FRAME,
+    NONCE_BYTES,
+    STATUS,
+    TAKEN,
+    Endpoint,
+    connect,
+    receive,
+)
 from bytecheckpoint.inference.push.transports.shared_memory import Arena, ArenaChunks, SharedMemoryTransport, attach
 from bytecheckpoint.inference.push.transports.tcp import ChunkServer, TcpTransport
 from bytecheckpoint.tensors.dtypes import find_dtype
@@ -72,6 +82,20 @@ def test_a_chunk_that_is_not_in_the_layout(server: ChunkServer, memory: torch.Te
         _send(transport, chunk)
     transport.close()
     assert not memory.any()
+
+
+def test_a_failed_stream_is_read_until_the_sender_ends_it(server: ChunkServer) -> None:
+    """Closing it at once would reset the connection, and the sender could lose the reason."""
+    connection, _ = connect(server.endpoint)
+    with connection:
+        connection.settimeout(time_limit(5))
+        connection.sendall(FRAME.pack(2, DATA.numel(), DIGEST))
+        frames = [STATUS.unpack(receive(connection, STATUS.size)) for _ in range(2)]
+        assert [kind for kind, _ in frames] == [TAKEN, FAILED]
+        assert b"there is no chunk 2" in receive(connection, frames[1][1])
+        assert connection.recv(1) == b""
+        for _ in range(16):
+            connection.sendall(byte_view(DATA))
 
 
 def _send(transport: TcpTransport, chunk: int) -> None:

@@ -42,6 +42,7 @@ __all__ = [
     "Endpoint",
     "authenticate_client",
     "connect",
+    "drain",
     "local_addresses",
     "receive",
     "receive_into",
@@ -57,6 +58,7 @@ NONCE_BYTES = 32
 _CONNECT_S = 5.0  # per address of an endpoint; a wrong address may never answer
 _HANDSHAKE_S = 10.0
 _MAX_SENDERS = 256
+_DRAIN_BYTES = 1 << 16  # per call
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +127,15 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
     data = bytearray(nbytes)
     receive_into(connection, memoryview(data))
     return bytes(data)
+
+
+def drain(connection: socket.socket) -> None:
+    """Discard what the peer still sends, until it closes the connection. Raises ``OSError``.
+
+    Closing a socket with unread bytes resets the connection, and the peer can lose the last message to it.
+    """
+    while connection.recv(_DRAIN_BYTES):
+        pass
 
 
 def set_unbounded_receive(connection: socket.socket, *, send_timeout_s: float) -> None:

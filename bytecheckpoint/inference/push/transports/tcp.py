@@ -30,6 +30,7 @@ from .connection import (
     Acceptor,
     Endpoint,
     connect,
+    drain,
     receive,
     receive_into,
     set_unbounded_receive,
@@ -97,8 +98,11 @@ class ChunkServer(Acceptor):
     def _fail(self, connection: socket.socket, error: BytecheckpointError) -> None:
         # Not in `_serve`: a local variable for the error would form a reference cycle that keeps the memory mapped.
         self._store.sender_failed(error)
-        with self._sending, contextlib.suppress(OSError):
-            connection.sendall(_failure_frame(error))
+        with contextlib.suppress(OSError):
+            with self._sending:
+                connection.sendall(_failure_frame(error))
+            connection.shutdown(socket.SHUT_WR)
+            drain(connection)
 
     def _receive_chunk(self, connection: socket.socket) -> bool:
         """Return False at the end of the stream."""
