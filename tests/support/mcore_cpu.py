@@ -18,7 +18,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -55,13 +54,18 @@ class FusedAdam(torch.optim.Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
                     state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-                grad = param.grad.float()
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                state["exp_avg"].lerp_(grad, 1 - beta1)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                mean = state["exp_avg"] / (1 - beta1 ** group["step"])
-                root = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_()
-                param.addcdiv_(mean, root.add_(group["eps"]), value=-group["lr"])
+                held, grad = _local(param), _local(param.grad).float()
+                first, second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+                held.mul_(1 - group["lr"] * group["weight_decay"])
+                first.lerp_(grad, 1 - beta1)
+                second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                root = (second / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+                held.addcdiv_(first / (1 - beta1 ** group["step"]), root, value=-group["lr"])
+
+
+def _local(tensor: Any) -> Any:
+    """What a DTensor of Megatron-FSDP has on this rank: the fused optimizers step this memory."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 # Its place in apex, because checkpoints record the class.
@@ -185,12 +189,6 @@ def scaled_adam() -> Iterator[None]:
         yield
 
 
-def _data_and_tensor_ranks(data: Any, tensor: Any, ep_size: int = 1) -> torch.Tensor:
-    """This rank's mesh of data and tensor parallel ranks, in Megatron's order of ranks."""
-    ranks = torch.arange(dist.get_world_size()).view(-1, ep_size, dist.get_world_size(tensor)).unbind(1)
-    return next(mesh for mesh in ranks if dist.get_rank() in mesh)
-
-
 _ON_HOST = "_is_on_host"
 _KEEP_PLACE = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float, torch.Tensor.pin_memory}
 
@@ -287,7 +285,6 @@ def _patched() -> Iterator[None]:
             (distrib_optimizer, "HAVE_APEX_OR_TE", True),
             (distrib_optimizer, "USING_APEX_OPTIMIZER", True),
             (distrib_optimizer, "USING_TE_OPTIMIZER", False),
-            (mcore_fsdp_adapter, "_get_dp_tp_mesh", _data_and_tensor_ranks),  # it needs einops
             # Without Transformer Engine, each context parallel rank computes the whole sequence.
             (rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", lambda emb, dim, cp: emb),
             (mcore_fsdp_adapter, "TELinear", type(None)),

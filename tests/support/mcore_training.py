@@ -78,6 +78,8 @@ class Recipe:
     scaled: Literal["", "fp16", "fp8", "remainders"] = ""
     offloaded: float = 0  # the fraction of the optimizer's tensors in host memory
     fsdp: str = ""  # a data_parallel_sharding_strategy of Megatron-FSDP
+    instances: int = 1  # of the distributed optimizer, each on a part of the data parallel ranks (HSDP)
+    outer: str = "no_shard"  # an outer_dp_sharding_strategy of Megatron-FSDP
     top: int = 2  # experts of a token
     lr: float = 1e-2
     clip: float = 1.0
@@ -109,6 +111,7 @@ class Training:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp if recipe.experts else None,
+            num_distributed_optimizer_instances=recipe.instances,
         )
         torch.manual_seed(seed)
         self.chunks = [self._chunk(stage) for stage in range(layout.vp)]
@@ -192,15 +195,22 @@ class Training:
         if recipe.fsdp:
             from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-            options = {"data_parallel_sharding_strategy": recipe.fsdp, "overlap_param_gather": True}
             ddp = DistributedDataParallelConfig(
-                use_distributed_optimizer=True, use_megatron_fsdp=True, overlap_grad_reduce=True, **options
+                use_distributed_optimizer=True,
+                use_megatron_fsdp=True,
+                overlap_grad_reduce=True,
+                overlap_param_gather=True,
+                bucket_size=recipe.bucket or None,
+                data_parallel_sharding_strategy=recipe.fsdp,
+                outer_dp_sharding_strategy=recipe.outer,
+                num_distributed_optimizer_instances=recipe.instances,
             )
             return FullyShardedDataParallel(config, ddp, model, device=torch.device("cpu"))
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=recipe.distributed,
             bucket_size=recipe.bucket or None,
             overlap_grad_reduce=bool(recipe.bucket),  # without it, Megatron makes one bucket
+            num_distributed_optimizer_instances=recipe.instances,
         )
         return DistributedDataParallel(config, ddp, model, disable_bucketing=vp_stage > 0)
 
@@ -276,6 +286,9 @@ class Training:
             for chunk in self.chunks:
                 chunk.config.finalize_model_grads_func = finalize_model_grads
                 chunk.config.grad_scale_func = self.optimizer.scale_loss
+                if chunk.ddp_config.overlap_grad_reduce:  # as in Megatron's trainer; else some gradients stay local
+                    no_syncs = [chunk.no_sync for chunk in self.chunks]
+                    chunk.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
             found = get_forward_backward_func()(
                 forward_step_func=_forward,
                 data_iterator=[iter(own) for _ in self.chunks] if len(self.chunks) > 1 else iter(own),
@@ -341,8 +354,8 @@ class Training:
             span = (start, start + stepped._local_tensor.numel())
             group = buffers.parameter_groups[buffers.param_to_param_group[param]]
             wbuf = group.model_weight_buffer
-            if wbuf is not None and wbuf.is_data_distributed:
-                model = (wbuf.get_item(wbuf.param_idx[param]).float().clone(), span)
+            if wbuf is not None:  # what others step is only here after a gather
+                model = (wbuf.get_item(wbuf.param_idx[param], only_shard=True).float().clone(), span)
             else:
                 model = (param.detach().float(), None)
             name = name.removeprefix(prefix)

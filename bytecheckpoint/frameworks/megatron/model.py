@@ -21,7 +21,7 @@ from ..module import ENGINE_COUNTERS
 from ..module_tree import EXTRA_STATE, modules_of
 from ..optimizer_wrappers import as_list
 from ..tensors import dense_view, has_no_dense_memory
-from .fsdp import as_raw_parameters, model_part
+from .fsdp import as_raw_parameters, model_part, update_master_weights
 from .shards import ExtraState, ModelShards, ModelTensor, is_a, read_shards
 
 __all__ = ["LOW_PRECISION", "MegatronModelAdapter", "zero_padding"]
@@ -107,7 +107,7 @@ class MegatronModelAdapter(Adapter):
         is_alone = not _has_optimizer(context)
         for fsdp in fsdps:
             if is_alone:
-                steps.append(fsdp.param_and_grad_buffer.copy_model_weights_to_main_weights)
+                steps.append(partial(update_master_weights, fsdp))
             steps.append(fsdp.synchronize_param_gather)  # forgets gathered parameters
         if is_alone and not fsdps and any(found.tensor.dtype in LOW_PRECISION for found in shards.tensors.values()):
             context.notes.append(
