@@ -15,6 +15,7 @@ REQUIREMENTS = Path(__file__).parents[2]
     [
         pytest.param("requirements-deepspeed.txt", "deepspeed", marks=pytest.mark.deepspeed),
         pytest.param("requirements-megatron.txt", "megatron-core", marks=pytest.mark.megatron),
+        pytest.param("requirements-megatron.txt", "einops", marks=pytest.mark.megatron),
         pytest.param("requirements-huggingface.txt", "transformers", marks=pytest.mark.huggingface),
         pytest.param("requirements-huggingface.txt", "peft", marks=pytest.mark.huggingface),
         pytest.param("requirements-bytecheckpoint.txt", "mmh3", marks=pytest.mark.bytecheckpoint),

@@ -1,42 +1,26 @@
-"""Run the script of ``docs/moving-from-megatron.md`` as a user does."""
+"""Run the script of ``docs/moving-from-megatron.md``."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.testing import time_limit
 
 pytest.importorskip("megatron.core", reason="make test-megatron installs Megatron-core")
 
-pytestmark = pytest.mark.megatron
+from mcore_scripts import run_script
 
-_REPOSITORY = Path(__file__).parents[2]
+pytestmark = pytest.mark.megatron
 
 
 def _run(folder: Path, processes: int, *options: str) -> dict[int, float]:
     """The losses by step."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [*torchrun, str(_REPOSITORY / "examples" / "move_from_megatron.py"), *options, "--old", "old"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=time_limit(140),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  loss ([0-9.]+)", done.stdout)}
+    printed = run_script(folder, "move_from_megatron.py", processes, *options, "--old", "old")
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  loss ([0-9.]+)", printed)}
 
 
 def test_continue_at_other_sizes_and_without_megatron(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import queue
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -86,9 +90,30 @@ def write_state(path: str, state: dict[str, Any], **options: Any) -> None:
     if dist.get_rank() == 0:
         Path(path).mkdir(parents=True)
     dist.barrier()
-    # It starts processes, which Python refuses in the ranks of the pool, because they are daemons.
-    with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
+    with saves_in_a_pool():
         dist_checkpointing.save(state, path, **options)
+
+
+@contextlib.contextmanager
+def saves_in_a_pool(*, with_server: bool = False) -> Iterator[None]:
+    """Let the ranks of a pool save with Megatron.
+
+    It starts processes, which Python refuses in the ranks of a pool, because they are daemons. One of these is a server
+    for the results of the others, which imports torch and the script for 3 s; without it, a queue in this process does
+    the same.
+    """
+    get_context = torch.multiprocessing.get_context
+
+    def context(method: str | None = None) -> Any:
+        if method == "spawn":
+            return SimpleNamespace(Manager=lambda: SimpleNamespace(Queue=queue.Queue))
+        return get_context(method)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(multiprocessing.current_process()._config, daemon=False))
+        if not with_server:
+            stack.enter_context(mock.patch.object(torch.multiprocessing, "get_context", context))
+        yield
 
 
 def read_folder(job: Training, path: str, form: Form) -> None:
