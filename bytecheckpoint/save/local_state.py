@@ -23,6 +23,7 @@ from ..planners import (
     ContentDigests,
     Layout,
     LocalPlan,
+    SectionPlans,
     ValueEntry,
     mesh_boxes,
     stack_digests,
@@ -80,9 +81,14 @@ class Listing:
     order: list[int] | None
 
     @cached_property
-    def table(self) -> bytes:
-        """The part of the plan that other ranks may share, packed."""
-        return self.plan.table().to_bytes()
+    def by_section(self) -> SectionPlans:
+        """The plan by section."""
+        return SectionPlans(self.plan)
+
+    @cached_property
+    def tables(self) -> list[bytes]:
+        """What other ranks may have in common, packed, by section."""
+        return [table.to_bytes() for table in self.by_section.tables()]
 
 
 class LocalState:
@@ -173,7 +179,7 @@ class LocalState:
 
     @cached_property
     def contents(self) -> ContentDigests:
-        """Digests of the items that ranks compare, in the order of ``PlanTable.compared_items``.
+        """Digests of the items that ranks compare, all values first.
 
         Nothing but their names suggests that these items are replicas.
         """
