@@ -74,7 +74,7 @@ SCALED: tuple[Scaled, ...] = ("fp16", "fp8", "remainders")
 
 @pytest.fixture(scope="module")
 def next_pool() -> Iterator[Callable[[], RankPool]]:
-    with renewed_pools(4, tests=5) as next_pool:
+    with renewed_pools(4, tests=15) as next_pool:
         yield next_pool
 
 

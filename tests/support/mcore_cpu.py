@@ -189,6 +189,23 @@ def scaled_adam() -> Iterator[None]:
         yield
 
 
+def _shared_groups() -> Callable[..., Any]:
+    """Makes one process group of the same ranks. Megatron makes 53, whose threads of gloo poll while they live.
+
+    Those that Megatron requests of gloo are others, because it destroys one of them.
+    """
+    make = torch.distributed.new_group
+    groups: dict[Any, Any] = {}
+
+    def group(ranks: list[int], *, backend: str | None = None, **options: Any) -> Any:
+        key = tuple(ranks), backend
+        if key not in groups:
+            groups[key] = make(ranks, backend=backend, **options)
+        return groups[key]
+
+    return group
+
+
 _ON_HOST = "_is_on_host"
 _KEEP_PLACE = {torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float, torch.Tensor.pin_memory}
 
@@ -279,6 +296,7 @@ def _patched() -> Iterator[None]:
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         for module, name, replacement in (
+            (torch.distributed, "new_group", _shared_groups()),
             (optimizers, "Adam", FusedAdam),
             (optimizers, "USING_PYTORCH_OPTIMIZER", False),
             (distrib_optimizer, "Adam", FusedAdam),

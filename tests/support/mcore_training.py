@@ -541,7 +541,7 @@ def training(layout: Layout, recipe: Recipe, seed: int) -> Iterator[Training]:
 def renewed_pools(size: int, tests: int) -> Iterator[Callable[[], RankPool]]:
     """Yield a function that returns a pool of ranks for a test: after some tests, another one.
 
-    Some jobs of Megatron are never released, and each has about 50 threads of gloo that poll as long as they live.
+    Some jobs of Megatron are never released, and each has about 17 threads of gloo that poll as long as they live.
     """
     with contextlib.ExitStack() as stack:
         pools: list[RankPool] = []
