@@ -6,7 +6,8 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import msgpack
@@ -247,9 +248,11 @@ class Fields:
         ndim = self.in_range("ndim", self.integers("ndim", count), 0, _MAX_NDIM + 1)
         shape = self.in_range("shape", self.integers("shape", int(ndim.sum())), 0, MAX_LENGTH)
         prefixes = [f"{section}." for section in sections]
-        of_name = [prefixes[code] for code in section.tolist()]
+        of_name: Iterator[str] = (
+            repeat(prefixes[0], count) if len(prefixes) == 1 else map(prefixes.__getitem__, section.tolist())
+        )
         if not all(map(str.startswith, names, of_name)):
-            name = next(name for name, prefix in zip(names, of_name) if not name.startswith(prefix))
+            name = next(name for name, code in zip(names, section.tolist()) if not name.startswith(prefixes[code]))
             raise self.malformed(f"the name of tensor {name!r} does not begin with its section")
         return TensorTable(names, sections, section, dtype, ndim, shape)
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -240,16 +241,21 @@ def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -
     """
     lowest_first = sorted(groups, key=lambda group: int(group.ranks[0]))
     tables = [group.table.values for group in lowest_first]
-    keys = list(chain.from_iterable(values.keys() for values in tables))
-    distinct = sorted(dict.fromkeys(keys))
-    number_of = dict(zip(distinct, range(len(distinct))))
-    number = np.fromiter(map(number_of.__getitem__, keys), np.int64, len(keys))
     counts = np.array([len(values) for values in tables], np.int64)
+    total = int(counts.sum())
+    listed_first: dict[ValueKey, int] = {}
+    keys = chain.from_iterable(values.keys() for values in tables)
+    listed = np.fromiter(map(listed_first.setdefault, keys, range(total)), np.int64, total)
+    # By section, then path: two stable sorts are faster than one that compares pairs.
+    distinct = sorted(sorted(listed_first, key=itemgetter(1)), key=itemgetter(0))
+    number_of_row = np.empty(total, np.int64)
+    number_of_row[list(map(listed_first.__getitem__, distinct))] = np.arange(len(distinct))
+    number = number_of_row[listed]
     group = np.repeat(np.arange(len(tables)), counts)
     index = ragged_positions(np.zeros_like(counts), counts)
     _reject_duplicates(lowest_first, distinct, group, number)
     separate = np.zeros(len(distinct), np.bool_)
-    separate[[number_of[key] for key in differing if key in number_of]] = True
+    separate[[number_of_row[listed_first[key]] for key in differing if key in listed_first]] = True
     for_each = np.concatenate([np.empty(0, np.bool_), *(values.per_rank for values in tables)])
     separate[number[for_each]] = True
     # The lowest rank of the first group that has a value writes it for all.
@@ -266,8 +272,9 @@ def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -
     index = index[row] + np.concatenate([lowest[:, 1], *(one.first_value for one in holders)])
     order = np.lexsort((rank, number[row]))
     written = number[row[order]]
-    keys = list(map(distinct.__getitem__, written.tolist()))
-    return PlannedValues(keys, rank[order], index[order], ~separate[written])
+    return PlannedValues(
+        list(map(distinct.__getitem__, written.tolist())), rank[order], index[order], ~separate[written]
+    )
 
 
 def _reject_duplicates(groups: Sequence[PlanGroup], keys: list[ValueKey], group: Int64, number: Int64) -> None:

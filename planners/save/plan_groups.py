@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
 from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, pack_places, unpack_places
-from .mesh_boxes import mesh_boxes, mesh_members
+from .mesh_boxes import MeshMembers, mesh_boxes, mesh_members
 from .rank_sets import RankSets
 
 __all__ = ["HeldRows", "OwnBoxes", "PlanGroup", "group_plans", "held_rows", "whole_boxes"]
@@ -152,26 +152,40 @@ def held_rows(
     """
     tensor = _rows_of_listed(groups, listed, rows, own)
     parts: list[_Part] = [(tensor, listed.boxes.offsets, listed.boxes.lengths, listed.rank, listed.source)]
+    meshes = _Meshes(tensors, sets)
+    whole: list[_Whole] = []
     for group, new, own_new in zip(groups, rows, own):
-        table = group.table
+        table, held = group.table, group.table.held
         counts = table.common_boxes()
         source = np.cumsum(counts) - counts
         if len(own_new):
             own_rows = np.flatnonzero(table.own)
-            alone = table.held[own_rows] == WHOLE
-            names = own_new[alone].reshape(-1)
-            its_row = source[own_rows[alone]][:, None] + group.first_shard
-            parts.append(
-                (names, *whole_boxes(tensors, names), np.tile(group.ranks, int(alone.sum())), its_row.reshape(-1))
-            )
-        held = np.where(table.own, OWN_BOXES, table.held) if len(own_new) else table.held
-        for number in range(len(table.layouts) + 1):
-            which = np.flatnonzero(held == number)
-            for first in np.unique(group.first_shard).tolist() if len(which) else ():
-                members = np.flatnonzero(group.first_shard == first)
-                parts.append(_common_part(group, number, members, new[which], first + source[which], tensors, sets))
+            alone = own_rows[held[own_rows] == WHOLE]
+            names = own_new[held[own_rows] == WHOLE].reshape(-1)
+            its_row = (source[alone][:, None] + group.first_shard).reshape(-1)
+            parts.append((names, *whole_boxes(tensors, names), np.tile(group.ranks, len(alone)), its_row))
+            held = np.where(table.own, OWN_BOXES, held)
+        if int(held.max(initial=OWN_BOXES)) == OWN_BOXES:
+            continue
+        for first, members in _by_first_shard(group):
+            which = (held == WHOLE).nonzero()[0]
+            whole.append((group.ranks[members], new[which], first + source[which]))
+            for number in range(1, len(table.layouts) + 1):
+                which = (held == number).nonzero()[0]
+                parts.append(meshes.part(group, number, members, new[which], first + source[which]))
+    parts.append(_whole_part(whole, tensors, sets))
     tensor, offsets, lengths, member_set, source = map(np.concatenate, zip(*parts))
     return HeldRows(BoxTable.from_columns(tensors, tensor, offsets, lengths), member_set, source)
+
+
+def _by_first_shard(group: PlanGroup) -> Iterator[tuple[int, Int64 | slice]]:
+    """Yield the members of a group on which the table's common boxes begin at the same row."""
+    first = group.first_shard
+    if (first == first[0]).all():
+        yield int(first[0]), slice(None)
+        return
+    for value in np.unique(first).tolist():
+        yield value, np.flatnonzero(first == value)
 
 
 def _rows_of_listed(
@@ -191,29 +205,53 @@ def _rows_of_listed(
     return tensor
 
 
-def _common_part(
-    group: PlanGroup, number: int, members: Int64, rows: Int64, source: Int64, tensors: TensorTable, sets: RankSets
-) -> _Part:
-    """What the ranks ``members`` of a group hold of tensors that they hold completely, or that one layout splits."""
-    ranks = group.ranks[members]
-    if number == WHOLE:
-        everyone = sets.add(ranks, np.array([0, len(ranks)], np.int64))
-        return rows, *whole_boxes(tensors, rows), np.repeat(everyone, len(rows)), source
-    layout = group.table.layouts[number - 1]
-    places = mesh_members(layout, ranks, group.coordinates[number - 1][members])
-    numbers = np.repeat(sets.add(places.ranks, places.starts), layout.boxes)
-    box = np.tile(np.arange(layout.boxes), len(places.coordinates))
-    shapes = tensors.shape[tensors.starts[:-1][rows][:, None] + np.arange(len(layout.cuts))].tolist()
-    kinds: dict[tuple[int, ...], int] = {}
-    kind = [kinds.setdefault(tuple(shape), len(kinds)) for shape in shapes]
-    by_kind = [mesh_boxes(layout, shape, places.coordinates) for shape in kinds]
-    return (
-        np.repeat(rows, len(numbers)),
-        np.array([offsets for offsets, _ in by_kind])[kind].reshape(-1),
-        np.array([lengths for _, lengths in by_kind])[kind].reshape(-1),
-        np.tile(numbers, len(rows)),
-        (source[:, None] + box).reshape(-1),
-    )
+_Whole = tuple[Int64, Int64, Int64]
+"""Ranks, the tensors that each of them holds completely, and their rows among its shards."""
+
+
+def _whole_part(whole: Sequence[_Whole], tensors: TensorTable, sets: RankSets) -> _Part:
+    empty: Int64 = np.empty(0, np.int64)
+    ranks, rows, source = map(np.concatenate, zip((empty, empty, empty), *whole))
+    members, counts = np.array([(len(one[0]), len(one[1])) for one in whole], np.int64).reshape(-1, 2).T
+    return rows, *whole_boxes(tensors, rows), np.repeat(sets.add(ranks, ragged_starts(members)), counts), source
+
+
+class _Meshes:
+    """The boxes of tensors that meshes split, and their holders. Many groups have meshes and shapes in common."""
+
+    def __init__(self, tensors: TensorTable, sets: RankSets) -> None:
+        self._tensors, self._sets = tensors, sets
+        self._holders: dict[Hashable, tuple[MeshMembers, Int64]] = {}
+        self._boxes: dict[Hashable, tuple[Int64, Int64]] = {}
+
+    def part(self, group: PlanGroup, number: int, members: Int64 | slice, rows: Int64, source: Int64) -> _Part:
+        """What the ranks ``members`` of a group hold of tensors that a layout splits."""
+        layout, ranks = group.table.layouts[number - 1], group.ranks[members]
+        coordinates = group.coordinates[number - 1][members]
+        cutting = frozenset(dim for axis in layout.cuts for dim in axis)
+        key = layout.shape, cutting, ranks.tobytes(), coordinates.tobytes()
+        if key not in self._holders:
+            places = mesh_members(layout, ranks, coordinates)
+            self._holders[key] = places, self._sets.add(places.ranks, places.starts)
+        places, holders = self._holders[key]
+        numbers = np.repeat(holders, layout.boxes)
+        box = np.tile(np.arange(layout.boxes), len(holders))
+        tensors, place_key = self._tensors, places.coordinates.tobytes()
+        shapes = tensors.shape[tensors.starts[rows][:, None] + np.arange(len(layout.cuts))].tolist()
+        kinds: dict[tuple[int, ...], int] = {}
+        kind = [kinds.setdefault(tuple(shape), len(kinds)) for shape in shapes]
+        for shape in kinds:
+            if (layout, shape, place_key) not in self._boxes:
+                self._boxes[layout, shape, place_key] = mesh_boxes(layout, shape, places.coordinates)
+        boxes = np.array([self._boxes[layout, shape, place_key] for shape in kinds])[kind]
+        offsets, lengths = boxes[:, 0].reshape(-1), boxes[:, 1].reshape(-1)
+        return (
+            np.repeat(rows, len(numbers)),
+            offsets,
+            lengths,
+            np.tile(numbers, len(rows)),
+            (source[:, None] + box).reshape(-1),
+        )
 
 
 def whole_boxes(tensors: TensorTable, rows: Int64) -> tuple[Int64, Int64]:
