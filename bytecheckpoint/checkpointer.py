@@ -591,6 +591,7 @@ class Checkpointer:
             with op.phase("check"):
                 checked = options.checked()
                 backend = open_backend(path, **check_arguments(arguments)["storage_options"])
+                backend.deadline_s = checked.deadline_s
                 op.set_description(f"{kind} of {backend.url}")
             with op.phase("state"):
                 return backend, op, make_state(), checked

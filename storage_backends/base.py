@@ -6,6 +6,7 @@ Keys are relative strings with ``/`` between components. A store has no director
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any, ClassVar
 from typing_extensions import Buffer, Self
 
 from ..errors import UnsupportedURLError
+
+_PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
 
 __all__ = ["ObjectReader", "ObjectStat", "ObjectWriter", "StorageBackend"]
 
@@ -170,6 +173,12 @@ class StorageBackend(ABC):
     read_size: int = 8 << 20
     """The preferred size of one read in bytes: large enough to make the latency of a request negligible."""
 
+    deadline_s: float = 600.0
+    """How long one call may wait for the store, in seconds. The caller of ``open_backend`` sets it.
+
+    A backend that repeats requests itself stops then, and raises ``StorageError``.
+    """
+
     @classmethod
     def from_url(cls, url: str, **options: Any) -> StorageBackend:
         """Open the root that a URL names. A backend that is registered as an entry point must implement this.
@@ -190,6 +199,11 @@ class StorageBackend(ABC):
     @abstractmethod
     def url(self) -> str:
         """The root, in a form that ``open_backend`` accepts and that a person recognizes."""
+
+    @property
+    def display_url(self) -> str:
+        """The root without user and password, for messages."""
+        return _PASSWORD.sub("***@", self.url)
 
     @abstractmethod
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:

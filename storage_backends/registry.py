@@ -2,7 +2,8 @@
 
 Paths and the schemes ``file`` and ``local`` are served by local files, ``memory`` by this process's memory. Another
 package serves a scheme through the entry point group ``bytecheckpoint.storage_backends`` (name: the scheme; value: a
-class with ``from_url``). All other schemes, and every chain (``dir::s3://...``), are passed to fsspec.
+class with ``from_url``). ``s3`` and ``s3a`` have a backend on s3fs's client. All other schemes, and every chain
+(``dir::s3://...``), are passed to fsspec.
 """
 
 from __future__ import annotations
@@ -149,6 +150,10 @@ def _open_with_fsspec(scheme: str, url: str, options: dict[str, Any]) -> Storage
     except ImportError as error:
         hint = known_implementations.get(scheme, {}).get("err", f"install the fsspec package for {scheme!r}")
         raise UnsupportedURLError(f"{scheme}:// ({url!r}) needs a package that is not installed: {hint}") from error
+    if scheme in ("s3", "s3a") and "::" not in url:
+        from .s3.backend import S3Backend
+
+        return S3Backend.from_url(url, **options)
     return FsspecBackend.from_url(url, **options)
 
 

@@ -32,9 +32,7 @@ class CheckedWriter(ObjectWriter):
 
         Raises the first failure of any thread, so that every thread that writes reports its cause.
         """
-        if isinstance(self._failure, StorageError):
-            raise type(self._failure)(*self._failure.args) from self._failure
-        self._check_open()
+        self._raise_failure()
         self._written.add(offset, length)
 
     def _seal(self) -> None:
@@ -49,6 +47,12 @@ class CheckedWriter(ObjectWriter):
             return False
         self._state, self._failure = "aborted", None
         return True
+
+    def _raise_failure(self) -> None:
+        """Raise the failure of another thread, if any, and check that the writer is open."""
+        if isinstance(self._failure, StorageError):
+            raise type(self._failure)(*self._failure.args) from self._failure
+        self._check_open()
 
     def _check_open(self) -> None:
         if self._state != "open":

@@ -1,4 +1,6 @@
-"""The backend for every store that fsspec can reach: S3, GCS, Azure, HDFS, SFTP, SMB, WebDAV and others.
+"""The backend for every store that fsspec can reach: GCS, Azure, HDFS, SFTP, SMB, WebDAV and others.
+
+S3 has its own (``storage_backends.s3``), which a chain (``dir::s3://...``) does not use.
 
 How atomic an operation is depends on the store:
 
@@ -42,7 +44,7 @@ from ..buffers import byte_view, check_max_size, writable_view
 from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
 from .connection import Connection, connect, reject_caches
-from .errors import map_error, redact, translated_errors
+from .errors import map_error, translated_errors
 from .objects import (
     has_objects,
     open_in_directory,
@@ -86,7 +88,6 @@ class FsspecBackend(StorageBackend):
             UnsupportedURLError: The chain contains one of fsspec's caches.
         """
         self._url = url.rstrip("/") if not url.endswith("://") else url
-        self._display_url = redact(self._url)
         self._options = options
         self._shared: Connection | None = None
         self._thread = threading.local()
@@ -103,7 +104,7 @@ class FsspecBackend(StorageBackend):
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         check_key(key)
-        action = f"writing {key!r} in {self._display_url}"
+        action = f"writing {key!r} in {self.display_url}"
         connection = self._connection(action)
         content = bytes(byte_view(data))
         if if_absent:
@@ -113,7 +114,7 @@ class FsspecBackend(StorageBackend):
 
     def create(self, key: str, size: int) -> ObjectWriter:
         check_key(key)
-        action = f"writing {key!r} in {self._display_url}"
+        action = f"writing {key!r} in {self.display_url}"
         connection = self._connection(action, own=True)
         if size <= _BUFFERED_BYTES or connection.kind == "memory":
             return BufferedWriter(action, size, lambda data: put_object(connection, action, key, bytes(data)))
@@ -136,7 +137,7 @@ class FsspecBackend(StorageBackend):
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         check_key(key)
-        action = f"reading {key!r} in {self._display_url}"
+        action = f"reading {key!r} in {self.display_url}"
         view = writable_view(action, buffer)
         if offset < 0:
             raise StorageError(f"{action}: the offset is {offset}")
@@ -160,7 +161,7 @@ class FsspecBackend(StorageBackend):
         view[:] = content
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        action = f"reading {key!r} in {self._display_url}"
+        action = f"reading {key!r} in {self.display_url}"
         size = self.stat(key).size
         check_max_size(action, size, max_size)
         if size == 0:
@@ -175,7 +176,7 @@ class FsspecBackend(StorageBackend):
 
     def stat(self, key: str) -> ObjectStat:
         check_key(key)
-        action = f"looking at {key!r} in {self._display_url}"
+        action = f"looking at {key!r} in {self.display_url}"
         connection = self._connection(action)
         with translated_errors(action, reading=True):
             connection.fs.invalidate_cache()
@@ -186,7 +187,7 @@ class FsspecBackend(StorageBackend):
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         check_prefix(prefix)
-        action = f"listing {prefix!r} in {self._display_url}"
+        action = f"listing {prefix!r} in {self.display_url}"
         connection = self._connection(action)
         directory = connection.path(prefix[: prefix.rfind("/") + 1])
         found: dict[str, Any] = {}
@@ -203,7 +204,7 @@ class FsspecBackend(StorageBackend):
 
     def list_children(self, prefix: str = "") -> Sequence[str]:
         check_children_prefix(prefix)
-        action = f"listing {prefix!r} in {self._display_url}"
+        action = f"listing {prefix!r} in {self.display_url}"
         connection = self._connection(action)
         found: Sequence[dict[str, Any]] = ()
         with translated_errors(action, reading=True), suppress(FileNotFoundError, NotADirectoryError):
@@ -223,11 +224,11 @@ class FsspecBackend(StorageBackend):
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             check_key(key)
-        connection = self._connection(f"deleting in {self._display_url}")
+        connection = self._connection(f"deleting in {self.display_url}")
 
         # One request per key, because s3fs's bulk delete ignores the errors of single keys.
         def delete_one(key: str) -> None:
-            action = f"deleting {key!r} in {self._display_url}"
+            action = f"deleting {key!r} in {self.display_url}"
             with suppress(KeyNotFoundError), translated_errors(action, reading=True):
                 remove(connection, connection.path(key))
 

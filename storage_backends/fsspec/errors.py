@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
 from ..posix import map_os_error
 
-__all__ = ["map_error", "redact", "translated_errors"]
-
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
-
-
-def redact(url: str) -> str:
-    """Return ``url`` without user and password, for messages."""
-    return _PASSWORD.sub("***@", url)
+__all__ = ["map_error", "translated_errors"]
 
 
 def map_error(error: Exception, action: str, *, reading: bool) -> StorageError:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import errno
-import gc
 import io
 import os
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -33,6 +30,7 @@ from bytecheckpoint.storage_backends.fsspec.errors import map_error
 from bytecheckpoint.storage_backends.fsspec.writers import StreamWriter
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
+from tests.support.forked_store import use_in_forked_child
 
 
 class TestFsspecMemory(StorageConformance):
@@ -176,113 +174,9 @@ def test_passwords_stay_out_of_messages(tmp_path: Path) -> None:
     assert "hunter2" in backend.url
 
 
-FORK = """
-import os, sys
-from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
-
-options = eval(sys.argv[2])
-backend = FsspecBackend(sys.argv[1], **options)
-backend.put("object", b"from the parent")
-child = os.fork()
-if child == 0:
-    try:
-        assert backend.get("object") == b"from the parent"
-        backend.put("child", b"from the child")
-        os._exit(0)
-    except BaseException:
-        import traceback
-        traceback.print_exc()
-        os._exit(1)
-_, status = os.waitpid(child, 0)
-assert status == 0, status
-assert backend.get("object") == b"from the parent"
-if not sys.argv[1].startswith("memory"):
-    assert backend.get("child") == b"from the child"
-backend.close()
-"""
-
-
-def _fork(url: str, options: dict[str, Any]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK, url, repr(options)],
-        capture_output=True,
-        text=True,
-        timeout=time_limit(120),
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_usable_in_a_forked_child(tmp_path: Path, scheme: str) -> None:
-    _fork(f"{scheme}://{tmp_path}/root", {})
-
-
-# S3
-
-
-@pytest.mark.s3
-class TestFsspecS3(StorageConformance):
-    large_bytes = 34 * 2**20 + 17
-    piece_bytes = 3 * 2**20
-    writers = 8
-    sequences = 5
-
-    @pytest.fixture
-    def backend(self, bucket: str, s3: dict[str, Any]) -> Iterator[StorageBackend]:
-        self.fs = fsspec.filesystem("s3", **s3)
-        self.bucket = bucket
-        backend = open_backend(f"s3://{bucket}/some/root", **s3)
-        yield backend
-        backend.close()
-
-    @pytest.fixture(autouse=True)
-    def _no_pending_uploads(self, backend: StorageBackend) -> Iterator[None]:
-        yield
-        self.check_no_uploads()
-
-    def check_no_leftovers(self, backend: StorageBackend) -> None:
-        self.fs.invalidate_cache()
-        assert self.fs.find(self.bucket) == []
-        self.check_no_uploads()
-
-    def check_no_uploads(self) -> None:
-        assert self.fs.list_multipart_uploads(self.bucket) == []
-
-
-@pytest.mark.s3
-def test_s3_usable_in_a_forked_child(bucket: str, s3: dict[str, Any]) -> None:
-    _fork(f"s3://{bucket}/root", s3)
-
-
-@pytest.mark.s3
-def test_s3_bucket_is_never_made(s3: dict[str, Any]) -> None:
-    backend = open_backend(f"s3://none-{uuid.uuid4().hex}/root", **s3)
-    with pytest.raises(StorageError, match="bucket"):
-        backend.put("object", b"x")
-    with pytest.raises(KeyNotFoundError):
-        backend.get("object")
-    writer = backend.create("large", 20 * 2**20)
-    with pytest.raises(StorageError, match="bucket"):
-        writer.write(0, bytes(20 * 2**20))
-    writer.abort()
-    assert [*backend.list()] == []
-
-
-@pytest.mark.s3
-def test_s3_forgotten_writer_stores_nothing(bucket: str, s3: dict[str, Any]) -> None:
-    backend = open_backend(f"s3://{bucket}", **s3)
-    writer = backend.create("large", 20 * 2**20)
-    writer.write(0, bytes(19 * 2**20))
-    del writer
-    gc.collect()
-    assert [*backend.list()] == []
-
-
-@pytest.mark.s3
-def test_s3_unreachable(bucket: str, s3: dict[str, Any]) -> None:
-    options = {**s3, "endpoint_url": "http://127.0.0.1:1", "config_kwargs": {"retries": {"max_attempts": 0}}}
-    with pytest.raises(StorageError, match=r"127\.0\.0\.1:1"):
-        open_backend(f"s3://{bucket}", **options).get("object")
+    use_in_forked_child(f"{scheme}://{tmp_path}/root", {})
 
 
 class _BlockingFile(io.BytesIO):

@@ -62,7 +62,10 @@ def test_other_schemes() -> None:
     assert isinstance(open_backend("memory://x/y"), MemoryBackend)
     assert isinstance(open_backend("dir::file:///tmp/x"), FsspecBackend)
     pytest.importorskip("s3fs")
-    assert isinstance(open_backend("s3://bucket/x"), FsspecBackend)
+    from bytecheckpoint.storage_backends.s3.backend import S3Backend
+
+    assert isinstance(open_backend("s3://bucket/x"), S3Backend)
+    assert isinstance(open_backend("dir::s3://bucket/x"), FsspecBackend)
     assert open_backend("s3://bucket/x/").url == "s3://bucket/x"
 
 

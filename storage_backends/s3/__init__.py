@@ -1,0 +1,5 @@
+"""Objects in S3 and in stores that speak its protocol."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,321 @@
+"""The backend for S3 and the stores that speak its protocol.
+
+Small objects are one request: a conditional one where the caller asks for it. Large objects are multipart uploads with
+several parts in flight (``MultipartWriter``). A read is one ranged request, whose reply is checked against the range
+that was asked for. Nothing is looked up before it is read. ``Retries`` repeats requests, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, ClassVar
+
+from typing_extensions import Buffer
+
+from ...errors import KeyExistsError, StorageError
+from ..base import ObjectReader, ObjectStat, ObjectWriter, StorageBackend
+from ..buffers import byte_view, check_max_size, writable_view
+from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
+from ..writers import BufferedWriter
+from .client import Client, client_for
+from .replies import ShortReplyError, code_of, is_missing
+from .retries import Request
+from .writers import MultipartWriter, PartBody
+
+__all__ = ["S3Backend"]
+
+_SINGLE_PUT_BYTES = 8 << 20
+_READ_CHUNK = 1 << 20
+_CONCURRENT_DELETES = 16
+_MARK = "bcp-put"  # metadata by which a writer recognizes an object as its own
+_TAKEN_CODES = frozenset({"412", "PreconditionFailed"})
+_OUTSIDE_CODES = frozenset({"416", "InvalidRange"})
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+class S3Backend(StorageBackend):
+    """Objects below ``s3://bucket/prefix``. Thread-safe, and usable in forked children."""
+
+    schemes: ClassVar[tuple[str, ...]] = ("s3", "s3a")
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """Create a backend.
+
+        Args:
+            url: The bucket, and a prefix in it.
+            **options: Arguments of ``s3fs.S3FileSystem``: ``endpoint_url=``, ``key=``, ``secret=``, ``anon=``, ...
+        """
+        self._url = url.rstrip("/") if not url.endswith("://") else url
+        self._options = options
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> S3Backend:
+        return cls(url, **options)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        check_key(key)
+        client, action = self._client(), self._action("writing", key)
+        content = memoryview(bytes(byte_view(data)))
+        if if_absent and not client.accepts("PutObject", "IfNoneMatch"):
+            raise StorageError(f"{action}: the installed botocore has no conditional put; upgrade s3fs and aiobotocore")
+        client.run(action, self._put(client, action, key, content, if_absent=if_absent))
+
+    async def _put(self, client: Client, action: str, key: str, content: memoryview, *, if_absent: bool) -> None:
+        address, mark = self._address(client, key), secrets.token_hex(16)
+        condition = {"IfNoneMatch": "*", "Metadata": {_MARK: mark}} if if_absent else {}
+
+        async def send() -> None:
+            try:
+                await client.call("put_object", **address, Body=PartBody(content), **condition)
+            except Exception as error:
+                if code_of(error) not in _TAKEN_CODES:
+                    raise
+                # The reply to an earlier try may have been lost, also to one that the HTTP client has repeated itself.
+                if await _mark_of(client, address) != mark:
+                    raise KeyExistsError(f"{action}: the key is taken") from error
+
+        await client.repeat(Request(action, self.deadline_s, "put", len(content)), send)
+
+    def create(self, key: str, size: int) -> ObjectWriter:
+        check_key(key)
+        client, action = self._client(), self._action("writing", key)
+        if size <= _SINGLE_PUT_BYTES:
+            return BufferedWriter(
+                action,
+                size,
+                lambda data: client.run(action, self._put(client, action, key, data, if_absent=False)),
+            )
+        address = self._address(client, key)
+        return MultipartWriter(client, action, address["Bucket"], address["Key"], size, self.deadline_s)
+
+    def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
+        self.read_scattered(key, offset, [buffer])
+
+    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
+        check_key(key)
+        self._read(key, offset, buffers, "")
+
+    def open_object(self, key: str) -> ObjectReader:
+        check_key(key)
+        return _Reader(self, key)
+
+    def _read(self, key: str, offset: int, buffers: Sequence[Buffer], version: str) -> str:
+        """Fill ``buffers`` and return the object's version. Raises if that is neither ``version`` nor unknown."""
+        action = self._action("reading", key)
+        views = [writable_view(action, buffer) for buffer in buffers]
+        views = [view for view in views if len(view)]
+        if offset < 0:
+            raise StorageError(f"{action}: the offset is {offset}")
+        client = self._client()
+        if not views:
+            # HTTP has no empty range.
+            found = self.stat(key)
+            if found.size < offset:
+                raise StorageError(f"{action}: byte {offset} is beyond the object's end at {found.size}")
+            return found.version
+        count, address = sum(map(len, views)), self._address(client, key)
+        request = Request(action, self.deadline_s, "read", count, can_hedge=True)
+        try:
+            found_version = client.run(
+                action,
+                client.repeat(request, lambda: _receive(client, action, address, offset, count, views)),
+            )
+        except StorageError as error:
+            if code_of(error.__cause__ or error) not in _OUTSIDE_CODES:
+                raise
+            raise _too_short(action, offset, offset + count, self.stat(key).size) from error
+        if version and found_version != version:
+            raise StorageError(f"{action}: the object was replaced while it was being read")
+        return found_version
+
+    def get(self, key: str, *, max_size: int | None = None) -> bytes:
+        check_key(key)
+        client, action = self._client(), self._action("reading", key)
+        return client.run(action, self._get(client, action, key, max_size))
+
+    async def _get(self, client: Client, action: str, key: str, max_size: int | None) -> bytes:
+        async def send() -> bytes:
+            reply = await client.call("get_object", **self._address(client, key))
+            async with aclosing(_Body(reply["Body"])) as body:
+                check_max_size(action, int(reply["ContentLength"]), max_size)
+                content = b"".join([piece async for piece in body.pieces()])
+            if len(content) != reply["ContentLength"]:
+                raise ShortReplyError(f"the reply has {len(content)} of {reply['ContentLength']} bytes")
+            return content
+
+        return await client.repeat(Request(action, self.deadline_s), send)
+
+    def stat(self, key: str) -> ObjectStat:
+        check_key(key)
+        client, action = self._client(), self._action("looking at", key)
+        address = self._address(client, key)
+        found = client.run(
+            action, client.repeat(Request(action, self.deadline_s), lambda: client.call("head_object", **address))
+        )
+        return ObjectStat(key, int(found["ContentLength"]), str(found.get("ETag", "")))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        check_prefix(prefix)
+        stats = (
+            ObjectStat(key, int(found["Size"]), str(found.get("ETag", "")))
+            for page in self._pages(prefix)
+            for found in page.get("Contents", ())
+            if (key := self._key(str(found["Key"]))) is not None and is_object_key(key)
+        )
+        return stats
+
+    def list_children(self, prefix: str = "") -> Sequence[str]:
+        check_children_prefix(prefix)
+        names = set()
+        for page in self._pages(prefix, Delimiter="/"):
+            paths = [str(found["Key"]) for found in page.get("Contents", ())]
+            paths += [str(found["Prefix"]) for found in page.get("CommonPrefixes", ())]
+            for path in paths:
+                key = self._key(path)
+                if key is not None and len(key) > len(prefix) and is_object_key(key.rstrip("/")):
+                    names.add(key[len(prefix) :])
+        return sorted(names)
+
+    def _pages(self, prefix: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        client, action = self._client(), self._action("listing", prefix)
+        bucket, root = client.split(self._url)
+        arguments |= {"Bucket": bucket, "Prefix": f"{root}/{prefix}" if root else prefix}
+        while True:
+            request = Request(action, self.deadline_s)
+            page = client.run(action, client.repeat(request, lambda: client.call("list_objects_v2", **arguments)))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            arguments["ContinuationToken"] = page["NextContinuationToken"]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
+        if keys:
+            client = self._client()
+            client.run(f"deleting in {self.display_url}", self._delete(client, keys))
+
+    async def _delete(self, client: Client, keys: Sequence[str]) -> None:
+        # One request per key: a bulk request reports the failures of single keys in a reply with status 200, needs a
+        # checksum that stores disagree on, and is unknown to some.
+        slots = asyncio.Semaphore(_CONCURRENT_DELETES)
+
+        async def delete_one(key: str) -> None:
+            action, address = self._action("deleting", key), self._address(client, key)
+            async with slots:
+                try:
+                    await client.repeat(
+                        Request(action, self.deadline_s), lambda: client.call("delete_object", **address)
+                    )
+                except Exception as error:
+                    if not is_missing(error):
+                        raise
+
+        results = await asyncio.gather(*(delete_one(key) for key in keys), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def _client(self) -> Client:
+        return client_for(self._options)
+
+    def _address(self, client: Client, key: str) -> dict[str, str]:
+        bucket, root = client.split(self._url)
+        return {"Bucket": bucket, "Key": f"{root}/{key}" if root else key}
+
+    def _key(self, path: str) -> str | None:
+        _, root = self._client().split(self._url)
+        if not root:
+            return path
+        return path[len(root) + 1 :] if path.startswith(root + "/") else None
+
+    def _action(self, verb: str, key: str) -> str:
+        return f"{verb} {key!r} in {self.display_url}"
+
+
+def _too_short(action: str, start: int, end: int, size: int) -> StorageError:
+    return StorageError(
+        f"{action}: requested bytes [{start}, {end}): the object has only {size} bytes; it was cut short or replaced"
+    )
+
+
+class _Reader(ObjectReader):
+    """Reads one version of an object."""
+
+    def __init__(self, backend: S3Backend, key: str) -> None:
+        self._backend, self._key = backend, key
+        self._version = ""
+
+    def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        found = self._backend._read(self._key, offset, buffers, self._version)
+        self._version = self._version or found
+
+
+class _Body:
+    """The body of a reply. Closing it early closes the connection, instead of reading the rest."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    async def pieces(self) -> Any:
+        while piece := await self._body.read(_READ_CHUNK):
+            yield piece
+
+    async def aclose(self) -> None:
+        with suppress(Exception):
+            self._body.close()
+
+
+async def _mark_of(client: Client, address: dict[str, str]) -> str | None:
+    try:
+        found = await client.call("head_object", **address)
+    except Exception as error:
+        if not is_missing(error):
+            raise
+        return None
+    mark: str | None = found.get("Metadata", {}).get(_MARK)
+    return mark
+
+
+async def _receive(
+    client: Client, action: str, address: dict[str, str], offset: int, count: int, views: Sequence[memoryview]
+) -> str:
+    """Fill ``views`` with ``count`` bytes of an object, and return its version."""
+    reply = await client.call("get_object", **address, Range=f"bytes={offset}-{offset + count - 1}")
+    async with aclosing(_Body(reply["Body"])) as body:
+        _check_range(reply, action, offset, offset + count)
+        targets = iter(views)
+        target, done = next(targets), 0
+        async for piece in body.pieces():
+            rest = memoryview(piece)
+            done += len(rest)
+            if done > count:
+                break
+            while len(rest):
+                if not len(target):
+                    target = next(targets)
+                taken = rest[: len(target)]
+                target[: len(taken)] = taken
+                target, rest = target[len(taken) :], rest[len(taken) :]
+    if done != count:
+        raise ShortReplyError(f"requested bytes [{offset}, {offset + count}), the reply has {done} bytes")
+    return str(reply.get("ETag", ""))
+
+
+def _check_range(reply: dict[str, Any], action: str, start: int, end: int) -> None:
+    """Raise ``StorageError`` if the object ends before ``end``, and ``ShortReplyError`` if a reply has other bytes."""
+    length = int(reply["ContentLength"])
+    found = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange", f"bytes 0-{length - 1}/{length}")))
+    first, last, size = map(int, found.groups()) if found else (-1, -1, end)
+    if size < end:
+        raise _too_short(action, start, end, size)
+    if (first, last + 1) != (start, end):
+        raise ShortReplyError(f"requested bytes [{start}, {end}), the reply has [{first}, {last + 1}) of {size}")

@@ -1,0 +1,132 @@
+"""The connection to one endpoint, shared by all backends of this process that use it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import s3fs
+from fsspec.utils import tokenize
+
+from ...errors import StorageError
+from .replies import storage_error
+from .retries import Request, Retries
+from .window import Window
+
+__all__ = ["Client", "client_for"]
+
+_T = TypeVar("_T")
+
+_CONNECTIONS = 32
+_MAX_CLIENTS = 8  # jobs that rotate tokens would otherwise keep one client for each
+
+
+class Client:
+    """Sends requests through s3fs's own client. Thread-safe; unusable in a forked child.
+
+    Attributes:
+        window: Slots and memory for the parts of all writers.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        config = {
+            "retries": {"mode": "standard", "total_max_attempts": 1},
+            "max_pool_connections": _CONNECTIONS,
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            **(options.get("config_kwargs") or {}),
+        }
+        if _is_encrypted(options):
+            # TLS detects changed bytes. Signing every byte takes more processor time than sending it.
+            config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
+        self.window = Window()
+        self._fs = s3fs.S3FileSystem(skip_instance_cache=True, **{**options, "config_kwargs": config})
+        self._fs.retries = 1
+        self._retries = Retries()
+
+    def split(self, url: str) -> tuple[str, str]:
+        """Return the bucket and the key of a URL."""
+        bucket, key, _ = self._fs.split_path(url)
+        return str(bucket), str(key).strip("/")
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """Send one request, once."""
+        return await self._fs._call_s3(method, **arguments)
+
+    async def repeat(self, request: Request, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Send a request until it succeeds (see ``Retries``)."""
+        return await self._retries.run(request, send)
+
+    def start(self, work: Coroutine[Any, Any, _T]) -> Any:
+        """Start a coroutine on the client's event loop; return its ``concurrent.futures.Future``."""
+        return asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+
+    def run(self, action: str, work: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for a coroutine. Raises ``StorageError``."""
+        future = self.start(work)
+        try:
+            result: _T = future.result()
+        except StorageError:
+            raise
+        except Exception as error:
+            raise storage_error(error, action) from error
+        except BaseException:
+            future.cancel()
+            raise
+        return result
+
+    def accepts(self, operation: str, argument: str) -> bool:
+        """Whether the installed client supports an argument. An older one would silently omit it."""
+        return argument in self._fs.s3.meta.service_model.operation_model(operation).input_shape.members
+
+
+def _is_encrypted(options: dict[str, Any]) -> bool:
+    given = options.get("endpoint_url") or (options.get("client_kwargs") or {}).get("endpoint_url")
+    url = given or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "https://"
+    return str(url).startswith("https://") and bool(options.get("use_ssl", True))
+
+
+class _Clients:
+    """The clients of this process by endpoint, credentials and options."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._clients: OrderedDict[str, Client] = OrderedDict()
+        self._abandoned: list[Client] = []
+
+    def after_fork(self) -> None:
+        """Drop a lock that a thread of the parent may have held, and the parent's clients."""
+        self.lock = threading.Lock()
+        # Their event loops, sockets and locks belong to the parent. Finalizing them could hang, so keep them alive.
+        self._abandoned += self._clients.values()
+        self._clients.clear()
+
+    def find(self, options: dict[str, Any]) -> Client:
+        environment = sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "FSSPEC_S3")))
+        token = tokenize(options, environment)
+        with self.lock:
+            found = self._clients.pop(token, None) or Client(options)
+            self._clients[token] = found
+            if len(self._clients) > _MAX_CLIENTS:
+                self._clients.popitem(last=False)
+            return found
+
+
+_clients = _Clients()
+os.register_at_fork(after_in_child=_clients.after_fork)
+
+
+def client_for(options: dict[str, Any]) -> Client:
+    """Return the client for an endpoint and credentials; a new one after a fork.
+
+    Raises:
+        StorageError: An option is not valid.
+    """
+    try:
+        return _clients.find(options)
+    except Exception as error:
+        raise storage_error(error, "opening S3") from error

@@ -1,0 +1,218 @@
+"""Write a large object in parts, several of them at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
+
+from typing_extensions import Buffer
+
+from ...errors import StorageError
+from ..buffers import byte_view
+from ..writers import CheckedWriter
+from .client import Client
+from .replies import code_of, storage_error
+from .retries import Request
+
+__all__ = ["PART_BYTES", "MultipartWriter", "PartBody"]
+
+PART_BYTES = 16 << 20
+_MAX_PARTS = 9_000  # S3 accepts 10,000
+_ABORT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class PartBody(io.RawIOBase):
+    """The bytes of a request's body, which the client sends piece by piece, without a copy of all of them."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._at = data, 0
+
+    def read(self, size: int = -1) -> Any:
+        """Return a view of the next bytes."""
+        end = len(self._data) if size < 0 else self._at + size
+        piece = self._data[self._at : end]
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:  # word-ok: the name in io.RawIOBase
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+class _Part:
+    """The memory of a part, and how many of its bytes are missing."""
+
+    def __init__(self, buffer: bytearray) -> None:
+        self.buffer, self.missing = buffer, len(buffer)
+
+
+class MultipartWriter(CheckedWriter):
+    """Sends a part as soon as all its bytes are written, and returns while it is in flight.
+
+    At most ``PARTS_IN_FLIGHT`` parts of the whole process are in flight; ``write`` waits for a slot before it sends
+    another. So a caller with a single thread uses all of them. A part's memory is freed when the store has confirmed
+    it. The upload begins with the first complete part, and the object appears with ``complete``.
+    """
+
+    def __init__(self, client: Client, action: str, bucket: str, key: str, size: int, deadline_s: float) -> None:
+        super().__init__(action, size)
+        self._client, self._deadline_s = client, deadline_s
+        self._address = {"Bucket": bucket, "Key": key}
+        self._part_bytes = max(PART_BYTES, -(-size // _MAX_PARTS))
+        self._filling: dict[int, _Part] = {}
+        self._sent: list[Future[None]] = []
+        self._tags: dict[int, str] = {}
+        self._upload: asyncio.Future[str] | None = None  # used on the event loop only
+        client.window.enter()
+
+    def write(self, offset: int, data: Buffer) -> None:
+        view = byte_view(data)
+        with self._changed:
+            self._admit(offset, len(view))
+        while len(view):
+            number, start = divmod(offset, self._part_bytes)
+            with self._changed:
+                part = self._filling.get(number)
+                if part is None:
+                    length = min(self._part_bytes, self._size - offset + start)
+                    part = self._filling[number] = _Part(self._client.window.take_buffer(length))
+            piece = view[: len(part.buffer) - start]
+            part.buffer[start : start + len(piece)] = piece
+            view, offset = view[len(piece) :], offset + len(piece)
+            with self._changed:
+                part.missing -= len(piece)
+                is_whole = not part.missing
+            if is_whole:
+                self._send(number, part)
+
+    def _send(self, number: int, part: _Part) -> None:
+        if not self._client.window.acquire_slot(self._deadline_s):
+            error = StorageError(f"{self._action}: no part was confirmed within {self._deadline_s:g} s")
+            self._fail(error)
+            raise error
+        with self._changed:
+            del self._filling[number]
+            if self._state != "open":
+                self._client.window.release_slot()
+                self._raise_failure()
+            sent = self._client.start(self._send_part(number, part.buffer))
+            self._sent.append(sent)
+        sent.add_done_callback(self._has_ended)
+
+    def _has_ended(self, sent: Future[None]) -> None:
+        self._client.window.release_slot()
+        error = None if sent.cancelled() else sent.exception()
+        if isinstance(error, Exception):
+            self._fail(storage_error(error, self._action))
+
+    def _fail(self, error: StorageError) -> None:
+        with self._changed:
+            if self._state == "open":
+                self._state, self._failure = "failed", error
+
+    async def _send_part(self, number: int, buffer: bytearray) -> None:
+        data = memoryview(buffer)
+        upload = await self._begun()
+        where = {**self._address, "UploadId": upload, "PartNumber": number + 1}
+        action = f"{self._action}: part {number + 1}"
+        request = Request(action, self._deadline_s, "part", len(data), can_hedge=True)
+        reply = await self._client.repeat(
+            request, lambda: self._client.call("upload_part", **where, Body=PartBody(data), ContentLength=len(data))
+        )
+        self._tags[number] = reply["ETag"]
+        self._client.window.give_back(buffer)
+
+    async def _begun(self) -> str:
+        """Return the id of the upload, which the first part begins."""
+        if self._upload is None:
+            self._upload = asyncio.ensure_future(self._begin())
+        return await asyncio.shield(self._upload)
+
+    async def _begin(self) -> str:
+        reply = await self._client.repeat(
+            Request(self._action, self._deadline_s),
+            lambda: self._client.call("create_multipart_upload", **self._address),
+        )
+        return str(reply["UploadId"])
+
+    def complete(self) -> None:
+        with self._changed:
+            if self._state == "open":
+                self._written.check_whole()
+        for sent in self._sent:
+            with suppress(Exception):
+                sent.result()
+        with self._changed:
+            self._raise_failure()
+            self._seal()
+        self._client.run(self._action, self._complete())
+        with self._changed:
+            self._state = "complete"
+        self._client.window.leave()
+
+    async def _complete(self) -> None:
+        upload = await self._begun()
+        parts = [{"PartNumber": number + 1, "ETag": self._tags[number]} for number in sorted(self._tags)]
+        try:
+            await self._client.repeat(
+                Request(self._action, self._deadline_s, "complete"),
+                lambda: self._client.call(
+                    "complete_multipart_upload", **self._address, UploadId=upload, MultipartUpload={"Parts": parts}
+                ),
+            )
+        except Exception as error:
+            # The reply to an earlier try was lost, and that try has ended the upload.
+            if code_of(error) != "NoSuchUpload" or not await self._is_stored():
+                raise
+
+    async def _is_stored(self) -> bool:
+        found = await self._client.repeat(
+            Request(self._action, self._deadline_s), lambda: self._client.call("head_object", **self._address)
+        )
+        return bool(found["ContentLength"] == self._size)
+
+    def abort(self) -> None:
+        with self._changed:
+            if not self._withdraw():
+                return
+            self._filling.clear()
+        for sent in self._sent:
+            sent.cancel()
+        wait(self._sent)
+        self._client.window.leave()
+        try:
+            self._client.run(self._action, self._abort())
+        except Exception as error:  # noqa: BLE001 - abort never raises
+            _log.warning("%s: could not end the incomplete upload: %s", self._action, error)
+
+    async def _abort(self) -> None:
+        if self._upload is None:
+            return
+        await asyncio.wait([self._upload])
+        if self._upload.exception() is not None:
+            return  # it never began
+        upload = self._upload.result()
+        await self._client.repeat(
+            Request(self._action, min(_ABORT_S, self._deadline_s)),
+            lambda: self._client.call("abort_multipart_upload", **self._address, UploadId=upload),
+        )

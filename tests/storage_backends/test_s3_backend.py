@@ -1,0 +1,302 @@
+"""The S3 backend against a real server, and through a proxy that damages what passes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+pytest.importorskip("s3fs")
+
+from bytecheckpoint.errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
+from bytecheckpoint.storage_backends import StorageBackend, open_backend
+from bytecheckpoint.storage_backends.s3 import retries, writers
+from bytecheckpoint.storage_backends.s3.window import PARTS_IN_FLIGHT
+from bytecheckpoint.testing import time_limit
+from bytecheckpoint.testing.storage import StorageConformance
+from tests.support.forked_store import use_in_forked_child
+from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
+
+pytestmark = pytest.mark.s3
+
+PART = 5 << 20  # the smallest that S3 accepts
+DATA = np.random.default_rng(0).bytes(3 * PART + 17)
+
+
+class TestS3(StorageConformance):
+    large_bytes = 34 * 2**20 + 17
+    piece_bytes = 3 * 2**20
+    writers = 8
+    sequences = 5
+
+    @pytest.fixture
+    def backend(self, bucket: str, s3: dict[str, Any]) -> Iterator[StorageBackend]:
+        self.fs = fsspec.filesystem("s3", **s3)
+        self.bucket = bucket
+        backend = open_backend(f"s3://{bucket}/some/root", **s3)
+        yield backend
+        backend.close()
+
+    @pytest.fixture(autouse=True)
+    def _no_pending_uploads(self, backend: StorageBackend) -> Iterator[None]:
+        yield
+        self.check_no_uploads()
+
+    def check_no_leftovers(self, backend: StorageBackend) -> None:
+        self.fs.invalidate_cache()
+        assert self.fs.find(self.bucket) == []
+        self.check_no_uploads()
+
+    def check_no_uploads(self) -> None:
+        assert self.fs.list_multipart_uploads(self.bucket) == []
+
+
+def test_s3_usable_in_a_forked_child(bucket: str, s3: dict[str, Any]) -> None:
+    use_in_forked_child(f"s3://{bucket}/root", s3)
+
+
+def test_s3_bucket_is_never_made(s3: dict[str, Any]) -> None:
+    backend = open_backend(f"s3://none-{uuid.uuid4().hex}/root", **s3)
+    with pytest.raises(StorageError, match="bucket"):
+        backend.put("object", b"x")
+    with pytest.raises(StorageError, match="bucket"):
+        backend.get("object")
+    writer = backend.create("large", 20 * 2**20)
+    writer.write(0, bytes(20 * 2**20))
+    with pytest.raises(StorageError, match="bucket"):
+        writer.complete()
+    writer.abort()
+    # A job whose bucket is misspelled must not start from scratch.
+    with pytest.raises(StorageError, match="bucket"):
+        [*backend.list()]
+    with pytest.raises(StorageError, match="bucket"):
+        backend.list_children()
+
+
+def test_s3_forgotten_writer_stores_nothing(bucket: str, s3: dict[str, Any]) -> None:
+    backend = open_backend(f"s3://{bucket}", **s3)
+    writer = backend.create("large", 20 * 2**20)
+    writer.write(0, bytes(19 * 2**20))
+    del writer
+    gc.collect()
+    assert [*backend.list()] == []
+
+
+def test_s3_unreachable(bucket: str, s3: dict[str, Any]) -> None:
+    options = {**s3, "endpoint_url": "http://127.0.0.1:1"}
+    with pytest.raises(StorageError, match=r"127\.0\.0\.1:1"):
+        open_backend(f"s3://{bucket}", **options).get("object")
+
+
+@pytest.fixture
+def proxy(s3: dict[str, Any]) -> Iterator[FaultProxy]:
+    with fault_proxy(s3["endpoint_url"]) as running:
+        yield running
+
+
+@pytest.fixture
+def damaged(proxy: FaultProxy, bucket: str, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> StorageBackend:
+    """A backend behind the proxy, with small parts and quick time limits."""
+    monkeypatch.setattr(writers, "PART_BYTES", PART)
+    backend = open_backend(f"s3://{bucket}/root", **{**s3, "endpoint_url": proxy.url})
+    backend.deadline_s = time_limit(20)
+    return backend
+
+
+def _write(backend: StorageBackend, data: bytes = DATA) -> None:
+    with backend.create("object", len(data)) as writer:
+        for start in range(0, len(data), 3 << 20):
+            writer.write(start, data[start : start + (3 << 20)])
+        writer.complete()
+
+
+def _pending(bucket: str, s3: dict[str, Any]) -> list[Any]:
+    found: list[Any] = fsspec.filesystem("s3", **s3).list_multipart_uploads(bucket)
+    return found
+
+
+def test_requests_are_counted(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    _write(damaged)
+    assert sorted(proxy.kinds) == ["begin", "complete", "part", "part", "part", "part"]
+    proxy.kinds.clear()
+    buffer = bytearray(1000)
+    damaged.read_into("object", 77, buffer)
+    assert buffer == DATA[77:1077]
+    with pytest.raises(KeyNotFoundError):
+        damaged.get("missing")
+    damaged.put("small", b"x")
+    damaged.put("new", b"x", if_absent=True)
+    with pytest.raises(KeyExistsError):
+        damaged.put("small", b"y", if_absent=True)
+    assert damaged.get("small") == b"x"
+    assert proxy.kinds == ["get", "get", "put", "put", "put", "head", "get"]
+
+
+def test_eight_parts_are_in_flight(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    """One thread writes, and waits only for the ninth part."""
+    proxy.rule = lambda exchange: "wait" if exchange.kind == "part" else None
+    data = DATA * 4
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(_write, damaged, data)
+        for _ in range(PARTS_IN_FLIGHT):
+            assert proxy.waiting.acquire(timeout=time_limit(30))
+        assert proxy.kinds.count("part") == PARTS_IN_FLIGHT
+        assert not writing.done()
+        proxy.go_on.set()
+        writing.result(time_limit(60))
+    assert damaged.get("object") == data
+
+
+def test_a_store_that_is_busy(damaged: StorageBackend, proxy: FaultProxy, bucket: str, s3: dict[str, Any]) -> None:
+    proxy.rule = lambda exchange: "refuse" if len(proxy.kinds) % 3 == 1 else None
+    _write(damaged)
+    assert damaged.get("object") == DATA
+    assert [found.key for found in damaged.list()] == ["object"]
+    damaged.delete(["object"])
+    assert _pending(bucket, s3) == []
+
+
+@pytest.mark.parametrize("what", ["refuse", "reset", "stall"])
+def test_a_part_that_never_succeeds(
+    damaged: StorageBackend,
+    proxy: FaultProxy,
+    bucket: str,
+    s3: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    monkeypatch.setattr(retries, "_MIN_LIMIT_S", 0.5)
+    monkeypatch.setattr(retries, "_SLOWEST", 1e9)
+    damaged.put("object", b"before")
+    proxy.rule = lambda exchange: what if exchange.part == 2 else None
+    damaged.deadline_s = 2.0
+    with pytest.raises(StorageError, match=r"writing 'object' in s3://\S+: part 2: .* \(\d+ tries in \d"):
+        _write(damaged)
+    assert proxy.kinds.count("part") > 4
+    assert damaged.get("object") == b"before"
+    assert _pending(bucket, s3) == []
+
+
+@pytest.mark.parametrize("what", ["reset", "stall", "lose", "refuse"])
+def test_each_request_of_an_upload_fails_once(
+    damaged: StorageBackend,
+    proxy: FaultProxy,
+    bucket: str,
+    s3: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    """Also the reply to the last request, after which the upload no longer exists."""
+    monkeypatch.setattr(retries, "_MIN_LIMIT_S", time_limit(1))
+    monkeypatch.setattr(retries, "_SLOWEST", 1e8)
+    failed: set[tuple[str, int | None]] = set()
+
+    def rule(exchange: Exchange) -> str | None:
+        name = exchange.kind, exchange.part
+        if name in failed:
+            return None
+        failed.add(name)
+        # Without the reply, the client does not learn the id of an upload that it has begun.
+        return "refuse" if exchange.kind == "begin" else what
+
+    proxy.rule = rule
+    _write(damaged)
+    assert {kind for kind, _ in failed} >= {"begin", "part", "complete"}
+    proxy.rule = lambda exchange: None
+    assert damaged.get("object") == DATA
+    assert _pending(bucket, s3) == []
+
+
+def test_a_slow_part_is_sent_a_second_time(
+    damaged: StorageBackend, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(retries, "_HEDGE_AFTER_S", 0.05)
+    caplog.set_level(logging.INFO, "bytecheckpoint.storage_backends.s3.retries")
+    for _ in range(3):
+        _write(damaged)
+    slow: set[int | None] = set()
+
+    def rule(exchange: Exchange) -> str | None:
+        if exchange.part != 2 or slow:
+            return None
+        slow.add(exchange.part)
+        return "wait"
+
+    proxy.rule = rule
+    _write(damaged)
+    assert slow
+    assert "sending it again" in caplog.text
+    assert damaged.get("object") == DATA
+
+
+def test_a_lost_reply_to_a_conditional_put(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    proxy.rule = lambda exchange: "lose" if (exchange.kind, exchange.number) == ("put", 1) else None
+    damaged.put("object", b"first", if_absent=True)
+    assert proxy.kinds == ["put", "put", "head"]
+    proxy.kinds.clear()
+    with pytest.raises(KeyExistsError):
+        damaged.put("object", b"another's", if_absent=True)
+
+
+@pytest.mark.parametrize("what", ["reset", "stall", "lose", "refuse", "cut", "shift"])
+def test_a_read_that_fails_once(
+    damaged: StorageBackend, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    _write(damaged)
+    monkeypatch.setattr(retries, "_MIN_LIMIT_S", time_limit(1))
+    monkeypatch.setattr(retries, "_SLOWEST", 1e8)
+    proxy.kinds.clear()
+    proxy.rule = lambda exchange: what if exchange.number == 1 else None
+    first, second = bytearray(1000), bytearray(50_000)
+    damaged.read_scattered("object", 5, [first, second])
+    assert first + second == DATA[5 : 5 + 51_000]
+    assert proxy.kinds == ["get", "get"]
+
+
+def test_a_manifest_that_is_cut_short_is_read_again(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    damaged.put("manifest", DATA[:5000])
+    proxy.rule = lambda exchange: "cut" if exchange.number == 1 else None
+    assert damaged.get("manifest") == DATA[:5000]
+
+
+def test_replies_that_are_always_wrong(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    _write(damaged)
+    damaged.deadline_s = 1.0
+    proxy.rule = lambda exchange: "shift"
+    with pytest.raises(StorageError, match=r"requested bytes \[5, 105\), the reply has \[6, 106\) of 15728657 \("):
+        damaged.read_into("object", 5, bytearray(100))
+
+
+def test_an_object_that_is_replaced_between_two_reads(damaged: StorageBackend) -> None:
+    damaged.put("object", b"first version")
+    with damaged.open_object("object") as reader:
+        reader.read(0, [bytearray(5)])
+        damaged.put("object", b"another version")
+        with pytest.raises(StorageError, match="replaced while it was being read"):
+            reader.read(5, [bytearray(5)])
+
+
+def test_wrong_credentials(bucket: str, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/does/not/exist")
+    backend = open_backend(f"s3://{bucket}", endpoint_url=s3["endpoint_url"])
+    with pytest.raises(AccessDeniedError, match="no credentials were found"):
+        backend.put("object", b"x")
+
+
+def test_backends_share_a_client(bucket: str, s3: dict[str, Any], proxy: FaultProxy) -> None:
+    options = {**s3, "endpoint_url": proxy.url}
+    first, second = (open_backend(f"s3://{bucket}/{name}", **options) for name in "ab")
+    other = open_backend(f"s3://{bucket}/a", **options, config_kwargs={"read_timeout": 7})
+    clients = [backend._client() for backend in (first, second, other)]  # type: ignore[attr-defined]
+    assert clients[0] is clients[1]
+    assert clients[0] is not clients[2]

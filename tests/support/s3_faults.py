@@ -1,0 +1,163 @@
+"""A proxy between an S3 client and a server, which damages what passes through it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+from urllib.parse import parse_qs, urlsplit
+
+from bytecheckpoint.testing import time_limit
+
+__all__ = ["Exchange", "FaultProxy", "fault_proxy"]
+
+_BUSY = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code><Message>wait</Message></Error>'
+_SLOW_DOWN = b"HTTP/1.1 503 Slow Down\r\nContent-Length: %d\r\n\r\n" % len(_BUSY) + _BUSY
+
+
+@dataclass
+class Exchange:
+    """A request, before it is passed on. ``number`` counts requests of the same ``kind`` from 1."""
+
+    kind: str
+    number: int
+    part: int | None
+
+
+Rule = Callable[[Exchange], str | None]
+"""Returns what to do with a request:
+
+* None: pass it on.
+* ``refuse``: reply 503.
+* ``reset``: reset the connection while its body arrives.
+* ``stall``: never reply.
+* ``lose``: pass it on, and close the connection instead of replying.
+* ``cut``: close the connection in the middle of the reply's body.
+* ``shift``: reply with the range that begins one byte later.
+* ``wait``: reply when ``FaultProxy.go_on`` is set.
+"""
+
+
+class FaultProxy:
+    """A running proxy at ``url``. Set ``rule`` at any time. ``kinds`` lists the requests that have arrived."""
+
+    def __init__(self, server: str) -> None:
+        address = urlsplit(server)
+        self._server = (str(address.hostname), int(address.port or 0))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = {self._listener}
+        self._threads = [threading.Thread(target=self._accept, name="fault-proxy")]
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.rule: Rule = lambda exchange: None
+        self.kinds: list[str] = []
+        self.go_on = threading.Event()
+        self.waiting = threading.Semaphore(0)
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self.go_on.set()
+        with self._lock:
+            for one in self._open:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with self._lock:
+                    self._open.add(connection)
+                    self._threads.append(threading.Thread(target=self._serve, args=(connection,), name="fault-proxy"))
+                    self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, EOFError), connection, connection.makefile("rb") as requests:
+            while self._pass_on(connection, requests):
+                pass
+        with self._lock:
+            self._open.discard(connection)
+
+    def _pass_on(self, connection: socket.socket, requests: BinaryIO) -> bool:
+        """Return false to close the connection."""
+        head = _read_head(requests)
+        what = self.rule(self._exchange(head))
+        if what == "stall":
+            requests.read()  # until the client gives up
+            return False
+        if _header(head, b"expect"):
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if what == "reset":
+            requests.read(min(1 << 16, int(_header(head, b"content-length") or 0)))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return False
+        body = requests.read(int(_header(head, b"content-length") or 0))
+        if what == "shift":
+            first, _, last = _header(head, b"range").partition(b"=")[2].partition(b"-")
+            head = head.replace(b"=" + first + b"-" + last, b"=%d-%d" % (int(first) + 1, int(last) + 1))
+        if what == "wait":
+            self.waiting.release()
+            self.go_on.wait(time_limit(60))
+        reply = _SLOW_DOWN if what == "refuse" else self._ask(head, body)
+        if what == "lose":
+            return False
+        connection.sendall(reply[: reply.index(b"\r\n\r\n") + 14] if what == "cut" else reply)
+        return what != "cut"
+
+    def _exchange(self, head: bytes) -> Exchange:
+        method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
+        query = parse_qs(urlsplit(target).query, keep_blank_values=True)
+        part = int(query["partNumber"][0]) if "partNumber" in query else None
+        kind = method.lower()
+        if part is not None:
+            kind = "part"
+        elif "uploads" in query:
+            kind = "begin"
+        elif "uploadId" in query:
+            kind = {"post": "complete", "delete": "abort"}[kind]
+        elif "list-type" in query:
+            kind = "list"
+        with self._lock:
+            self.kinds.append(kind)
+            return Exchange(kind, self.kinds.count(kind), part)
+
+    def _ask(self, head: bytes, body: bytes) -> bytes:
+        request, *lines = head.rstrip(b"\r\n").split(b"\r\n")
+        kept = [line for line in lines if not line.lower().startswith((b"connection:", b"expect:"))]
+        with socket.create_connection(self._server) as server, server.makefile("rb") as replies:
+            server.sendall(b"\r\n".join([request, *kept, b"Connection: close", b"", b""]) + body)
+            return replies.read().replace(b"Connection: close\r\n", b"", 1)
+
+
+def _read_head(requests: BinaryIO) -> bytes:
+    lines = []
+    while (line := requests.readline()) not in (b"", b"\r\n"):
+        lines.append(line)
+    if not lines:
+        raise EOFError
+    return b"".join(lines) + b"\r\n"
+
+
+def _header(head: bytes, name: bytes) -> bytes:
+    for line in head.split(b"\r\n")[1:]:
+        key, _, value = line.partition(b":")
+        if key.lower() == name:
+            return value.strip()
+    return b""
+
+
+@contextlib.contextmanager
+def fault_proxy(server: str) -> Iterator[FaultProxy]:
+    """Run a proxy in front of ``server``."""
+    proxy = FaultProxy(server)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
