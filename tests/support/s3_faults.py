@@ -51,6 +51,7 @@ class FaultProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self._open: set[socket.socket] = {self._listener}
+        self._closed = False
         self._threads = [threading.Thread(target=self._accept, name="fault-proxy")]
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.rule: Rule = lambda exchange: None
@@ -62,6 +63,7 @@ class FaultProxy:
     def close(self) -> None:
         self.go_on.set()
         with self._lock:
+            self._closed = True
             for one in self._open:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
@@ -74,6 +76,9 @@ class FaultProxy:
             while True:
                 connection, _ = self._listener.accept()
                 with self._lock:
+                    if self._closed:
+                        connection.close()
+                        return
                     self._open.add(connection)
                     self._threads.append(threading.Thread(target=self._serve, args=(connection,), name="fault-proxy"))
                     self._threads[-1].start()
@@ -105,6 +110,8 @@ class FaultProxy:
         if what == "wait":
             self.waiting.release()
             self.go_on.wait(time_limit(60))
+            if self._closed:
+                return False
         reply = _SLOW_DOWN if what == "refuse" else self._ask(head, body)
         if what == "lose":
             return False
@@ -131,7 +138,7 @@ class FaultProxy:
     def _ask(self, head: bytes, body: bytes) -> bytes:
         request, *lines = head.rstrip(b"\r\n").split(b"\r\n")
         kept = [line for line in lines if not line.lower().startswith((b"connection:", b"expect:"))]
-        with socket.create_connection(self._server) as server, server.makefile("rb") as replies:
+        with socket.create_connection(self._server, time_limit(20)) as server, server.makefile("rb") as replies:
             server.sendall(b"\r\n".join([request, *kept, b"Connection: close", b"", b""]) + body)
             return replies.read().replace(b"Connection: close\r\n", b"", 1)
 
