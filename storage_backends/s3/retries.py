@@ -33,6 +33,7 @@ _SLOWEST = 1e6  # bytes per second that are assumed before anything was measured
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _TRIES_OF_UNKNOWN_ENDPOINT = 3  # a wrong address fails in a second, not after the whole deadline
 _SAMPLES = 64
+_MIN_SAMPLE_BYTES = 1 << 20  # the time of a smaller request is latency, and its rate would allow a large one hours
 _HEDGE_FACTOR = 3
 _HEDGE_AFTER_S = 1.0
 _HEDGE_SAMPLES = 8
@@ -123,7 +124,7 @@ class Retries:
                     await task
         if request.nbytes:
             samples = self._seconds_per_byte.setdefault(request.kind, deque(maxlen=_SAMPLES))
-            samples.append((time.monotonic() - begun) / request.nbytes)
+            samples.append((time.monotonic() - begun) / max(request.nbytes, _MIN_SAMPLE_BYTES))
         return result
 
     def _limit(self, request: Request) -> float:
