@@ -21,7 +21,7 @@ from ..base import ObjectReader, ObjectStat, ObjectWriter, StorageBackend
 from ..buffers import byte_view, check_max_size, writable_view
 from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
-from .client import Client, client_for
+from .client import MARK, Client, client_for
 from .replies import ShortReplyError, code_of, is_missing
 from .retries import Request
 from .writers import MultipartWriter, PartBody
@@ -31,7 +31,6 @@ __all__ = ["S3Backend"]
 _SINGLE_PUT_BYTES = 8 << 20
 _READ_CHUNK = 1 << 20
 _CONCURRENT_DELETES = 16
-_MARK = "bcp-put"  # metadata by which a writer recognizes an object as its own
 _TAKEN_CODES = frozenset({"412", "PreconditionFailed"})
 _OUTSIDE_CODES = frozenset({"416", "InvalidRange"})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
@@ -64,22 +63,22 @@ class S3Backend(StorageBackend):
         check_key(key)
         client, action = self._client(), self._action("writing", key)
         content = memoryview(bytes(byte_view(data)))
-        if if_absent and not client.accepts("PutObject", "IfNoneMatch"):
-            raise StorageError(f"{action}: the installed botocore has no conditional put; upgrade s3fs and aiobotocore")
         client.run(action, self._put(client, action, key, content, if_absent=if_absent))
 
     async def _put(self, client: Client, action: str, key: str, content: memoryview, *, if_absent: bool) -> None:
         address, mark = self._address(client, key), secrets.token_hex(16)
-        condition = {"IfNoneMatch": "*", "Metadata": {_MARK: mark}} if if_absent else {}
+        condition = {"IfNoneMatch": "*", "Metadata": {MARK: mark}} if if_absent else {}
 
         async def send() -> None:
+            if if_absent and not await client.accepts("PutObject", "IfNoneMatch"):
+                raise StorageError(f"{action}: the installed botocore has no conditional put; upgrade s3fs")
             try:
                 await client.call("put_object", **address, Body=PartBody(content), **condition)
             except Exception as error:
                 if code_of(error) not in _TAKEN_CODES:
                     raise
                 # The reply to an earlier try may have been lost, also to one that the HTTP client has repeated itself.
-                if await _mark_of(client, address) != mark:
+                if await client.mark_of(address) != mark:
                     raise KeyExistsError(f"{action}: the key is taken") from error
 
         await client.repeat(Request(action, self.deadline_s, "put", len(content)), send)
@@ -108,7 +107,7 @@ class S3Backend(StorageBackend):
         return _Reader(self, key)
 
     def _read(self, key: str, offset: int, buffers: Sequence[Buffer], version: str) -> str:
-        """Fill ``buffers`` and return the object's version. Raises if that is neither ``version`` nor unknown."""
+        """Fill ``buffers`` with bytes of one version of the object, of ``version`` if it is not empty; return it."""
         action = self._action("reading", key)
         views = [writable_view(action, buffer) for buffer in buffers]
         views = [view for view in views if len(view)]
@@ -123,18 +122,26 @@ class S3Backend(StorageBackend):
             return found.version
         count, address = sum(map(len, views)), self._address(client, key)
         request = Request(action, self.deadline_s, "read", count, can_hedge=True)
+
+        async def send() -> str:
+            nonlocal version
+            reply = await client.call("get_object", **address, Range=f"bytes={offset}-{offset + count - 1}")
+            async with aclosing(_Body(reply["Body"])) as body:
+                _check_range(reply, action, offset, offset + count)
+                found = str(reply.get("ETag", ""))
+                # Two tries may fill the buffers at the same time.
+                if version and found != version:
+                    raise StorageError(f"{action}: the object was replaced while it was being read")
+                version = found
+                await body.fill(views)
+            return found
+
         try:
-            found_version = client.run(
-                action,
-                client.repeat(request, lambda: _receive(client, action, address, offset, count, views)),
-            )
+            return client.run(action, client.repeat(request, send))
         except StorageError as error:
             if code_of(error.__cause__ or error) not in _OUTSIDE_CODES:
                 raise
             raise _too_short(action, offset, offset + count, self.stat(key).size) from error
-        if version and found_version != version:
-            raise StorageError(f"{action}: the object was replaced while it was being read")
-        return found_version
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         check_key(key)
@@ -269,32 +276,12 @@ class _Body:
         while piece := await self._body.read(_READ_CHUNK):
             yield piece
 
-    async def aclose(self) -> None:
-        with suppress(Exception):
-            self._body.close()
-
-
-async def _mark_of(client: Client, address: dict[str, str]) -> str | None:
-    try:
-        found = await client.call("head_object", **address)
-    except Exception as error:
-        if not is_missing(error):
-            raise
-        return None
-    mark: str | None = found.get("Metadata", {}).get(_MARK)
-    return mark
-
-
-async def _receive(
-    client: Client, action: str, address: dict[str, str], offset: int, count: int, views: Sequence[memoryview]
-) -> str:
-    """Fill ``views`` with ``count`` bytes of an object, and return its version."""
-    reply = await client.call("get_object", **address, Range=f"bytes={offset}-{offset + count - 1}")
-    async with aclosing(_Body(reply["Body"])) as body:
-        _check_range(reply, action, offset, offset + count)
+    async def fill(self, views: Sequence[memoryview]) -> None:
+        """Fill ``views``. Raises ``ShortReplyError`` if the body has another length than all of them."""
+        count, done = sum(map(len, views)), 0
         targets = iter(views)
-        target, done = next(targets), 0
-        async for piece in body.pieces():
+        target = next(targets)
+        async for piece in self.pieces():
             rest = memoryview(piece)
             done += len(rest)
             if done > count:
@@ -305,9 +292,12 @@ async def _receive(
                 taken = rest[: len(target)]
                 target[: len(taken)] = taken
                 target, rest = target[len(taken) :], rest[len(taken) :]
-    if done != count:
-        raise ShortReplyError(f"requested bytes [{offset}, {offset + count}), the reply has {done} bytes")
-    return str(reply.get("ETag", ""))
+        if done != count:
+            raise ShortReplyError(f"requested {count} bytes, the reply has {done}")
+
+    async def aclose(self) -> None:
+        with suppress(Exception):
+            self._body.close()
 
 
 def _check_range(reply: dict[str, Any], action: str, start: int, end: int) -> None:

@@ -13,13 +13,16 @@ import s3fs
 from fsspec.utils import tokenize
 
 from ...errors import StorageError
-from .replies import storage_error
+from .replies import is_missing, storage_error
 from .retries import Request, Retries
 from .window import Window
 
-__all__ = ["Client", "client_for"]
+__all__ = ["MARK", "Client", "client_for"]
 
 _T = TypeVar("_T")
+
+MARK = "bcp-put"
+"""Metadata by which a writer recognizes an object that it has stored, also when the reply was lost."""
 
 _CONNECTIONS = 32
 _MAX_CLIENTS = 8  # jobs that rotate tokens would otherwise keep one client for each
@@ -40,9 +43,6 @@ class Client:
             "response_checksum_validation": "when_required",
             **(options.get("config_kwargs") or {}),
         }
-        if _is_encrypted(options):
-            # TLS detects changed bytes. Signing every byte takes more processor time than sending it.
-            config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
         self.window = Window()
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, **{**options, "config_kwargs": config})
         self._fs.retries = 1
@@ -55,7 +55,33 @@ class Client:
 
     async def call(self, method: str, **arguments: Any) -> Any:
         """Send one request, once."""
+        await self._connected()
         return await self._fs._call_s3(method, **arguments)
+
+    async def accepts(self, operation: str, argument: str) -> bool:
+        """Whether the installed client supports an argument. An older one would silently omit it."""
+        operations = (await self._connected()).meta.service_model
+        return argument in operations.operation_model(operation).input_shape.members
+
+    async def _connected(self) -> Any:
+        """Return botocore's client, which s3fs creates at the first use."""
+        s3 = await self._fs.set_session()
+        config = s3.meta.config
+        if s3.meta.endpoint_url.startswith("https://"):
+            # TLS detects changed bytes. Signing every byte takes more processor time than sending it.
+            config.s3 = {"payload_signing_enabled": False, **(config.s3 or {})}
+        return s3
+
+    async def mark_of(self, address: dict[str, str]) -> str | None:
+        """Return the ``MARK`` of an object; None if it has none, or does not exist."""
+        try:
+            found = await self.call("head_object", **address)
+        except Exception as error:
+            if not is_missing(error):
+                raise
+            return None
+        mark: str | None = found.get("Metadata", {}).get(MARK)
+        return mark
 
     async def repeat(self, request: Request, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Send a request until it succeeds (see ``Retries``)."""
@@ -78,16 +104,6 @@ class Client:
             future.cancel()
             raise
         return result
-
-    def accepts(self, operation: str, argument: str) -> bool:
-        """Whether the installed client supports an argument. An older one would silently omit it."""
-        return argument in self._fs.s3.meta.service_model.operation_model(operation).input_shape.members
-
-
-def _is_encrypted(options: dict[str, Any]) -> bool:
-    given = options.get("endpoint_url") or (options.get("client_kwargs") or {}).get("endpoint_url")
-    url = given or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "https://"
-    return str(url).startswith("https://") and bool(options.get("use_ssl", True))
 
 
 class _Clients:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-from concurrent.futures import Future, wait
-from contextlib import suppress
+import secrets
+from concurrent.futures import Future
 from typing import Any
 
 from typing_extensions import Buffer
@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 from ...errors import StorageError
 from ..buffers import byte_view
 from ..writers import CheckedWriter
-from .client import Client
+from .client import MARK, Client
 from .replies import code_of, storage_error
 from .retries import Request
 
@@ -81,6 +81,8 @@ class MultipartWriter(CheckedWriter):
         self._part_bytes = max(PART_BYTES, -(-size // _MAX_PARTS))
         self._filling: dict[int, _Part] = {}
         self._sent: list[Future[None]] = []
+        self._running: set[asyncio.Task[Any]] = set()  # used on the event loop only
+        self._mark = secrets.token_hex(16)
         self._tags: dict[int, str] = {}
         self._upload: asyncio.Future[str] | None = None  # used on the event loop only
         client.window.enter()
@@ -131,6 +133,10 @@ class MultipartWriter(CheckedWriter):
                 self._state, self._failure = "failed", error
 
     async def _send_part(self, number: int, buffer: bytearray) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         data = memoryview(buffer)
         upload = await self._begun()
         where = {**self._address, "UploadId": upload, "PartNumber": number + 1}
@@ -151,7 +157,7 @@ class MultipartWriter(CheckedWriter):
     async def _begin(self) -> str:
         reply = await self._client.repeat(
             Request(self._action, self._deadline_s),
-            lambda: self._client.call("create_multipart_upload", **self._address),
+            lambda: self._client.call("create_multipart_upload", **self._address, Metadata={MARK: self._mark}),
         )
         return str(reply["UploadId"])
 
@@ -160,8 +166,11 @@ class MultipartWriter(CheckedWriter):
             if self._state == "open":
                 self._written.check_whole()
         for sent in self._sent:
-            with suppress(Exception):
+            # Not left to `_has_ended`, which may run after this thread has been woken.
+            try:
                 sent.result()
+            except Exception as error:  # noqa: BLE001 - stores raise anything, and `_raise_failure` raises it
+                self._fail(storage_error(error, self._action))
         with self._changed:
             self._raise_failure()
             self._seal()
@@ -172,7 +181,9 @@ class MultipartWriter(CheckedWriter):
 
     async def _complete(self) -> None:
         upload = await self._begun()
-        parts = [{"PartNumber": number + 1, "ETag": self._tags[number]} for number in sorted(self._tags)]
+        # Every part by its number: a store accepts a list with gaps, and the object would lack their bytes.
+        count = -(-self._size // self._part_bytes)
+        parts = [{"PartNumber": number + 1, "ETag": self._tags[number]} for number in range(count)]
         try:
             await self._client.repeat(
                 Request(self._action, self._deadline_s, "complete"),
@@ -181,31 +192,33 @@ class MultipartWriter(CheckedWriter):
                 ),
             )
         except Exception as error:
-            # The reply to an earlier try was lost, and that try has ended the upload.
+            # The reply to an earlier try may be lost, or another process has ended the upload.
             if code_of(error) != "NoSuchUpload" or not await self._is_stored():
                 raise
 
     async def _is_stored(self) -> bool:
         found = await self._client.repeat(
-            Request(self._action, self._deadline_s), lambda: self._client.call("head_object", **self._address)
+            Request(self._action, self._deadline_s), lambda: self._client.mark_of(self._address)
         )
-        return bool(found["ContentLength"] == self._size)
+        return found == self._mark
 
     def abort(self) -> None:
         with self._changed:
             if not self._withdraw():
                 return
             self._filling.clear()
-        for sent in self._sent:
-            sent.cancel()
-        wait(self._sent)
-        self._client.window.leave()
         try:
             self._client.run(self._action, self._abort())
         except Exception as error:  # noqa: BLE001 - abort never raises
             _log.warning("%s: could not end the incomplete upload: %s", self._action, error)
+        self._client.window.leave()
 
     async def _abort(self) -> None:
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            # A part that arrives after the upload has ended would be kept, and cost money.
+            await asyncio.wait(self._running)
         if self._upload is None:
             return
         await asyncio.wait([self._upload])

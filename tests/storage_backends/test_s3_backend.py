@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -18,6 +20,7 @@ pytest.importorskip("s3fs")
 from bytecheckpoint.errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.s3 import retries, writers
+from bytecheckpoint.storage_backends.s3.client import Client
 from bytecheckpoint.storage_backends.s3.window import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
@@ -215,6 +218,40 @@ def test_each_request_of_an_upload_fails_once(
     assert _pending(bucket, s3) == []
 
 
+def test_a_failed_part_whose_callback_is_late(
+    damaged: StorageBackend, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A future wakes those that wait for it before it runs its callbacks."""
+    monkeypatch.setattr(
+        writers.MultipartWriter, "_has_ended", lambda writer, sent: writer._client.window.release_slot()
+    )
+    proxy.rule = lambda exchange: "refuse" if exchange.part == 2 else None
+    damaged.deadline_s = time_limit(2)
+    with pytest.raises(StorageError, match="part 2"):
+        _write(damaged)
+    assert "complete" not in proxy.kinds
+
+
+def test_an_upload_that_another_process_has_ended(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    """An object of the same size from an earlier upload is not the new one."""
+    _write(damaged, bytes(len(DATA)))
+    proxy.rule = lambda exchange: "ended" if exchange.kind == "complete" else None
+    with pytest.raises(StorageError, match="NoSuchUpload"):
+        _write(damaged)
+    assert damaged.get("object") == bytes(len(DATA))
+
+
+def test_an_abort_ends_the_parts_in_flight_first(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    """A part that arrives after the end of its upload is kept, and costs money."""
+    proxy.rule = lambda exchange: "wait" if exchange.kind == "part" else None
+    writer = damaged.create("object", len(DATA))
+    writer.write(0, DATA)
+    assert proxy.waiting.acquire(timeout=time_limit(30))
+    writer.abort()
+    assert not writer._running  # type: ignore[attr-defined]
+    assert proxy.kinds[-1] == "abort"
+
+
 def test_a_slow_part_is_sent_a_second_time(
     damaged: StorageBackend, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,3 +339,31 @@ def test_backends_share_a_client(bucket: str, s3: dict[str, Any], proxy: FaultPr
     clients = [backend._client() for backend in (first, second, other)]  # type: ignore[attr-defined]
     assert clients[0] is clients[1]
     assert clients[0] is not clients[2]
+
+
+def _client(backend: StorageBackend) -> Client:
+    client: Client = backend._client()  # type: ignore[attr-defined]
+    return client
+
+
+@pytest.mark.parametrize(("scheme", "is_signed"), [("https", False), ("http", True)])
+def test_bytes_are_signed_where_the_connection_does_not_protect_them(
+    bucket: str, s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch, scheme: str, is_signed: bool
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"{scheme}://127.0.0.1:1")
+    client = _client(open_backend(f"s3://{bucket}", key=s3["key"], secret=s3["secret"]))
+    config = client.run("connecting", client._connected()).meta.config
+    assert (config.s3 or {}).get("payload_signing_enabled", True) is is_signed
+
+
+def test_the_time_of_a_small_request_is_not_the_rate_of_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a stalled part would be noticed after hours."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(retries, "time", clock)
+    sender = retries.Retries()
+
+    async def answer() -> None:
+        clock.now += 0.05
+
+    asyncio.run(sender.run(retries.Request("reading", 100, "read", nbytes=1), answer))
+    assert sender._limit(retries.Request("reading", 100, "read", nbytes=16 << 20)) == retries._MIN_LIMIT_S

@@ -15,8 +15,13 @@ from bytecheckpoint.testing import time_limit
 
 __all__ = ["Exchange", "FaultProxy", "fault_proxy"]
 
-_BUSY = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>SlowDown</Code><Message>wait</Message></Error>'
-_SLOW_DOWN = b"HTTP/1.1 503 Slow Down\r\nContent-Length: %d\r\n\r\n" % len(_BUSY) + _BUSY
+
+def _error(status: bytes, code: bytes) -> bytes:
+    body = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>%s</Code><Message>-</Message></Error>' % code
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+_ERRORS = {"refuse": _error(b"503 Slow Down", b"SlowDown"), "ended": _error(b"404 Not Found", b"NoSuchUpload")}
 
 
 @dataclass
@@ -33,6 +38,7 @@ Rule = Callable[[Exchange], str | None]
 
 * None: pass it on.
 * ``refuse``: reply 503.
+* ``ended``: reply that there is no such upload.
 * ``reset``: reset the connection while its body arrives.
 * ``stall``: never reply.
 * ``lose``: pass it on, and close the connection instead of replying.
@@ -112,7 +118,7 @@ class FaultProxy:
             self.go_on.wait(time_limit(60))
             if self._closed:
                 return False
-        reply = _SLOW_DOWN if what == "refuse" else self._ask(head, body)
+        reply = _ERRORS.get(what or "") or self._ask(head, body)
         if what == "lose":
             return False
         connection.sendall(reply[: reply.index(b"\r\n\r\n") + 14] if what == "cut" else reply)
