@@ -77,8 +77,8 @@ def read_replaced_manifest(backend: StorageBackend) -> Manifest | None:
     belong to the old checkpoint, so the save must keep all of them.
     """
     try:
-        return read_manifest(backend)
-    except (CheckpointNotFoundError, NotACheckpointError):
+        return decode_manifest(backend.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES), backend.url)
+    except KeyNotFoundError:
         return None
     except CheckpointError as error:
         _log.warning("cannot read the checkpoint that this save overwrites; its files are kept: %s", error)
@@ -90,17 +90,31 @@ def check_replaceable(backend: StorageBackend) -> None:
 
     A damaged manifest of this library may be overwritten.
     """
+    start = bytearray(len(START))
     try:
-        size = backend.stat(MANIFEST_KEY).size
-        start = bytearray(min(size, len(START)))
         backend.read_into(MANIFEST_KEY, 0, start)
     except KeyNotFoundError:
         return
+    except StorageError as error:
+        start = bytearray(_size_of_stub(backend, error))
+        backend.read_into(MANIFEST_KEY, 0, start)
     if not START.startswith(start) and any(start):  # a crash may leave zeros
         raise UsageError(
             f"{backend.url}/{MANIFEST_KEY} was not written by this library, and the save would overwrite it; remove "
             f"it, or save to another path"
         )
+
+
+def _size_of_stub(backend: StorageBackend, error: StorageError) -> int:
+    """Return the size of a manifest that is too short for ``START``; raise ``error`` if that is not why it arose."""
+    try:
+        size = backend.stat(MANIFEST_KEY).size
+    except KeyNotFoundError:
+        # S3 replies the same about a missing bucket, which `error` names.
+        raise error from None
+    if size >= len(START):
+        raise error
+    return size
 
 
 def commit(backend: StorageBackend, manifest: Manifest) -> None:

@@ -261,7 +261,7 @@ def _read_everything(opened: Checkpoint) -> None:
 @pytest.mark.parametrize("key", ["*.safetensors", "*.msgpack"])
 def test_a_failing_store_is_not_reported_as_corruption(checkpoint: Path, key: str) -> None:
     """The checkpoint may be intact; an unavailable network must not make a user delete it."""
-    refusal = FaultRule("read_into", f"attempt-*{key}", times=None, error=lambda: AccessDeniedError("refused by test"))
+    refusal = FaultRule("*", f"attempt-*{key}", times=None, error=lambda: AccessDeniedError("refused by test"))
     with closing(IOEngine()) as engine:
         opened = Checkpoint.open(FaultyBackend(LocalBackend(checkpoint), [refusal]), engine)
         with pytest.raises(AccessDeniedError, match=rf"{re.escape(str(checkpoint))}.*refused by test"):

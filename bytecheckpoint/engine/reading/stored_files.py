@@ -24,23 +24,29 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
     """
     files = manifest.files
     key, size, length = files.name[row], int(files.size[row]), int(files.head_length[row])
-    buffer = bytearray(length)
+    head: bytes | bytearray
     try:
-        if not head_only and (found := backend.stat(key).size) != size:
-            raise CorruptionError(f"{backend.url}/{key}: the file has {found} bytes, but the manifest states {size}")
-        backend.read_into(key, 0, buffer)
+        if length == size and not head_only:
+            head = backend.get(key, max_size=size)  # one request, which also finds bytes after the last
+        else:
+            head = bytearray(length)
+            if not head_only and (found := backend.stat(key).size) != size:
+                raise _wrong_size(backend, key, found, size)
+            backend.read_into(key, 0, head)
     except KeyNotFoundError as error:
         raise _missing(backend, key, f"section {manifest.sections[int(files.section[row])].name}") from error
     except StorageError as error:
         raise _unreadable(backend, key, size, f"its first {length} bytes", error) from error
-    if xxhash.xxh3_64_intdigest(buffer) != int(files.head_checksum[row]):
+    if len(head) != length:
+        raise _wrong_size(backend, key, len(head), size)
+    if xxhash.xxh3_64_intdigest(head) != int(files.head_checksum[row]):
         what = {"tensors": "header", COMPANION: "text"}.get(files.kind[row], "values")
         section = manifest.sections[int(files.section[row])].name
         raise CorruptionError(
             f"{backend.url}/{key}: checksum mismatch in the {what} of section {section}, bytes [0, {length}): "
             f"this is not the file that was saved (changed, or swapped with another)"
         )
-    return bytes(buffer)
+    return bytes(head)
 
 
 class StoredFiles:
@@ -138,6 +144,10 @@ def _missing(backend: StorageBackend, key: str, where: str) -> CorruptionError:
         f"{backend.url}/{key}: file is missing, but the manifest names it for {where}; it was deleted, not copied, "
         f"or the checkpoint was overwritten during the read (then load again)"
     )
+
+
+def _wrong_size(backend: StorageBackend, key: str, found: int, size: int) -> CorruptionError:
+    return CorruptionError(f"{backend.url}/{key}: the file has {found} bytes, but the manifest states {size}")
 
 
 def _unreadable(
