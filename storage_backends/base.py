@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Buffer, Self
 
-from ..errors import UnsupportedURLError
+from ..errors import StorageError, UnsupportedURLError
 
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -61,6 +61,20 @@ class ObjectWriter(ABC):
                 failed.
             StorageFullError: The store has no space left.
         """
+
+    def shrink(self, size: int) -> None:
+        """Make the object shorter than it was created: it ends after ``size`` bytes.
+
+        Call it before ``complete``, when no thread is inside ``write``. The save of encoded data uses it, because it
+        learns the length of a file by writing it. The default implementation raises ``StorageError``.
+
+        Args:
+            size: The new size, at most that of ``create``. No byte after it has been written.
+
+        Raises:
+            StorageError: This store cannot do it, bytes after ``size`` have been written, or the writer is closed.
+        """
+        raise StorageError(f"{type(self).__name__} cannot shorten an object; save without a codec, or to another store")
 
     @abstractmethod
     def complete(self) -> None:
@@ -170,6 +184,9 @@ class StorageBackend(ABC):
     Readers do not depend on it: objects count only once a manifest, which is written with ``put``, refers to them.
     """
 
+    is_remote: bool = True
+    """Whether bytes leave this machine, so that it may pay to encode them."""
+
     read_size: int = 8 << 20
     """The preferred size of one read in bytes: large enough to make the latency of a request negligible."""
 
@@ -233,7 +250,7 @@ class StorageBackend(ABC):
 
         Args:
             key: The object's key.
-            size: Its exact size in bytes.
+            size: Its exact size in bytes, unless ``ObjectWriter.shrink`` is called.
 
         Returns:
             A writer for the object.

@@ -46,6 +46,7 @@ class MemoryBackend(StorageBackend):
     """
 
     schemes: ClassVar[tuple[str, ...]] = ("memory",)
+    is_remote: bool = False
 
     def __init__(self, name: str, prefix: str = "") -> None:
         """Open a store, and create it if it does not exist.

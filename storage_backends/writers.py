@@ -27,6 +27,12 @@ class CheckedWriter(ObjectWriter):
         self._failure: BaseException | None = None
         self._changed = Condition()
 
+    def shrink(self, size: int) -> None:
+        with self._changed:
+            self._raise_failure()
+            self._written.shrink(size)
+            self._size = size
+
     def _admit(self, offset: int, length: int) -> None:
         """Record a range that is about to be written.
 
@@ -76,7 +82,7 @@ class BufferedWriter(CheckedWriter):
     def complete(self) -> None:
         with self._changed:
             self._seal()
-            self._store(memoryview(self._data).toreadonly())
+            self._store(memoryview(self._data)[: self._size].toreadonly())
             self._state = "complete"
             self._data = bytearray()
 

@@ -125,6 +125,9 @@ def _verified_pieces(reader: Reader, file: int) -> Iterator[memoryview]:
     """Yield all bytes of one file in order, checked. A piece is valid until the next is requested."""
     manifest = reader.manifest
     yield memoryview(read_stored_file(reader.backend, manifest, file, head_only=False))
+    if reader.source.is_encoded(file):
+        yield from reader.stored_frames(file)
+        return
     buffer = memoryview(b"")
     for row in manifest.shards_in(file).tolist():
         shard = reader.shard(row)

@@ -18,6 +18,7 @@ from ..frameworks.sections import check_state
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from .agreement import SaveShare
+from .codec_choice import choose_codec
 from .commit import SaveCommit
 from .companions import refuse_adapters
 from .handle import SaveHandle, SaveResult
@@ -81,7 +82,8 @@ class SaveRun:
         """Lay this rank's files out in staging memory. Copies nothing yet."""
         planned, merge = share.planned, share.planned.merge
         shards = local.shards(planned.order)
-        images = local.images(planned.files, planned.assignment, shards, share.attempt)
+        codec = choose_codec(self.engine, self.backend, self.options, planned.files)
+        images = local.images(planned.files, planned.assignment, shards, share.attempt, codec)
         merge_files = [] if merge is None else merge.files
         merged = [file.section for file in merge_files]
         self._keys += [image.key for image in images]

@@ -122,6 +122,7 @@ class _WrappingBackend(StorageBackend):
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
         self.atomic_writer = inner.atomic_writer
+        self.is_remote = inner.is_remote
 
     @property
     def url(self) -> str:
@@ -188,6 +189,9 @@ class _WrappingWriter(ObjectWriter):
         self._backend._around(
             Call("write", self._key, offset, len(view)), lambda cut: self._inner.write(offset, view[:cut])
         )
+
+    def shrink(self, size: int) -> None:
+        self._inner.shrink(size)
 
     def complete(self) -> None:
         self._backend._around(Call("complete", self._key), lambda cut: self._inner.complete())

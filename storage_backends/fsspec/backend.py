@@ -131,7 +131,7 @@ class FsspecBackend(StorageBackend):
             action,
             size,
             file,
-            publish=lambda: publish(connection, action, temporary, path, size),
+            publish=lambda written: publish(connection, action, temporary, path, written),
             discard=lambda: remove_if_exists(connection, temporary),
         )
 

@@ -48,6 +48,7 @@ class LocalBackend(StorageBackend):
 
     schemes: ClassVar[tuple[str, ...]] = ("file", "local")
     atomic_writer: bool = False
+    is_remote: bool = False
     # One huge page, which stays in the processor's cache until it has been verified and copied.
     read_size: int = 2 << 20
 

@@ -107,6 +107,16 @@ class MultipartWriter(CheckedWriter):
             if is_whole:
                 self._send(number, part)
 
+    def shrink(self, size: int) -> None:
+        super().shrink(size)
+        number, length = divmod(size, self._part_bytes)
+        part = self._filling.get(number) if length else None
+        if part is not None:
+            part.missing -= len(part.buffer) - length
+            del part.buffer[length:]
+            if not part.missing:
+                self._send(number, part)
+
     def _send(self, number: int, part: _Part) -> None:
         if not self._client.window.acquire_slot(self._deadline_s):
             error = StorageError(f"{self._action}: no part was confirmed within {self._deadline_s:g} s")

@@ -48,6 +48,23 @@ class WritingTests(StoreTests):
             writer.complete()
         self._check_large(backend, data)
 
+    @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+    @pytest.mark.parametrize("share", [0.3, 0.999, 1.0])
+    def test_an_object_that_turns_out_shorter(self, backend: StorageBackend, large: bool, share: float) -> None:
+        limit = self.large_bytes if large else 1000
+        data = content_of(int(limit * share))
+        with backend.create("object", limit) as writer:
+            for start in range(0, len(data), self.piece_bytes):
+                writer.write(start, data[start : start + self.piece_bytes])
+            with pytest.raises(StorageError):
+                writer.shrink(len(data) - 1)
+            with pytest.raises(StorageError):
+                writer.shrink(limit + 1)
+            writer.shrink(len(data))
+            writer.complete()
+        assert backend.stat("object").size == len(data)
+        assert backend.get("object") == data
+
     def test_create_replaces(self, backend: StorageBackend) -> None:
         backend.put("object", b"an older and longer object")
         with backend.create("object", 3) as writer:

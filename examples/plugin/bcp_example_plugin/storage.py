@@ -166,6 +166,11 @@ class _SQLiteWriter(ObjectWriter):
             self._written.add(offset, len(view))
             content[offset : offset + len(view)] = view
 
+    def shrink(self, size: int) -> None:
+        with self._lock:
+            self._written.shrink(size)
+            del self._check_open()[size:]
+
     def complete(self) -> None:
         with self._lock:
             content = self._check_open()
