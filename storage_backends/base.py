@@ -19,7 +19,7 @@ from ..errors import StorageError, UnsupportedURLError
 
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
 
-__all__ = ["ObjectReader", "ObjectStat", "ObjectWriter", "StorageBackend"]
+__all__ = ["Conditions", "ObjectReader", "ObjectStat", "ObjectWriter", "StorageBackend"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,29 @@ class ObjectStat:
     Attributes:
         key: The object's key.
         size: Its size in bytes.
-        version: A string that changes whenever the object is replaced; empty if the store has no versions.
+        version: A string that changes when the object is replaced by another content; empty if the store has no
+            versions.
     """
 
     key: str
     size: int
     version: str = ""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Which conditions of ``put`` a store decides itself, so that exactly one of two concurrent writers succeeds.
+
+    Where it does not, callers look first and then put. Of two that do this at the same moment, the second one replaces
+    what the first one has stored, and neither learns of it.
+
+    Attributes:
+        if_absent: ``put(if_absent=True)`` works.
+        if_version: ``put(if_version=...)`` works (compare-and-swap).
+    """
+
+    if_absent: bool = False
+    if_version: bool = False
 
 
 class ObjectWriter(ABC):
@@ -222,8 +239,19 @@ class StorageBackend(ABC):
         """The root without user and password, for messages."""
         return _PASSWORD.sub("***@", self.url)
 
+    def conditions(self) -> Conditions:
+        """Return which conditions ``put`` accepts. The default implementation returns that it accepts none.
+
+        Returns:
+            The conditions. They do not change while the backend is in use.
+
+        Raises:
+            StorageError: The store failed. A backend may have to ask it.
+        """
+        return Conditions()
+
     @abstractmethod
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         """Store a small object atomically and durably.
 
         Any reader sees either the complete old object or the complete new one. Once the call returns, a power failure
@@ -234,11 +262,17 @@ class StorageBackend(ABC):
             data: Its contents.
             if_absent: If true, store the object only if the key does not exist. The store itself decides this, so that
                 of two concurrent writers exactly one succeeds.
+            if_version: If not empty, store the object only if it replaces this version of it, which ``put``, ``stat``
+                or ``get_versioned`` has returned. The store itself decides this, too. Not with ``if_absent``.
+
+        Returns:
+            The version of the stored object; empty if it is unknown.
 
         Raises:
             KeyExistsError: ``if_absent`` is true and the key exists.
-            StorageError: The store cannot make the put conditional, or the write failed. The object may or may not have
-                been stored.
+            KeyChangedError: The object does not have the version ``if_version``, or was deleted.
+            StorageError: The store cannot decide this condition (see ``conditions``), or the write failed. The object
+                may or may not have been stored.
             StorageFullError: The store has no space left.
         """
 
@@ -327,6 +361,26 @@ class StorageBackend(ABC):
             KeyNotFoundError: The key does not exist.
             StorageError: The object is larger than ``max_size`` (checked before reading), or the read failed.
         """
+
+    def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
+        """Read a complete small object and its version.
+
+        The default implementation calls ``stat`` first. If the object is replaced then, the version is that of the old
+        one, and a ``put`` with it fails.
+
+        Args:
+            key: The object's key.
+            max_size: The largest size in bytes to accept; None for no limit.
+
+        Returns:
+            The contents, and the version for ``put(if_version=...)``; empty if the store has no versions.
+
+        Raises:
+            KeyNotFoundError: The key does not exist.
+            StorageError: The object is larger than ``max_size``, or the read failed.
+        """
+        version = self.stat(key).version
+        return self.get(key, max_size=max_size), version
 
     @abstractmethod
     def stat(self, key: str) -> ObjectStat:

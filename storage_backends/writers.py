@@ -68,7 +68,7 @@ class CheckedWriter(ObjectWriter):
 class BufferedWriter(CheckedWriter):
     """Buffer an object in memory; ``complete`` passes all of it to ``store``, which may keep the memory."""
 
-    def __init__(self, action: str, size: int, store: Callable[[memoryview], None]) -> None:
+    def __init__(self, action: str, size: int, store: Callable[[memoryview], object]) -> None:
         super().__init__(action, size)
         self._data = bytearray(size)
         self._store = store

@@ -93,7 +93,7 @@ def copy(
                     progress(len(piece))
                 writer.complete()
             done.append(key)
-        commit(target, manifest)
+        commit(target, manifest, may_replace=False)
     return CopyReport(target.url, len(manifest.files), manifest.file_bytes)
 
 

@@ -49,6 +49,7 @@ class SaveRun:
         self.handle = SaveHandle(backend.url, self.timings, self.lifecycle)
         self._commit: SaveCommit | None = None
         self._copy: StateCopy | None = None
+        self._is_new = False  # there was no checkpoint at the path
         self._keys: list[str] = []  # of the files that this rank may write
 
     @contextmanager
@@ -67,11 +68,11 @@ class SaveRun:
         if self.options.gate and (not self.is_async or self.engine.is_background_thread):
             raise UsageError("gate=True needs async_save=True and must be called from the training thread")
         if self.op.rank == 0:
-            check_replaceable(self.backend)
+            self._is_new = not check_replaceable(self.backend)
 
     def begin_attempt(self, share: SaveShare) -> None:
         """From here on, a failure removes the files of this attempt."""
-        self._commit = SaveCommit(self.op, self.backend, self.options, share, self.timings)
+        self._commit = SaveCommit(self.op, self.backend, self.options, share, self.timings, is_new=self._is_new)
 
     def check_space(self, share: SaveShare) -> None:
         """Check on rank 0 that the store has room for the checkpoint, if the store reports its free space."""

@@ -207,7 +207,7 @@ class MultipartWriter(CheckedWriter):
                 raise
 
     async def _is_stored(self) -> bool:
-        found = await self._client.repeat(
+        found, _ = await self._client.repeat(
             Request(self._action, self._deadline_s), lambda: self._client.mark_of(self._address)
         )
         return found == self._mark

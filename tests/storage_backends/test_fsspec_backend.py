@@ -34,6 +34,8 @@ from tests.support.forked_store import use_in_forked_child
 
 
 class TestFsspecMemory(StorageConformance):
+    supports_if_version = False
+
     @pytest.fixture
     def backend(self) -> Iterator[FsspecBackend]:
         name = uuid.uuid4().hex
@@ -44,6 +46,7 @@ class TestFsspecMemory(StorageConformance):
 
 
 class TestFsspecFile(StorageConformance):
+    supports_if_version = False
     large_bytes = 9 * 2**20 + 17
     piece_bytes = 2**20
 
@@ -104,6 +107,7 @@ def as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_unknown")
 class TestFsspecPlainFileSystem(StorageConformance):
+    supports_if_version = False
     supports_if_absent = False
     atomic_replace = False
     large_bytes = 9 * 2**20 + 17
