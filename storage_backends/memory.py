@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any, ClassVar
 
 from typing_extensions import Buffer
 
-from ..errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
-from .base import Conditions, ObjectStat, ObjectWriter, StorageBackend
+from ..errors import KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
+from .base import ObjectStat, ObjectWriter, StorageBackend
 from .buffers import check_max_size, writable_view
 from .keys import check_children_prefix, check_key, check_prefix
 from .writers import BufferedWriter
@@ -47,7 +46,6 @@ class MemoryBackend(StorageBackend):
     """
 
     schemes: ClassVar[tuple[str, ...]] = ("memory",)
-    is_remote: bool = False
 
     def __init__(self, name: str, prefix: str = "") -> None:
         """Open a store, and create it if it does not exist.
@@ -88,16 +86,13 @@ class MemoryBackend(StorageBackend):
     def url(self) -> str:
         return f"memory://{self._name}/{self._prefix}".rstrip("/")
 
-    def conditions(self) -> Conditions:
-        return Conditions(if_absent=True, if_version=True)
-
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         check_key(key)
-        return self._put(key, memoryview(bytes(data)), if_absent=if_absent, if_version=if_version)
+        self._put(key, memoryview(bytes(data)), if_absent=if_absent)
 
     def create(self, key: str, size: int) -> ObjectWriter:
         check_key(key)
-        return BufferedWriter(f"writing {key!r} in {self.url}", size, partial(self._put, key))
+        return BufferedWriter(f"writing {key!r} in {self.url}", size, lambda data: self._put(key, data))
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         action = f"reading {key!r} in {self.url}"
@@ -112,12 +107,9 @@ class MemoryBackend(StorageBackend):
         view[:] = content[offset:end]
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        return self.get_versioned(key, max_size=max_size)[0]
-
-    def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
-        content, version = self._find(key)
+        content, _ = self._find(key)
         check_max_size(f"reading {key!r} in {self.url}", len(content), max_size)
-        return bytes(content), str(version)
+        return bytes(content)
 
     def stat(self, key: str) -> ObjectStat:
         content, version = self._find(key)
@@ -155,13 +147,8 @@ class MemoryBackend(StorageBackend):
             raise KeyNotFoundError(f"reading {key!r} in {self.url}: no such object")
         return found
 
-    def _put(self, key: str, data: memoryview, *, if_absent: bool = False, if_version: str = "") -> str:
+    def _put(self, key: str, data: memoryview, *, if_absent: bool = False) -> None:
         with self._store.lock:
-            _, found = self._store.objects.get(self._prefix + key, (None, 0))
-            if if_absent and found:
+            if if_absent and self._prefix + key in self._store.objects:
                 raise KeyExistsError(f"writing {key!r} in {self.url}: the key is taken")
-            if if_version and if_version != str(found):
-                raise KeyChangedError(f"writing {key!r} in {self.url}: the object was replaced or deleted")
-            version = next(self._store.versions)
-            self._store.objects[self._prefix + key] = (data, version)
-            return str(version)
+            self._store.objects[self._prefix + key] = (data, next(self._store.versions))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from ..checksums import ChunkHasher, chunk_checksums
-from .stored_files import Fault, StoredFiles
+from collections.abc import Callable
 
-__all__ = ["ChunkCheck"]
+from ...errors import CorruptionError
+from ..checksums import ChunkHasher, chunk_checksums
+from .stored_files import StoredFiles
+
+__all__ = ["ChunkCheck", "Fault"]
+
+Fault = Callable[[int, CorruptionError], None]
+"""Called with the row of a shard and the fault in one of its chunks: raises the fault, or records it and returns."""
 
 
 class ChunkCheck:
