@@ -25,6 +25,7 @@ Builtin base classes are in parentheses: ``except FileNotFoundError`` also catch
     ├── StorageError (OSError)          a storage operation failed
     │   ├── KeyNotFoundError (FileNotFoundError)  the key does not exist
     │   ├── KeyExistsError (FileExistsError)      a conditional put found that the key exists
+    │   ├── KeyChangedError               a conditional put found that the object was replaced or deleted
     │   ├── StorageFullError              no space or quota is left
     │   ├── AccessDeniedError (PermissionError)   no permission, or the storage is read-only
     │   └── UnsupportedURLError (ValueError)      no backend serves this URL scheme
@@ -64,6 +65,7 @@ __all__ = [
     "DisagreementError",
     "EngineError",
     "FormatError",
+    "KeyChangedError",
     "KeyExistsError",
     "KeyNotFoundError",
     "MismatchError",
@@ -229,6 +231,10 @@ class KeyNotFoundError(StorageError, FileNotFoundError):
 
 class KeyExistsError(StorageError, FileExistsError):
     """``put(if_absent=True)`` found that the key exists."""
+
+
+class KeyChangedError(StorageError):
+    """``put(if_version=...)`` found that the object has another version, or was deleted."""
 
 
 class StorageFullError(StorageError):

@@ -17,12 +17,9 @@ from typing_extensions import Buffer, Self
 
 from ..errors import StorageError, UnsupportedURLError
 
-HIDDEN_PASSWORD = "***@"
-"""What ``StorageBackend.display_url`` has instead of user and password."""
-
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
 
-__all__ = ["HIDDEN_PASSWORD", "ObjectReader", "ObjectStat", "ObjectWriter", "PartWriter", "StorageBackend"]
+__all__ = ["Conditions", "ObjectReader", "ObjectStat", "ObjectWriter", "StorageBackend"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +29,29 @@ class ObjectStat:
     Attributes:
         key: The object's key.
         size: Its size in bytes.
-        version: A string that changes whenever the object is replaced; empty if the store has no versions.
+        version: A string that changes when the object is replaced by another content; empty if the store has no
+            versions.
     """
 
     key: str
     size: int
     version: str = ""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Which conditions of ``put`` a store decides itself, so that exactly one of two concurrent writers succeeds.
+
+    Where it does not, callers look first and then put. Of two that do this at the same moment, the second one replaces
+    what the first one has stored, and neither learns of it.
+
+    Attributes:
+        if_absent: ``put(if_absent=True)`` works.
+        if_version: ``put(if_version=...)`` works (compare-and-swap).
+    """
+
+    if_absent: bool = False
+    if_version: bool = False
 
 
 class ObjectWriter(ABC):
@@ -65,6 +79,20 @@ class ObjectWriter(ABC):
             StorageFullError: The store has no space left.
         """
 
+    def shrink(self, size: int) -> None:
+        """Make the object shorter than it was created: it ends after ``size`` bytes.
+
+        Call it before ``complete``, when no thread is inside ``write``. The save of encoded data uses it, because it
+        learns the length of a file by writing it. The default implementation raises ``StorageError``.
+
+        Args:
+            size: The new size, at most that of ``create``. No byte after it has been written.
+
+        Raises:
+            StorageError: This store cannot do it, bytes after ``size`` have been written, or the writer is closed.
+        """
+        raise StorageError(f"{type(self).__name__} cannot shorten an object; save without a codec, or to another store")
+
     @abstractmethod
     def complete(self) -> None:
         """Make the object visible and durable: once this returns, a power failure does not lose it.
@@ -87,54 +115,6 @@ class ObjectWriter(ABC):
     ) -> None:
         if kind is not None:
             self.abort()
-
-
-class PartWriter(ABC):
-    """Write one object in numbered parts, in an upload that another process may continue.
-
-    Several threads may store parts at the same time and in any order. Nothing ends the upload except ``complete`` and
-    ``abort``: if ``token`` is not empty, the store keeps the parts of a process that was killed.
-
-    Attributes:
-        part_bytes: Bytes of every part but the last, which has the rest. An object without bytes has no parts.
-        token: Identifies the upload for ``StorageBackend.create_parts`` in a later process; empty if no process can
-            continue it.
-    """
-
-    part_bytes: int
-    token: str
-
-    @abstractmethod
-    def put_part(self, number: int, data: Buffer) -> str:
-        """Store one part.
-
-        Args:
-            number: The number of the part, from 0.
-            data: Its bytes, contiguous. The caller may reuse the memory as soon as the call returns.
-
-        Returns:
-            A tag to pass to ``complete``. With a ``token``, the store has kept the part when it is returned.
-
-        Raises:
-            KeyNotFoundError: The store no longer has the upload.
-            StorageError: The part was not stored.
-        """
-
-    @abstractmethod
-    def complete(self, tags: Sequence[str]) -> None:
-        """Make the object visible and durable. Call it once, when no thread is inside ``put_part``.
-
-        Args:
-            tags: The tags of all parts, in order, also of those that another process has stored.
-
-        Raises:
-            KeyNotFoundError: The store no longer has the upload, and it was not this call that completed it.
-            StorageError: Some parts were not stored, or the store failed.
-        """
-
-    @abstractmethod
-    def abort(self) -> None:
-        """End the upload and remove its parts. Never raises. Does nothing after ``complete``."""
 
 
 class ObjectReader(ABC):
@@ -221,6 +201,9 @@ class StorageBackend(ABC):
     Readers do not depend on it: objects count only once a manifest, which is written with ``put``, refers to them.
     """
 
+    is_remote: bool = True
+    """Whether bytes leave this machine, so that it may pay to encode them."""
+
     read_size: int = 8 << 20
     """The preferred size of one read in bytes: large enough to make the latency of a request negligible."""
 
@@ -254,10 +237,21 @@ class StorageBackend(ABC):
     @property
     def display_url(self) -> str:
         """The root without user and password, for messages."""
-        return _PASSWORD.sub(HIDDEN_PASSWORD, self.url)
+        return _PASSWORD.sub("***@", self.url)
+
+    def conditions(self) -> Conditions:
+        """Return which conditions ``put`` accepts. The default implementation returns that it accepts none.
+
+        Returns:
+            The conditions. They do not change while the backend is in use.
+
+        Raises:
+            StorageError: The store failed. A backend may have to ask it.
+        """
+        return Conditions()
 
     @abstractmethod
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         """Store a small object atomically and durably.
 
         Any reader sees either the complete old object or the complete new one. Once the call returns, a power failure
@@ -268,11 +262,17 @@ class StorageBackend(ABC):
             data: Its contents.
             if_absent: If true, store the object only if the key does not exist. The store itself decides this, so that
                 of two concurrent writers exactly one succeeds.
+            if_version: If not empty, store the object only if it replaces this version of it, which ``put``, ``stat``
+                or ``get_versioned`` has returned. The store itself decides this, too. Not with ``if_absent``.
+
+        Returns:
+            The version of the stored object; empty if it is unknown.
 
         Raises:
             KeyExistsError: ``if_absent`` is true and the key exists.
-            StorageError: The store cannot make the put conditional, or the write failed. The object may or may not have
-                been stored.
+            KeyChangedError: The object does not have the version ``if_version``, or was deleted.
+            StorageError: The store cannot decide this condition (see ``conditions``), or the write failed. The object
+                may or may not have been stored.
             StorageFullError: The store has no space left.
         """
 
@@ -284,7 +284,7 @@ class StorageBackend(ABC):
 
         Args:
             key: The object's key.
-            size: Its exact size in bytes.
+            size: Its exact size in bytes, unless ``ObjectWriter.shrink`` is called.
 
         Returns:
             A writer for the object.
@@ -293,27 +293,6 @@ class StorageBackend(ABC):
             StorageFullError: It is already clear that ``size`` bytes do not fit.
             StorageError: The object cannot be created.
         """
-
-    def create_parts(self, key: str, size: int, *, token: str = "") -> PartWriter:
-        """Begin to write a new object in parts, or continue an upload.
-
-        The default implementation writes with ``create``, and no process can continue it.
-
-        Args:
-            key: The object's key.
-            size: Its exact size in bytes.
-            token: The ``PartWriter.token`` of an earlier writer of the same key and size; empty to begin a new upload.
-
-        Returns:
-            A writer. That the store still has the upload of ``token`` is not checked.
-
-        Raises:
-            StorageFullError: It is already clear that ``size`` bytes do not fit.
-            StorageError: The object cannot be created, or ``token`` is not of this backend.
-        """
-        if token:
-            raise StorageError(f"writing {key!r} in {self.display_url}: this store cannot continue an upload")
-        return _PiecewiseWriter(self.create(key, size))
 
     @abstractmethod
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
@@ -382,6 +361,26 @@ class StorageBackend(ABC):
             KeyNotFoundError: The key does not exist.
             StorageError: The object is larger than ``max_size`` (checked before reading), or the read failed.
         """
+
+    def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
+        """Read a complete small object and its version.
+
+        The default implementation calls ``stat`` first. If the object is replaced then, the version is that of the old
+        one, and a ``put`` with it fails.
+
+        Args:
+            key: The object's key.
+            max_size: The largest size in bytes to accept; None for no limit.
+
+        Returns:
+            The contents, and the version for ``put(if_version=...)``; empty if the store has no versions.
+
+        Raises:
+            KeyNotFoundError: The key does not exist.
+            StorageError: The object is larger than ``max_size``, or the read failed.
+        """
+        version = self.stat(key).version
+        return self.get(key, max_size=max_size), version
 
     @abstractmethod
     def stat(self, key: str) -> ObjectStat:
@@ -464,23 +463,3 @@ class _RangedReader(ObjectReader):
             self._backend.read_into(self._key, offset, buffers[0])
         else:
             self._backend.read_scattered(self._key, offset, buffers)
-
-
-class _PiecewiseWriter(PartWriter):
-    """The default writer of parts: each is written at its offset, and the object exists when all are written."""
-
-    part_bytes = 8 << 20
-    token = ""
-
-    def __init__(self, writer: ObjectWriter) -> None:
-        self._writer = writer
-
-    def put_part(self, number: int, data: Buffer) -> str:
-        self._writer.write(number * self.part_bytes, data)
-        return ""
-
-    def complete(self, tags: Sequence[str]) -> None:
-        self._writer.complete()
-
-    def abort(self) -> None:
-        self._writer.abort()

@@ -119,6 +119,19 @@ class WrittenRanges:
             self._starts.insert(at, offset)
             self._ends.insert(at, end)
 
+    def shrink(self, size: int) -> None:
+        """Change the size of the object.
+
+        Args:
+            size: The new size.
+
+        Raises:
+            StorageError: It exceeds the old one, or bytes after it have been written.
+        """
+        if not (self._ends[-1] if self._ends else 0) <= size <= self._size:
+            raise StorageError(f"{self._where}: an object of {self._size} bytes cannot be shortened to {size}")
+        self._size = size
+
     def check_whole(self) -> None:
         """Check that every byte has been written.
 

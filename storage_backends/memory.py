@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any, ClassVar
 
 from typing_extensions import Buffer
 
-from ..errors import KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
-from .base import ObjectStat, ObjectWriter, StorageBackend
+from ..errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
+from .base import Conditions, ObjectStat, ObjectWriter, StorageBackend
 from .buffers import check_max_size, writable_view
 from .keys import check_children_prefix, check_key, check_prefix
 from .writers import BufferedWriter
@@ -46,6 +47,7 @@ class MemoryBackend(StorageBackend):
     """
 
     schemes: ClassVar[tuple[str, ...]] = ("memory",)
+    is_remote: bool = False
 
     def __init__(self, name: str, prefix: str = "") -> None:
         """Open a store, and create it if it does not exist.
@@ -86,13 +88,16 @@ class MemoryBackend(StorageBackend):
     def url(self) -> str:
         return f"memory://{self._name}/{self._prefix}".rstrip("/")
 
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+    def conditions(self) -> Conditions:
+        return Conditions(if_absent=True, if_version=True)
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         check_key(key)
-        self._put(key, memoryview(bytes(data)), if_absent=if_absent)
+        return self._put(key, memoryview(bytes(data)), if_absent=if_absent, if_version=if_version)
 
     def create(self, key: str, size: int) -> ObjectWriter:
         check_key(key)
-        return BufferedWriter(f"writing {key!r} in {self.url}", size, lambda data: self._put(key, data))
+        return BufferedWriter(f"writing {key!r} in {self.url}", size, partial(self._put, key))
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         action = f"reading {key!r} in {self.url}"
@@ -107,9 +112,12 @@ class MemoryBackend(StorageBackend):
         view[:] = content[offset:end]
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        content, _ = self._find(key)
+        return self.get_versioned(key, max_size=max_size)[0]
+
+    def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
+        content, version = self._find(key)
         check_max_size(f"reading {key!r} in {self.url}", len(content), max_size)
-        return bytes(content)
+        return bytes(content), str(version)
 
     def stat(self, key: str) -> ObjectStat:
         content, version = self._find(key)
@@ -147,8 +155,13 @@ class MemoryBackend(StorageBackend):
             raise KeyNotFoundError(f"reading {key!r} in {self.url}: no such object")
         return found
 
-    def _put(self, key: str, data: memoryview, *, if_absent: bool = False) -> None:
+    def _put(self, key: str, data: memoryview, *, if_absent: bool = False, if_version: str = "") -> str:
         with self._store.lock:
-            if if_absent and self._prefix + key in self._store.objects:
+            _, found = self._store.objects.get(self._prefix + key, (None, 0))
+            if if_absent and found:
                 raise KeyExistsError(f"writing {key!r} in {self.url}: the key is taken")
-            self._store.objects[self._prefix + key] = (data, next(self._store.versions))
+            if if_version and if_version != str(found):
+                raise KeyChangedError(f"writing {key!r} in {self.url}: the object was replaced or deleted")
+            version = next(self._store.versions)
+            self._store.objects[self._prefix + key] = (data, version)
+            return str(version)

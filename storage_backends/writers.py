@@ -27,6 +27,12 @@ class CheckedWriter(ObjectWriter):
         self._failure: BaseException | None = None
         self._changed = Condition()
 
+    def shrink(self, size: int) -> None:
+        with self._changed:
+            self._raise_failure()
+            self._written.shrink(size)
+            self._size = size
+
     def _admit(self, offset: int, length: int) -> None:
         """Record a range that is about to be written.
 
@@ -62,7 +68,7 @@ class CheckedWriter(ObjectWriter):
 class BufferedWriter(CheckedWriter):
     """Buffer an object in memory; ``complete`` passes all of it to ``store``, which may keep the memory."""
 
-    def __init__(self, action: str, size: int, store: Callable[[memoryview], None]) -> None:
+    def __init__(self, action: str, size: int, store: Callable[[memoryview], object]) -> None:
         super().__init__(action, size)
         self._data = bytearray(size)
         self._store = store
@@ -76,7 +82,7 @@ class BufferedWriter(CheckedWriter):
     def complete(self) -> None:
         with self._changed:
             self._seal()
-            self._store(memoryview(self._data).toreadonly())
+            self._store(memoryview(self._data)[: self._size].toreadonly())
             self._state = "complete"
             self._data = bytearray()
 

@@ -14,7 +14,7 @@ from ..engine.reading.crc_check import CrcTable
 from ..engine.reading.reader import Reader
 from ..engine.reading.views import StoredViews
 from ..engine.resources import IOEngine
-from ..format.manifest import Manifest, ManifestV1, validate_foreign
+from ..format.manifest import Manifest, ManifestV1, ManifestV2, validate_foreign
 from ..format.values import decode_path, encode_path
 from ..storage_backends import join
 from ..storage_backends.base import StorageBackend
@@ -120,6 +120,9 @@ def decode_index(data: bytes, backend: StorageBackend) -> Index:
     packed: list[Any] = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(data[len(_START) :]))
     system, name, tables, values, crcs, views = packed
     manifest = ManifestV1.unpack(tables)
+    stored_views = None if views is None else _unpack_views(*views)
+    if stored_views is not None:
+        manifest.files = stored_views.stored.files  # with their frames, which are not those of the views
     validate_foreign(manifest)
     return Index(
         backend,
@@ -128,22 +131,25 @@ def decode_index(data: bytes, backend: StorageBackend) -> Index:
         name,
         tuple(StoredValue(section, decode_path(path), rank, encoded) for section, path, rank, encoded in values),
         None if crcs is None else CrcTable(*map(_numbers, crcs)),
-        None if views is None else _unpack_views(*views),
+        stored_views,
     )
 
 
-def _pack_views(views: StoredViews) -> list[bytes]:
+def _pack_views(views: StoredViews) -> list[Any]:
     assert not views.others, "means are computed by one process"
     within, stored = views.within, views.stored
-    # Columns of a manifest cannot hold the negative offsets that views may have.
-    tables = ManifestV1.pack(replace(stored, shard_offset=np.zeros_like(stored.shard_offset)))
+    if stored.files.frames is None:
+        # Columns of a manifest cannot hold the negative offsets that views may have.
+        tables = ManifestV1.pack(replace(stored, shard_offset=np.zeros_like(stored.shard_offset)))
+    else:
+        tables = ManifestV2.pack(stored)
     columns = (stored.shard_offset, views.row, within.offsets, within.lengths, np.diff(within.starts))
-    return [tables, *(column.tobytes() for column in columns)]
+    return [stored.version, tables, *(column.tobytes() for column in columns)]
 
 
-def _unpack_views(tables: bytes, *columns: bytes) -> StoredViews:
+def _unpack_views(version: int, tables: bytes, *columns: bytes) -> StoredViews:
     offset, row, offsets, lengths, ndim = map(_numbers, columns)
-    stored = replace(ManifestV1.unpack(tables), shard_offset=offset)
+    stored = replace((ManifestV1 if version == 1 else ManifestV2).unpack(tables), shard_offset=offset)
     return StoredViews(stored, row, BoxTable(row, offsets, lengths, ragged_starts(ndim)))
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from ..errors import (
     BytecheckpointError,
     CheckpointError,
     CheckpointNotFoundError,
     CommitUnknownError,
+    KeyChangedError,
+    KeyExistsError,
     KeyNotFoundError,
     NotACheckpointError,
     StorageError,
     UsageError,
 )
 from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, START, Manifest, decode, encode
-from ..storage_backends.base import StorageBackend
+from ..storage_backends.base import Conditions, StorageBackend
 from .attempts import ATTEMPT_PREFIX
 
 __all__ = [
@@ -25,9 +28,10 @@ __all__ = [
     "decode_manifest",
     "read_manifest",
     "read_manifest_bytes",
-    "read_replaced_manifest",
     "remove_files",
 ]
+
+_MAX_TRIES = 16  # to replace a manifest that other saves replace at the same moments
 
 _log = logging.getLogger(__name__)
 
@@ -70,31 +74,17 @@ def decode_manifest(data: bytes, url: str) -> Manifest:
         raise type(error)(f"{url}/{MANIFEST_KEY}: {error}") from error
 
 
-def read_replaced_manifest(backend: StorageBackend) -> Manifest | None:
-    """Return the manifest of the checkpoint that a save is about to overwrite.
+def check_replaceable(backend: StorageBackend) -> bool:
+    """Return whether there is a manifest, which a save would overwrite.
 
-    Returns None if there is no checkpoint, or none that can be read. In the second case it is unknown which files
-    belong to the old checkpoint, so the save must keep all of them.
-    """
-    try:
-        return decode_manifest(backend.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES), backend.url)
-    except KeyNotFoundError:
-        return None
-    except CheckpointError as error:
-        _log.warning("cannot read the checkpoint that this save overwrites; its files are kept: %s", error)
-        return None
-
-
-def check_replaceable(backend: StorageBackend) -> None:
-    """Raise ``UsageError`` if a save would overwrite a ``manifest.msgpack`` of another program.
-
-    A damaged manifest of this library may be overwritten.
+    Raises ``UsageError`` if it is a ``manifest.msgpack`` of another program. A damaged manifest of this library may be
+    overwritten.
     """
     start = bytearray(len(START))
     try:
         backend.read_into(MANIFEST_KEY, 0, start)
     except KeyNotFoundError:
-        return
+        return False
     except StorageError as error:
         start = bytearray(_size_of_stub(backend, error))
         backend.read_into(MANIFEST_KEY, 0, start)
@@ -103,6 +93,7 @@ def check_replaceable(backend: StorageBackend) -> None:
             f"{backend.url}/{MANIFEST_KEY} was not written by this library, and the save would overwrite it; remove "
             f"it, or save to another path"
         )
+    return True
 
 
 def _size_of_stub(backend: StorageBackend, error: StorageError) -> int:
@@ -117,29 +108,101 @@ def _size_of_stub(backend: StorageBackend, error: StorageError) -> int:
     return size
 
 
-def commit(backend: StorageBackend, manifest: Manifest) -> None:
+@dataclass(frozen=True)
+class _Replaced:
+    """The manifest that a commit replaces; no bytes if there is none."""
+
+    data: bytes = b""
+    version: str = ""
+
+    @classmethod
+    def read(cls, backend: StorageBackend) -> _Replaced:
+        try:
+            return cls(*backend.get_versioned(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES))
+        except KeyNotFoundError:
+            return cls()
+
+    def put(self, backend: StorageBackend, data: bytes, conditions: Conditions) -> None:
+        """Put ``data`` in its place; raise ``KeyExistsError`` or ``KeyChangedError`` if something else is there."""
+        is_none = self == _Replaced()
+        if is_none and conditions.if_absent:
+            backend.put(MANIFEST_KEY, data, if_absent=True)
+        elif not is_none and conditions.if_version:
+            backend.put(MANIFEST_KEY, data, if_version=self.version)
+        else:
+            backend.put(MANIFEST_KEY, data)
+
+    def decode(self, url: str) -> Manifest | None:
+        """Return the manifest; None if there is none, or if it is unknown which files belong to it."""
+        if not self.data:
+            return None
+        try:
+            return decode_manifest(self.data, url)
+        except CheckpointError as error:
+            _log.warning("cannot read the checkpoint that this save overwrites; its files are kept: %s", error)
+            return None
+
+
+def commit(
+    backend: StorageBackend,
+    manifest: Manifest,
+    *,
+    is_new: bool = False,
+    may_replace: bool = True,
+    admit: Callable[[], None] = lambda: None,
+) -> Manifest | None:
     """Write the manifest. The checkpoint exists from this moment on, and not before.
 
-    Raises ``StorageError`` if the manifest is certainly not in place (the attempt may be removed), and
-    ``CommitUnknownError`` if its state is unknown (nothing may be removed).
+    It replaces exactly the manifest that this function has read, if the store can decide that (``conditions``). If
+    another save is committed in between, this function reads and replaces that one.
+
+    Args:
+        backend: The store whose root is the checkpoint.
+        manifest: The manifest.
+        is_new: There was no manifest before, so that none needs to be read.
+        may_replace: If false, raise if there is a manifest.
+        admit: Called right before each put. What it raises ends the commit.
+
+    Returns:
+        The manifest that was replaced, whose files are no longer needed; None if there was none that can be read.
+
+    Raises:
+        KeyExistsError: There is a manifest, and ``may_replace`` is false.
+        StorageError: The manifest is certainly not in place, so that the attempt may be removed.
+        CommitUnknownError: It is unknown whether the manifest is in place. Nothing may be removed.
     """
-    data = encode(manifest)
-    try:
-        backend.put(MANIFEST_KEY, data)
-    except Exception as error:
-        if _is_in_place(backend, data, error):
-            raise CommitUnknownError(
-                f"{backend.url}: the manifest is in place, but the store reported {type(error).__name__}: {error}; "
-                f"it may not survive a power failure. Open the path to check, or save again"
-            ) from error
-        raise
+    data, conditions = encode(manifest), backend.conditions()
+    expects_none = (is_new or not may_replace) and conditions.if_absent
+    replaced = _Replaced() if expects_none else _Replaced.read(backend)
+    for tries_left in reversed(range(_MAX_TRIES)):
+        if not may_replace and replaced.data not in (b"", data):
+            raise KeyExistsError(f"{backend.url}: another program has committed a checkpoint there, which was kept")
+        admit()
+        try:
+            replaced.put(backend, data, conditions)
+        except (KeyExistsError, KeyChangedError) as error:
+            found = _read_back(backend, error)
+            if found.data == data:
+                break  # the reply to the put was lost, and its repetition was refused
+            if not tries_left:
+                raise
+            replaced = found
+        except Exception as error:
+            if _read_back(backend, error).data == data:
+                raise CommitUnknownError(
+                    f"{backend.url}: the manifest is in place, but the store reported {type(error).__name__}: {error}; "
+                    f"it may not survive a power failure. Open the path to check, or save again"
+                ) from error
+            raise
+        else:
+            break
+    return replaced.decode(backend.url)
 
 
-def _is_in_place(backend: StorageBackend, data: bytes, error: Exception) -> bool:
+def _read_back(backend: StorageBackend, error: Exception) -> _Replaced:
+    """Return what is in place after a put that raised ``error``."""
     try:
-        return backend.get(MANIFEST_KEY) == data
-    except KeyNotFoundError:
-        return False
+        return _Replaced.read(backend)
     except StorageError as second:
         raise CommitUnknownError(
             f"{backend.url}: writing the manifest failed ({error}), and reading it back failed too ({second}); the "

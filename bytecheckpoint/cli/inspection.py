@@ -200,12 +200,27 @@ def _summary(found: Checkpoint) -> dict[str, Any]:
         "attempt": manifest.attempt,
         "metadata": plain(found.metadata),
         "bytes": manifest.file_bytes,
+        "codecs": _codecs(found),
         "file_count": len(manifest.files),
         "tensor_count": len(manifest.tensors),
         "shard_count": len(manifest.shards),
         "sections": [_section(found, index) for index in range(len(manifest.sections))],
         "aliases": dict(found.aliases),
     }
+
+
+def _codecs(found: Checkpoint) -> list[dict[str, Any]]:
+    """The codecs of encoded files, the bytes of their tensors, and what remains of these."""
+    files, data_size = found.manifest.files, found.manifest.files.data_size.tolist()
+    encoded = [(codec, row) for row, codec in enumerate(files.codec) if codec != "raw"]
+    return [
+        {
+            "codec": name,
+            "bytes": sum(int(files.size[row] - files.head_length[row]) for codec, row in encoded if codec == name),
+            "tensor_bytes": sum(data_size[row] for codec, row in encoded if codec == name),
+        }
+        for name in sorted({codec for codec, _ in encoded})
+    ]
 
 
 def _section(found: Checkpoint, index: int) -> dict[str, Any]:
@@ -254,6 +269,7 @@ def _files(found: Checkpoint) -> list[dict[str, Any]]:
             "kind": files.kind[row],
             "rank": int(files.rank[row]),
             "bytes": int(files.size[row]),
+            "codec": files.codec[row],
             "shard_count": int(shards[row]),
         }
         for row, name in enumerate(files.name)
@@ -280,6 +296,9 @@ def _print_summary(out: Output, document: Mapping[str, Any]) -> None:
             f"  step {_text(document['step'])}, written by {document['system']} on {document['world_size']} rank(s)"
         )
         out.line(f"  {size}")
+    for one in document["codecs"]:
+        ratio = one["bytes"] / max(one["tensor_bytes"], 1)
+        out.line(f"  codec {one['codec']}: {ratio:.2f} of {size_text(one['tensor_bytes'])}")
     if document["metadata"]:
         out.line(f"  metadata {document['metadata']}")
     out.line()
@@ -301,8 +320,11 @@ def _print_shards(out: Output, tensors: Sequence[Mapping[str, Any]]) -> None:
 
 def _print_files(out: Output, files: Sequence[Mapping[str, Any]]) -> None:
     out.line()
-    rows = [(f["name"], f["section"], f["kind"], f["rank"], f["shard_count"], size_text(f["bytes"])) for f in files]
-    out.table(("FILE", "SECTION", "KIND", ">RANK", ">SHARDS", ">SIZE"), rows)
+    rows = [
+        (f["name"], f["section"], f["kind"], f["codec"], f["rank"], f["shard_count"], size_text(f["bytes"]))
+        for f in files
+    ]
+    out.table(("FILE", "SECTION", "KIND", "CODEC", ">RANK", ">SHARDS", ">SIZE"), rows)
 
 
 def _explained(url: str, rules: Rules, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

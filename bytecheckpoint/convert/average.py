@@ -131,7 +131,7 @@ def average(
         copied = averager.check_integers()
         new = averager.write_all(target, attempt, outputs, progress, values)
         stack.close()  # checks the CRC-32s of other systems' files
-        commit(target, new)
+        commit(target, new, may_replace=False)
     return AverageReport(
         target.url,
         tuple(one.name for one in manifest.sections),

@@ -108,7 +108,7 @@ def import_checkpoint(
     with cleanup_on_failure(lambda: remove_attempt(target, attempt)):
         with Rewriter(replace(chosen, manifest=manifest)) as rewriter:
             new = rewriter.write_all(target, attempt, outputs, progress, values)
-        commit(target, new)
+        commit(target, new, may_replace=False)
     names = tuple(one.name for one in manifest.sections)
     files = tuple(index.manifest.files.name)
     return ImportReport(target.url, index.system, names, files, len(manifest.tensors), manifest.nbytes)

@@ -134,7 +134,7 @@ def reshard(
             with Rewriter(checkpoint.index) as rewriter:
                 new = rewriter.write_all(target, attempt, outputs, progress, values)
             bytes_read = rewriter.bytes_read + sum(len(one.document) for one in values)
-            commit(target, new)
+            commit(target, new, may_replace=False)
     return ReshardReport(target.url, layout, dry_run, tuple(plans), bytes_to_read, bytes_read)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, new_attempt, remove_attempt
-from ..checkpoint.manifest_file import check_replaceable, commit, read_replaced_manifest, remove_files
+from ..checkpoint.manifest_file import check_replaceable, commit, remove_files
 from ..checkpointer import default_checkpointer
 from ..engine.checksums import chunk_size_for
 from ..engine.writing import check_space
@@ -341,9 +341,8 @@ class Writer(StorageWriter):
         timings = Timings("save", self._rank, backend.url)
         with timings.step("commit"):
             manifest = assemble(backend, self._attempt, records, options, timings, world_size=len(results))
-            replaced = read_replaced_manifest(backend)
             try:
-                commit(backend, manifest)
+                replaced = commit(backend, manifest, may_replace=self._overwrite)
             except CommitUnknownError:
                 self._keep()
                 raise

@@ -6,13 +6,15 @@ A layout depends on shapes only and serves every save of a plan; an image adds a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
 
+from ..format.manifest import encoded_head
 from ..format.safetensors import HeaderEntry, build_header, shard_name
 from ..planners import consecutive_offsets
+from ..tensors.dtypes import DType
 from ..tensors.geometry import Box
 from ..tensors.shards import Shard
 from ..tensors.tables import Int64
@@ -24,7 +26,8 @@ __all__ = ["FileImage", "FileLayout", "data_key", "lay_out_file", "tensor_image"
 class FileLayout:
     """The layout of a safetensors file that holds the shards ``rows`` of a rank's local plan, in this order.
 
-    ``head`` is the padded header. ``offsets`` count bytes from the end of the header.
+    ``head`` is the padded header. ``offsets`` count bytes from the end of the header. ``widths`` are the bytes of one
+    floating-point number of each shard, and 1 for shards of other numbers.
     """
 
     section: str
@@ -32,6 +35,7 @@ class FileLayout:
     head: bytes
     offsets: list[int]
     nbytes: list[int]
+    widths: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -39,7 +43,8 @@ class FileImage:
     """The content of one file: ``head`` (a padded safetensors header, or a whole values document), then tensors.
 
     ``shards[i]`` occupies ``nbytes[i]`` bytes at ``offsets[i]``, counted from the end of the head, in ascending order.
-    ``shards`` is empty if the bytes come from elsewhere, and after all of them are staged.
+    ``shards`` is empty if the bytes come from elsewhere, and after all of them are staged. With a ``codec``, sizes and
+    offsets are those before encoding; ``widths`` are as in ``FileLayout``.
     """
 
     key: str
@@ -49,6 +54,8 @@ class FileImage:
     offsets: Sequence[int] = ()
     nbytes: Sequence[int] = ()
     shards: Sequence[Shard] = ()
+    widths: Sequence[int] = ()
+    codec: str = "raw"
 
     @property
     def data_size(self) -> int:
@@ -69,10 +76,12 @@ class FileImage:
         self.shards = ()
 
 
-def data_key(attempt: str, section: str, rank: int, kind: str) -> str:
+def data_key(attempt: str, section: str, rank: int, kind: str, codec: str = "raw") -> str:
     """Return the key of a rank's file of this kind (see ``FileTable``); it has one of each kind per section."""
     name = f"{attempt}/{section}-{rank:05d}"
-    return f"{name}.safetensors" if kind == "tensors" else f"{name}{'.rank' if kind == 'rank_values' else ''}.msgpack"
+    if kind == "tensors":
+        return f"{name}.safetensors" if codec == "raw" else f"{name}.frames"
+    return f"{name}{'.rank' if kind == 'rank_values' else ''}.msgpack"
 
 
 def lay_out_file(section: str, rows: Int64, shards: Sequence[Shard], metadata: dict[str, str]) -> FileLayout:
@@ -88,9 +97,17 @@ def lay_out_file(section: str, rows: Int64, shards: Sequence[Shard], metadata: d
         for shard, size in zip(shards, nbytes)
     ]
     offsets, _ = consecutive_offsets(np.array(nbytes, np.int64))
-    return FileLayout(section, rows.tolist(), build_header(entries, metadata), offsets.tolist(), nbytes)
+    widths = [_width(shard.meta.dtype) for shard in shards]
+    return FileLayout(section, rows.tolist(), build_header(entries, metadata), offsets.tolist(), nbytes, widths)
 
 
-def tensor_image(key: str, layout: FileLayout, shards: Sequence[Shard] = ()) -> FileImage:
-    """Return the image of a safetensors file. ``shards`` are the layout's ``rows``, if this rank holds them."""
-    return FileImage(key, layout.section, "tensors", layout.head, layout.offsets, layout.nbytes, shards)
+def tensor_image(key: str, layout: FileLayout, shards: Sequence[Shard] = (), codec: str = "raw") -> FileImage:
+    """Return the image of a file of tensors. ``shards`` are the layout's ``rows``, if this rank holds them."""
+    head = layout.head if codec == "raw" else encoded_head(layout.head)
+    return FileImage(key, layout.section, "tensors", head, layout.offsets, layout.nbytes, shards, layout.widths, codec)
+
+
+def _width(dtype: DType) -> int:
+    if dtype.kind == "complex":
+        return dtype.itemsize // 2
+    return dtype.itemsize if dtype.kind == "float" else 1

@@ -69,6 +69,7 @@ class IOEngine:
         merge_threads: The two threads of the merge stage.
         bounce_pool: Buffers for reads that do not go straight into their tensors.
         plans: Plans of the last saves.
+        store_rates: How fast the last save to each store was, in bytes per second.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class IOEngine:
         self.faulter = ThreadPoolExecutor(max(1, self.copy_helpers), thread_name_prefix="bcp-fault")
         self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
         self.bounce_pool = BouncePool()
+        self.store_rates: dict[str, float] = {}
         self._daemons: list[threading.Thread] = []  # that have saved or loaded
         self._calls: list[threading.Thread] = []  # daemons inside a save or a load, once per call
         self._closed = False
@@ -147,8 +149,12 @@ class IOEngine:
     @property
     def copy_helpers(self) -> int:
         """Threads that may help the caller to copy: this rank's share of the processors, minus the caller."""
-        cores = len(os.sched_getaffinity(0)) // max(1, _local_world_size())
-        return max(0, min(cores, _MAX_COPY_THREADS, self.io_threads) - 1)
+        return max(0, min(self.cores, _MAX_COPY_THREADS) - 1)
+
+    @property
+    def cores(self) -> int:
+        """This rank's share of the processors, at most one for each I/O thread and at least one."""
+        return max(1, min(len(os.sched_getaffinity(0)) // max(1, _local_world_size()), self.io_threads))
 
     def start_threads(self) -> None:
         """Start all threads that saves use."""

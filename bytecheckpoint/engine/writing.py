@@ -2,13 +2,13 @@
 
 A thread that writes sleeps while the device works, so several cost little processor time. Hashing, and copying in a
 synchronous save, happen on the one thread that submits the pieces: it is much faster than storage, and it does not
-compete for the GIL with copies of itself.
+compete for the GIL with copies of itself. Encoding is slower than storage, so the threads that write do it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +18,12 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from ..codecs import find_codec
 from ..errors import StorageFullError
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from .checksums import ChunkHasher
+from .encoding import ChunkEncoder, Frames, UnencodedPiece
 from .files import FileImage
 from .staging.staging import Staging
 
@@ -35,7 +37,10 @@ Release = Callable[[], object]
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What the manifest records about a durable file. ``checksums`` cover its tensors in file order."""
+    """What the manifest records about a durable file.
+
+    ``checksums`` cover its tensors in file order; ``frames`` are those of an encoded file.
+    """
 
     key: str
     size: int
@@ -45,19 +50,28 @@ class WrittenFile:
     section: str
     kind: str
     checksums: npt.NDArray[np.uint64]
+    frames: Frames | None = None
 
     @classmethod
-    def of(cls, image: FileImage, chunk_size: int, checksums: npt.NDArray[np.uint64]) -> WrittenFile:
-        """Describe a durable file with the content of ``image``."""
+    def of(
+        cls,
+        image: FileImage,
+        chunk_size: int,
+        checksums: npt.NDArray[np.uint64],
+        encoded: tuple[int, Frames] | None = None,
+    ) -> WrittenFile:
+        """Describe a durable file with the content of ``image``; if it is ``encoded``, with this size and frames."""
+        size, frames = (image.size, None) if encoded is None else encoded
         return cls(
             image.key,
-            image.size,
+            size,
             len(image.head),
             image.head_checksum(),
             chunk_size,
             image.section,
             image.kind,
             checksums,
+            frames,
         )
 
 
@@ -73,20 +87,30 @@ class FileWriter:
         self._hasher = ChunkHasher(np.array(image.offsets, np.int64) + len(image.head), image.nbytes, chunk_size)
         self._writes: list[tuple[Future[None], Release]] = []
         self._has_failed = False
+        self._encoder = None
+        if image.codec != "raw":
+            self._encoder = ChunkEncoder(image, chunk_size, find_codec(image.codec))
         self._writer = backend.create(image.key, image.size)
 
     def write(self, start: int, data: memoryview, release: Release = lambda: None) -> None:
         """Hash ``data``, the next bytes of the file, and queue the write of them at byte ``start``.
 
-        ``release`` is called when the piece is written or its write has failed or is abandoned, also if this method
-        raises. Raises the failure of an earlier write.
+        The frames of an encoded file overwrite ``data``, and are written from there. ``release`` is called when the
+        piece is written or its write has failed or is abandoned, also if this method raises. Raises the failure of an
+        earlier write.
         """
         release = partial(_call_once, [release])
         try:
             self._raise_failure()
             with self._timings.measure("hash", len(data)):
                 self._hasher.update(start, data)
-            self._writes.append((self._executor.submit(self._write_piece, start, data, release), release))
+            if self._encoder is None:
+                task = self._executor.submit(self._write_piece, start, [data], release)
+            elif (piece := self._encoder.cut(start, data, release)) is not None:
+                task = self._executor.submit(self._encode_piece, self._encoder, piece)
+            else:
+                return
+            self._writes.append((task, release))
         except BaseException:
             release()
             raise
@@ -99,25 +123,37 @@ class FileWriter:
     def finish(self) -> WrittenFile:
         """Make the file durable. All its pieces must be written (``wait``)."""
         checksums = self._hasher.checksums()
+        encoded = None if self._encoder is None else self._encoder.finish()
+        if encoded is not None:
+            self._writer.shrink(encoded[0])
         with self._timings.measure("sync"):
             self._writer.complete()
-        return WrittenFile.of(self._image, self._chunk_size, checksums)
+        return WrittenFile.of(self._image, self._chunk_size, checksums, encoded)
 
     def abandon(self) -> None:
         """Remove the file. Returns when no thread uses the memory of a piece. Never raises."""
-        running = []
-        for task, release in self._writes:
-            if task.cancel():
-                release()
-            else:
-                running.append(task)
-        wait(running)
+        wait([task for task, _ in self._writes if not task.cancel()])
+        for _, release in self._writes:
+            release()
         self._writer.abort()
 
-    def _write_piece(self, start: int, data: memoryview, release: Release) -> None:
+    def _encode_piece(self, encoder: ChunkEncoder, piece: UnencodedPiece) -> None:
+        """Encode a piece, and write all pieces whose place is known then."""
         try:
-            with self._timings.measure("write", len(data)):
-                self._writer.write(start, data)
+            with self._timings.measure("encode", len(piece.data)):
+                placed = encoder.encode(piece)
+        except BaseException:
+            self._has_failed = True
+            raise
+        for one in placed:
+            self._write_piece(one.offset, one.parts, one.release)
+
+    def _write_piece(self, start: int, parts: Iterable[memoryview], release: Release) -> None:
+        try:
+            for part in parts:
+                with self._timings.measure("write", len(part)):
+                    self._writer.write(start, part)
+                start += len(part)
         except BaseException:
             self._has_failed = True
             raise

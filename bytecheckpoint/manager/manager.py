@@ -90,6 +90,7 @@ class CheckpointManager:
         exclude: As in ``bytecheckpoint.save``.
         trainable_only: As in ``bytecheckpoint.save``.
         replicas: As in ``bytecheckpoint.save``.
+        codec: As in ``bytecheckpoint.save``.
         gate: As in ``bytecheckpoint.save``; ignored if ``async_save`` is False.
         allow_pickle: As in ``bytecheckpoint.save``.
         metadata: Plain values that are stored with every checkpoint. The keys ``"metrics"``, ``"milestone"``
@@ -140,6 +141,7 @@ class CheckpointManager:
         exclude: Sequence[str] = (),
         trainable_only: bool = False,
         replicas: Replicas = "auto",
+        codec: str | None = None,
         gate: bool = False,
         allow_pickle: bool = False,
         metadata: Mapping[str, Any] | None = None,
@@ -167,6 +169,7 @@ class CheckpointManager:
             selection=Selection(include, exclude),
             trainable_only=trainable_only,
             replicas=replicas,
+            codec=codec,
             gate=gate,
         )
         self._resources = held = ManagerResources(self, self.root, SavesInFlight(max_in_flight))

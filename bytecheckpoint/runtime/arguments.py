@@ -134,6 +134,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "allow_fresh": _flag,
     "allow_pickle": _flag,
     "async_save": _flag,
+    "codec": optional(_text),
     "chunk_size": optional(whole_number(_MIN_CHUNK_SIZE, _MAX_CHUNK_SIZE)),
     "coordinate_every_s": _seconds(_MAX_INTERVAL_S),
     "deadline_s": _seconds(_MAX_DEADLINE_S),

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from ..checkpoint.attempts import remove_attempt
-from ..checkpoint.manifest_file import commit, read_manifest, read_replaced_manifest, remove_files
+from ..checkpoint.manifest_file import commit, read_manifest, remove_files
 from ..control.base import Operation
 from ..engine.writing import WrittenFile
 from ..errors import CheckpointError, CommitUnknownError, ControlError, DeadlineError, RankFailedError
@@ -37,11 +37,19 @@ class SaveCommit:
     """
 
     def __init__(
-        self, op: Operation, backend: StorageBackend, options: SaveOptions, share: SaveShare, timings: Timings
+        self,
+        op: Operation,
+        backend: StorageBackend,
+        options: SaveOptions,
+        share: SaveShare,
+        timings: Timings,
+        *,
+        is_new: bool,
     ) -> None:
         self._op, self._backend, self._options, self._timings = op, backend, options, timings
         self.attempt, self._plan = share.attempt, share.planned.plan
         self.chunk_size = options.chunk_size_for(share.planned.nbytes)
+        self._is_new = is_new
         self._may_exist = False  # the checkpoint
         self._is_committed = False  # by this rank
         self._is_unknown = False  # whether it exists, because the store did not answer
@@ -76,14 +84,8 @@ class SaveCommit:
             metadata=dict(self._options.metadata),
             library_version=VERSION,
         )
-        # Read only now: an earlier save to this path may have been committed since this one began.
-        self._replaced = read_replaced_manifest(self._backend)
-        self._timings.point("commit.before")
-        self._op.check()
-        self._options.guard()
-        self._may_exist = True
         try:
-            commit(self._backend, manifest)
+            self._replaced = commit(self._backend, manifest, is_new=self._is_new, admit=self._admit)
         except CommitUnknownError:
             raise
         except Exception:
@@ -95,6 +97,12 @@ class SaveCommit:
             self._op.broadcast("committed", b"")
         except ControlError as error:
             _log.warning("%s is committed, but not every rank was notified: %s", self._backend.url, error)
+
+    def _admit(self) -> None:
+        self._timings.point("commit.before")
+        self._op.check()
+        self._options.guard()
+        self._may_exist = True
 
     def clean(self) -> None:
         """Remove the files of an overwritten checkpoint. Never raises: the new checkpoint is committed."""

@@ -223,13 +223,18 @@ class LocalState:
         return shards if order is None else [shards[position] for position in order]
 
     def images(
-        self, files: Sequence[FileLayout], assignment: Assignment, shards: Sequence[Shard], attempt: str
+        self,
+        files: Sequence[FileLayout],
+        assignment: Assignment,
+        shards: Sequence[Shard],
+        attempt: str,
+        codec: str = "raw",
     ) -> list[FileImage]:
         """Return the files that this rank writes; ``shards`` are those of the plan, by row."""
         images = []
         for file in files:
-            key = data_key(attempt, file.section, self._rank, "tensors")
-            images.append(tensor_image(key, file, [shards[row] for row in file.rows]))
+            key = data_key(attempt, file.section, self._rank, "tensors", codec)
+            images.append(tensor_image(key, file, [shards[row] for row in file.rows], codec))
         for shared, kind in ((True, "values"), (False, "rank_values")):
             by_section: dict[str, list[tuple[Path, bool, bytes]]] = {}
             for index, is_shared in zip(assignment.values.tolist(), assignment.shared.tolist()):

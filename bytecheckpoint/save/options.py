@@ -9,15 +9,20 @@ from typing import Any, Literal
 import xxhash
 
 from ..checkpoint.selection import Selection
+from ..codecs import find_codec, list_codecs
 from ..engine.checksums import chunk_size_for
-from ..format.manifest import pack_metadata
+from ..errors import UnsupportedVersionError, UsageError
+from ..format.manifest import MAX_ENCODED_CHUNK, pack_metadata
 from ..planners import Layout
 from ..runtime.arguments import check_arguments, choice
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..version import VERSION
 from .replicas import Replicas
 
-__all__ = ["SaveOptions", "WhenBusy"]
+__all__ = ["AUTO", "SaveOptions", "WhenBusy"]
+
+AUTO = "auto"
+"""The value of ``codec`` that lets each rank choose."""
 
 _MAX_SHOWN = 100  # characters of a metadata value in a message
 
@@ -41,6 +46,7 @@ class SaveOptions:
         selection: What to store, by full name.
         trainable_only: Leave out parameters that get no gradient, and their optimizer state.
         replicas: How tensors that several ranks hold are compared before one copy is stored.
+        codec: Name of the codec of tensor files, ``AUTO``, or None.
         gate: Copy parameters and optimizer state after the call has returned.
         job: Mark of the job that holds the lease of the root; part of the attempt's name.
         guard: Called on rank 0 right before the manifest is written. If it raises, the save fails.
@@ -57,6 +63,7 @@ class SaveOptions:
     selection: Selection = field(default_factory=Selection)
     trainable_only: bool = False
     replicas: Replicas = "auto"
+    codec: str | None = None
     gate: bool = False
     job: bytes = b""
     guard: Callable[[], None] = field(default=lambda: None, compare=False)
@@ -69,6 +76,7 @@ class SaveOptions:
             **check_arguments(values, layout=choice(Layout), when_busy=choice(WhenBusy), replicas=choice(Replicas)),
         )
         options.selection.check()
+        options._check_codec()
         pack_metadata(dict(options.metadata))
         return options
 
@@ -78,7 +86,23 @@ class SaveOptions:
 
     def chunk_size_for(self, nbytes: int) -> int:
         """Return the number of bytes under one checksum in a checkpoint of ``nbytes`` bytes."""
-        return self.chunk_size or chunk_size_for(nbytes)
+        size = self.chunk_size or chunk_size_for(nbytes)
+        return size if self.codec is None else min(size, MAX_ENCODED_CHUNK)
+
+    def _check_codec(self) -> None:
+        if self.codec is None:
+            return
+        try:
+            if self.codec != AUTO:
+                find_codec(self.codec)
+        except UnsupportedVersionError as error:
+            raise UsageError(f"codec must be None, {AUTO!r} or one of {', '.join(list_codecs())}: {error}") from None
+        if self.codec != AUTO and self.layout != "shards":
+            raise UsageError(
+                f"codec={self.codec!r} needs layout='shards': other layouts make safetensors files, which have no codec"
+            )
+        if self.chunk_size is not None and self.chunk_size > MAX_ENCODED_CHUNK:
+            raise UsageError(f"with a codec, chunk_size must be at most {MAX_ENCODED_CHUNK}, not {self.chunk_size}")
 
     def shared_arguments(self, url: str, sections: Sequence[str]) -> dict[str, str]:
         """Return the arguments that must be equal on all ranks, for comparison and for messages."""
@@ -93,6 +117,7 @@ class SaveOptions:
             "trainable_only": str(self.trainable_only),
             **{f"metadata[{key!r}]": _shortened(_canonical(value)) for key, value in self.metadata.items()},
             "replicas": self.replicas,
+            "codec": str(self.codec),
             "library version": VERSION,
         }
 

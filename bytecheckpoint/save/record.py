@@ -9,10 +9,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from ..engine.encoding import Frames
 from ..engine.files import data_key
 from ..engine.writing import WrittenFile
 from ..errors import PlanError
-from ..format.manifest import FileTable, Manifest, SectionInfo, timestamp
+from ..format.manifest import FileTable, FrameTable, Manifest, SectionInfo, is_encoded, timestamp
 from ..format.safetensors import DATA_ALIGNMENT
 from ..planners import SavePlan
 from ..tensors.tables import Int64, ragged_positions
@@ -34,7 +35,17 @@ def pack_written(files: Sequence[WrittenFile]) -> bytes:
     """Encode what rank 0 cannot derive from the plan: header lengths and checksums of a rank's files, in plan order."""
     heads = np.array([file.head_checksum for file in files], np.uint64)
     checksums = np.concatenate([heads, *(file.checksums for file in files)])
-    packed: bytes = msgpack.packb([[file.head_length for file in files], checksums.astype("<u8").tobytes()])
+    frames = [
+        None
+        if file.frames is None
+        else [
+            file.frames.codec,
+            file.frames.length.astype("<u4").tobytes(),
+            file.frames.checksum.astype("<u8").tobytes(),
+        ]
+        for file in files
+    ]
+    packed: bytes = msgpack.packb([[file.head_length for file in files], checksums.astype("<u8").tobytes(), frames])
     return packed
 
 
@@ -55,7 +66,7 @@ class Confirmations:
             PlanError: The message does not describe the files that the plan assigns to the rank.
         """
         planned = self._plan.files_of(rank)
-        lengths, raw = _unpack_written(rank, message)
+        lengths, raw, packed = _unpack_written(rank, message)
         chunks = [0 if row is None else int(self.chunk_counts[row]) for _, _, row in planned]
         if len(lengths) != len(planned) or len(raw) != 8 * (len(planned) + sum(chunks)):
             raise PlanError(
@@ -71,33 +82,52 @@ class Confirmations:
         words = np.frombuffer(raw, "<u8").astype(np.uint64)
         written, at = [], len(planned)
         for index, ((section, kind, row), count) in enumerate(zip(planned, chunks)):
+            frames = _unpack_frames(rank, packed[index], count) if index < len(packed) else None
+            size = 0 if row is None else self._plan.files[row].data_size
+            if frames is not None:
+                size = int(frames.length.sum())
             written.append(
                 WrittenFile(
-                    key=data_key(self._attempt, section, rank, kind),
-                    size=lengths[index] + (0 if row is None else self._plan.files[row].data_size),
+                    key=data_key(self._attempt, section, rank, kind, "raw" if frames is None else frames.codec),
+                    size=lengths[index] + size,
                     head_length=lengths[index],
                     head_checksum=int(words[index]),
                     chunk_size=self._chunk_size,
                     section=section,
                     kind=kind,
                     checksums=words[at : at + count],
+                    frames=frames,
                 )
             )
             at += count
         return written
 
 
-def _unpack_written(rank: int, message: bytes) -> tuple[list[int], bytes]:
-    """Return the header lengths and the checksums in a message; refuse one that has another structure."""
+def _unpack_frames(rank: int, packed: object, count: int) -> Frames | None:
+    """Return the frames of a file that has ``count`` chunks; None if it is not encoded."""
+    if packed is None:
+        return None
+    codec, length, checksum = packed if isinstance(packed, list) and len(packed) == 3 else (None, None, None)
+    if not isinstance(codec, str) or not isinstance(length, bytes) or not isinstance(checksum, bytes):
+        raise PlanError(f"rank {rank} confirmed a file with frames that cannot be decoded")
+    if len(length) != 4 * count or len(checksum) != 8 * count:
+        raise PlanError(f"rank {rank} confirmed {len(length) // 4} frames of a file that has {count} chunks")
+    return Frames(
+        codec, np.frombuffer(length, "<u4").astype(np.int64), np.frombuffer(checksum, "<u8").astype(np.uint64)
+    )
+
+
+def _unpack_written(rank: int, message: bytes) -> tuple[list[int], bytes, list[object]]:
+    """Return the header lengths, the checksums and the frames in a message; refuse one that has another structure."""
     try:
-        lengths, raw = msgpack.unpackb(message)
+        lengths, raw, frames = msgpack.unpackb(message)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise PlanError(f"rank {rank} confirmed its files with a message that cannot be decoded: {error!r}") from error
-    if not isinstance(raw, bytes) or not isinstance(lengths, list):
+    if not isinstance(raw, bytes) or not isinstance(lengths, list) or not isinstance(frames, list):
         raise PlanError(f"rank {rank} confirmed its files with a message that is not a list of lengths and checksums")
     if not all(type(length) is int and 0 <= length <= _MAX_LENGTH for length in lengths):
         raise PlanError(f"rank {rank} confirmed files with impossible lengths: {lengths[:8]}")
-    return lengths, raw
+    return lengths, raw, frames
 
 
 def build_manifest(
@@ -121,6 +151,9 @@ def build_manifest(
         raise PlanError(f"planned files were not written: {', '.join(missing)}")
     file_row = np.array([at[f.rank, f.section] for f in plan.files], np.int64)
     section_index = {name: index for index, (name, _) in enumerate(plan.sections)}
+    files = file_table(written, section_index)
+    shard_file = file_row[plan.file] if len(plan.file) else plan.file
+    files.frames = _frame_table(plan, files, shard_file, written)
     return Manifest.assemble(
         library_version=library_version,
         step=step,
@@ -129,11 +162,11 @@ def build_manifest(
         attempt=attempt,
         metadata=metadata,
         sections=[SectionInfo(name, kind) for name, kind in plan.sections],
-        files=file_table(written, section_index),
+        files=files,
         tensors=plan.tensors,
         scope=plan.scope,
         shards=plan.shards,
-        shard_file=file_row[plan.file] if len(plan.file) else plan.file,
+        shard_file=shard_file,
         shard_offset=plan.offset,
         checksums=_in_shard_order(plan, file_row, written),
         aliases=plan.aliases,
@@ -151,7 +184,25 @@ def file_table(written: Sequence[tuple[int, WrittenFile]], section_index: Mappin
         head_length=np.array([file.head_length for _, file in written], np.int64),
         head_checksum=np.array([file.head_checksum for _, file in written], np.uint64),
         chunk_size=np.array([file.chunk_size for _, file in written], np.int64),
-        codec=["raw"] * len(written),
+        codec=["raw" if file.frames is None else file.frames.codec for _, file in written],
+    )
+
+
+def _frame_table(
+    plan: SavePlan, files: FileTable, shard_file: Int64, written: Sequence[tuple[int, WrittenFile]]
+) -> FrameTable | None:
+    frames = [file.frames for _, file in written if file.frames is not None]
+    if not frames:
+        return None
+    return FrameTable.build(
+        np.concatenate([one.length for one in frames]),
+        np.concatenate([one.checksum for one in frames]),
+        encoded=is_encoded(files.codec),
+        head_length=files.head_length,
+        chunk_size=files.chunk_size,
+        shard_file=shard_file,
+        shard_offset=plan.offset,
+        shard_nbytes=plan.shards.nbytes(plan.tensors),
     )
 
 

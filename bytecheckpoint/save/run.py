@@ -18,6 +18,7 @@ from ..frameworks.sections import check_state
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
 from .agreement import SaveShare
+from .codec_choice import choose_codec
 from .commit import SaveCommit
 from .companions import refuse_adapters
 from .handle import SaveHandle, SaveResult
@@ -48,6 +49,7 @@ class SaveRun:
         self.handle = SaveHandle(backend.url, self.timings, self.lifecycle)
         self._commit: SaveCommit | None = None
         self._copy: StateCopy | None = None
+        self._is_new = False  # there was no checkpoint at the path
         self._keys: list[str] = []  # of the files that this rank may write
 
     @contextmanager
@@ -66,11 +68,11 @@ class SaveRun:
         if self.options.gate and (not self.is_async or self.engine.is_background_thread):
             raise UsageError("gate=True needs async_save=True and must be called from the training thread")
         if self.op.rank == 0:
-            check_replaceable(self.backend)
+            self._is_new = not check_replaceable(self.backend)
 
     def begin_attempt(self, share: SaveShare) -> None:
         """From here on, a failure removes the files of this attempt."""
-        self._commit = SaveCommit(self.op, self.backend, self.options, share, self.timings)
+        self._commit = SaveCommit(self.op, self.backend, self.options, share, self.timings, is_new=self._is_new)
 
     def check_space(self, share: SaveShare) -> None:
         """Check on rank 0 that the store has room for the checkpoint, if the store reports its free space."""
@@ -81,7 +83,8 @@ class SaveRun:
         """Lay this rank's files out in staging memory. Copies nothing yet."""
         planned, merge = share.planned, share.planned.merge
         shards = local.shards(planned.order)
-        images = local.images(planned.files, planned.assignment, shards, share.attempt)
+        codec = choose_codec(self.engine, self.backend, self.options, planned.files)
+        images = local.images(planned.files, planned.assignment, shards, share.attempt, codec)
         merge_files = [] if merge is None else merge.files
         merged = [file.section for file in merge_files]
         self._keys += [image.key for image in images]

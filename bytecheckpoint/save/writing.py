@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 from ..engine.files import data_key, tensor_image
 from ..engine.merging.merge import MergeResources, MergeWork, merge
 from ..engine.writing import WrittenFile, write_images, write_whole
 from .agreement import SaveShare
+from .codec_choice import note_rate
 from .companions import StoredModel, companion_images
 from .record import WrittenFiles
 from .run import SaveRun
@@ -36,7 +38,9 @@ def write_files(
         timings.point(name)
         run.op.check()
 
+    begun = perf_counter()
     planned = write_images(backend, copy.staging, chunk_size, run.engine.io, timings, point)
+    note_rate(run.engine, backend, planned, perf_counter() - begun)
     images = []
     if share.planned.plan is not None and models:
         images = companion_images(share.planned.plan, models, share.attempt)

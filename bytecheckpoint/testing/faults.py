@@ -12,7 +12,7 @@ from typing import TypeVar
 from typing_extensions import Buffer
 
 from ..errors import StorageError, UsageError
-from ..storage_backends.base import ObjectStat, ObjectWriter, StorageBackend
+from ..storage_backends.base import Conditions, ObjectStat, ObjectWriter, StorageBackend
 
 __all__ = ["OPERATIONS", "Call", "CountingBackend", "FaultRule", "FaultyBackend"]
 
@@ -122,6 +122,7 @@ class _WrappingBackend(StorageBackend):
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
         self.atomic_writer = inner.atomic_writer
+        self.is_remote = inner.is_remote
 
     @property
     def url(self) -> str:
@@ -130,9 +131,15 @@ class _WrappingBackend(StorageBackend):
     def _around(self, call: Call, operation: Callable[[int | None], _T]) -> _T:
         raise NotImplementedError
 
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+    def conditions(self) -> Conditions:
+        return self.inner.conditions()
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         view = memoryview(bytes(data))
-        self._around(Call("put", key, 0, len(view)), lambda cut: self.inner.put(key, view[:cut], if_absent=if_absent))
+        return self._around(
+            Call("put", key, 0, len(view)),
+            lambda cut: self.inner.put(key, view[:cut], if_absent=if_absent, if_version=if_version),
+        )
 
     def create(self, key: str, size: int) -> ObjectWriter:
         call = Call("create", key, 0, size)
@@ -155,7 +162,14 @@ class _WrappingBackend(StorageBackend):
         self._around(Call("read_into", key, offset, view.nbytes), read)
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
-        return self._around(Call("get", key), lambda cut: self.inner.get(key, max_size=max_size)[:cut])
+        return self.get_versioned(key, max_size=max_size)[0]
+
+    def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
+        def get(cut: int | None) -> tuple[bytes, str]:
+            content, version = self.inner.get_versioned(key, max_size=max_size)
+            return content[:cut], version
+
+        return self._around(Call("get", key), get)
 
     def stat(self, key: str) -> ObjectStat:
         return self._around(Call("stat", key), lambda cut: self.inner.stat(key))
@@ -188,6 +202,9 @@ class _WrappingWriter(ObjectWriter):
         self._backend._around(
             Call("write", self._key, offset, len(view)), lambda cut: self._inner.write(offset, view[:cut])
         )
+
+    def shrink(self, size: int) -> None:
+        self._inner.shrink(size)
 
     def complete(self) -> None:
         self._backend._around(Call("complete", self._key), lambda cut: self._inner.complete())
@@ -283,8 +300,9 @@ class CountingBackend(_WrappingBackend):
             self.calls.append(call)
             at = len(self.calls) - 1
         result = operation(None)
-        if isinstance(result, bytes):
+        if call.operation == "get":
+            assert isinstance(result, tuple)
             with self._lock:
                 if at < len(self.calls) and self.calls[at] is call:
-                    self.calls[at] = Call(call.operation, call.key, 0, len(result))
+                    self.calls[at] = Call(call.operation, call.key, 0, len(result[0]))
         return result

@@ -15,9 +15,10 @@ all others          temporary file, ``mv``             refused: ``StorageError``
 (HDFS, SFTP, ...)
 ==================  =================================  =============================  ==============================
 
-``if_absent`` is refused where the store cannot decide it: if the client checked and then put, two writers could both
-succeed. On "all others" a ``put`` that replaces an object is atomic if the store's rename replaces (SFTP, WebDAV).
-Otherwise (HDFS, SMB) the old object is removed first, and a crash in between leaves only the temporary file.
+``if_version`` is always refused, and ``if_absent`` where the store cannot decide it: if the client checked and then
+put, two writers could both succeed. On "all others" a ``put`` that replaces an object is atomic if the store's rename
+replaces (SFTP, WebDAV). Otherwise (HDFS, SMB) the old object is removed first, and a crash in between leaves only the
+temporary file.
 
 fsspec's ``file`` exists for chains (``dir::file:///...``). It does not sync the directories that it creates; open a
 path as a path for durability across power failures. fsspec's caches are rejected, because they serve objects that have
@@ -39,7 +40,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from ...errors import KeyNotFoundError, StorageError
-from ..base import ObjectStat, ObjectWriter, StorageBackend
+from ..base import Conditions, ObjectStat, ObjectWriter, StorageBackend
 from ..buffers import byte_view, check_max_size, writable_view
 from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
@@ -102,15 +103,22 @@ class FsspecBackend(StorageBackend):
     def url(self) -> str:
         return self._url
 
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+    def conditions(self) -> Conditions:
+        connection = self._connection(f"opening {self.display_url}")
+        return Conditions(if_absent=connection.kind in ("file", "memory") or connection.has_conditional_put)
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         check_key(key)
         action = f"writing {key!r} in {self.display_url}"
+        if if_version:
+            raise StorageError(f"{action}: fsspec has no put that replaces only a given version")
         connection = self._connection(action)
         content = bytes(byte_view(data))
         if if_absent:
             put_object_if_absent(connection, action, key, content)
         else:
             put_object(connection, action, key, content)
+        return ""  # fsspec does not return it
 
     def create(self, key: str, size: int) -> ObjectWriter:
         check_key(key)
@@ -131,7 +139,7 @@ class FsspecBackend(StorageBackend):
             action,
             size,
             file,
-            publish=lambda: publish(connection, action, temporary, path, size),
+            publish=lambda written: publish(connection, action, temporary, path, written),
             discard=lambda: remove_if_exists(connection, temporary),
         )
 

@@ -26,7 +26,8 @@ class StreamWriter(CheckedWriter):
     A part that arrives early is copied and kept, because blocking would deadlock a writer with a single thread. Writing
     roughly in order therefore needs little memory.
 
-    ``publish`` gives the finished file its name if closing it does not; ``discard`` removes what was written.
+    ``publish`` gives the finished file, of this size, its name if closing it does not; ``discard`` removes what was
+    written.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class StreamWriter(CheckedWriter):
         size: int,
         file: Any,
         *,
-        publish: Callable[[], None] | None = None,
+        publish: Callable[[int], None] | None = None,
         discard: Callable[[], None],
     ) -> None:
         super().__init__(action, size)
@@ -100,7 +101,7 @@ class StreamWriter(CheckedWriter):
         if isinstance(self._file, AbstractBufferedFile) and not self._file.autocommit:
             self._file.commit()
         if self._publish is not None:
-            self._publish()
+            self._publish(self._size)
 
     def _discard(self) -> None:
         if isinstance(self._file, AbstractBufferedFile):

@@ -1,8 +1,9 @@
 """The backend for files below a directory: local disks, NFS, Lustre, FUSE mounts.
 
-``put`` writes a temporary file next to its target and renames it. ``create`` writes in place, because the library never
-uses the name of a data file twice and a file counts only once the manifest refers to it. Both sync the file and every
-directory on its path before they return.
+``put`` writes a temporary file next to its target and renames it. With ``if_version``, it locks the file that it
+replaces (``flock``); a file system without locks cannot decide between two writers at the same moment. ``create``
+writes in place, because the library never uses the name of a data file twice and a file counts only once the manifest
+refers to it. Both sync the file and every directory on its path before they return.
 
 The names of temporary files begin with ``.bcp-tmp-``. A killed process may leave one. Temporary files are never listed
 and never readable, and are removed when a ``delete`` leaves nothing else in their directory.
@@ -20,12 +21,12 @@ from typing import Any, ClassVar
 
 from typing_extensions import Buffer
 
-from ...errors import KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
-from ..base import ObjectReader, ObjectStat, ObjectWriter, StorageBackend
+from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
+from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, StorageBackend
 from ..buffers import byte_view, check_max_size
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..posix import free_bytes, write_at
-from .directories import is_within, link_exclusive, lock_temporary, make_directories
+from .directories import is_within, link_exclusive, lock_temporary, make_directories, replace_exclusive
 from .objects import LocalReader, LocalWriter
 from .root import LocalRoot
 from .tree import has_objects, list_tree, should_follow
@@ -48,6 +49,7 @@ class LocalBackend(StorageBackend):
 
     schemes: ClassVar[tuple[str, ...]] = ("file", "local")
     atomic_writer: bool = False
+    is_remote: bool = False
     # One huge page, which stays in the processor's cache until it has been verified and copied.
     read_size: int = 2 << 20
 
@@ -68,10 +70,6 @@ class LocalBackend(StorageBackend):
         except FileNotFoundError as error:
             raise StorageError(f"{root}: the working directory was removed; pass an absolute path") from error
         self._root = LocalRoot(path, direct_io=direct_io)
-
-    def path_of(self, key: str) -> str:
-        """Return the file of an object, with all symbolic links resolved. Raises ``StorageError`` for a bad key."""
-        return self._resolve(key, f"reading {key!r} in {self._root.path}")
 
     @property
     def direct_io(self) -> bool:
@@ -109,18 +107,31 @@ class LocalBackend(StorageBackend):
     def url(self) -> str:
         return self._root.path
 
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+    def conditions(self) -> Conditions:
+        return Conditions(if_absent=True, if_version=True)
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         action = f"writing {key!r} in {self._root.path}"
         view = byte_view(data)
-        place = link_exclusive if if_absent else os.replace
+        version = ""
+
+        def place(temporary: str, path: str) -> None:
+            if if_absent:
+                link_exclusive(temporary, path)
+            elif not if_version:
+                os.replace(temporary, path)
+            elif not replace_exclusive(temporary, path, lambda found: _version(found) == if_version):
+                raise KeyChangedError(f"{action}: the object was replaced or deleted")
 
         def attempt(path: str) -> None:
+            nonlocal version
             temporary = os.path.join(os.path.dirname(path), TEMPORARY_PREFIX + secrets.token_hex(8))
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 lock_temporary(fd)
                 write_at(fd, view, 0)
                 os.fsync(fd)
+                version = _version(os.fstat(fd))
                 place(temporary, path)
             except BaseException:
                 with suppress(OSError):
@@ -131,6 +142,7 @@ class LocalBackend(StorageBackend):
 
         path = self._create_file(key, action, attempt, needed=len(view))
         self._root.sync_directories(path, action)
+        return version
 
     def create(self, key: str, size: int) -> ObjectWriter:
         action = f"writing {key!r} in {self._root.path}"
@@ -155,11 +167,14 @@ class LocalBackend(StorageBackend):
         return self._open(key)
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
+        return self.get_versioned(key, max_size=max_size)[0]
+
+    def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
         with self._open(key) as opened:
             check_max_size(f"reading {key!r} in {self.url}", opened.size, max_size)
             content = bytearray(opened.size)
             opened.read(0, [content])
-            return bytes(content)
+            return bytes(content), _version(os.fstat(opened.fd))
 
     def stat(self, key: str) -> ObjectStat:
         action = f"looking at {key!r} in {self._root.path}"
@@ -236,6 +251,9 @@ class LocalBackend(StorageBackend):
                     raise self._root.map_error(error, action, reading=False) from error
             except FileExistsError as error:
                 raise KeyExistsError(f"{action}: the key is taken") from error
+            except KeyChangedError:
+                self._root.remove_empty_directories(os.path.dirname(path))
+                raise
             except OSError as error:
                 self._root.remove_empty_directories(os.path.dirname(path))
                 raise self._root.map_error(error, action, reading=False, needed=needed) from error
@@ -287,4 +305,8 @@ class LocalBackend(StorageBackend):
 
 
 def _object_stat(key: str, found: os.stat_result) -> ObjectStat:
-    return ObjectStat(key, found.st_size, f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}")
+    return ObjectStat(key, found.st_size, _version(found))
+
+
+def _version(found: os.stat_result) -> str:
+    return f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"

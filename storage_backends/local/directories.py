@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..keys import TEMPORARY_PREFIX
-from ..posix import rename_exclusive, sync_directory
+from ..posix import UNSUPPORTED, rename_exclusive, sync_directory
 
-__all__ = ["is_within", "link_exclusive", "lock_temporary", "make_directories", "remove_abandoned_files"]
+__all__ = [
+    "is_within",
+    "link_exclusive",
+    "lock_temporary",
+    "make_directories",
+    "remove_abandoned_files",
+    "replace_exclusive",
+]
+
+_log = logging.getLogger(__name__)
 
 
 def is_within(path: str, top: str) -> bool:
@@ -36,6 +47,49 @@ def make_directories(path: str) -> None:
         with suppress(FileExistsError):
             os.mkdir(path)
     sync_directory(os.path.dirname(path))
+
+
+def replace_exclusive(source: str, target: str, is_expected: Callable[[os.stat_result], bool]) -> bool:
+    """Give the finished file ``source`` the name ``target`` in one step, if that is the expected file.
+
+    Writers that use this function exclude each other by a lock on the file that they replace, which ends with their
+    process. Returns false if ``target`` is another file or none, or if another writer is replacing it. A file system
+    without locks cannot exclude two writers that look at the same moment.
+    """
+    try:
+        fd = _open_to_lock(target)
+    except FileNotFoundError:
+        return False
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, *UNSUPPORTED):
+                raise
+            _log.info("%s: this file system has no locks (%s)", target, error)
+        try:
+            found = os.stat(target)
+        except FileNotFoundError:
+            return False
+        if not os.path.samestat(found, os.fstat(fd)) or not is_expected(found):
+            return False
+        os.replace(source, target)
+        return True
+    finally:
+        # A forked child may have a copy of the descriptor, which would keep the lock.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _open_to_lock(path: str) -> int:
+    flags = os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, os.O_RDWR | flags)  # NFS locks only files that are open for writing
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | flags)
 
 
 def link_exclusive(source: str, target: str) -> None:

@@ -85,6 +85,8 @@ class LocalWriter(CheckedWriter):
             fd, self._fd = self._fd, -1
         with self._translated_errors():
             try:
+                if os.fstat(fd).st_size > self._size:
+                    os.ftruncate(fd, self._size)
                 # This covers direct writes too. It is not retried: after a failed fsync the kernel may have dropped
                 # the dirty pages, and a second one would succeed without having written them.
                 os.fdatasync(fd)

@@ -16,23 +16,22 @@ from typing import Any, ClassVar
 
 from typing_extensions import Buffer
 
-from ...errors import KeyExistsError, StorageError
-from ..base import ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
+from ...errors import KeyChangedError, KeyExistsError, StorageError
+from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, StorageBackend
 from ..buffers import byte_view, check_max_size, writable_view
 from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
 from .client import MARK, Client, client_for
 from .replies import ShortReplyError, code_of, is_missing
 from .retries import Request
-from .uploads import PartBody, S3PartWriter
-from .writers import MultipartWriter, part_bytes_for
+from .writers import MultipartWriter, PartBody
 
 __all__ = ["S3Backend"]
 
 _SINGLE_PUT_BYTES = 8 << 20
 _READ_CHUNK = 1 << 20
 _CONCURRENT_DELETES = 16
-_TAKEN_CODES = frozenset({"412", "PreconditionFailed"})
+_REFUSED_CODES = frozenset({"412", "PreconditionFailed", "404", "NoSuchKey"})
 _OUTSIDE_CODES = frozenset({"416", "InvalidRange"})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -60,29 +59,55 @@ class S3Backend(StorageBackend):
     def url(self) -> str:
         return self._url
 
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+    def conditions(self) -> Conditions:
+        client, action = self._client(), f"opening {self.display_url}"
+        return client.run(action, client.conditions())
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         check_key(key)
         client, action = self._client(), self._action("writing", key)
         content = memoryview(bytes(byte_view(data)))
-        client.run(action, self._put(client, action, key, content, if_absent=if_absent))
+        if if_absent:
+            refusal = KeyExistsError(f"{action}: the key is taken")
+            return client.run(action, self._put_if(client, action, key, content, {"IfNoneMatch": "*"}, refusal))
+        if if_version:
+            changed = KeyChangedError(f"{action}: the object was replaced or deleted")
+            return client.run(action, self._put_if(client, action, key, content, {"IfMatch": if_version}, changed))
+        return client.run(action, self._put(client, action, key, content))
 
-    async def _put(self, client: Client, action: str, key: str, content: memoryview, *, if_absent: bool) -> None:
-        address, mark = self._address(client, key), secrets.token_hex(16)
-        condition = {"IfNoneMatch": "*", "Metadata": {MARK: mark}} if if_absent else {}
+    async def _put(self, client: Client, action: str, key: str, content: memoryview, **arguments: Any) -> str:
+        async def send() -> str:
+            reply = await client.call("put_object", **self._address(client, key), Body=PartBody(content), **arguments)
+            return str(reply.get("ETag", ""))
 
-        async def send() -> None:
-            if if_absent and not await client.accepts("PutObject", "IfNoneMatch"):
-                raise StorageError(f"{action}: the installed botocore has no conditional put; upgrade s3fs")
-            try:
-                await client.call("put_object", **address, Body=PartBody(content), **condition)
-            except Exception as error:
-                if code_of(error) not in _TAKEN_CODES:
-                    raise
-                # The reply to an earlier try may have been lost, also to one that the HTTP client has repeated itself.
-                if await client.mark_of(address) != mark:
-                    raise KeyExistsError(f"{action}: the key is taken") from error
+        return await client.repeat(Request(action, self.deadline_s, "put", len(content)), send)
 
-        await client.repeat(Request(action, self.deadline_s, "put", len(content)), send)
+    async def _put_if(
+        self,
+        client: Client,
+        action: str,
+        key: str,
+        content: memoryview,
+        condition: dict[str, str],
+        refusal: StorageError,
+    ) -> str:
+        """Put with a condition. Raises ``refusal`` if it is not met."""
+        supported = await client.conditions()
+        if not (supported.if_absent if "IfNoneMatch" in condition else supported.if_version):
+            raise StorageError(f"{action}: the installed botocore has no conditional put; upgrade s3fs")
+        mark = secrets.token_hex(16)
+        try:
+            return await self._put(client, action, key, content, **condition, Metadata={MARK: mark})
+        except Exception as error:
+            if code_of(error) not in _REFUSED_CODES:
+                raise
+            # The reply to an earlier try may have been lost, also to one that the HTTP client has repeated itself.
+            found, version = await client.repeat(
+                Request(action, self.deadline_s), lambda: client.mark_of(self._address(client, key))
+            )
+            if found != mark:
+                raise refusal from error
+            return version
 
     def create(self, key: str, size: int) -> ObjectWriter:
         check_key(key)
@@ -91,17 +116,10 @@ class S3Backend(StorageBackend):
             return BufferedWriter(
                 action,
                 size,
-                lambda data: client.run(action, self._put(client, action, key, data, if_absent=False)),
+                lambda data: client.run(action, self._put(client, action, key, data)),
             )
-        return MultipartWriter(client, action, self._address(client, key), size, self.deadline_s)
-
-    def create_parts(self, key: str, size: int, *, token: str = "") -> PartWriter:
-        check_key(key)
-        if size <= _SINGLE_PUT_BYTES and not token:
-            return super().create_parts(key, size)
-        client, action = self._client(), self._action("writing", key)
-        address, part_bytes = self._address(client, key), part_bytes_for(size)
-        return S3PartWriter(client, action, address, size, self.deadline_s, part_bytes=part_bytes, token=token)
+        address = self._address(client, key)
+        return MultipartWriter(client, action, address["Bucket"], address["Key"], size, self.deadline_s)
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         self.read_scattered(key, offset, [buffer])
@@ -152,19 +170,22 @@ class S3Backend(StorageBackend):
             raise _too_short(action, offset, offset + count, self.stat(key).size) from error
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
+        return self.get_versioned(key, max_size=max_size)[0]
+
+    def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
         check_key(key)
         client, action = self._client(), self._action("reading", key)
         return client.run(action, self._get(client, action, key, max_size))
 
-    async def _get(self, client: Client, action: str, key: str, max_size: int | None) -> bytes:
-        async def send() -> bytes:
+    async def _get(self, client: Client, action: str, key: str, max_size: int | None) -> tuple[bytes, str]:
+        async def send() -> tuple[bytes, str]:
             reply = await client.call("get_object", **self._address(client, key))
             async with aclosing(_Body(reply["Body"])) as body:
                 check_max_size(action, int(reply["ContentLength"]), max_size)
                 content = b"".join([piece async for piece in body.pieces()])
             if len(content) != reply["ContentLength"]:
                 raise ShortReplyError(f"the reply has {len(content)} of {reply['ContentLength']} bytes")
-            return content
+            return content, str(reply.get("ETag", ""))
 
         return await client.repeat(Request(action, self.deadline_s), send)
 

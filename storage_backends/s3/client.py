@@ -13,6 +13,7 @@ import s3fs
 from fsspec.utils import tokenize
 
 from ...errors import StorageError
+from ..base import Conditions
 from .replies import is_missing, storage_error
 from .retries import Request, Retries
 from .window import Window
@@ -58,10 +59,10 @@ class Client:
         await self._connected()
         return await self._fs._call_s3(method, **arguments)
 
-    async def accepts(self, operation: str, argument: str) -> bool:
-        """Whether the installed client supports an argument. An older one would silently omit it."""
-        operations = (await self._connected()).meta.service_model
-        return argument in operations.operation_model(operation).input_shape.members
+    async def conditions(self) -> Conditions:
+        """Return the conditions that the installed client supports. An older one would silently omit others."""
+        accepted = (await self._connected()).meta.service_model.operation_model("PutObject").input_shape.members
+        return Conditions(if_absent="IfNoneMatch" in accepted, if_version="IfMatch" in accepted)
 
     async def _connected(self) -> Any:
         """Return botocore's client, which s3fs creates at the first use."""
@@ -72,16 +73,15 @@ class Client:
             config.s3 = {"payload_signing_enabled": False, **(config.s3 or {})}
         return s3
 
-    async def mark_of(self, address: dict[str, str]) -> str | None:
-        """Return the ``MARK`` of an object; None if it has none, or does not exist."""
+    async def mark_of(self, address: dict[str, str]) -> tuple[str | None, str]:
+        """Return the ``MARK`` of an object and its version; None if it has no mark, or does not exist."""
         try:
             found = await self.call("head_object", **address)
         except Exception as error:
             if not is_missing(error):
                 raise
-            return None
-        mark: str | None = found.get("Metadata", {}).get(MARK)
-        return mark
+            return None, ""
+        return found.get("Metadata", {}).get(MARK), str(found.get("ETag", ""))
 
     async def repeat(self, request: Request, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """Send a request until it succeeds (see ``Retries``)."""

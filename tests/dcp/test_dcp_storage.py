@@ -488,7 +488,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(storage: str, tmp_path: Path) -
 
 
 def test_a_failed_commit_removes_the_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise bcp.errors.StorageError("the store is away")
 
     writer = bcp.dcp.Writer(tmp_path / "c")

@@ -226,9 +226,9 @@ def test_every_cut_is_noticed() -> None:
 
 def test_unknown_version_names_both() -> None:
     """The version is reported even if the envelope has grown and its payload is unreadable."""
-    for body in (msgpack.packb(["bytecheckpoint", 2, "lz5", 3, b"abc", b"more", None])[:-1], None):
-        document = body or encode(tiny())[:16] + b"\x02" + encode(tiny())[17:-18]
-        with pytest.raises(UnsupportedVersionError, match=r"format version 2.*reads version 1"):
+    for body in (msgpack.packb(["bytecheckpoint", 3, "lz5", 3, b"abc", b"more", None])[:-1], None):
+        document = body or encode(tiny())[:16] + b"\x03" + encode(tiny())[17:-18]
+        with pytest.raises(UnsupportedVersionError, match=r"format version 3.*reads version 1, 2:"):
             decode(sealed(document))
 
 

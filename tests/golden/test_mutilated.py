@@ -127,9 +127,9 @@ OPEN: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "flipped payload": (_manifest(_flip(200)), CORRUPT, CHANGED),
     "flipped checksum": (_manifest(_flip(-1)), CORRUPT, CHANGED),
     "newer version": (
-        _manifest(lambda data: _envelope("bytecheckpoint", 2, {"any": "thing"}, None, b"", 1)),
+        _manifest(lambda data: _envelope("bytecheckpoint", 3, {"any": "thing"}, None, b"", 1)),
         NEWER,
-        "format version 2; this library reads version 1",
+        "format version 3; this library reads version 1, 2",
     ),
     "unknown codec": (
         _manifest(_reopened(lambda codec, size, stored: _envelope("bytecheckpoint", 1, "lz9", size, stored))),

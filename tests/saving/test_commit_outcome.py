@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -341,18 +342,21 @@ def _forge(rank: int, world_size: int, path: str, forgery: str) -> str:
         commit.pack_written = pack_written
 
 
-FORGERIES: dict[str, Callable[[list[int], bytes], bytes]] = {
-    "another file": lambda lengths, raw: msgpack.packb([[*lengths, 4096], raw + bytes(8)]),
-    "a file less": lambda lengths, raw: msgpack.packb([[], b""]),
-    "another checksum": lambda lengths, raw: msgpack.packb([lengths, raw + bytes(8)]),
-    "a checksum less": lambda lengths, raw: msgpack.packb([lengths, raw[:-8]]),
-    "half a checksum": lambda lengths, raw: msgpack.packb([lengths, raw[:-4]]),
-    "another size": lambda lengths, raw: msgpack.packb([[lengths[0] + 8], raw]),
-    "a negative size": lambda lengths, raw: msgpack.packb([[-8], raw]),
-    "a huge size": lambda lengths, raw: msgpack.packb([[2**63], raw]),
-    "a size that is text": lambda lengths, raw: msgpack.packb([["8"], raw]),
-    "no list": lambda lengths, raw: msgpack.packb({"files": lengths}),
-    "no message": lambda lengths, raw: b"\xc1",
+FORGERIES: dict[str, Callable[[list[int], bytes, list[Any]], bytes]] = {
+    "another file": lambda lengths, raw, frames: msgpack.packb([[*lengths, 4096], raw + bytes(8), frames]),
+    "a file less": lambda lengths, raw, frames: msgpack.packb([[], b"", frames]),
+    "another checksum": lambda lengths, raw, frames: msgpack.packb([lengths, raw + bytes(8), frames]),
+    "a checksum less": lambda lengths, raw, frames: msgpack.packb([lengths, raw[:-8], frames]),
+    "half a checksum": lambda lengths, raw, frames: msgpack.packb([lengths, raw[:-4], frames]),
+    "another size": lambda lengths, raw, frames: msgpack.packb([[lengths[0] + 8], raw, frames]),
+    "a negative size": lambda lengths, raw, frames: msgpack.packb([[-8], raw, frames]),
+    "a huge size": lambda lengths, raw, frames: msgpack.packb([[2**63], raw, frames]),
+    "a size that is text": lambda lengths, raw, frames: msgpack.packb([["8"], raw, frames]),
+    "frames of a raw file": lambda lengths, raw, frames: msgpack.packb([lengths, raw, [["zstd", bytes(8), bytes(16)]]]),
+    "frames that are text": lambda lengths, raw, frames: msgpack.packb([lengths, raw, ["frames"]]),
+    "no list of frames": lambda lengths, raw, frames: msgpack.packb([lengths, raw, 0]),
+    "no list": lambda lengths, raw, frames: msgpack.packb({"files": lengths}),
+    "no message": lambda lengths, raw, frames: b"\xc1",
 }
 
 

@@ -55,7 +55,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def test_save_and_load(store: _Store) -> None:
-    assert store.save("step-1") == Counter(get=2, put=1)
+    assert store.save("step-1") == Counter(get=1, put=1)
     assert store.save("step-1") == Counter(get=2, put=1, delete=FILES)
 
     path, state = f"{store.root}/step-1", _state(0.0)

@@ -52,7 +52,7 @@ _WRITING = {
 }
 
 DISK_POINTS: dict[str, tuple[str, ...]] = {
-    "save.check:stat": ("eio", "eacces"),
+    "save.check:open": ("eio", "eacces"),
     "save.plan:free": ("enospc",),
     **{f"save.merge:{call}": faults for call, faults in _WRITING.items()},
     **{f"save.write:{call}": faults for call, faults in _WRITING.items()},

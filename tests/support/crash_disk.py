@@ -53,7 +53,7 @@ class FailingDisk:
             "write": {"pwrite": self._pwrite},
             "sync": {name: self._on_descriptor(name) for name in ("fsync", "fdatasync")},
             "sync-directory": {"fsync": self._on_descriptor("fsync", directory=True)},
-            "rename": {"replace": self._replace},
+            "rename": {name: self._on_target(name) for name in ("replace", "link")},
             "delete": {"unlink": self._on_path("unlink")},
         }[self._call]
 
@@ -104,10 +104,13 @@ class FailingDisk:
             raise self._error(path)
         return int(self._former["open"](path, flags, *args, **options))
 
-    def _replace(self, source: Any, target: Any, **options: Any) -> None:
-        if self._strikes(target):
-            raise self._error(target)
-        self._former["replace"](source, target, **options)
+    def _on_target(self, name: str) -> Callable[..., Any]:
+        def call(source: Any, target: Any, **options: Any) -> None:
+            if self._strikes(target):
+                raise self._error(target)
+            self._former[name](source, target, **options)
+
+        return call
 
     def _statvfs(self, path: Any) -> os.statvfs_result:
         found: os.statvfs_result = self._former["statvfs"](path)

@@ -31,7 +31,6 @@ class Exchange:
     kind: str
     number: int
     part: int | None
-    path: str
 
 
 Rule = Callable[[Exchange], str | None]
@@ -140,7 +139,7 @@ class FaultProxy:
             kind = "list"
         with self._lock:
             self.kinds.append(kind)
-            return Exchange(kind, self.kinds.count(kind), part, urlsplit(target).path)
+            return Exchange(kind, self.kinds.count(kind), part)
 
     def _ask(self, head: bytes, body: bytes) -> bytes:
         request, *lines = head.rstrip(b"\r\n").split(b"\r\n")

@@ -16,8 +16,13 @@ from bytecheckpoint.testing.storage import StoreMachine
 
 
 class _OverwritesIfAbsent(MemoryBackend):
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        super().put(key, data)
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
+        return super().put(key, data, if_version=if_version)
+
+
+class _IgnoresVersions(MemoryBackend):
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
+        return super().put(key, data, if_absent=if_absent)
 
 
 class _KeepsDeleted(MemoryBackend):
@@ -38,7 +43,9 @@ class _ReadsShort(MemoryBackend):
         super().read_into(key, min(offset, self.stat(key).size), view[:available])
 
 
-@pytest.mark.parametrize("faulty", [_OverwritesIfAbsent, _KeepsDeleted, _ListsOneKeyOnly, _ReadsShort])
+@pytest.mark.parametrize(
+    "faulty", [_OverwritesIfAbsent, _IgnoresVersions, _KeepsDeleted, _ListsOneKeyOnly, _ReadsShort]
+)
 def test_the_machine_finds_a_faulty_store(faulty: type[MemoryBackend]) -> None:
     name = uuid.uuid4().hex
 

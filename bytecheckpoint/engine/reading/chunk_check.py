@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from ...errors import CorruptionError
 from ..checksums import ChunkHasher, chunk_checksums
-from .stored_files import StoredFiles
+from .stored_files import Fault, StoredFiles
 
-__all__ = ["ChunkCheck", "Fault"]
-
-Fault = Callable[[int, CorruptionError], None]
-"""Called with the row of a shard and the fault in one of its chunks: raises the fault, or records it and returns."""
+__all__ = ["ChunkCheck"]
 
 
 class ChunkCheck:

@@ -2,7 +2,8 @@
 
 Bytes in the page cache are read straight into the tensors, several with one call, and hashed while they are in the
 processor's cache. All other bytes are read from the device in whole pages into a bounce buffer on huge pages, which
-the device fills much faster than the pages of a tensor; from there they are hashed and copied.
+the device fills much faster than the pages of a tensor; from there they are hashed and copied. Encoded bytes pass
+through the bounce buffer, and are decoded into the tensors.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from ...errors import CorruptionError, StorageError
 from ...storage_backends.base import ObjectReader
 from ...telemetry.trace import Timings
 from .bounce import BounceBuffer, BouncePool
-from .chunk_check import ChunkCheck, Fault
+from .chunk_check import ChunkCheck
 from .crc_check import CrcCheck
+from .frame_reader import FrameReader
 from .read_plan import ReadPlan
-from .stored_files import OpenFiles, StoredFiles
+from .stored_files import Fault, OpenFiles, StoredFiles
 
 __all__ = ["Fetcher"]
 
@@ -60,21 +62,50 @@ class Fetcher:
         first, last = plan.starts[extents[0]], plan.starts[extents[-1] + 1] - 1
         file, begin, length = plan.file[first], plan.begin[first], plan.end[last] - plan.begin[first]
         with self._files.use(file, plan.row[first]) as opened, ExitStack() as stack:
+            # Frames are read whole, so an extent of an encoded file is.
+            blocks = map(plan.blocks, extents if self.source.is_encoded(file) else ())
+            longest = max((plan.end[one[-1]] - plan.begin[one[0]] for one in blocks), default=0)
+            memory = _Memory(self.bounce_pool, max(plan.max_bytes, longest), longest, stack)
+            if longest:
+                opened = FrameReader(self.source, file, opened, memory.scratch, on_fault if self.checked else None)
             page = 0
             if not opened.is_cached(begin, length):
                 page = opened.direct_alignment() if length >= _MIN_DIRECT_BYTES else 0
                 on_wait(page > 0)
             check = ChunkCheck(self.source, file, on_fault) if self.checked else None
-            reads = _FileReads(self, file, opened, page, check, stack)
+            reads = _FileReads(self, file, opened, page, check, memory)
             for extent in extents:
                 self._on_read(reads.fetch(plan.blocks(extent)))
 
 
-class _FileReads:
-    """Fetches extents of one open file, in one thread.
+class _Memory:
+    """The only bounce buffer of a thread, borrowed on first use: ``nbytes`` of one extent, then ``scratch_bytes``."""
 
-    ``page`` is the alignment of direct reads, or 0 for none. ``stack`` returns the bounce buffer, if one was borrowed.
-    """
+    def __init__(self, pool: BouncePool, nbytes: int, scratch_bytes: int, stack: ExitStack) -> None:
+        self.nbytes = nbytes
+        self._pool, self._stack = pool, stack
+        self._start = nbytes + 2 * _MAX_ALIGNMENT_BYTES
+        self._scratch_bytes = scratch_bytes
+        self._buffer: BounceBuffer | None = None
+
+    def borrowed(self) -> BounceBuffer:
+        """Return the buffer. ``stack`` gives it back."""
+        if self._buffer is None:
+            self._buffer = self._stack.enter_context(self._pool.lend(self._start + self._scratch_bytes))
+        return self._buffer
+
+    def settle(self) -> None:
+        """Wait for all copies out of the buffer."""
+        if self._buffer is not None:
+            self._buffer.settle()
+
+    def scratch(self) -> memoryview:
+        """Return the memory after that of an extent."""
+        return self.borrowed().view[self._start : self._start + self._scratch_bytes]
+
+
+class _FileReads:
+    """Fetches extents of one open file, in one thread. ``page`` is the alignment of direct reads, or 0 for none."""
 
     def __init__(
         self,
@@ -83,13 +114,12 @@ class _FileReads:
         opened: ObjectReader,
         page: int,
         check: ChunkCheck | None,
-        stack: ExitStack,
+        memory: _Memory,
     ) -> None:
         self._source, self._plan, self._timings = fetcher.source, fetcher.plan, fetcher.timings
-        self._bounce_pool, self._stack = fetcher.bounce_pool, stack
+        self._memory = memory
         self._file, self._opened, self._page, self._check = file, opened, page, check
         self._crc_check = fetcher.crc_check
-        self._buffer: BounceBuffer | None = None
         self._verify_s = 0.0  # since the last read
         self._copied = 0  # bytes since the last read
 
@@ -98,11 +128,10 @@ class _FileReads:
         plan = self._plan
         begin, end = plan.begin[blocks[0]], plan.end[blocks[-1]]
         # A block that exceeds the limit of an extent is read in pieces.
-        step = end - begin if end - begin <= plan.max_bytes else plan.size
+        step = end - begin if end - begin <= self._memory.nbytes else plan.size
         for low in range(begin, end, step):
             high = min(low + step, end)
-            if self._buffer is not None:
-                self._buffer.settle()
+            self._memory.settle()
             try:
                 if self._page:
                     self._read_direct(blocks, low, high)
@@ -113,13 +142,6 @@ class _FileReads:
             except StorageError as error:
                 raise self._describe(blocks, low, high, error) from error
         return end - begin
-
-    def _borrowed(self) -> BounceBuffer:
-        """Return the only bounce buffer of this thread, borrowed on first use."""
-        if self._buffer is None:
-            nbytes = self._plan.max_bytes + 2 * _MAX_ALIGNMENT_BYTES
-            self._buffer = self._stack.enter_context(self._bounce_pool.lend(nbytes))
-        return self._buffer
 
     def _end_read(self, begin: float, nbytes: int) -> float:
         """Record a read that started at ``begin``; return the current time."""
@@ -140,7 +162,7 @@ class _FileReads:
             self._timings.record_work("copy", begin + verify_s, perf_counter() - begin - verify_s, copied)
 
     def _read_direct(self, blocks: range, low: int, high: int) -> None:
-        buffer = self._borrowed()
+        buffer = self._memory.borrowed()
         origin = low // self._page * self._page
         length = -(-(high - origin) // self._page) * self._page
         begun = perf_counter()
@@ -162,11 +184,11 @@ class _FileReads:
             in_place.append(view)
             if view is not None:
                 if begin > at:
-                    buffers.append(self._borrowed().view[at - low : begin - low])
+                    buffers.append(self._memory.borrowed().view[at - low : begin - low])
                 buffers.append(view)
                 at = end
         if at < high:
-            buffers.append(self._borrowed().view[at - low : high - low])
+            buffers.append(self._memory.borrowed().view[at - low : high - low])
         begun = perf_counter()
         self._opened.read(low, buffers)
         begun = self._end_read(begun, high - low)
@@ -175,7 +197,7 @@ class _FileReads:
                 self._verify(block, max(plan.begin[block], low), view)
         rest = [block for block, view in zip(blocks, in_place) if view is None]
         if rest:
-            self._deliver(rest, low, high, self._borrowed(), low)
+            self._deliver(rest, low, high, self._memory.borrowed(), low)
         self._end_delivery(begun, high - low)
 
     def _deliver(self, blocks: Sequence[int], low: int, high: int, buffer: BounceBuffer, origin: int) -> None:

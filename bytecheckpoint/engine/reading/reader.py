@@ -23,6 +23,7 @@ from .bounce import BouncePool
 from .chunk_check import ChunkCheck
 from .crc_check import CrcCheck, CrcTable
 from .fetch import Fetcher
+from .frame_reader import FrameReader
 from .placement import ReadPart
 from .read_plan import ReadPlan, plan_reads
 from .stored_files import OpenFiles, StoredFiles, read_stored_file
@@ -99,13 +100,15 @@ class Reader:
     def read(self, parts: Sequence[ReadPart], crc_check: CrcCheck | None = None) -> None:
         """Read all parts. With ``crc_check``, the caller finishes it after its last read.
 
-        Raises ``CorruptionError``, which names file, tensor and byte range of the first bad chunk, and
-        ``StorageError`` if the store fails.
+        Raises ``CorruptionError``, which names file, tensor and byte range of the first bad chunk, ``StorageError`` if
+        the store fails, and ``UnsupportedVersionError``, before anything is read, for a codec that is not installed.
         """
         if self._views is not None:
             parts = list(self._views.stored_parts(self.manifest.shards, parts))
         plan = plan_reads(self.stored, parts, checked=self.verify, size=self.read_size)
-        heads = self._heads(sorted({int(self.stored.shard_file[part.row]) for part in parts}))
+        used = sorted({int(self.stored.shard_file[part.row]) for part in parts})
+        self.source.check_codecs(used)
+        heads = self._heads(used)
         groups = plan.groups(_EXTENTS_PER_TASK * plan.size)
         files = OpenFiles(self.source, Counter(plan.file[plan.starts[group[0]]] for group in groups))
 
@@ -132,6 +135,15 @@ class Reader:
     def shard(self, row: int) -> StoredShard:
         """Return shard ``row`` of ``stored``, to fetch its bytes unchanged. Call ``finish_shards`` after the last."""
         return StoredShard(self, row)
+
+    def stored_frames(self, file: int) -> Iterator[memoryview]:
+        """Yield all stored bytes after the head of an encoded file, checked.
+
+        A piece is valid until the next is requested. Raises ``CorruptionError`` and ``StorageError`` as ``read`` does.
+        """
+        memory = memoryview(bytearray(max(_SHARD_PIECE_BYTES, int(self.stored.files.chunk_size[file]))))
+        with self.source.open(file, int(self.stored.shards_in(file)[0])) as opened:
+            yield from FrameReader(self.source, file, opened, lambda: memory, _raise).stored()
 
     def finish_shards(self) -> None:
         """Compare the CRC-32s of the ranges that ``StoredShard.fetch`` has read completely.
@@ -197,7 +209,12 @@ class StoredShard:
         """
         reader, begin = self._reader, self._begin + start
         try:
-            reader.backend.read_into(reader.stored.files.name[self._file], begin, buffer)
+            if reader.source.is_encoded(self._file):
+                self._decode(begin, buffer)
+            else:
+                reader.backend.read_into(reader.stored.files.name[self._file], begin, buffer)
+        except CorruptionError:
+            raise
         except StorageError as error:
             end = begin + len(buffer)
             raise reader.source.read_error(self._file, self._row, begin, end, error) from error
@@ -206,6 +223,17 @@ class StoredShard:
             reader.shard_crcs.feed(self._file, begin, buffer)
         if reader.verify:
             ChunkCheck(reader.source, self._file, _raise).feed(self._row, self._begin, begin, buffer)
+
+    def _decode(self, begin: int, buffer: memoryview) -> None:
+        reader, longest = self._reader, max(len(buffer), self.chunk_size)
+        with (
+            reader.source.open(self._file, self._row) as opened,
+            reader.bounce_pool.lend(longest) as scratch,
+        ):
+            frames = FrameReader(
+                reader.source, self._file, opened, lambda: scratch.view[:longest], _raise if reader.verify else None
+            )
+            frames.read(begin, [buffer])
 
 
 def _widen(queue: TaskQueue, direct: bool) -> None:  # noqa: FBT001 - the fetcher calls it with one argument

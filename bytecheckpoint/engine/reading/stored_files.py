@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 import xxhash
 
-from ...errors import CorruptionError, KeyNotFoundError, StorageError
+from ...codecs import Codec, find_codec
+from ...errors import CorruptionError, KeyNotFoundError, StorageError, UnsupportedVersionError
 from ...format.manifest import COMPANION, Manifest
 from ...storage_backends.base import ObjectReader, StorageBackend
 
-__all__ = ["OpenFiles", "StoredFiles", "read_stored_file"]
+__all__ = ["Fault", "OpenFiles", "StoredFiles", "read_stored_file"]
+
+Fault = Callable[[int, CorruptionError], None]
+"""Called with the row of a shard and the fault in one of its chunks: raises the fault, or records it and returns."""
 
 
 def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, head_only: bool) -> bytes:
@@ -56,6 +60,23 @@ class StoredFiles:
         self.backend = backend
         self.manifest = manifest
 
+    def codec(self, file: int) -> Codec:
+        """Return the codec of an encoded file. Raises ``UnsupportedVersionError`` if it is not installed."""
+        try:
+            return find_codec(self.manifest.files.codec[file])
+        except UnsupportedVersionError as error:
+            raise UnsupportedVersionError(f"{self.backend.url}/{self.manifest.files.name[file]}: {error}") from None
+
+    def check_codecs(self, files: Iterable[int]) -> None:
+        """Raise ``UnsupportedVersionError`` if the codec of one of these files is not installed."""
+        for file in files:
+            if self.is_encoded(file):
+                self.codec(file)
+
+    def is_encoded(self, file: int) -> bool:
+        """Whether the file consists of frames."""
+        return self.manifest.files.codec[file] != "raw"
+
     def open(self, file: int, row: int) -> ObjectReader:
         """Open a file to read its shard ``row``. Raises what ``read_error`` returns."""
         try:
@@ -76,8 +97,33 @@ class StoredFiles:
 
     def mismatch(self, file: int, row: int, begin: int, end: int) -> CorruptionError:
         """Return the error for bytes of shard ``row`` whose checksum differs from the manifest's."""
+        if self.is_encoded(file):
+            return CorruptionError(
+                f"{self.backend.url}/{self.manifest.files.name[file]}: checksum mismatch in {self._where(row)}, "
+                f"decoded bytes [{begin}, {end}): the codec {self.manifest.files.codec[file]} returns other bytes than "
+                f"were saved. Install the version of its package that wrote them, or load an earlier checkpoint"
+            )
         return CorruptionError(
             f"{self.backend.url}/{self.manifest.files.name[file]}: checksum mismatch in {self._where(row)}, bytes "
+            f"[{begin}, {end}): the stored bytes changed after they were written; restore the file or load an earlier "
+            f"checkpoint"
+        )
+
+    def frame_place(self, file: int, frame: int) -> tuple[int, int, int]:
+        """Return the shard of a frame, and the range of its stored bytes."""
+        frames = self.manifest.files.frames
+        assert frames is not None
+        rows = self.manifest.shards_in(file)
+        rows = rows[self.manifest.shard_nbytes[rows] > 0]
+        at = int(np.searchsorted(self.manifest.shard_offset[rows], frames.begin[frame], side="right")) - 1
+        begin = int(frames.position[frame])
+        return int(rows[at]), begin, begin + int(frames.length[frame])
+
+    def frame_fault(self, file: int, frame: int, problem: str) -> tuple[int, CorruptionError]:
+        """Return the shard of a frame, and the error for a ``problem`` with its stored bytes."""
+        row, begin, end = self.frame_place(file, frame)
+        return row, CorruptionError(
+            f"{self.backend.url}/{self.manifest.files.name[file]}: {problem} in {self._where(row)}, bytes "
             f"[{begin}, {end}): the stored bytes changed after they were written; restore the file or load an earlier "
             f"checkpoint"
         )

@@ -84,6 +84,7 @@ def verify_crcs(reader: Reader) -> Iterator[tuple[int, str]]:
 
 def _tasks(reader: Reader) -> Iterator[_Task]:
     manifest = reader.stored
+    reader.source.check_codecs(range(len(manifest.files)))
     for file, head_length in enumerate(manifest.files.head_length.tolist()):
         yield _Task(file, head_length, partial(_check_head, reader, file))
         plan = plan_checks(manifest, manifest.shards_in(file), reader.read_size)

@@ -1,29 +1,38 @@
 """The manifest: the document that describes what a checkpoint contains and where each byte is.
 
 ``document`` is the manifest in memory; ``validation`` and ``tiling`` check it; ``codec`` encodes the envelope, which
-all versions share; ``version1`` encodes the payload from ``columns``.
+all versions share; ``version1`` and ``version2`` encode the payload from ``columns``; ``frames`` describes encoded
+files.
 """
 
 from __future__ import annotations
 
 from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, START, decode, encode
 from .document import COMPANION, FileTable, Manifest, SectionInfo, UInt64, timestamp
+from .frames import ENCODED_START, MAX_ENCODED_CHUNK, FrameTable, encoded_head, is_encoded
 from .validation import validate, validate_foreign
 from .version1 import ManifestV1, pack_metadata
+from .version2 import ManifestV2
 
 __all__ = [
     "COMPANION",
+    "ENCODED_START",
     "FORMAT_VERSION",
     "MANIFEST_KEY",
+    "MAX_ENCODED_CHUNK",
     "MAX_MANIFEST_BYTES",
     "START",
     "FileTable",
+    "FrameTable",
     "Manifest",
     "ManifestV1",
+    "ManifestV2",
     "SectionInfo",
     "UInt64",
     "decode",
     "encode",
+    "encoded_head",
+    "is_encoded",
     "pack_metadata",
     "timestamp",
     "validate",

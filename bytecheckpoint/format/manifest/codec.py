@@ -15,11 +15,12 @@ from ..msgpack_scan import scan_msgpack
 from .document import Manifest
 from .validation import validate
 from .version1 import ManifestV1
+from .version2 import ManifestV2
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "MAX_MANIFEST_BYTES", "START", "decode", "encode"]
 
-FORMAT_VERSION = 1
-"""The version that this library writes."""
+FORMAT_VERSION = 2
+"""The newest version that this library reads and writes. It writes version 1 wherever that suffices."""
 
 MANIFEST_KEY = "manifest.msgpack"
 """The manifest's key, relative to the checkpoint."""
@@ -35,7 +36,7 @@ _TRAILER = 18  # bytes: msgpack's header of a 16-byte bin, and the checksum
 _FREE_EXPANSION = 1 << 20  # bytes; up to this size any compression ratio is harmless
 _MAX_RATIO = 256
 
-_VERSIONS: dict[int, type[ManifestV1]] = {1: ManifestV1}
+_VERSIONS: dict[int, type[ManifestV1]] = {1: ManifestV1, 2: ManifestV2}
 
 # zstd is not called through ``codecs``, which is a plug-in interface for data files in a higher layer. The two codecs
 # of the envelope are part of the format.

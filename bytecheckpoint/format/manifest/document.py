@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ...tensors.metadata import ByteMeta
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
+from .frames import FrameTable, is_encoded
 
 __all__ = ["COMPANION", "FILE_KINDS", "FileTable", "Manifest", "SectionInfo", "UInt64", "timestamp"]
 
@@ -44,7 +45,8 @@ class FileTable:
     ``name`` is its key relative to the checkpoint; ``size`` is in bytes; ``section`` is an index of the manifest's
     sections; ``rank`` wrote it; ``kind`` is "tensors", "values" (of every rank), "rank_values" (of the writer) or
     ``COMPANION``. The first ``head_length`` bytes (the safetensors header with its padding, or all of any other file)
-    have the xxh3-64 ``head_checksum``. Each ``chunk_size`` bytes of a shard have one checksum. ``codec`` is "raw".
+    have the xxh3-64 ``head_checksum``. Each ``chunk_size`` bytes of a shard have one checksum. ``codec`` is "raw", or
+    the name of the codec of the file's ``frames``, which are those of all files; None if no file is encoded.
     """
 
     name: list[str]
@@ -56,9 +58,20 @@ class FileTable:
     head_checksum: UInt64
     chunk_size: Int64
     codec: list[str]
+    frames: FrameTable | None = None
 
     def __len__(self) -> int:
         return len(self.name)
+
+    @property
+    def data_size(self) -> Int64:
+        """Bytes after the head of each file, as if it were not encoded."""
+        size = self.size - self.head_length
+        return (
+            size
+            if self.frames is None
+            else np.where(is_encoded(self.codec), self.frames.sums(self.frames.nbytes), size)
+        )
 
 
 @dataclass(eq=False)
@@ -68,7 +81,8 @@ class Manifest:
     ``created`` is RFC 3339 in UTC with microseconds; ``attempt`` is the directory of all files; ``metadata`` is the
     user's plain values. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the
     rank that alone has it. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data
-    start of file ``shard_file``. ``checksums`` are the xxh3-64 values of all shards' chunks, in shard order.
+    start of file ``shard_file``, as if it were not encoded. ``checksums`` are the xxh3-64 values of all shards' chunks,
+    in shard order.
     ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted.
     """
 
@@ -87,7 +101,6 @@ class Manifest:
     shard_offset: Int64
     checksums: UInt64
     aliases: list[tuple[str, str]] = field(default_factory=list)
-    version: int = 1
 
     @classmethod
     def assemble(
@@ -178,6 +191,11 @@ class Manifest:
         """Bytes of all data files."""
         return int(self.files.size.sum())
 
+    @property
+    def version(self) -> int:
+        """The format version that can express the manifest."""
+        return 1 if self.files.frames is None else 2
+
     def tensor_row(self, name: str) -> int | None:
         """Return the row of the tensor with this full name; None if there is none (the name may be an alias)."""
         row = bisect_left(self.tensors.names, name)
@@ -198,7 +216,10 @@ class Manifest:
         return order[starts[file] : starts[file + 1]]
 
     def byte_meta(self, shard: int) -> ByteMeta:
-        """Return where a shard's bytes are. ``offset`` counts from the beginning of the file."""
+        """Return where a shard's bytes are.
+
+        ``offset`` counts from the beginning of the file, as if it were not encoded.
+        """
         file = int(self.shard_file[shard])
         first, last = self.checksum_starts[shard : shard + 2].tolist()
         return ByteMeta(

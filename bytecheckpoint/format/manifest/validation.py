@@ -16,6 +16,7 @@ from ...errors import UnsupportedVersionError
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64, ragged_positions
 from .document import FILE_KINDS, Manifest
+from .frames import is_encoded
 from .tiling import check_tilings, reject, tensor_of_shard
 
 __all__ = ["MAX_NDIM", "validate", "validate_foreign"]
@@ -28,6 +29,7 @@ _MAX_NAME = 1 << 16
 _SECTION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,254}")
+_CODEC = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
@@ -101,9 +103,9 @@ def _check_files(manifest: Manifest) -> None:
         # One plain component below the attempt: no absolute name, no "..", no other attempt, nothing to normalise.
         if not name.startswith(manifest.attempt + "/") or not _FILE.fullmatch(name, inside):
             reject(f"file name {name!r:.200} is not a plain name inside {manifest.attempt}/")
-    for what, allowed in (("kind", FILE_KINDS), ("codec", ("raw",))):
-        for value in set(files.kind if what == "kind" else files.codec) - set(allowed):
-            raise UnsupportedVersionError(f"a file has {what} {value!r:.40}; this library reads {', '.join(allowed)}")
+    for kind in set(files.kind) - set(FILE_KINDS):
+        raise UnsupportedVersionError(f"a file has kind {kind!r:.40}; this library reads {', '.join(FILE_KINDS)}")
+    _check_codecs(manifest)
     values = np.array([kind != "tensors" for kind in files.kind], bool)
     _check_column("section of file", files.section, 0, len(manifest.sections), files.name)
     _check_column("rank of file", files.rank, 0, manifest.world_size, files.name)
@@ -116,6 +118,24 @@ def _check_files(manifest: Manifest) -> None:
     if bad.any():
         row = int(np.argmax(bad))
         reject(f"head of {files.head_length[row]} bytes in file {files.name[row]} of {files.size[row]}")
+
+
+def _check_codecs(manifest: Manifest) -> None:
+    """Check which files are encoded. Whether a codec of that name is installed matters only to those who read data."""
+    files = manifest.files
+    if files.frames is None:
+        for codec in set(files.codec) - {"raw"}:
+            raise UnsupportedVersionError(f"a file has codec {codec!r:.40}; version 1 has only raw")
+        return
+    for codec in set(files.codec):
+        if not _CODEC.fullmatch(codec):
+            reject(f"codec name {codec!r:.80} is not allowed")
+    encoded = is_encoded(files.codec)
+    bad = encoded & np.array([kind != "tensors" for kind in files.kind], bool)
+    bad |= encoded & (files.frames.sums(files.frames.length) != files.size - files.head_length)
+    if bad.any():
+        name = files.name[int(np.argmax(bad))]
+        reject(f"file {name}: its frames and its head do not add up to its size, or it is no tensor file")
 
 
 def _check_column(what: str, column: Int64, low: int, high: int, names: list[str]) -> None:
@@ -197,12 +217,12 @@ def _check_boxes(manifest: Manifest) -> None:
 
 
 def _check_bounds(manifest: Manifest) -> Int64:
-    """Check that every shard lies in the data area of a tensor file; return the sizes of these areas."""
+    """Check that every shard lies in the data area of a tensor file; return the sizes of these areas, decoded."""
     files, file, offset = manifest.files, manifest.shard_file, manifest.shard_offset
     nbytes = manifest.shard_nbytes
     if len(file) and (int(file.min()) < 0 or int(file.max()) >= len(files)):
         reject("a shard refers to a file that does not exist")
-    room = files.size - files.head_length
+    room = files.data_size
     bad = (offset < 0) | (nbytes > room[file]) | (offset > room[file] - nbytes)
     bad |= np.array([kind != "tensors" for kind in files.kind], bool)[file]
     if bad.any():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import numpy as np
@@ -24,15 +24,32 @@ _MAX_METADATA = 64 << 20
 class ManifestV1:
     """Version 1 as a type: ``unpack`` inverts ``pack``. Both validate only what they need to build columns."""
 
-    @staticmethod
-    def pack(manifest: Manifest) -> bytes:
+    top: ClassVar[tuple[str, ...]] = (
+        *("library_version", "step", "created", "world_size", "attempt", "metadata"),
+        *("sections", "files", "tensors", "shards", "aliases"),
+    )
+    """The keys of the payload."""
+
+    @classmethod
+    def pack(cls, manifest: Manifest) -> bytes:
         """Return the payload of a valid manifest."""
+        return _packed(cls.columns(manifest))
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Manifest:
+        """Return the manifest. Raises ``FormatError`` for anything but a map of columns whose lengths agree."""
+        document = unpack_plain("manifest payload", payload, max_depth=4)
+        return cls.manifest(_fields("manifest", document, cls.top))
+
+    @staticmethod
+    def columns(manifest: Manifest) -> dict[str, Any]:
+        """Return the columns of a valid manifest."""
         files, tensors, shards = manifest.files, manifest.tensors, manifest.shards
         counts = np.bincount(shards.tensor, minlength=len(tensors)).astype(np.int64)
         dtypes = sorted(name for name in DTYPES if (tensors.dtype == DTYPES[name].code).any())
         dtype_index = np.zeros(len(DTYPES), np.int64)
         dtype_index[[DTYPES[name].code for name in dtypes]] = np.arange(len(dtypes))
-        document = {
+        return {
             "library_version": manifest.library_version,
             "step": manifest.step,
             "created": manifest.created,
@@ -68,13 +85,10 @@ class ManifestV1:
                 "target": pack_names([target for _, target in manifest.aliases]),
             },
         }
-        return _packed(document)
 
     @staticmethod
-    def unpack(payload: bytes) -> Manifest:
-        """Return the manifest. Raises ``FormatError`` for anything but a map of columns whose lengths agree."""
-        document = unpack_plain("manifest payload", payload, max_depth=4)
-        top = _fields("manifest", document, _TOP)
+    def manifest(top: Mapping[str, Any]) -> Manifest:
+        """Return the manifest with these columns. Raises ``FormatError``."""
         sections = [
             SectionInfo(name, kind) for name, kind in _same_length("sections", *_names(top, "sections", "name", "kind"))
         ]
@@ -111,14 +125,9 @@ class ManifestV1:
                 "shards.checksums", column["checksums"], count_of("shards.checksums", column["checksums"])
             ),
             aliases=list(_same_length("aliases", *_names(top, "aliases", "name", "target"))),
-            version=1,
         )
 
 
-_TOP = (
-    *("library_version", "step", "created", "world_size", "attempt", "metadata"),
-    *("sections", "files", "tensors", "shards", "aliases"),
-)
 _TENSORS = ("name", "section", "dtype", "ndim", "shape", "scope", "shards")
 _SHARDS = ("offsets", "lengths", "file", "offset", "checksums")
 

@@ -21,6 +21,7 @@ class StorageConformance(ObjectTests, ReadingTests, WritingTests, ListingTests, 
     Attributes:
         supports_if_absent: The store itself decides ``put(if_absent=True)``. If false, such a ``put`` must raise a
             ``StorageError`` that is not a ``KeyExistsError``.
+        supports_if_version: The same of ``put(if_version=...)`` and ``KeyChangedError``.
         atomic_replace: A reader of a key that is being replaced gets the old or the new object, never a mixture.
         reports_versions: ``stat().version`` changes when an object is replaced by one of another size.
         large_bytes: Size of objects that are written in pieces; choose one above the store's limit for one request.

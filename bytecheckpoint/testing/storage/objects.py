@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ...errors import KeyExistsError, KeyNotFoundError, StorageError
-from ...storage_backends.base import StorageBackend
+from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError
+from ...storage_backends.base import Conditions, StorageBackend
 from .store_tests import StoreTests, content_of, reads_of
 
 __all__ = ["HOSTILE_KEYS", "ObjectTests"]
@@ -135,6 +135,64 @@ class ObjectTests(StoreTests):
             backend.list_children("no-slash-at-the-end")
 
     # Conditional writes
+
+    def test_conditions(self, backend: StorageBackend) -> None:
+        assert backend.conditions() == Conditions(self.supports_if_absent, self.supports_if_version)
+
+    def test_versions_of_one_object_agree(self, backend: StorageBackend) -> None:
+        put = backend.put("object", b"content")
+        content, version = backend.get_versioned("object", max_size=7)
+        assert content == b"content"
+        assert version == backend.stat("object").version
+        assert put in (version, "")
+        assert put or not self.supports_if_version
+        with pytest.raises(StorageError):
+            backend.get_versioned("object", max_size=6)
+        with pytest.raises(KeyNotFoundError):
+            backend.get_versioned("none")
+
+    def test_if_version(self, backend: StorageBackend) -> None:
+        first = backend.put("dir/object", b"first") or "some version"
+        if not self.supports_if_version:
+            with pytest.raises(StorageError) as caught:
+                backend.put("dir/object", b"second", if_version=first)
+            assert not isinstance(caught.value, KeyChangedError)
+            assert backend.get("dir/object") == b"first"
+            return
+        second = backend.put("dir/object", b"the second", if_version=first)
+        assert second not in (first, "")
+        with pytest.raises(KeyChangedError, match="dir/object"):
+            backend.put("dir/object", b"third", if_version=first)
+        assert backend.get_versioned("dir/object") == (b"the second", second)
+        backend.delete(["dir/object"])
+        for key in ("dir/object", "other/object"):
+            with pytest.raises(KeyChangedError):
+                backend.put(key, b"third", if_version=second)
+        assert [*backend.list()] == []
+        self.check_no_leftovers(backend)
+
+    def test_if_version_loses_no_update(self, backend: StorageBackend) -> None:
+        if not self.supports_if_version:
+            pytest.skip("this store has no compare-and-swap")
+        backend.put("race/object", b"")
+        gate = threading.Barrier(self.writers)
+
+        def append(me: int) -> None:
+            gate.wait(60)
+            for _ in range(1000):
+                content, version = backend.get_versioned("race/object")
+                try:
+                    backend.put("race/object", content + bytes([me]), if_version=version)
+                except KeyChangedError:
+                    continue
+                return
+            raise AssertionError("1000 conditional puts in sequence were refused")
+
+        with ThreadPoolExecutor(self.writers) as pool:
+            for _ in pool.map(append, range(self.writers)):
+                pass
+        assert sorted(backend.get("race/object")) == [*range(self.writers)]
+        assert [found.key for found in backend.list()] == ["race/object"]
 
     def test_if_absent(self, backend: StorageBackend) -> None:
         if not self.supports_if_absent:

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ...errors import KeyExistsError, KeyNotFoundError, StorageError
+from ...errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError
 from ...storage_backends.base import ObjectWriter, StorageBackend
 from .store_tests import StoreTests
 
@@ -52,9 +52,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     Attributes:
         supports_if_absent: Whether the store supports ``put(if_absent=True)``.
+        supports_if_version: Whether the store supports ``put(if_version=...)``.
     """
 
     supports_if_absent: ClassVar[bool] = True
+    supports_if_version: ClassVar[bool] = True
 
     open_objects = Bundle("open_objects")
 
@@ -64,6 +66,7 @@ class StoreMachine(RuleBasedStateMachine):
         # Each sequence has its own keys, so that a store that fails to delete does not disturb the next one.
         self.root = f"sequence-{next(_numbers)}/"
         self.model: dict[str, bytes] = {}
+        self.old_version = "0-0-0"
         self.open: list[_OpenObject] = []
 
     @rule(key=_keys, content=_content)
@@ -84,6 +87,21 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert key not in self.model, f"put(if_absent=True) replaced {key!r}"
             self.model[key] = content
+
+    @rule(key=_keys, content=_content, is_current=st.booleans())
+    def put_if_version(self, key: str, content: bytes, *, is_current: bool) -> None:
+        if not self.supports_if_version or self._is_open(key):
+            return
+        current = self.backend.stat(self.root + key).version if key in self.model else ""
+        version = current if is_current and current else self.old_version
+        try:
+            self.backend.put(self.root + key, content, if_version=version)
+        except KeyChangedError:
+            assert version != current, f"put(if_version=...) did not find the version {version!r} of {key!r}"
+        else:
+            assert version == current, f"put(if_version={version!r}) replaced {key!r}, which has {current!r}"
+            self.model[key] = content
+            self.old_version = current
 
     @rule(target=open_objects, key=_keys, content=_content, cuts=st.sets(st.integers(1, _MAX_OBJECT_BYTES), max_size=3))
     def create(self, key: str, content: bytes, cuts: set[int]) -> Any:
@@ -215,10 +233,11 @@ class SequenceTests(StoreTests):
     """Operations in a sequence, at most."""
 
     def test_sequences_of_operations_match_the_model(self, backend: StorageBackend) -> None:
-        supports = self.supports_if_absent
+        if_absent, if_version = self.supports_if_absent, self.supports_if_version
 
         class Machine(StoreMachine):
-            supports_if_absent = supports
+            supports_if_absent = if_absent
+            supports_if_version = if_version
 
             def __init__(self) -> None:
                 super().__init__(backend)

@@ -20,6 +20,10 @@ class StoreTests:
     """The store itself decides ``put(if_absent=True)``; if not, that raises a ``StorageError`` other than
     ``KeyExistsError``."""
 
+    supports_if_version: ClassVar[bool] = True
+    """The store itself decides ``put(if_version=...)``; if not, that raises a ``StorageError`` other than
+    ``KeyChangedError``."""
+
     atomic_replace: ClassVar[bool] = True
     """A reader of a key that is being replaced gets the old or the new object."""
 

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import Buffer
 
-from bytecheckpoint.errors import KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
+from bytecheckpoint.errors import KeyChangedError, KeyExistsError, KeyNotFoundError, StorageError, UnsupportedURLError
 from bytecheckpoint.storage_backends import (
+    Conditions,
     ObjectStat,
     ObjectWriter,
     StorageBackend,
@@ -66,14 +67,24 @@ class SQLiteBackend(StorageBackend):
     def url(self) -> str:
         return f"{_SCHEME}{self._path}/{self._prefix}".rstrip("/")
 
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+    def conditions(self) -> Conditions:
+        return Conditions(if_absent=True, if_version=True)
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         check_key(key)
-        statement = "INSERT" if if_absent else "INSERT OR REPLACE"
+        statement = "INSERT" if if_absent or if_version else "INSERT OR REPLACE"
         with self._connection(f"writing {key!r}") as connection:
+            if if_version:
+                replaced = connection.execute(
+                    "DELETE FROM objects WHERE key = ? AND version = ?", (self._prefix + key, if_version)
+                )
+                if not replaced.rowcount:
+                    raise KeyChangedError(f"writing {key!r} in {self.url}: the object was replaced or deleted")
             try:
-                connection.execute(
+                stored = connection.execute(
                     f"{statement} INTO objects (key, content) VALUES (?, ?)", self._row(key, bytes(data))
                 )
+                return str(stored.lastrowid)
             except sqlite3.IntegrityError:
                 raise KeyExistsError(f"writing {key!r} in {self.url}: the key exists") from None
 
@@ -91,12 +102,15 @@ class SQLiteBackend(StorageBackend):
         view[:] = content
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
+        return self.get_versioned(key, max_size=max_size)[0]
+
+    def get_versioned(self, key: str, *, max_size: int | None = None) -> tuple[bytes, str]:
         check_key(key)
         if max_size is not None and (size := self.stat(key).size) > max_size:
             raise StorageError(f"reading {key!r} in {self.url}: {size} bytes, at most {max_size} were expected")
         # One query: the object may be replaced between two.
-        content: bytes = self._find(key, "content")[0]
-        return content
+        content, version = self._find(key, "content, version")
+        return content, str(version)
 
     def stat(self, key: str) -> ObjectStat:
         check_key(key)
@@ -165,6 +179,11 @@ class _SQLiteWriter(ObjectWriter):
             content = self._check_open()
             self._written.add(offset, len(view))
             content[offset : offset + len(view)] = view
+
+    def shrink(self, size: int) -> None:
+        with self._lock:
+            self._written.shrink(size)
+            del self._check_open()[size:]
 
     def complete(self) -> None:
         with self._lock:
