@@ -8,7 +8,7 @@ backend must pass.
 
 from __future__ import annotations
 
-from .base import Conditions, ObjectReader, ObjectStat, ObjectWriter, StorageBackend
+from .base import Conditions, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 from .buffers import WrittenRanges, byte_view
 from .keys import check_children_prefix, check_key, check_prefix
 from .registry import join, open_backend, url_text
@@ -18,6 +18,7 @@ __all__ = [
     "ObjectReader",
     "ObjectStat",
     "ObjectWriter",
+    "PartWriter",
     "StorageBackend",
     "WrittenRanges",
     "byte_view",

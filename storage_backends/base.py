@@ -17,9 +17,20 @@ from typing_extensions import Buffer, Self
 
 from ..errors import StorageError, UnsupportedURLError
 
+HIDDEN_PASSWORD = "***@"
+"""What ``StorageBackend.display_url`` has instead of user and password."""
+
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
 
-__all__ = ["Conditions", "ObjectReader", "ObjectStat", "ObjectWriter", "StorageBackend"]
+__all__ = [
+    "HIDDEN_PASSWORD",
+    "Conditions",
+    "ObjectReader",
+    "ObjectStat",
+    "ObjectWriter",
+    "PartWriter",
+    "StorageBackend",
+]
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,54 @@ class ObjectWriter(ABC):
     ) -> None:
         if kind is not None:
             self.abort()
+
+
+class PartWriter(ABC):
+    """Write one object in numbered parts, in an upload that another process may continue.
+
+    Several threads may store parts at the same time and in any order. Nothing ends the upload except ``complete`` and
+    ``abort``: if ``token`` is not empty, the store keeps the parts of a process that was killed.
+
+    Attributes:
+        part_bytes: Bytes of every part but the last, which has the rest. An object without bytes has no parts.
+        token: Identifies the upload for ``StorageBackend.create_parts`` in a later process; empty if no process can
+            continue it.
+    """
+
+    part_bytes: int
+    token: str
+
+    @abstractmethod
+    def put_part(self, number: int, data: Buffer) -> str:
+        """Store one part.
+
+        Args:
+            number: The number of the part, from 0.
+            data: Its bytes, contiguous. The caller may reuse the memory as soon as the call returns.
+
+        Returns:
+            A tag to pass to ``complete``. With a ``token``, the store has kept the part when it is returned.
+
+        Raises:
+            KeyNotFoundError: The store no longer has the upload.
+            StorageError: The part was not stored.
+        """
+
+    @abstractmethod
+    def complete(self, tags: Sequence[str]) -> None:
+        """Make the object visible and durable. Call it once, when no thread is inside ``put_part``.
+
+        Args:
+            tags: The tags of all parts, in order, also of those that another process has stored.
+
+        Raises:
+            KeyNotFoundError: The store no longer has the upload, and it was not this call that completed it.
+            StorageError: Some parts were not stored, or the store failed.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the upload and remove its parts. Never raises. Does nothing after ``complete``."""
 
 
 class ObjectReader(ABC):
@@ -237,7 +296,7 @@ class StorageBackend(ABC):
     @property
     def display_url(self) -> str:
         """The root without user and password, for messages."""
-        return _PASSWORD.sub("***@", self.url)
+        return _PASSWORD.sub(HIDDEN_PASSWORD, self.url)
 
     def conditions(self) -> Conditions:
         """Return which conditions ``put`` accepts. The default implementation returns that it accepts none.
@@ -293,6 +352,27 @@ class StorageBackend(ABC):
             StorageFullError: It is already clear that ``size`` bytes do not fit.
             StorageError: The object cannot be created.
         """
+
+    def create_parts(self, key: str, size: int, *, token: str = "") -> PartWriter:
+        """Begin to write a new object in parts, or continue an upload.
+
+        The default implementation writes with ``create``, and no process can continue it.
+
+        Args:
+            key: The object's key.
+            size: Its exact size in bytes.
+            token: The ``PartWriter.token`` of an earlier writer of the same key and size; empty to begin a new upload.
+
+        Returns:
+            A writer. That the store still has the upload of ``token`` is not checked.
+
+        Raises:
+            StorageFullError: It is already clear that ``size`` bytes do not fit.
+            StorageError: The object cannot be created, or ``token`` is not of this backend.
+        """
+        if token:
+            raise StorageError(f"writing {key!r} in {self.display_url}: this store cannot continue an upload")
+        return _PiecewiseWriter(self.create(key, size))
 
     @abstractmethod
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
@@ -463,3 +543,23 @@ class _RangedReader(ObjectReader):
             self._backend.read_into(self._key, offset, buffers[0])
         else:
             self._backend.read_scattered(self._key, offset, buffers)
+
+
+class _PiecewiseWriter(PartWriter):
+    """The default writer of parts: each is written at its offset, and the object exists when all are written."""
+
+    part_bytes = 8 << 20
+    token = ""
+
+    def __init__(self, writer: ObjectWriter) -> None:
+        self._writer = writer
+
+    def put_part(self, number: int, data: Buffer) -> str:
+        self._writer.write(number * self.part_bytes, data)
+        return ""
+
+    def complete(self, tags: Sequence[str]) -> None:
+        self._writer.complete()
+
+    def abort(self) -> None:
+        self._writer.abort()

@@ -1,4 +1,4 @@
-"""The ``bcp`` command: inspect, verify, compare, rewrite, export, import, average, copy, remove, push checkpoints."""
+"""The ``bcp`` command: inspect, verify, compare, rewrite, export, import, average, copy, upload, remove, push."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import click
 
 from ..version import VERSION
 from .averaging import average_command
+from .copying import copy_command, upload_command
 from .huggingface import export_command, import_command
 from .inspection import inspect_command, latest_command, ls_command, verify_command
-from .maintenance import copy_command, diff_command, reshard_command, rm_command, trace_command
+from .maintenance import diff_command, reshard_command, rm_command, trace_command
 from .options import EXIT_CODES
 from .push import push_command
 
@@ -18,7 +19,7 @@ __all__ = ["cli", "main"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}, epilog=EXIT_CODES)
 @click.version_option(VERSION, prog_name="bcp")
 def cli() -> None:
-    """Inspect, verify, compare, rewrite, export, import, average, copy, remove and push checkpoints.
+    """Inspect, verify, compare, rewrite, export, import, average, copy, upload, remove and push checkpoints.
 
     A checkpoint is given as a path or a URL (s3://bucket/run/step-100). With --json, every command prints one JSON
     document, and nothing else, to standard output. Errors go to standard error.
@@ -36,6 +37,7 @@ for _command in (
     import_command,
     average_command,
     copy_command,
+    upload_command,
     rm_command,
     trace_command,
     push_command,

@@ -1,4 +1,4 @@
-"""``bcp diff``, ``bcp reshard``, ``bcp copy`` and ``bcp rm``, which handle whole checkpoints, and ``bcp trace``."""
+"""``bcp diff``, ``bcp reshard`` and ``bcp rm``, which handle whole checkpoints, and ``bcp trace``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpointer import default_checkpointer
-from ..convert.copy import copy, remove
+from ..convert.copy import remove
 from ..convert.diff import DiffReport, diff
 from ..convert.reshard import Layout, reshard
 from ..errors import UsageError
@@ -23,7 +23,7 @@ from ..telemetry.trace_files import merge_traces
 from .options import EXIT_NEGATIVE, command, options_for, rules_options
 from .output import Output, size_text
 
-__all__ = ["copy_command", "diff_command", "reshard_command", "rm_command", "trace_command"]
+__all__ = ["diff_command", "reshard_command", "rm_command", "trace_command"]
 
 
 @command("diff")
@@ -133,18 +133,6 @@ def reshard_command(
     done = "would be" if dry_run else "were"
     read = size_text(report.bytes_to_read if dry_run else report.bytes_read)
     out.line(f"{report.url}: {len(report.files)} files of {size_text(report.size)} {done} written, and {read} read")
-
-
-@command("copy")
-@click.argument("source")
-@click.argument("target")
-def copy_command(out: Output, options: Mapping[str, Any], source: str, target: str) -> None:
-    """Copy the checkpoint SOURCE to TARGET, on the same store or another. Every byte is verified on the way."""
-    found = api.open(source, storage_options=options_for(source, options))
-    with out.progress("copy", found.manifest.file_bytes) as progress:
-        report = copy(found, target, progress=progress, storage_options=options_for(target, options))
-    out.document({"source": found.url, "url": report.url, "files": report.files, "bytes": report.size})
-    out.line(f"{report.url}: {report.files} file(s), {size_text(report.size)}")
 
 
 @command("rm")

@@ -148,8 +148,10 @@ def options_for(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
     return {} if scheme in ("", "file", "local", "memory") else options
 
 
-def parse_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
-    """Parse ``5GB``, ``512MiB`` or a plain number of bytes."""
+def parse_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """Parse ``5GB``, ``512MiB`` or a plain number of bytes; None if the option was not given."""
+    if value is None:
+        return None
     text = value.strip().upper().removesuffix("B")
     number = text.rstrip("KMGTI")
     try:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.manifest_file import commit, read_manifest, remove_files
-from ..engine.reading.reader import Reader
-from ..engine.reading.stored_files import read_stored_file
+from ..checkpoint.manifest_file import read_manifest
 from ..errors import UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..storage_backends import open_backend
-from .rewriter import Progress, cleanup_on_failure, refuse_checkpoint
+from ..storage_backends.base import HIDDEN_PASSWORD
+from ..storage_backends.local.backend import LocalBackend
+from ..transfer.copying import copy_checkpoint
+from ..transfer.journal import find_journals
+from ..transfer.transfer import WINDOW
+from .rewriter import Progress
 
-__all__ = ["CopyReport", "RemoveReport", "copy", "remove"]
+__all__ = ["CopyReport", "RemoveReport", "copy", "remove", "unfinished_uploads"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,13 @@ class CopyReport:
         url: URL of the copy.
         files: Number of data files.
         size: Bytes of all data files.
+        sent: Bytes that were written; the others were at the target already, from an earlier call.
     """
 
     url: str
     files: int
     size: int
+    sent: int
 
 
 @dataclass(frozen=True)
@@ -54,47 +60,84 @@ def copy(
     checkpoint: Checkpoint,
     target_url: str,
     *,
+    rate_limit: float | None = None,
+    window: int = WINDOW,
     progress: Progress = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CopyReport:
-    """Copy a checkpoint exactly, and check every byte on the way. Holds a few MiB at a time.
+    """Copy a checkpoint exactly, and check every byte before it is written.
 
-    The manifest is written when all files are durable. After a failure nothing remains at the target.
+    The manifest is written when all files are durable. If the source or the target is a local directory, a journal in
+    it records what is done: after a failed or killed copy, call it again, and what is done is not done again. Objects
+    in S3 continue after their last confirmed part, all others after their last complete file. Without a journal, and if
+    the source is damaged, nothing remains at the target after a failure. If the target holds this checkpoint already,
+    nothing is written.
 
     Args:
         checkpoint: The checkpoint to copy.
         target_url: Where to put the copy, on any store.
-        progress: Called with the number of bytes copied since the last call.
+        rate_limit: Bytes per second, on average; None for no limit.
+        window: Parts that are read, checked and written at the same time, of 16 MiB for S3 (more for files above
+            140 GB) and 8 MiB for other stores. The copy needs memory for that many.
+        progress: Called with the number of bytes done since the last call, in another thread.
         storage_options: Options for the target's storage backend.
 
     Returns:
         A report.
 
     Raises:
-        KeyExistsError: The target already holds a checkpoint.
-        UsageError: The checkpoint was opened with rules.
+        KeyExistsError: The target holds another checkpoint.
+        UsageError: The checkpoint was opened with rules, an argument is invalid, or another process makes this copy.
+        StateError: Another library wrote the files, which have no checksums.
         CorruptionError: Stored bytes are damaged or missing.
+        CommitUnknownError: The store failed while it stored the manifest.
         StorageError: A store failed.
     """
-    target = open_backend(target_url, **dict(storage_options or {}))
-    refuse_checkpoint(target, checkpoint.url)
     if checkpoint.index.views is not None:
         raise UsageError(f"{checkpoint.url} was opened with rules; use reshard, or copy it without rules")
-    manifest = checkpoint.manifest
-    done: list[str] = []
-    reader = checkpoint.checked_reader()
-    with cleanup_on_failure(lambda: remove_files(target, done)):
-        for row, key in enumerate(manifest.files.name):
-            with target.create(key, int(manifest.files.size[row])) as writer:
-                at = 0
-                for piece in _verified_pieces(reader, row):
-                    writer.write(at, piece)
-                    at += len(piece)
-                    progress(len(piece))
-                writer.complete()
-            done.append(key)
-        commit(target, manifest, may_replace=False)
-    return CopyReport(target.url, len(manifest.files), manifest.file_bytes)
+    if window < 1 or (rate_limit is not None and not rate_limit > 0):
+        raise UsageError(f"window must be at least 1 and rate_limit above 0, got {window} and {rate_limit}")
+    checkpoint.require_checksums()
+    target = open_backend(target_url, **dict(storage_options or {}))
+    report = copy_checkpoint(checkpoint.backend, target, window=window, rate_limit=rate_limit, progress=progress)
+    return CopyReport(target.url, report.files, report.size, report.sent)
+
+
+def unfinished_uploads(
+    root: str, destination: str | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> list[tuple[str, str]]:
+    """List the copies from checkpoints below a local directory to other stores that were begun and not completed.
+
+    Args:
+        root: The directory.
+        destination: List only copies to this URL, or below it.
+        storage_options: Options for the storage backend of ``destination``.
+
+    Returns:
+        The path of each checkpoint and the URL of its copy, for ``copy``.
+
+    Raises:
+        UsageError: ``root`` is not a local directory, or an upload needs the user and password of its destination,
+            which are not recorded.
+    """
+    backend = open_backend(root)
+    if not isinstance(backend, LocalBackend) or not os.path.isdir(backend.url):
+        raise UsageError(f"{root} is not a local directory; give the one that holds the checkpoints to upload")
+    found: list[tuple[str, str]] = []
+    given = None if destination is None else open_backend(destination, **dict(storage_options or {}))
+    for path, head in find_journals(backend.url):
+        url = head.url
+        if head.direction != "to":
+            continue
+        if given is not None:
+            shown = given.display_url.rstrip("/")
+            if url != shown and not url.startswith(shown + "/"):
+                continue
+            url = given.url.rstrip("/") + url[len(shown) :]
+        elif HIDDEN_PASSWORD in url:
+            raise UsageError(f"the upload of {os.path.dirname(path)} to {url} needs the URL with user and password")
+        found.append((os.path.dirname(path), url))
+    return found
 
 
 def remove(url: str, *, storage_options: Mapping[str, Any] | None = None) -> RemoveReport:
@@ -119,21 +162,3 @@ def remove(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Rem
     backend.delete(manifest.files.name)
     left = tuple(stat.key for stat in backend.list())
     return RemoveReport(backend.url, len(manifest.files), manifest.file_bytes, left)
-
-
-def _verified_pieces(reader: Reader, file: int) -> Iterator[memoryview]:
-    """Yield all bytes of one file in order, checked. A piece is valid until the next is requested."""
-    manifest = reader.manifest
-    yield memoryview(read_stored_file(reader.backend, manifest, file, head_only=False))
-    if reader.source.is_encoded(file):
-        yield from reader.stored_frames(file)
-        return
-    buffer = memoryview(b"")
-    for row in manifest.shards_in(file).tolist():
-        shard = reader.shard(row)
-        for start, stop in shard.pieces():
-            if len(buffer) < stop - start:
-                buffer = memoryview(bytearray(stop - start))
-            part = buffer[: stop - start]
-            shard.fetch(start, part)
-            yield part

@@ -10,7 +10,7 @@ import xxhash
 
 from ..tensors.tables import Int64, ragged_positions
 
-__all__ = ["ChunkHasher", "chunk_checksums", "chunk_size_for"]
+__all__ = ["ChunkHasher", "chunk_bounds", "chunk_checksums", "chunk_size_for"]
 
 _MIN_CHUNK_BYTES = 256 << 10  # longer chunks hash no faster
 _MAX_CHUNKS = 4 << 20  # 32 MiB of manifest
@@ -41,7 +41,7 @@ class ChunkHasher:
 
     def __init__(self, offsets: Sequence[int] | Int64, nbytes: Sequence[int] | Int64, chunk_size: int) -> None:
         """Expect spans of ``nbytes[i]`` bytes at ``offsets[i]`` of the stream, in ascending order."""
-        self._starts, self._stops = _chunk_bounds(
+        self._starts, self._stops = chunk_bounds(
             np.asarray(offsets, np.int64), np.asarray(nbytes, np.int64), chunk_size
         )
         self._checksums = np.zeros(len(self._starts), np.uint64)
@@ -83,7 +83,7 @@ class ChunkHasher:
         return done
 
 
-def _chunk_bounds(offsets: Int64, nbytes: Int64, chunk_size: int) -> tuple[Int64, Int64]:
+def chunk_bounds(offsets: Int64, nbytes: Int64, chunk_size: int) -> tuple[Int64, Int64]:
     """Return where each chunk starts and stops in the stream."""
     counts = -(-nbytes // chunk_size)
     starts = np.repeat(offsets, counts) + ragged_positions(np.zeros_like(counts), counts) * chunk_size

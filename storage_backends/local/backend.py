@@ -71,6 +71,10 @@ class LocalBackend(StorageBackend):
             raise StorageError(f"{root}: the working directory was removed; pass an absolute path") from error
         self._root = LocalRoot(path, direct_io=direct_io)
 
+    def path_of(self, key: str) -> str:
+        """Return the file of an object, with all symbolic links resolved. Raises ``StorageError`` for a bad key."""
+        return self._resolve(key, f"reading {key!r} in {self._root.path}")
+
     @property
     def direct_io(self) -> bool:
         """Whether this backend still uses direct I/O; false once the file system has refused it."""

@@ -17,14 +17,15 @@ from typing import Any, ClassVar
 from typing_extensions import Buffer
 
 from ...errors import KeyChangedError, KeyExistsError, StorageError
-from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, StorageBackend
+from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 from ..buffers import byte_view, check_max_size, writable_view
 from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
 from .client import MARK, Client, client_for
 from .replies import ShortReplyError, code_of, is_missing
 from .retries import Request
-from .writers import MultipartWriter, PartBody
+from .uploads import PartBody, S3PartWriter
+from .writers import MultipartWriter, part_bytes_for
 
 __all__ = ["S3Backend"]
 
@@ -118,8 +119,15 @@ class S3Backend(StorageBackend):
                 size,
                 lambda data: client.run(action, self._put(client, action, key, data)),
             )
-        address = self._address(client, key)
-        return MultipartWriter(client, action, address["Bucket"], address["Key"], size, self.deadline_s)
+        return MultipartWriter(client, action, self._address(client, key), size, self.deadline_s)
+
+    def create_parts(self, key: str, size: int, *, token: str = "") -> PartWriter:
+        check_key(key)
+        if size <= _SINGLE_PUT_BYTES and not token:
+            return super().create_parts(key, size)
+        client, action = self._client(), self._action("writing", key)
+        address, part_bytes = self._address(client, key), part_bytes_for(size)
+        return S3PartWriter(client, action, address, size, self.deadline_s, part_bytes=part_bytes, token=token)
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         self.read_scattered(key, offset, [buffer])

@@ -128,6 +128,8 @@ def storage_error(error: Exception, action: str) -> StorageError:
     code = code_of(error)
     if is_missing(error):
         return KeyNotFoundError(f"{action}: no such object")
+    if code == "NoSuchUpload":
+        return KeyNotFoundError(f"{action}: {describe(error)}")
     if code in _DENIED_CODES:
         return AccessDeniedError(f"{action}: {describe(error)}; check the credentials and their permissions")
     if code in ("QuotaExceeded", "EntityTooLarge") or code == "507":

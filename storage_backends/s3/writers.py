@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
-import secrets
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,49 +12,21 @@ from typing_extensions import Buffer
 from ...errors import StorageError
 from ..buffers import byte_view
 from ..writers import CheckedWriter
-from .client import MARK, Client
-from .replies import code_of, storage_error
-from .retries import Request
+from .client import Client
+from .replies import storage_error
+from .uploads import Upload
 
-__all__ = ["PART_BYTES", "MultipartWriter", "PartBody"]
+__all__ = ["MultipartWriter", "part_bytes_for"]
 
 PART_BYTES = 16 << 20
 _MAX_PARTS = 9_000  # S3 accepts 10,000
-_ABORT_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
-class PartBody(io.RawIOBase):
-    """The bytes of a request's body, which the client sends piece by piece, without a copy of all of them."""
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data, self._at = data, 0
-
-    def read(self, size: int = -1) -> Any:
-        """Return a view of the next bytes."""
-        end = len(self._data) if size < 0 else self._at + size
-        piece = self._data[self._at : end]
-        self._at += len(piece)
-        return piece
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = start + offset
-        return self._at
-
-    def tell(self) -> int:  # word-ok: the name in io.RawIOBase
-        return self._at
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        return len(self._data)
+def part_bytes_for(size: int) -> int:
+    """Return the bytes of each part of an object but the last."""
+    return max(PART_BYTES, -(-size // _MAX_PARTS))
 
 
 class _Part:
@@ -74,17 +44,16 @@ class MultipartWriter(CheckedWriter):
     it. The upload begins with the first complete part, and the object appears with ``complete``.
     """
 
-    def __init__(self, client: Client, action: str, bucket: str, key: str, size: int, deadline_s: float) -> None:
+    def __init__(self, client: Client, action: str, address: dict[str, str], size: int, deadline_s: float) -> None:
         super().__init__(action, size)
         self._client, self._deadline_s = client, deadline_s
-        self._address = {"Bucket": bucket, "Key": key}
-        self._part_bytes = max(PART_BYTES, -(-size // _MAX_PARTS))
+        self._part_bytes = part_bytes_for(size)
         self._filling: dict[int, _Part] = {}
         self._sent: list[Future[None]] = []
         self._running: set[asyncio.Task[Any]] = set()  # used on the event loop only
-        self._mark = secrets.token_hex(16)
         self._tags: dict[int, str] = {}
-        self._upload: asyncio.Future[str] | None = None  # used on the event loop only
+        self._upload = Upload(client, action, address, deadline_s)
+        self._id: asyncio.Future[str] | None = None  # of the upload; used on the event loop only
         client.window.enter()
 
     def write(self, offset: int, data: Buffer) -> None:
@@ -147,29 +116,14 @@ class MultipartWriter(CheckedWriter):
         assert task is not None
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        data = memoryview(buffer)
-        upload = await self._begun()
-        where = {**self._address, "UploadId": upload, "PartNumber": number + 1}
-        action = f"{self._action}: part {number + 1}"
-        request = Request(action, self._deadline_s, "part", len(data), can_hedge=True)
-        reply = await self._client.repeat(
-            request, lambda: self._client.call("upload_part", **where, Body=PartBody(data), ContentLength=len(data))
-        )
-        self._tags[number] = reply["ETag"]
+        self._tags[number] = await self._upload.send(await self._begun(), number, memoryview(buffer))
         self._client.window.give_back(buffer)
 
     async def _begun(self) -> str:
         """Return the id of the upload, which the first part begins."""
-        if self._upload is None:
-            self._upload = asyncio.ensure_future(self._begin())
-        return await asyncio.shield(self._upload)
-
-    async def _begin(self) -> str:
-        reply = await self._client.repeat(
-            Request(self._action, self._deadline_s),
-            lambda: self._client.call("create_multipart_upload", **self._address, Metadata={MARK: self._mark}),
-        )
-        return str(reply["UploadId"])
+        if self._id is None:
+            self._id = asyncio.ensure_future(self._upload.begin())
+        return await asyncio.shield(self._id)
 
     def complete(self) -> None:
         with self._changed:
@@ -190,27 +144,9 @@ class MultipartWriter(CheckedWriter):
         self._client.window.leave()
 
     async def _complete(self) -> None:
-        upload = await self._begun()
         # Every part by its number: a store accepts a list with gaps, and the object would lack their bytes.
-        count = -(-self._size // self._part_bytes)
-        parts = [{"PartNumber": number + 1, "ETag": self._tags[number]} for number in range(count)]
-        try:
-            await self._client.repeat(
-                Request(self._action, self._deadline_s, "complete"),
-                lambda: self._client.call(
-                    "complete_multipart_upload", **self._address, UploadId=upload, MultipartUpload={"Parts": parts}
-                ),
-            )
-        except Exception as error:
-            # The reply to an earlier try may be lost, or another process has ended the upload.
-            if code_of(error) != "NoSuchUpload" or not await self._is_stored():
-                raise
-
-    async def _is_stored(self) -> bool:
-        found, _ = await self._client.repeat(
-            Request(self._action, self._deadline_s), lambda: self._client.mark_of(self._address)
-        )
-        return found == self._mark
+        tags = [self._tags[number] for number in range(-(-self._size // self._part_bytes))]
+        await self._upload.complete(await self._begun(), tags)
 
     def abort(self) -> None:
         with self._changed:
@@ -229,13 +165,8 @@ class MultipartWriter(CheckedWriter):
         if self._running:
             # A part that arrives after the upload has ended would be kept, and cost money.
             await asyncio.wait(self._running)
-        if self._upload is None:
+        if self._id is None:
             return
-        await asyncio.wait([self._upload])
-        if self._upload.exception() is not None:
-            return  # it never began
-        upload = self._upload.result()
-        await self._client.repeat(
-            Request(self._action, min(_ABORT_S, self._deadline_s)),
-            lambda: self._client.call("abort_multipart_upload", **self._address, UploadId=upload),
-        )
+        await asyncio.wait([self._id])
+        if self._id.exception() is None:
+            await self._upload.abort(self._id.result())

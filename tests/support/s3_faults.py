@@ -31,6 +31,7 @@ class Exchange:
     kind: str
     number: int
     part: int | None
+    path: str
 
 
 Rule = Callable[[Exchange], str | None]
@@ -139,7 +140,7 @@ class FaultProxy:
             kind = "list"
         with self._lock:
             self.kinds.append(kind)
-            return Exchange(kind, self.kinds.count(kind), part)
+            return Exchange(kind, self.kinds.count(kind), part, urlsplit(target).path)
 
     def _ask(self, head: bytes, body: bytes) -> bytes:
         request, *lines = head.rstrip(b"\r\n").split(b"\r\n")

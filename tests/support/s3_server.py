@@ -13,8 +13,20 @@ import pytest
 
 _SERVER = """
 import sys
+from moto.s3.exceptions import NoSuchUpload
+from moto.s3.models import S3Backend
 from moto.server import ThreadedMotoServer
 
+# Without this, moto replies 500 about an unknown upload, where S3 replies 404.
+def checked(operation):
+    def run(self, bucket_name, multipart_id, *arguments):
+        if multipart_id not in self.get_bucket(bucket_name).multiparts:
+            raise NoSuchUpload(upload_id=multipart_id)
+        return operation(self, bucket_name, multipart_id, *arguments)
+    return run
+
+S3Backend.upload_part = checked(S3Backend.upload_part)
+S3Backend.complete_multipart_upload = checked(S3Backend.complete_multipart_upload)
 server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from ...errors import KeyNotFoundError, StorageError
-from ...storage_backends.base import StorageBackend
+from ...storage_backends.base import PartWriter, StorageBackend
 from .store_tests import StoreTests, content_of
 
 __all__ = ["WritingTests"]
@@ -138,6 +139,55 @@ class WritingTests(StoreTests):
         writer.complete()
         assert backend.stat("object").size == len(data)
 
+    @pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+    def test_parts(self, backend: StorageBackend, is_large: bool) -> None:
+        for size in [self.large_bytes] if is_large else [0, 1, 5000]:
+            data = content_of(size)
+            writer = backend.create_parts("dir/object", size)
+            numbers = range(_part_count(writer, size))
+            with ThreadPoolExecutor(4) as pool:
+                tags = [*pool.map(partial(_put_part, writer, data), numbers)]
+            writer.complete(tags)
+            writer.abort()
+            assert backend.get("dir/object") == data
+
+    def test_parts_of_several_writers(self, backend: StorageBackend) -> None:
+        """An upload with a token continues in another writer, also after one that has completed it."""
+        data = content_of(self.large_bytes)
+        first = backend.create_parts("object", len(data))
+        if not first.token:
+            first.abort()
+            with pytest.raises(StorageError, match="continue"):
+                backend.create_parts("object", len(data), token="of another store")
+            assert [*backend.list()] == []
+            return
+        count = _part_count(first, len(data))
+        tags = {number: _put_part(first, data, number) for number in range(0, count, 2)}
+        for _ in range(2):
+            later = backend.create_parts("object", len(data), token=first.token)
+            assert (later.part_bytes, later.token) == (first.part_bytes, first.token)
+            tags |= {number: _put_part(later, data, number) for number in range(count) if number not in tags}
+            with pytest.raises(StorageError):
+                later.complete([tags[number] for number in range(count - 1)])
+            later.complete([tags[number] for number in range(count)])
+            assert backend.get("object") == data
+
+    @pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+    def test_aborted_parts_leave_nothing(self, backend: StorageBackend, is_large: bool) -> None:
+        data = content_of(self.large_bytes if is_large else 1000)
+        writer = backend.create_parts("dir/object", len(data))
+        _put_part(writer, data, 0)
+        writer.abort()
+        writer.abort()
+        assert [*backend.list()] == []
+        self.check_no_leftovers(backend)
+        if writer.token:
+            later = backend.create_parts("dir/object", len(data), token=writer.token)
+            with pytest.raises(KeyNotFoundError):
+                _put_part(later, data, 0)
+            with pytest.raises(KeyNotFoundError):
+                later.complete(["tag"] * _part_count(later, len(data)))
+
     def _pieces(self, order: str) -> Sequence[tuple[int, int]]:
         size, step = self.large_bytes, self.piece_bytes
         pieces = [(start, min(size, start + step)) for start in range(0, size, step)]
@@ -154,3 +204,12 @@ class WritingTests(StoreTests):
         buffer = bytearray(1000)
         backend.read_into("large", middle, buffer)
         assert buffer == data[middle : middle + 1000]
+
+
+def _part_count(writer: PartWriter, size: int) -> int:
+    return -(-size // writer.part_bytes)
+
+
+def _put_part(writer: PartWriter, data: bytes, number: int) -> str:
+    start = number * writer.part_bytes
+    return writer.put_part(number, data[start : start + writer.part_bytes])

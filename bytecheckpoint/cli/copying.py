@@ -1,0 +1,87 @@
+"""``bcp copy`` and ``bcp upload``, which copy checkpoints between stores and continue what was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from .. import api
+from ..convert.copy import copy, unfinished_uploads
+from ..errors import BytecheckpointError
+from .options import EXIT_INTERRUPTED, command, exit_code, options_for, parse_size
+from .output import Output, printable, size_text
+
+__all__ = ["copy_command", "upload_command"]
+
+_rate_limit = click.option(
+    "--rate-limit",
+    metavar="SIZE",
+    callback=parse_size,
+    help="Bytes per second that are sent at most, on average, such as 50MB.",
+)
+
+
+@command("copy")
+@click.argument("source")
+@click.argument("target")
+@_rate_limit
+def copy_command(out: Output, options: Mapping[str, Any], source: str, target: str, rate_limit: int | None) -> None:
+    """Copy the checkpoint SOURCE to TARGET, on the same store or another.
+
+    Every byte is verified before it is written. If one of the two is a local directory, run the same command again
+    after a failure: it continues where the first one stopped.
+    """
+    out.document(_copy(out, options, source, target, rate_limit))
+
+
+@command("upload")
+@click.argument("root")
+@click.argument("destination", required=False)
+@_rate_limit
+def upload_command(
+    out: Output, options: Mapping[str, Any], root: str, destination: str | None, rate_limit: int | None
+) -> None:
+    """Finish the uploads of checkpoints below the local directory ROOT that were interrupted.
+
+    These are copies to other stores that bcp copy has begun and not completed. With DESTINATION, only those to this
+    URL, or below it.
+    """
+    found = {} if destination is None else options_for(destination, options)
+    uploads = unfinished_uploads(root, destination, storage_options=found)
+    done: list[dict[str, Any]] = []
+    failures: list[BytecheckpointError] = []
+    for source, target in uploads:
+        try:
+            done.append(_copy(out, options, source, target, rate_limit))
+        except BytecheckpointError as error:
+            failures.append(error)
+            done.append({"source": source, "url": target, "error": f"{type(error).__name__}: {error}"})
+            click.echo(f"bcp: {printable(error)}", err=True)
+    out.document({"root": root, "uploads": done})
+    if not uploads:
+        out.line(f"{root}: no upload is unfinished")
+    if failures:
+        raise click.exceptions.Exit(exit_code(failures[0]))
+
+
+def _copy(out: Output, options: Mapping[str, Any], source: str, target: str, rate_limit: int | None) -> dict[str, Any]:
+    """Copy a checkpoint, print a line about it, and return what to print as JSON."""
+    found = api.open(source, storage_options=options_for(source, options))
+    with out.progress("copy", found.manifest.file_bytes) as progress:
+        try:
+            report = copy(
+                found,
+                target,
+                rate_limit=rate_limit,
+                progress=progress,
+                storage_options=options_for(target, options),
+            )
+        except KeyboardInterrupt:
+            click.echo("bcp: interrupted; the same command continues the copy", err=True)
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+    kept = report.size - report.sent
+    earlier = f", {size_text(kept)} of it already there" if kept > 0 else ""
+    out.line(f"{report.url}: {report.files} file(s), {size_text(report.size)}{earlier}")
+    return {"source": found.url, "url": report.url, "files": report.files, "bytes": report.size, "sent": report.sent}

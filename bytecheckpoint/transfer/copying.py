@@ -1,0 +1,179 @@
+"""Copy a committed checkpoint: its files, and then its manifest with a conditional put."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import xxhash
+
+from ..checkpoint.attempts import ATTEMPT_PREFIX
+from ..checkpoint.manifest_file import decode_manifest, read_manifest, read_manifest_bytes, remove_files
+from ..errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    KeyExistsError,
+    KeyNotFoundError,
+    NotACheckpointError,
+    StorageError,
+)
+from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest
+from ..storage_backends.base import StorageBackend
+from ..storage_backends.local.backend import LocalBackend
+from .journal import Journal, JournalHead
+from .transfer import WINDOW, Transfer, TransferReport
+
+__all__ = ["copy_checkpoint"]
+
+_log = logging.getLogger(__name__)
+
+
+def copy_checkpoint(
+    source: StorageBackend,
+    target: StorageBackend,
+    *,
+    window: int = WINDOW,
+    rate_limit: float | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> TransferReport:
+    """Copy a checkpoint exactly, and check every byte before it is sent.
+
+    If one side is a local directory, a journal there lets a later call continue after a failure. A damaged source, and
+    without a journal any failure, leaves nothing at the target. ``rate_limit`` is in bytes per second; ``progress`` is
+    called in another thread with the bytes done since the last call.
+
+    Raises ``KeyExistsError`` if the target holds another checkpoint; one that holds this checkpoint is left as it is.
+    """
+    data = read_manifest_bytes(source)
+    manifest = decode_manifest(data, source.url)
+    if source.url == target.url:
+        raise KeyExistsError(f"{target.url} is both source and target; give another target")
+    is_there = holds(target, manifest)
+    with open_journal(source, target, data) or nullcontext() as journal:
+        if is_there:
+            progress(manifest.file_bytes)
+            report = TransferReport(len(manifest.files), manifest.file_bytes)
+        else:
+            if journal is not None and journal.outdated is not None:
+                discard(target, journal.outdated)
+            try:
+                rows = range(len(manifest.files))
+                report = Transfer(
+                    source,
+                    target,
+                    manifest,
+                    rows=rows,
+                    journal=journal,
+                    window=window,
+                    rate_limit=rate_limit,
+                    progress=progress,
+                ).run()
+                put_manifest(target, manifest, data)
+            except CommitUnknownError:
+                raise
+            except BaseException as error:
+                if journal is not None and isinstance(error, (CheckpointError, KeyExistsError)):
+                    discard(target, journal)
+                    journal.remove()
+                if journal is None or isinstance(error, (CheckpointError, KeyExistsError)):
+                    _remove_unless_committed(target, manifest)
+                raise
+        if journal is not None:
+            journal.remove()
+    return report
+
+
+def open_journal(source: StorageBackend, target: StorageBackend, manifest: bytes) -> Journal | None:
+    """Open the journal of a transfer: at the target if that is a local directory, else at the source if that is one.
+
+    Returns None, after a warning, if it cannot be written.
+    """
+    digest = xxhash.xxh3_128_hexdigest(manifest)
+    if isinstance(target, LocalBackend):
+        directory, head = target.url, JournalHead("from", source.display_url, digest)
+    elif isinstance(source, LocalBackend):
+        directory, head = source.url, JournalHead("to", target.display_url, digest)
+    else:
+        return None
+    try:
+        return Journal(directory, head)
+    except StorageError as error:
+        _log.warning("%s; a transfer that fails cannot be continued", error)
+        return None
+
+
+def holds(target: StorageBackend, manifest: Manifest) -> bool:
+    """Return whether the target holds this checkpoint, complete.
+
+    Raises ``KeyExistsError`` if it holds another one, or an incomplete one.
+    """
+    try:
+        data = target.get(MANIFEST_KEY, max_size=MAX_MANIFEST_BYTES)
+    except KeyNotFoundError:
+        return False
+    try:
+        is_same = decode_manifest(data, target.url).attempt == manifest.attempt
+    except CheckpointError:
+        is_same = False
+    if not is_same:
+        raise KeyExistsError(
+            f"{target.url} already holds a checkpoint, which was not changed; give another target, or remove it first"
+        )
+    found = {stat.key: stat.size for stat in target.list(f"{manifest.attempt}/")}
+    for key, size in zip(manifest.files.name, manifest.files.size.tolist()):
+        if found.get(key) != size:
+            raise KeyExistsError(
+                f"{target.url} already holds this checkpoint, but {key} is missing or has another size; nothing was "
+                f"changed; give another target, or remove it first"
+            )
+    return True
+
+
+def put_manifest(target: StorageBackend, manifest: Manifest, data: bytes) -> None:
+    """Commit the copy, unless another checkpoint was committed at the target in the meantime.
+
+    Raises ``KeyExistsError`` if one was, and ``CommitUnknownError`` if it is unknown whether the copy is committed.
+    """
+    has_condition = target.conditions().if_absent
+    if not has_condition and holds(target, manifest):
+        return
+    try:
+        target.put(MANIFEST_KEY, data, if_absent=has_condition)
+    except KeyExistsError:
+        holds(target, manifest)
+    except StorageError as error:
+        try:
+            is_there = holds(target, manifest)
+        except KeyExistsError:
+            raise
+        except StorageError as second:
+            raise CommitUnknownError(
+                f"{target.url}: writing the manifest failed ({error}), and reading it back failed too ({second}); the "
+                f"copy may or may not be committed. Copy again when the store responds"
+            ) from error
+        if not is_there:
+            raise
+
+
+def discard(target: StorageBackend, journal: Journal) -> None:
+    """End the uploads of a journal, and remove its files; no manifest at the target names them."""
+    for key, upload in journal.uploads.items():
+        try:
+            target.create_parts(key, upload.size, token=upload.token).abort()
+        except StorageError as error:
+            _log.warning("%s/%s: cannot end its upload, which may cost money: %s", target.display_url, key, error)
+    remove_files(target, [key for key in journal.stored if key.startswith(ATTEMPT_PREFIX)])
+
+
+def _remove_unless_committed(target: StorageBackend, manifest: Manifest) -> None:
+    try:
+        if read_manifest(target).attempt == manifest.attempt:
+            return
+    except (CheckpointNotFoundError, NotACheckpointError):
+        pass
+    except (CheckpointError, StorageError) as error:
+        _log.warning("%s: it is unknown whether the copy is committed; its files remain: %s", target.url, error)
+        return
+    remove_files(target, manifest.files.name)

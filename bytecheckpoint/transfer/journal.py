@@ -1,0 +1,226 @@
+"""What a transfer has done so far, in a file that another process can continue from.
+
+The journal is next to the local copy of the checkpoint. Its name is that of a temporary file, so that no listing shows
+it, and it is removed with the checkpoint. It is a sequence of records, each a length, a checksum and a msgpack list:
+
+    ["transfer", version, direction, URL of the other side, digest of the manifest]     first, once
+    ["file", key, size, token, part size]                  an upload began; forgets an earlier one of this file
+    ["part", key, number, tag, xxh3-64 of the bytes]       the store has acknowledged a part
+    ["stored", key]                                        the file is complete and durable
+
+A record that is incomplete or damaged ends the journal: what follows it is sent again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgpack
+import xxhash
+from typing_extensions import Self
+
+from ..errors import StorageError, UsageError
+from ..storage_backends.keys import TEMPORARY_PREFIX
+
+__all__ = ["FileUpload", "Journal", "JournalHead", "find_journals", "journal_path"]
+
+_NAME = TEMPORARY_PREFIX + "transfer-"
+_VERSION = 1
+_FRAME = struct.Struct("<IQ")  # length and xxh3-64 of the record that follows
+_MAX_RECORD = 64 << 10
+_MAX_JOURNAL = 256 << 20
+
+
+Direction = Literal["to", "from"]
+
+
+@dataclass(frozen=True)
+class JournalHead:
+    """What a journal is about.
+
+    Attributes:
+        direction: Whether the local copy is sent "to" the other side, or comes "from" it.
+        url: The other side, without user and password.
+        digest: The xxh3-128 of the checkpoint's manifest.
+    """
+
+    direction: Direction
+    url: str
+    digest: str
+
+
+@dataclass
+class FileUpload:
+    """The upload of one file: its ``token`` and part size, and the tags of the parts that are stored, by number."""
+
+    size: int
+    token: str
+    part_bytes: int
+    tags: dict[int, str] = field(default_factory=dict)
+
+
+def journal_path(directory: str, head: JournalHead) -> str:
+    """Return the path of the journal in a local directory."""
+    return os.path.join(directory, f"{_NAME}{head.direction}-{xxhash.xxh3_64_hexdigest(head.url.encode())}")
+
+
+def find_journals(root: str) -> Iterator[tuple[str, JournalHead]]:
+    """Yield the path and the head of every journal below a directory."""
+    for directory, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted(names):
+            if name.startswith(_NAME) and (head := _read_head(os.path.join(directory, name))) is not None:
+                yield os.path.join(directory, name), head
+
+
+class Journal:
+    """An open journal, locked against other processes. Thread-safe.
+
+    Attributes:
+        uploads: The uploads of files that are not complete, by key.
+        stored: The keys of complete files.
+        outdated: What the journal held about another checkpoint, if the one at its side was replaced; else None.
+    """
+
+    def __init__(self, directory: str, head: JournalHead) -> None:
+        """Open the journal in a local directory, or begin a new one.
+
+        Raises ``UsageError`` if another process has it open, and ``StorageError`` if the file cannot be written.
+        """
+        self._path = path = journal_path(directory, head)
+        self._lock = threading.Lock()
+        self.uploads: dict[str, FileUpload] = {}
+        self.stored: set[str] = set()
+        self.outdated: Journal | None = None
+        try:
+            os.makedirs(directory, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise StorageError(f"cannot open the journal {path}: {error.strerror}") from error
+        try:
+            self._begin(head)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._fd)
+
+    def _begin(self, head: JournalHead) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+                raise UsageError(
+                    f"another process copies this checkpoint {head.direction} {head.url}: it has locked {self._path}; "
+                    f"wait until it has ended"
+                ) from None
+            # A file system without locks: parts that two processes send are equal.
+        with open(self._path, "rb") as file:
+            found = list(_records(file.read(_MAX_JOURNAL)))
+        known = _head(found[0][0]) if found else None
+        if known is not None:
+            for record, _ in found[1:]:
+                self._apply(record)
+        if known == head:
+            os.ftruncate(self._fd, found[-1][1])
+            return
+        if known is not None:
+            self.outdated = self._detached()
+        os.ftruncate(self._fd, 0)
+        self._append(["transfer", _VERSION, head.direction, head.url, head.digest], durable=True)
+
+    def _detached(self) -> Journal:
+        """Move what is known to another object, which only describes it."""
+        old = object.__new__(Journal)
+        old.uploads, old.stored, old.outdated = self.uploads, self.stored, None
+        self.uploads, self.stored = {}, set()
+        return old
+
+    def begin(self, key: str, upload: FileUpload) -> None:
+        """Record a new upload. It is durable on return: a lost record would hide the upload, which costs money."""
+        self._append(["file", key, upload.size, upload.token, upload.part_bytes], durable=True)
+        self.uploads[key] = upload
+
+    def add_part(self, key: str, number: int, tag: str, checksum: int) -> None:
+        """Record that the store has a part."""
+        self._append(["part", key, number, tag, checksum])
+        self.uploads[key].tags[number] = tag
+
+    def add_stored(self, key: str) -> None:
+        """Record that a file is complete."""
+        self._append(["stored", key])
+        self.uploads.pop(key, None)
+        self.stored.add(key)
+
+    def forget(self, key: str) -> None:
+        """Forget what is known of a file. The next ``begin`` records it."""
+        self.uploads.pop(key, None)
+        self.stored.discard(key)
+
+    def remove(self) -> None:
+        """Remove the file: nothing is left to continue."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+    def _append(self, record: list[Any], *, durable: bool = False) -> None:
+        body = msgpack.packb(record)
+        with self._lock:
+            try:
+                os.write(self._fd, _FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body)
+                if durable:
+                    os.fdatasync(self._fd)
+            except OSError as error:
+                raise StorageError(f"cannot write the journal {self._path}: {error.strerror}") from error
+
+    def _apply(self, record: list[Any]) -> None:
+        match record:
+            case ["file", str(key), int(size), str(token), int(part_bytes)] if part_bytes > 0:
+                self.stored.discard(key)
+                self.uploads[key] = FileUpload(size, token, part_bytes)
+            case ["part", str(key), int(number), str(tag), int()] if key in self.uploads:
+                self.uploads[key].tags[number] = tag
+            case ["stored", str(key)]:
+                self.uploads.pop(key, None)
+                self.stored.add(key)
+
+
+def _records(data: bytes) -> Iterator[tuple[list[Any], int]]:
+    """Yield each intact record from the start, and where it ends."""
+    at = 0
+    while at + _FRAME.size <= len(data):
+        length, checksum = _FRAME.unpack_from(data, at)
+        at += _FRAME.size
+        body = data[at : at + length]
+        if length > _MAX_RECORD or len(body) < length or xxhash.xxh3_64_intdigest(body) != checksum:
+            return
+        at += length
+        try:
+            record = msgpack.unpackb(body)
+        except ValueError:
+            return
+        yield record, at
+
+
+def _read_head(path: str) -> JournalHead | None:
+    with suppress(OSError), open(path, "rb") as file:
+        return next((_head(record) for record, _ in _records(file.read(_FRAME.size + _MAX_RECORD))), None)
+    return None
+
+
+def _head(record: Any) -> JournalHead | None:
+    match record:
+        case ["transfer", int(version), "to" | "from" as direction, str(url), str(digest)] if version == _VERSION:
+            return JournalHead(direction, url, digest)
+    return None

@@ -1,0 +1,175 @@
+"""Read ranges of a checkpoint's files, and check every byte before it is passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, TypeVar
+
+import aiofiles
+import numpy as np
+import xxhash
+
+from ..engine.checksums import chunk_bounds
+from ..engine.reading.stored_files import StoredFiles, read_stored_file
+from ..errors import CheckpointError, CorruptionError, StorageError
+from ..format.manifest import Manifest, UInt64
+from ..storage_backends.base import StorageBackend
+from ..storage_backends.local.backend import LocalBackend
+from ..storage_backends.posix import map_os_error
+from ..tensors.tables import Int64, ragged_positions
+
+__all__ = ["SourceFile"]
+
+_T = TypeVar("_T")
+
+_PIECE_BYTES = 1 << 20  # of the bytes around a range, which are hashed and not kept
+
+
+class SourceFile:
+    """One file of a committed checkpoint. Used in one event loop; blocking calls run in ``executor``.
+
+    A checksum covers a *span*: the head of the file, or one chunk of a tensor, or the frame of one in an encoded file.
+    A range may begin or end inside a span; the rest of that span is then read as well, and only hashed.
+    """
+
+    def __init__(self, backend: StorageBackend, manifest: Manifest, file: int, executor: Executor) -> None:
+        self._source, self._file, self._executor = StoredFiles(backend, manifest), file, executor
+        self._key = manifest.files.name[file]
+        self._starts, self._stops, self._checksums, self._rows = _spans(manifest, file)
+
+    async def read(self, begin: int, view: memoryview) -> None:
+        """Fill ``view`` with the file's bytes from ``begin`` on.
+
+        Raises ``CorruptionError`` if they, or the rest of a span that they are part of, differ from what was saved, and
+        ``StorageError`` if the store fails.
+        """
+        if not len(view):
+            return
+        end = begin + len(view)
+        first = int(np.searchsorted(self._stops, begin, side="right"))
+        last = int(np.searchsorted(self._starts, end, side="left"))
+        try:
+            await self._fill(begin, view)
+            for span in {first, last - 1}:
+                if self._starts[span] < begin or self._stops[span] > end:
+                    await self._check_across(span, begin, view)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise await self._run(self._unreadable, begin, end, error) from error
+        inside = range(first + (self._starts[first] < begin), last - (self._stops[last - 1] > end))
+        bad = await self._run(self._find_damage, inside, begin, view)
+        if bad is not None:
+            raise await self._run(self._damage, bad)
+
+    def _find_damage(self, spans: range, begin: int, view: memoryview) -> int | None:
+        """Return the first of the spans whose checksum differs; all of them are complete in ``view``."""
+        starts, stops = (self._starts - begin).tolist(), (self._stops - begin).tolist()
+        expected = self._checksums
+        return next(
+            (at for at in spans if xxhash.xxh3_64_intdigest(view[starts[at] : stops[at]]) != int(expected[at])), None
+        )
+
+    async def _check_across(self, span: int, begin: int, view: memoryview) -> None:
+        """Check a span that is partly outside ``view``."""
+        start, stop = int(self._starts[span]), int(self._stops[span])
+        low, high = max(start, begin), min(stop, begin + len(view))
+        hasher = xxhash.xxh3_64()
+        await self._hash(hasher, start, low)
+        await self._run(hasher.update, view[low - begin : high - begin])
+        await self._hash(hasher, high, stop)
+        if hasher.intdigest() != int(self._checksums[span]):
+            raise await self._run(self._damage, span)
+
+    async def _hash(self, hasher: Any, begin: int, end: int) -> None:
+        piece = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
+        while begin < end:
+            piece = piece[: end - begin]
+            await self._fill(begin, piece)
+            hasher.update(piece)
+            begin += len(piece)
+
+    async def _fill(self, begin: int, view: memoryview) -> None:
+        backend = self._source.backend
+        if not isinstance(backend, LocalBackend):
+            await self._run(backend.read_into, self._key, begin, view)
+            return
+        path = await self._run(backend.path_of, self._key)
+        async with aiofiles.open(path, "rb", buffering=0, opener=_open, executor=self._executor) as file:
+            await file.seek(begin)
+            while len(view):
+                count = await file.readinto(view)
+                if not count:
+                    raise StorageError(f"the file ends at byte {begin}")
+                view, begin = view[count:], begin + count
+
+    def _unreadable(self, begin: int, end: int, error: OSError) -> CheckpointError | StorageError:
+        """Return the error for a range that cannot be read, which names a tensor in it."""
+        if not isinstance(error, StorageError):
+            error = map_os_error(error, f"reading {self._key!r}", absent_is_missing_key=True)
+        at = int(np.searchsorted(self._stops, begin, side="right"))
+        row = int(self._rows[at])
+        if row >= 0:
+            return self._source.read_error(self._file, row, begin, end, error)
+        return self._head_error() or error
+
+    def _damage(self, span: int) -> CheckpointError | StorageError:
+        """Return the error for a span that differs from what was saved."""
+        row, begin, end = int(self._rows[span]), int(self._starts[span]), int(self._stops[span])
+        frames = self._source.manifest.files.frames
+        if row >= 0 and frames is not None and self._source.is_encoded(self._file):
+            frame = frames.rows(self._file).stop - len(self._rows) + span
+            return self._source.frame_fault(self._file, frame, "checksum mismatch")[1]
+        if row >= 0:
+            return self._source.mismatch(self._file, row, begin, end)
+        return self._head_error() or CorruptionError(
+            f"{self._source.backend.url}/{self._key}: bytes [{begin}, {end}) change between two reads"
+        )
+
+    def _head_error(self) -> CheckpointError | StorageError | None:
+        try:
+            read_stored_file(self._source.backend, self._source.manifest, self._file, head_only=False)
+        except (CheckpointError, StorageError) as error:
+            return error
+        return None
+
+    def _run(self, function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]:
+        return asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))
+
+
+def _spans(manifest: Manifest, file: int) -> tuple[Int64, Int64, UInt64, Int64]:
+    """Return where each span of a file starts and stops, its checksum, and its shard's row, which is -1 for the head.
+
+    Spans tile the file.
+    """
+    files, rows = manifest.files, manifest.shards_in(file)
+    head, chunk_size = int(files.head_length[file]), int(files.chunk_size[file])
+    if manifest.files.codec[file] == "raw":
+        starts, stops = chunk_bounds(head + manifest.shard_offset[rows], manifest.shard_nbytes[rows], chunk_size)
+        first = manifest.checksum_starts[rows]
+        counts = manifest.checksum_starts[rows + 1] - first
+        checksums, rows = manifest.checksums[ragged_positions(first, counts)], np.repeat(rows, counts)
+    else:
+        frames = files.frames
+        assert frames is not None
+        here, rows = frames.rows(file), rows[manifest.shard_nbytes[rows] > 0]
+        starts, stops = frames.position[here], frames.position[here] + frames.length[here]
+        checksums = frames.checksum[here]
+        rows = rows[np.searchsorted(manifest.shard_offset[rows], frames.begin[here], side="right") - 1]
+    if not head:
+        return starts, stops, checksums, rows
+    return (
+        np.append(0, starts),
+        np.append(head, stops),
+        np.append(files.head_checksum[file], checksums),
+        np.append(-1, rows),
+    )
+
+
+def _open(path: str, flags: int) -> int:
+    # O_NONBLOCK keeps a FIFO with a hostile name from blocking; it has no effect on regular files.
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,0 +1,270 @@
+"""Copy the files of a committed checkpoint to another store, several parts at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import xxhash
+
+from ..errors import KeyNotFoundError, StorageError
+from ..format.manifest import Manifest
+from ..storage_backends.base import PartWriter, StorageBackend
+from .journal import FileUpload, Journal
+from .source import SourceFile
+
+__all__ = ["WINDOW", "Transfer", "TransferReport"]
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+WINDOW = 8
+"""Parts that are read, checked and sent at the same time. Each takes the memory of one part of the target's store."""
+
+
+@dataclass
+class TransferReport:
+    """What a transfer did.
+
+    Attributes:
+        files: Number of data files.
+        size: Bytes of all data files.
+        sent: Bytes that were sent.
+    """
+
+    files: int = 0
+    size: int = 0
+    sent: int = 0
+
+
+class _LostUploadError(Exception):
+    """The store no longer has the upload of the file ``key``, which an earlier process began."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+@dataclass(eq=False)
+class _File:
+    """A file on its way. ``missing`` are the numbers of the parts that are not stored."""
+
+    key: str
+    size: int
+    source: SourceFile
+    writer: PartWriter
+    tags: dict[int, str]
+    is_resumed: bool
+    missing: set[int] = field(default_factory=set)
+
+    def count(self) -> int:
+        return -(-self.size // self.writer.part_bytes)
+
+    def length(self, number: int) -> int:
+        return min(self.writer.part_bytes, self.size - number * self.writer.part_bytes)
+
+
+class Transfer:
+    """One transfer of the files ``rows`` of a checkpoint. ``run`` it once; ``stop`` it from any thread.
+
+    Every byte is checked before it is sent. With a ``journal``, what the target has stored is not sent again by a later
+    transfer. The manifest is not copied.
+    """
+
+    def __init__(
+        self,
+        source: StorageBackend,
+        target: StorageBackend,
+        manifest: Manifest,
+        *,
+        rows: Sequence[int],
+        journal: Journal | None,
+        window: int = WINDOW,
+        rate_limit: float | None = None,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """``rate_limit`` is in bytes per second; ``progress`` is called in another thread with stored bytes."""
+        self._source, self._target, self._manifest, self._rows = source, target, manifest, rows
+        self._journal, self._window, self._rate, self._progress = journal, window, rate_limit, progress
+        self._report = TransferReport(len(rows), sum(int(manifest.files.size[row]) for row in rows))
+        self._open: list[_File] = []
+        self._failure: BaseException | None = None
+        self._ending = asyncio.Event()  # set when there is a failure
+        self._is_stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._shown = 0  # bytes that ``progress`` has been called with
+        self._next_start = 0.0
+
+    def run(self) -> TransferReport:
+        """Copy the files.
+
+        Raises ``CorruptionError`` if the source is damaged, and ``StorageError`` if a store fails; after either of
+        them, a transfer with the same journal can continue.
+        """
+        # The caller's thread may have an event loop, and must remain interruptible.
+        with ThreadPoolExecutor(1, thread_name_prefix="bcp-transfer") as alone:
+            running = alone.submit(asyncio.run, self._run())
+            try:
+                running.result()
+            except BaseException:
+                self.stop()
+                raise
+        return self._report
+
+    def stop(self) -> None:
+        """Let ``run`` end after the parts that are in flight. It then raises ``StorageError``."""
+        self._is_stopped = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._ending.set)
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        # A thread for each part, which it reads, hashes and sends, and one that opens files.
+        with ThreadPoolExecutor(self._window + 1, thread_name_prefix="bcp-transfer-io") as self._executor:
+            while True:
+                try:
+                    await self._copy_all()
+                except _LostUploadError as error:
+                    _log.info("%s/%s: the store has dropped the upload; beginning again", self._target.url, error.key)
+                    assert self._journal is not None
+                    self._journal.forget(error.key)
+                else:
+                    return
+
+    async def _copy_all(self) -> None:
+        self._show(-self._shown)
+        self._open, self._failure = [], None
+        self._ending.clear()
+        parts: asyncio.Queue[tuple[_File, int] | None] = asyncio.Queue(self._window)
+        await asyncio.gather(self._guard(self._find_parts(parts)), *(self._work(parts) for _ in range(self._window)))
+        if not self._must_end:
+            return
+        for file in self._open:
+            if not file.writer.token or self._journal is None:
+                await self._call(file.writer.abort)
+        try:
+            raise self._failure or StorageError(f"the transfer to {self._target.display_url} was stopped")
+        finally:
+            del self  # the traceback refers to this frame
+
+    @property
+    def _must_end(self) -> bool:
+        return self._is_stopped or self._failure is not None
+
+    async def _guard(self, work: Awaitable[None]) -> None:
+        """Keep the first failure, which ends all work."""
+        try:
+            await work
+        except BaseException as error:  # noqa: BLE001 - raised when all workers have ended
+            self._failure = self._failure or error
+            self._ending.set()
+
+    async def _find_parts(self, parts: asyncio.Queue[tuple[_File, int] | None]) -> None:
+        try:
+            for row in self._rows:
+                if self._must_end:
+                    return
+                file = await self._begin(row)
+                if file is None:
+                    continue
+                for number in sorted(file.missing):
+                    await parts.put((file, number))
+                if not file.missing:
+                    await self._complete(file)
+        finally:
+            for _ in range(self._window):
+                await parts.put(None)
+
+    async def _begin(self, row: int) -> _File | None:
+        """Open a file; None if it is stored already."""
+        key, size = self._manifest.files.name[row], int(self._manifest.files.size[row])
+        journal = self._journal
+        if journal is not None and key in journal.stored:
+            if await self._call(self._is_stored, key, size):
+                self._show(size)
+                return None
+            journal.forget(key)
+        known = journal.uploads.get(key) if journal is not None else None
+        token = known.token if known is not None else ""
+        writer = await self._call(partial(self._target.create_parts, token=token), key, size)
+        if known is None or writer.token != token:
+            known, token = FileUpload(size, writer.token, writer.part_bytes), ""
+            if journal is not None and writer.token:
+                await self._call(journal.begin, key, known)
+        source = SourceFile(self._source, self._manifest, row, self._executor)
+        file = _File(key, size, source, writer, dict(known.tags), bool(token))
+        self._open.append(file)
+        file.missing = set(range(file.count())) - known.tags.keys()
+        self._show(sum(file.length(number) for number in known.tags))
+        return file
+
+    def _is_stored(self, key: str, size: int) -> bool:
+        try:
+            return self._target.stat(key).size == size
+        except KeyNotFoundError:
+            return False
+
+    async def _work(self, parts: asyncio.Queue[tuple[_File, int] | None]) -> None:
+        memory = bytearray()
+        while (part := await parts.get()) is not None:
+            if not self._must_end:
+                file, number = part
+                if len(memory) < file.length(number):
+                    memory = bytearray(file.length(number))
+                await self._guard(self._copy_part(file, number, memoryview(memory)[: file.length(number)]))
+
+    async def _copy_part(self, file: _File, number: int, view: memoryview) -> None:
+        await file.source.read(number * file.writer.part_bytes, view)
+        checksum = xxhash.xxh3_64_intdigest(view)
+        await self._pace(len(view))
+        if self._must_end:
+            return
+        try:
+            tag = await self._call(file.writer.put_part, number, view)
+        except KeyNotFoundError as error:
+            raise self._lost(file, error) from error
+        if self._journal is not None and file.writer.token:
+            await self._call(self._journal.add_part, file.key, number, tag, checksum)
+        file.tags[number] = tag
+        self._report.sent += len(view)
+        self._show(len(view))
+        file.missing.discard(number)
+        if not file.missing:
+            await self._complete(file)
+
+    async def _complete(self, file: _File) -> None:
+        try:
+            await self._call(file.writer.complete, [file.tags[number] for number in range(file.count())])
+        except KeyNotFoundError as error:
+            raise self._lost(file, error) from error
+        self._open.remove(file)
+        if self._journal is not None:
+            await self._call(self._journal.add_stored, file.key)
+
+    def _lost(self, file: _File, error: KeyNotFoundError) -> Exception:
+        return _LostUploadError(file.key) if file.is_resumed else error
+
+    async def _pace(self, nbytes: int) -> None:
+        """Wait until the rate allows another part."""
+        if not self._rate:
+            return
+        now = asyncio.get_running_loop().time()
+        start = max(now, self._next_start)
+        self._next_start = start + nbytes / self._rate
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), start - now)
+
+    def _show(self, nbytes: int) -> None:
+        self._shown += nbytes
+        if nbytes:
+            self._progress(nbytes)
+
+    def _call(self, function: Callable[..., _T], *arguments: object) -> Awaitable[_T]:
+        return asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))

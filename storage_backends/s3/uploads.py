@@ -1,0 +1,169 @@
+"""Multipart uploads: their requests, and a writer that a later process can continue."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import Buffer
+
+from ...errors import StorageError
+from ..base import PartWriter
+from ..buffers import byte_view
+from .client import MARK, Client
+from .replies import code_of
+from .retries import Request
+
+__all__ = ["PartBody", "S3PartWriter", "Upload"]
+
+_ABORT_S = 10.0
+_TOKEN = re.compile(r"(?P<part_bytes>[1-9]\d*) (?P<mark>[0-9a-f]{32}) (?P<id>\S+)")
+
+_log = logging.getLogger(__name__)
+
+
+class PartBody(io.RawIOBase):
+    """The bytes of a request's body, which the client sends piece by piece, without a copy of all of them."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._at = data, 0
+
+    def read(self, size: int = -1) -> Any:
+        """Return a view of the next bytes."""
+        end = len(self._data) if size < 0 else self._at + size
+        piece = self._data[self._at : end]
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:  # word-ok: the name in io.RawIOBase
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+class Upload:
+    """The requests of one multipart upload. Its coroutines run on the client's event loop.
+
+    ``mark`` is in the metadata of the object, so that a writer recognizes its own when the reply was lost.
+    """
+
+    def __init__(self, client: Client, action: str, address: dict[str, str], deadline_s: float, mark: str = "") -> None:
+        self._client, self._action, self._address, self._deadline_s = client, action, address, deadline_s
+        self.mark = mark or secrets.token_hex(16)
+
+    async def begin(self) -> str:
+        """Return the id of a new upload."""
+        reply = await self._client.repeat(
+            Request(self._action, self._deadline_s),
+            lambda: self._client.call("create_multipart_upload", **self._address, Metadata={MARK: self.mark}),
+        )
+        return str(reply["UploadId"])
+
+    async def send(self, upload: str, number: int, data: memoryview) -> str:
+        """Send a part, counted from 0, and return its tag."""
+        where = {**self._address, "UploadId": upload, "PartNumber": number + 1}
+        action = f"{self._action}: part {number + 1}"
+        request = Request(action, self._deadline_s, "part", len(data), can_hedge=True)
+        reply = await self._client.repeat(
+            request, lambda: self._client.call("upload_part", **where, Body=PartBody(data), ContentLength=len(data))
+        )
+        return str(reply["ETag"])
+
+    async def complete(self, upload: str, tags: Sequence[str]) -> None:
+        """Make the object of all parts."""
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+        try:
+            await self._client.repeat(
+                Request(self._action, self._deadline_s, "complete"),
+                lambda: self._client.call(
+                    "complete_multipart_upload", **self._address, UploadId=upload, MultipartUpload={"Parts": parts}
+                ),
+            )
+        except Exception as error:
+            # The reply to an earlier try may be lost, or another process has ended the upload.
+            if code_of(error) != "NoSuchUpload" or not await self._is_stored():
+                raise
+
+    async def _is_stored(self) -> bool:
+        found, _ = await self._client.repeat(
+            Request(self._action, self._deadline_s), lambda: self._client.mark_of(self._address)
+        )
+        return found == self.mark
+
+    async def abort(self, upload: str) -> None:
+        """End the upload without an object."""
+        try:
+            await self._client.repeat(
+                Request(self._action, min(_ABORT_S, self._deadline_s)),
+                lambda: self._client.call("abort_multipart_upload", **self._address, UploadId=upload),
+            )
+        except Exception as error:
+            if code_of(error) != "NoSuchUpload":
+                raise
+
+
+class S3PartWriter(PartWriter):
+    """Stores parts of an upload whose id, part size and mark are in its token."""
+
+    def __init__(
+        self,
+        client: Client,
+        action: str,
+        address: dict[str, str],
+        size: int,
+        deadline_s: float,
+        *,
+        part_bytes: int,
+        token: str,
+    ) -> None:
+        found = _TOKEN.fullmatch(token)
+        if token and found is None:
+            raise StorageError(f"{action}: {token!r:.200} is not the token of an upload to S3")
+        self._client, self._action, self._deadline_s = client, action, deadline_s
+        self._upload = Upload(client, action, address, deadline_s, found["mark"] if found else "")
+        self.part_bytes = int(found["part_bytes"]) if found else part_bytes
+        self._count = -(-size // self.part_bytes)
+        self._id = found["id"] if found else client.run(action, self._upload.begin())
+        self.token = f"{self.part_bytes} {self._upload.mark} {self._id}"
+        self._is_complete = False
+
+    def put_part(self, number: int, data: Buffer) -> str:
+        window = self._client.window
+        if not window.acquire_slot(self._deadline_s):
+            raise StorageError(f"{self._action}: no part was confirmed within {self._deadline_s:g} s")
+        try:
+            return self._client.run(self._action, self._upload.send(self._id, number, byte_view(data)))
+        finally:
+            window.release_slot()
+
+    def complete(self, tags: Sequence[str]) -> None:
+        if len(tags) != self._count:
+            # A store accepts a list with gaps, and the object would lack their bytes.
+            raise StorageError(f"{self._action}: there are tags of {len(tags)} parts, but the object has {self._count}")
+        self._client.run(self._action, self._upload.complete(self._id, tags))
+        self._is_complete = True
+
+    def abort(self) -> None:
+        if self._is_complete:
+            return
+        try:
+            self._client.run(self._action, self._upload.abort(self._id))
+        except Exception as error:  # noqa: BLE001 - abort never raises
+            _log.warning("%s: could not end the incomplete upload: %s", self._action, error)

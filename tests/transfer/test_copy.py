@@ -1,0 +1,247 @@
+"""Copies between stores: equal bytes, and what a later copy does after one that failed."""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+import bytecheckpoint as bcp
+from bytecheckpoint.convert.copy import copy, unfinished_uploads
+from bytecheckpoint.errors import CorruptionError, KeyExistsError, StorageError, UsageError
+from bytecheckpoint.storage_backends import ObjectWriter, StorageBackend, open_backend
+from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.testing.faults import CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.transfer.copying import copy_checkpoint
+from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
+
+SIZES = (3_000_017, 5, 9_000_001, 0, 40_000)
+
+
+def save(path: str, seed: int = 0, **arguments: Any) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    model = {f"t{i}": torch.randn(size, generator=generator) for i, size in enumerate(SIZES)}
+    bcp.save(path, {"model": model, "extra": {"text": "x" * 5000, "seed": seed}}, **arguments)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save(str(tmp_path / "source"))
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def memory() -> MemoryBackend:
+    return MemoryBackend(uuid.uuid4().hex)
+
+
+def contents(backend: StorageBackend) -> dict[str, bytes]:
+    return {stat.key: backend.get(stat.key) for stat in backend.list()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk_size": 1000}, {"chunk_size": 7 << 20}, {"chunk_size": 1 << 30}, {"codec": "zstd"}], ids=str
+)
+@pytest.mark.parametrize("middle", ["memory", "local", "dir"])
+def test_bytes_are_equal_there_and_back(tmp_path: Path, middle: str, options: dict[str, Any]) -> None:
+    """Parts begin and end inside chunks, inside heads, and at their edges."""
+    path = str(tmp_path / "source")
+    save(path, **options)
+    urls = {"memory": f"memory://{uuid.uuid4().hex}", "local": str(tmp_path / "b"), "dir": f"dir::file://{tmp_path}/b"}
+    report = copy(bcp.open(path), urls[middle])
+    assert report.sent == report.size == bcp.open(path).manifest.file_bytes
+    copy(bcp.open(urls[middle]), str(tmp_path / "back"))
+    assert contents(open_backend(urls[middle])) == contents(open_backend(path))
+    assert contents(open_backend(tmp_path / "back")) == contents(open_backend(path))
+    assert bcp.open(str(tmp_path / "back")).verify().ok
+    assert list(find_journals(str(tmp_path))) == []
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("where", ["head", "first", "edge", "last", "values", "short", "missing"])
+def test_damaged_bytes_are_not_sent(tmp_path: Path, memory: MemoryBackend, where: str, codec: str | None) -> None:
+    source = tmp_path / "source"
+    save(str(source), codec=codec)
+    manifest, original = bcp.open(str(source)).manifest, contents(open_backend(source))
+    values = next(row for row, kind in enumerate(manifest.files.kind) if kind == "values")
+    tensors = next(row for row, kind in enumerate(manifest.files.kind) if kind == "tensors")
+    path = source / manifest.files.name[values if where == "values" else tensors]
+    data = bytearray(path.read_bytes())
+    at = {"head": 20, "first": 4096, "edge": (8 << 20) - 1, "last": len(data) - 1, "values": 100}.get(where, 0)
+    data[at] ^= 1
+    if where == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1] if where == "short" else data)
+    sent = {}
+
+    class Recording(CountingBackend):
+        def create(self, key: str, size: int) -> ObjectWriter:
+            writer = super().create(key, size)
+            write = writer.write
+
+            def record(offset: int, part: Any) -> None:
+                sent[key, offset] = bytes(part)
+                write(offset, part)
+
+            writer.write = record  # type: ignore[method-assign]
+            return writer
+
+    with pytest.raises(CorruptionError, match=path.name):
+        copy_checkpoint(open_backend(source), Recording(memory))
+    assert list(memory.list()) == []
+    assert list(find_journals(str(source))) == []
+    for (key, offset), part in sent.items():
+        assert part == original[key][offset : offset + len(part)]
+
+
+def test_a_failed_copy_continues_with_the_next_file(source: Path, memory: MemoryBackend) -> None:
+    manifest = bcp.open(str(source)).manifest
+    last = manifest.files.name[-1]
+    faulty = FaultyBackend(memory, [FaultRule("write", last, times=None, error=StorageError("broken"))])
+    with pytest.raises(StorageError, match="broken"):
+        copy_checkpoint(open_backend(source), faulty, window=1)
+    assert [stat.key for stat in memory.list()] == sorted(manifest.files.name[:-1])
+    assert unfinished_uploads(str(source.parent)) == [(str(source), memory.url)]
+    counting = CountingBackend(memory)
+    report = copy_checkpoint(open_backend(source), counting)
+    assert {call.key for call in counting.matching("create")} == {last}
+    assert report.sent == int(manifest.files.size[-1])
+    assert contents(memory) == contents(open_backend(source))
+    assert unfinished_uploads(str(source.parent)) == []
+    again = copy_checkpoint(open_backend(source), memory)
+    assert again.sent == 0
+
+
+def test_a_file_that_has_vanished_from_the_target_is_sent_again(source: Path, memory: MemoryBackend) -> None:
+    faulty = FaultyBackend(memory, [FaultRule("put", error=StorageError("broken"), times=None)])
+    with pytest.raises(StorageError, match="broken"):
+        copy_checkpoint(open_backend(source), faulty)
+    gone = next(stat.key for stat in memory.list())
+    memory.delete([gone])
+    copy_checkpoint(open_backend(source), memory)
+    assert contents(memory) == contents(open_backend(source))
+
+
+def test_another_checkpoint_was_saved_between_two_copies(source: Path, memory: MemoryBackend) -> None:
+    faulty = FaultyBackend(memory, [FaultRule("put", error=StorageError("broken"), times=None)])
+    with pytest.raises(StorageError, match="broken"):
+        copy_checkpoint(open_backend(source), faulty)
+    save(str(source), seed=1)
+    copy_checkpoint(open_backend(source), memory)
+    assert contents(memory) == contents(open_backend(source))
+
+
+def test_the_target_has_a_checkpoint(source: Path, tmp_path: Path, memory: MemoryBackend) -> None:
+    copy_checkpoint(open_backend(source), memory)
+    before = contents(memory)
+    assert copy_checkpoint(open_backend(source), memory).sent == 0
+    save(str(tmp_path / "other"), seed=1)
+    with pytest.raises(KeyExistsError, match="already holds a checkpoint"):
+        copy_checkpoint(open_backend(tmp_path / "other"), memory)
+    assert contents(memory) == before
+    memory.delete([bcp.open(memory.url).manifest.files.name[0]])
+    with pytest.raises(KeyExistsError, match="is missing"):
+        copy_checkpoint(open_backend(source), memory)
+
+
+def test_another_checkpoint_is_committed_during_the_copy(source: Path, tmp_path: Path, memory: MemoryBackend) -> None:
+    save(str(tmp_path / "other"), seed=1)
+    other = (tmp_path / "other" / "manifest.msgpack").read_bytes()
+
+    class Raced(CountingBackend):
+        def put(self, key: str, data: Any, *, if_absent: bool = False, if_version: str = "") -> str:
+            memory.put(key, other)
+            return super().put(key, data, if_absent=if_absent, if_version=if_version)
+
+    with pytest.raises(KeyExistsError, match="already holds a checkpoint"):
+        copy_checkpoint(open_backend(source), Raced(memory))
+    assert contents(memory) == {"manifest.msgpack": other}
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped", "head", "empty", "long"])
+def test_a_damaged_journal(source: Path, memory: MemoryBackend, damage: str) -> None:
+    faulty = FaultyBackend(memory, [FaultRule("put", error=StorageError("broken"), times=None)])
+    with pytest.raises(StorageError, match="broken"):
+        copy_checkpoint(open_backend(source), faulty)
+    [(path, _)] = find_journals(str(source))
+    data = bytearray(Path(path).read_bytes())
+    if damage == "torn":
+        data = data[:-3]
+    elif damage == "flipped":
+        data[len(data) // 2] ^= 1
+    elif damage == "head":
+        data[15] ^= 1
+    elif damage == "empty":
+        data = bytearray()
+    else:
+        data += struct.pack("<IQ", 1 << 31, 0)
+    Path(path).write_bytes(data)
+    copy_checkpoint(open_backend(source), memory)
+    assert contents(memory) == contents(open_backend(source))
+    assert list(find_journals(str(source))) == []
+
+
+def test_records_that_another_version_may_have_written(tmp_path: Path) -> None:
+    """A record of unknown form is skipped; a journal of another version, or another checkpoint, is not continued."""
+    head = JournalHead("to", "memory://x", "0")
+    with Journal(str(tmp_path), head) as journal:
+        journal.add_stored("a")
+    [(path, found)] = find_journals(str(tmp_path))
+    assert found == head
+    for record in (["part", "none", 3, "tag", 4], ["new"], 7, ["part"], ["file", 1, 2, 3, 4], {}):
+        body = msgpack.packb(record)
+        with open(path, "ab") as file:
+            file.write(struct.pack("<IQ", len(body), xxhash.xxh3_64_intdigest(body)) + body)
+    with Journal(str(tmp_path), head) as journal:
+        assert (journal.stored, journal.uploads, journal.outdated) == ({"a"}, {}, None)
+        with pytest.raises(UsageError, match="another process"):
+            Journal(str(tmp_path), head)
+    with Journal(str(tmp_path), JournalHead("to", "memory://x", "1")) as journal:
+        assert journal.outdated is not None
+        assert (journal.outdated.stored, journal.stored) == ({"a"}, set())
+
+
+def test_the_rate_is_limited(source: Path, memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part waits until the rate allows those before it."""
+    import asyncio
+
+    waits: list[float] = []
+
+    async def wait_for(awaitable: Any, timeout: float) -> None:
+        awaitable.close()
+        waits.append(timeout)
+        raise asyncio.TimeoutError
+
+    monkeypatch.setattr(asyncio, "wait_for", wait_for)
+    report = copy_checkpoint(open_backend(source), memory, window=1, rate_limit=1.0)
+    assert waits[0] == 0
+    assert max(waits) == pytest.approx(report.size - 5000 - 41, rel=0.2)
+
+
+def test_bad_arguments(source: Path, tmp_path: Path) -> None:
+    checkpoint = bcp.open(str(source))
+    with pytest.raises(UsageError, match="window"):
+        copy(checkpoint, str(tmp_path / "x"), window=0)
+    with pytest.raises(UsageError, match="rate_limit"):
+        copy(checkpoint, str(tmp_path / "x"), rate_limit=0)
+    with pytest.raises(KeyExistsError, match="both source and target"):
+        copy(checkpoint, str(source))
+    with pytest.raises(UsageError, match="local directory"):
+        unfinished_uploads("memory://x")
+
+
+def test_loads_of_a_copy_are_equal(source: Path, memory: MemoryBackend) -> None:
+    copy_checkpoint(open_backend(source), memory)
+    state = {f"t{i}": torch.empty(size) for i, size in enumerate(SIZES)}
+    bcp.load(memory.url, {"model": state})
+    generator = torch.Generator().manual_seed(0)
+    for i, size in enumerate(SIZES):
+        assert np.array_equal(state[f"t{i}"].numpy(), torch.randn(size, generator=generator).numpy())

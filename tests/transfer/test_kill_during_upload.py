@@ -1,0 +1,177 @@
+"""Uploads by real processes to a real S3 server, killed at any moment and continued."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import msgpack
+import numpy as np
+import pytest
+
+pytest.importorskip("s3fs")
+
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.convert.copy import unfinished_uploads
+from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.testing import time_limit
+from bytecheckpoint.transfer.journal import find_journals
+from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
+from tests.support.transfer_launcher import Launcher, launcher
+
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
+
+PART = 5 << 20
+WINDOW = 2
+
+
+@pytest.fixture(scope="module")
+def bcp_processes() -> Iterator[Launcher]:
+    with launcher() as running:
+        yield running
+
+
+@pytest.fixture
+def proxy(s3: dict[str, Any]) -> Iterator[FaultProxy]:
+    with fault_proxy(s3["endpoint_url"]) as running:
+        yield running
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    model = {
+        f"t{i}": torch.from_numpy(generator.integers(0, 255, size, np.uint8)) for i, size in enumerate((32 << 20, 9))
+    }
+    moments = {"m": torch.from_numpy(generator.standard_normal(5 << 20).astype(np.float32))}
+    bcp.save(str(tmp_path / "root" / "step-7"), {"model": model, "moments": moments, "extra": {"step": 7}})
+    return tmp_path / "root" / "step-7"
+
+
+def records(root: Path) -> list[Any]:
+    """Return the records of the only journal, from its bytes alone."""
+    [(path, _)] = find_journals(str(root))
+    data, at, found = Path(path).read_bytes(), 0, []
+    while at < len(data):
+        length, _ = struct.unpack_from("<IQ", data, at)
+        found.append(msgpack.unpackb(data[at + 12 : at + 12 + length]))
+        at += 12 + length
+    return found
+
+
+def acknowledged(root: Path) -> set[tuple[str, int]]:
+    """Return the file and number of each part that the store has confirmed."""
+    return {(record[1], record[2] + 1) for record in records(root) if record[0] == "part"}
+
+
+def upload_ids(root: Path) -> set[str]:
+    return {record[3].split()[-1] for record in records(root) if record[0] == "file"}
+
+
+def pending_ids(bucket: str, s3: dict[str, Any]) -> set[str]:
+    return {one["UploadId"] for one in fsspec.filesystem("s3", **s3).list_multipart_uploads(bucket)}
+
+
+class Gate:
+    """A rule that passes ``passed`` requests of a kind, and holds all later ones of this kind."""
+
+    def __init__(self, kind: str, passed: int, target: str) -> None:
+        self.kind, self.left, self._target = kind, passed, target
+        self.parts: list[tuple[str, int]] = []
+
+    def __call__(self, exchange: Exchange) -> str | None:
+        if exchange.part is not None:
+            self.parts.append((exchange.path.removeprefix(self._target), exchange.part))
+        if exchange.kind != self.kind:
+            return None
+        self.left -= 1
+        return None if self.left >= 0 else "wait"
+
+
+def test_ten_kills(source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher) -> None:
+    """No acknowledged part is sent again, and the result is equal, wherever the upload is killed."""
+    url, target = f"s3://{bucket}/runs/step-7", f"/{bucket}/runs/step-7/"
+    options = [f"-o{name}={value}" for name, value in {**s3, "endpoint_url": proxy.url}.items()]
+    commands = [("copy", source, url), ("upload", source.parent), ("upload", source.parent, f"s3://{bucket}/runs")]
+    # Where the upload is killed, and how many requests are held then. A held request arrives, its reply does not.
+    kills = [("part", 0, 2), *[("part", passed, WINDOW) for passed in (1, 2, 1, 0, 3, 1)]]
+    kills += [("complete", 0, 1), ("complete", 0, 1), ("put", 0, 1)]
+    total, known, begun = 0, set[tuple[str, int]](), set[str]()
+    for index, (kind, passed, held) in enumerate(kills):
+        proxy.rule = gate = Gate(kind, passed, target)
+        proxy.go_on.clear()
+        pid = bcp_processes.start(*commands[index % 3 if index else 0], *options, window=WINDOW)
+        for _ in range(held):
+            assert proxy.waiting.acquire(timeout=time_limit(60)), f"{kind} {proxy.kinds}"
+        bcp_processes.kill(pid)
+        proxy.go_on.set()
+        assert not known & set(gate.parts), f"kill {index}"
+        assert len(acknowledged(source)) >= len(known) + (passed if kind == "part" else 0)
+        known = acknowledged(source)
+        begun |= upload_ids(source)
+        total += len(gate.parts)
+        assert unfinished_uploads(str(source.parent)) == [(str(source), url)]
+    proxy.rule = gate = Gate("none", 0, target)
+    bcp_processes.start("upload", source.parent, *options, window=WINDOW)
+    assert bcp_processes.wait() == 0
+    assert gate.parts == []
+    count = sum(-(-int(size) // PART) for size in bcp.open(str(source)).manifest.files.size if size > 8 << 20)
+    assert count <= total <= count + 2 * 7
+    there, here = open_backend(url, **s3), open_backend(source)
+    assert {stat.key: there.get(stat.key) for stat in there.list()} == {
+        one.key: here.get(one.key) for one in here.list()
+    }
+    assert bcp.open(url, storage_options=s3).verify().ok
+    assert not begun & pending_ids(bucket, s3)
+    assert list(find_journals(str(source.parent))) == []
+
+
+def test_the_store_has_dropped_the_upload(
+    source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher
+) -> None:
+    url, target = f"s3://{bucket}/step-7", f"/{bucket}/step-7/"
+    options = [f"-o{name}={value}" for name, value in {**s3, "endpoint_url": proxy.url}.items()]
+    proxy.rule = Gate("part", 3, target)
+    pid = bcp_processes.start("copy", source, url, *options, window=WINDOW)
+    for _ in range(WINDOW):
+        assert proxy.waiting.acquire(timeout=time_limit(60))
+    bcp_processes.kill(pid)
+    proxy.go_on.set()
+    fs = fsspec.filesystem("s3", **s3)
+    for upload in fs.list_multipart_uploads(bucket):
+        fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    proxy.rule = lambda exchange: None
+    bcp_processes.start("upload", source.parent, *options, window=WINDOW)
+    assert bcp_processes.wait() == 0
+    assert bcp.open(url, storage_options=s3).verify().ok
+
+
+def test_damage_after_a_kill_ends_the_upload(
+    source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher
+) -> None:
+    """Nothing that costs money remains, and no damaged byte is stored."""
+    url, target = f"s3://{bucket}/step-7", f"/{bucket}/step-7/"
+    options = [f"-o{name}={value}" for name, value in {**s3, "endpoint_url": proxy.url}.items()]
+    proxy.rule = Gate("part", 3, target)
+    pid = bcp_processes.start("copy", source, url, *options, window=WINDOW)
+    for _ in range(WINDOW):
+        assert proxy.waiting.acquire(timeout=time_limit(60))
+    bcp_processes.kill(pid)
+    begun = upload_ids(source)
+    proxy.go_on.set()
+    proxy.rule = lambda exchange: None
+    path = source / bcp.open(str(source)).manifest.files.name[0]
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    bcp_processes.start("upload", source.parent, *options, window=WINDOW)
+    assert bcp_processes.wait() == 4
+    assert begun
+    assert not begun & pending_ids(bucket, s3)
+    assert fsspec.filesystem("s3", **s3).find(bucket) == []
+    assert list(find_journals(str(source.parent))) == []
