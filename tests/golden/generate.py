@@ -17,12 +17,13 @@ from bytecheckpoint.testing.ranks import RankPool
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else golden.ROOT
-    folder.mkdir(parents=True, exist_ok=True)
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else golden.ROOT.parent
     with RankPool(4) as pool:
-        for name in golden.CASES:
-            golden.write_case(pool, name, folder)
-            print(name, sum(file.stat().st_size for file in (folder / name).rglob("*.*")), "bytes")
+        for folder, cases in ((root / "v1", golden.CASES), (root / "v2", golden.ENCODED_CASES)):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in cases:
+                golden.write_case(pool, name, folder)
+                print(name, sum(file.stat().st_size for file in (folder / name).rglob("*.*")), "bytes")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The golden checkpoints of format version 1: the state saved in each, and the expected result of a load.
+"""The golden checkpoints of all format versions: the state saved in each, and the expected result of a load.
 
 The expectation of every case is computed without the library, from plain objects: an unsharded model or the tree.
 ``describe`` converts a value to JSON types and preserves types and bits.
@@ -12,7 +12,7 @@ import struct
 import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ from bytecheckpoint.tensors.dtypes import DTYPES
 from bytecheckpoint.testing.ranks import RankPool
 
 ROOT = Path(__file__).parents[1] / "golden" / "v1"
+ENCODED_ROOT = ROOT.with_name("v2")
 CHUNK_SIZE = 64  # small, so that shards have several checksums
 STEP = 12
 TORCH = torch.__version__.rpartition(".")[0]  # hyper-parameters of optimizers change between versions
@@ -232,6 +233,7 @@ class Case:
     world_size: int
     state: Callable[[], dict[str, Any]]
     expected: Callable[[], Expected]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def _model_case(
@@ -352,6 +354,32 @@ CASES: dict[str, Case] = {
 }
 
 
+def compressible(name: str) -> dict[str, Any]:
+    """Return tensors whose chunks shrink in whole, in some planes, or not at all; ``name`` makes the plan a new one."""
+    ramp = torch.arange(700, dtype=torch.float32)
+    mixed = (torch.arange(600, dtype=torch.int64) * 2654435761) % 2**32
+    return {
+        "weight": (ramp / 64 - 5).reshape(7, 100),
+        "half": (ramp[:333] / 256).bfloat16(),
+        "noise": (mixed * 40503 >> 8 & 0xFF).to(torch.uint8),
+        "mantissa": ((mixed & 0x7FFFFF) | 0x3F800000).to(torch.int32).view(torch.float32),
+        "steps": torch.arange(301),
+        "zeros": torch.zeros(3, 500),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(2.5),
+        name: torch.ones(1),
+    }
+
+
+ENCODED_CASES: dict[str, Case] = {
+    codec: replace(
+        _tree_case(codec, [{"tree": compressible(codec), "extra_state": {"n": 1}}], dict),
+        options={"codec": codec, "chunk_size": 1024},
+    )
+    for codec in ("zstd", "zstd-planes")
+}
+
+
 def plain_target(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return an unsharded model and optimizer for a model case, with other values."""
     kind, optimizer = {"single": (Tied, _two_groups), "fsdp1-flat-3": (Small, _adamw)}.get(name, (Small, _sgd))
@@ -365,7 +393,8 @@ def save_case(rank: int, world_size: int, name: str, path: str) -> None:
         mock.patch.object(save_planning, "attempt_name", return_value=f"attempt-golden-{name}"),
         mock.patch("platform.node", return_value="golden"),
     ):
-        bcp.save(path, CASES[name].state(), step=STEP, metadata=METADATA, chunk_size=CHUNK_SIZE)
+        case = {**CASES, **ENCODED_CASES}[name]
+        bcp.save(path, case.state(), step=STEP, metadata=METADATA, **{"chunk_size": CHUNK_SIZE, **case.options})
 
 
 def write_case(pool: RankPool, name: str, folder: Path) -> None:
@@ -373,7 +402,7 @@ def write_case(pool: RankPool, name: str, folder: Path) -> None:
 
     Attempt names, the time and the host name are fixed, so that doing it twice gives the same files.
     """
-    case = CASES[name]
+    case = {**CASES, **ENCODED_CASES}[name]
     target = folder / name
     shutil.rmtree(target, ignore_errors=True)
     pool.run(save_case, name, str(target), world_size=case.world_size)
