@@ -416,7 +416,7 @@ def test_each_values_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monke
     bcp.load(tmp_path, {"extra": extra})
     assert extra["shared"] == 5
     (backend,) = opened
-    assert [backend.count("read_into", key) for key in ("*/extra*.rank.msgpack", "*/extra*.msgpack")] == [1, 2]
+    assert [backend.count("get", key) for key in ("*/extra*.rank.msgpack", "*/extra*.msgpack")] == [1, 2]
 
 
 class Keeper:

@@ -423,7 +423,7 @@ def test_no_valid_checkpoint_is_an_error_and_not_a_fresh_start(tmp_path: Path) -
 def test_a_checkpoint_of_a_newer_library_causes_no_fallback(tmp_path: Path) -> None:
     _save_all(tmp_path, range(1, 3))
     manifest = tmp_path / "step-2" / "manifest.msgpack"
-    manifest.write_bytes(with_version(manifest.read_bytes(), 2))
+    manifest.write_bytes(with_version(manifest.read_bytes(), 3))
     with pytest.raises(UnsupportedVersionError):
         bcp.latest(tmp_path)
     with bcp.CheckpointManager(tmp_path) as manager, pytest.raises(UnsupportedVersionError):
