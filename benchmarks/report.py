@@ -17,6 +17,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.codecs import table as codecs_table
 from benchmarks.first_save import table as first_save_table
 from benchmarks.foreign_loads import table as foreign_table
 from benchmarks.merge_stage import table as merge_table
@@ -69,6 +70,7 @@ def write(results: Path, docs: Path) -> Path:
     parts = [*_sections(document, pictures), *_first_save(results.parent / "first_save.json")]
     parts += _merge_stage(results.parent / "merge_stage.json")
     parts += _foreign_loads(results.parent / "foreign_loads.json")
+    parts += _codecs(results.parent / "codecs.json")
     page.write_text("\n".join([*parts, *_planning(results.parent / "scale_planning.json")]))
     return page
 
@@ -135,6 +137,27 @@ def _foreign_loads(results: Path) -> list[str]:
         "",
         _where(document),
         _markdown(foreign_table(document["result"])),
+    ]
+
+
+def _codecs(results: Path) -> list[str]:
+    """Return the section on ``benchmarks.codecs``, if there are results."""
+    if not results.exists():
+        return []
+    document = json.loads(results.read_text())
+    return [
+        "## Codecs\n",
+        *textwrap.wrap(
+            "What `save(..., codec=)` makes of weights (Gaussian, as trained ones nearly are) and of Adam's moments, "
+            "in chunks of 256 KiB. *ratio* is encoded bytes per byte; rates are bytes per processor time. A save "
+            "encodes at `cores * encode`, a store of rate `s` takes `s / ratio`, and the smaller of both counts: "
+            'encoding pays where that exceeds `s`, which is what `codec="auto"` finds out. All samples are in '
+            "[codecs.json](../benchmarks/results/codecs.json).",
+            118,
+        ),
+        "",
+        _where(document),
+        _markdown(codecs_table(document["results"]), titled=False),
     ]
 
 
