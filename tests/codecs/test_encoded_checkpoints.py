@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -22,7 +24,7 @@ from damage import flipped, keys_of, replaced, swapped
 from small_training import differing, memory, training
 
 import bytecheckpoint as bcp
-from bytecheckpoint import checkpointer
+from bytecheckpoint import checkpointer, telemetry
 from bytecheckpoint.cli import cli
 from bytecheckpoint.codecs import find_codec
 from bytecheckpoint.convert.copy import copy
@@ -30,10 +32,18 @@ from bytecheckpoint.engine.encoding import ChunkEncoder, EncodedPiece
 from bytecheckpoint.engine.files import FileImage
 from bytecheckpoint.engine.reading.reader import Reader, ReadPart
 from bytecheckpoint.engine.resources import IOEngine
-from bytecheckpoint.errors import CheckpointError, CorruptionError, StorageError, UnsupportedVersionError, UsageError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CorruptionError,
+    RankFailedError,
+    StorageError,
+    UnsupportedVersionError,
+    UsageError,
+)
 from bytecheckpoint.format.manifest import codec as manifest_codec
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.tensors.geometry import Box
+from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import CountingBackend, FaultRule, FaultyBackend
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -120,13 +130,17 @@ def test_a_slice_reads_only_its_frames(saved: Path) -> None:
 
 
 def _train(rank: int, world_size: int, path: str, value: float, codec: str | None) -> list[str]:
-    state = training(value, shard=world_size > 1)
     if codec is not None:
+        state = training(value, shard=world_size > 1)
         bcp.save(path, state, chunk_size=512, codec=codec)
         return []
-    bcp.load(path, state)
-    expected = training(1.0, shard=world_size > 1)
-    return list(differing(memory(state), memory(expected)))
+    expected = memory(training(1.0, shard=world_size > 1))
+    found = []
+    for share_reads in ("auto", "always"):
+        state = training(value, shard=world_size > 1)
+        bcp.load(path, state, share_reads=share_reads)
+        found += differing(memory(state), expected)
+    return found
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -337,6 +351,27 @@ def test_a_failed_write_leaves_nothing_and_the_next_save_works(tmp_path: Path, m
     rules.clear()
     bcp.save(tmp_path / "x", state, codec="zstd-planes", async_save=True).result()
     assert torch.equal(bcp.open(tmp_path / "x")["s.a"].load(), state["s"]["a"])
+
+
+def _killed(rank: int, world_size: int, path: str) -> None:
+    """Die when all frames are written, and only the manifest is missing."""
+
+    def kill(name: str, event: str) -> None:
+        if rank == 0 and name == "save.commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    telemetry.observe(kill)
+    with pytest.raises(RankFailedError):
+        bcp.save(path, training(2.0, shard=True), codec="zstd-planes", deadline_s=time_limit(30))
+
+
+def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        pool.run(_train, str(tmp_path), 1.0, "zstd", world_size=2)
+        pool.run(_killed, str(tmp_path), expect_death={0: signal.SIGKILL}, world_size=2)
+    assert _train(0, 1, str(tmp_path), 7.0, None) == []
+    bcp.save(tmp_path, training(3.0), codec="zstd-planes")
+    assert bcp.open(tmp_path).verify().ok
 
 
 # -- other readers and tools ---------------------------------------------------------------------------------------

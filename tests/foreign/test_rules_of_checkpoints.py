@@ -30,8 +30,9 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def test_our_checkpoint_under_the_names_of_the_hub(tmp_path: Path) -> None:
-    hub = save(tmp_path / "ours")
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_our_checkpoint_under_the_names_of_the_hub(tmp_path: Path, codec: str | None) -> None:
+    hub = save(tmp_path / "ours", codec)
     found = bcp.open(tmp_path / "ours", rules=HUB)
     assert_equal(found.state_dict(), hub)
     assert (found.step, found.tree("extra_state"), sorted(found.sections)) == (3, {"step": 3}, ["extra_state", "model"])
@@ -99,13 +100,13 @@ STACKED = Rules(
 )
 
 
-def _stack(rank: int, world_size: int, path: str) -> None:
+def _stack(rank: int, world_size: int, path: str, codec: str | None) -> None:
     torch.manual_seed(0)
     whole = Stack()
     model = copy.deepcopy(whole)
     mesh = init_device_mesh("cpu", (world_size,))
     fully_shard(model, mesh=mesh)
-    bcp.save(path, {"model": model})
+    bcp.save(path, {"model": model}, codec=codec)
     stacked = Stacked()
     fully_shard(stacked, mesh=mesh)
     bcp.load(path, {"model": stacked}, rules=STACKED)
@@ -113,7 +114,7 @@ def _stack(rank: int, world_size: int, path: str) -> None:
         expected = torch.stack([getattr(layer, name) for layer in whole.layers])
         assert torch.equal(stacked.state_dict()[name].full_tensor(), expected)
     assert torch.equal(stacked.state_dict()["head.weight"].full_tensor(), whole.head.weight)
-    bcp.save(f"{path}-stacked", {"model": stacked})
+    bcp.save(f"{path}-stacked", {"model": stacked}, codec=codec)
     fresh = Stack()
     fully_shard(fresh, mesh=mesh)
     bcp.load(f"{path}-stacked", {"model": fresh}, rules=STACKED.inverse(), share_reads="always")
@@ -121,8 +122,9 @@ def _stack(rank: int, world_size: int, path: str) -> None:
         assert torch.equal(tensor.full_tensor(), whole.state_dict()[name]), name
 
 
-def test_two_ranks_load_stacked_layers_and_back(tmp_path: Path, pool: RankPool) -> None:
-    pool.run(_stack, str(tmp_path / "sharded"))
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_two_ranks_load_stacked_layers_and_back(tmp_path: Path, pool: RankPool, codec: str | None) -> None:
+    pool.run(_stack, str(tmp_path / "sharded"), codec)
 
 
 def test_tied_names_stay_tied(tmp_path: Path) -> None:

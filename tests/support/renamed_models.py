@@ -54,7 +54,9 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
-def save(path: Path, **more: Any) -> dict[str, torch.Tensor]:
+def save(path: Path, codec: str | None = None, **more: Any) -> dict[str, torch.Tensor]:
     hub = hub_tensors()
-    bcp.save(path, {"model": trained_tensors(hub), "extra_state": {"step": 3}, **more}, step=3, chunk_size=64)
+    bcp.save(
+        path, {"model": trained_tensors(hub), "extra_state": {"step": 3}, **more}, step=3, chunk_size=64, codec=codec
+    )
     return hub
