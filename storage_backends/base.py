@@ -30,7 +30,13 @@ __all__ = [
     "ObjectWriter",
     "PartWriter",
     "StorageBackend",
+    "without_userinfo",
 ]
+
+
+def without_userinfo(url: str) -> str:
+    """Return a URL, or a text with URLs, without user and password."""
+    return _PASSWORD.sub(HIDDEN_PASSWORD, url)
 
 
 @dataclass(frozen=True)
@@ -296,7 +302,7 @@ class StorageBackend(ABC):
     @property
     def display_url(self) -> str:
         """The root without user and password, for messages."""
-        return _PASSWORD.sub(HIDDEN_PASSWORD, self.url)
+        return without_userinfo(self.url)
 
     def conditions(self) -> Conditions:
         """Return which conditions ``put`` accepts. The default implementation returns that it accepts none.

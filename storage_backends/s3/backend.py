@@ -19,9 +19,10 @@ from typing_extensions import Buffer
 from ...errors import KeyChangedError, KeyExistsError, StorageError
 from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 from ..buffers import byte_view, check_max_size, writable_view
-from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
+from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
 from .client import MARK, Client, client_for
+from .probe import REFUSED_CODES, PutRules
 from .replies import ShortReplyError, code_of, is_missing
 from .retries import Request
 from .uploads import PartBody, S3PartWriter
@@ -32,7 +33,6 @@ __all__ = ["S3Backend"]
 _SINGLE_PUT_BYTES = 8 << 20
 _READ_CHUNK = 1 << 20
 _CONCURRENT_DELETES = 16
-_REFUSED_CODES = frozenset({"412", "PreconditionFailed", "404", "NoSuchKey"})
 _OUTSIDE_CODES = frozenset({"416", "InvalidRange"})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -61,8 +61,12 @@ class S3Backend(StorageBackend):
         return self._url
 
     def conditions(self) -> Conditions:
-        client, action = self._client(), f"opening {self.display_url}"
-        return client.run(action, client.conditions())
+        client = self._client()
+        return client.run(f"opening {self.display_url}", self._put_rules(client)).conditions
+
+    async def _put_rules(self, client: Client) -> PutRules:
+        address = self._address(client, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+        return await client.put_rules(address, self.deadline_s)
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         check_key(key)
@@ -93,14 +97,16 @@ class S3Backend(StorageBackend):
         refusal: StorageError,
     ) -> str:
         """Put with a condition. Raises ``refusal`` if it is not met."""
-        supported = await client.conditions()
-        if not (supported.if_absent if "IfNoneMatch" in condition else supported.if_version):
-            raise StorageError(f"{action}: the installed botocore has no conditional put; upgrade s3fs")
+        rules = await self._put_rules(client)
+        if "IfMatch" in condition:
+            condition = {"IfMatch": rules.if_match(condition["IfMatch"])}
+        if not (rules.conditions.if_version if "IfMatch" in condition else rules.conditions.if_absent):
+            raise StorageError(f"{action}: this store cannot decide whether to put; see conditions()")
         mark = secrets.token_hex(16)
         try:
             return await self._put(client, action, key, content, **condition, Metadata={MARK: mark})
         except Exception as error:
-            if code_of(error) not in _REFUSED_CODES:
+            if code_of(error) not in REFUSED_CODES:
                 raise
             # The reply to an earlier try may have been lost, also to one that the HTTP client has repeated itself.
             found, version = await client.repeat(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -13,7 +14,8 @@ import s3fs
 from fsspec.utils import tokenize
 
 from ...errors import StorageError
-from ..base import Conditions
+from ..base import Conditions, without_userinfo
+from .probe import PutRules, is_known_endpoint, probe
 from .replies import is_missing, storage_error
 from .retries import Request, Retries
 from .window import Window
@@ -24,6 +26,8 @@ _T = TypeVar("_T")
 
 MARK = "bcp-put"
 """Metadata by which a writer recognizes an object that it has stored, also when the reply was lost."""
+
+_log = logging.getLogger(__name__)
 
 _CONNECTIONS = 32
 _MAX_CLIENTS = 8  # jobs that rotate tokens would otherwise keep one client for each
@@ -48,6 +52,7 @@ class Client:
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, **{**options, "config_kwargs": config})
         self._fs.retries = 1
         self._retries = Retries()
+        self._put_rules: asyncio.Future[PutRules] | None = None  # used on the event loop only
 
     def split(self, url: str) -> tuple[str, str]:
         """Return the bucket and the key of a URL."""
@@ -59,10 +64,30 @@ class Client:
         await self._connected()
         return await self._fs._call_s3(method, **arguments)
 
-    async def conditions(self) -> Conditions:
-        """Return the conditions that the installed client supports. An older one would silently omit others."""
-        accepted = (await self._connected()).meta.service_model.operation_model("PutObject").input_shape.members
-        return Conditions(if_absent="IfNoneMatch" in accepted, if_version="IfMatch" in accepted)
+    async def put_rules(self, address: dict[str, str], deadline_s: float) -> PutRules:
+        """Return what the endpoint makes of conditions, which is found out once with a new object at ``address``."""
+        if self._put_rules is None:
+            self._put_rules = asyncio.ensure_future(self._find_put_rules(address, deadline_s))
+        try:
+            return await asyncio.shield(self._put_rules)
+        except Exception:
+            self._put_rules = None
+            raise
+
+    async def _find_put_rules(self, address: dict[str, str], deadline_s: float) -> PutRules:
+        meta = (await self._connected()).meta
+        accepted = meta.service_model.operation_model("PutObject").input_shape.members
+        if not {"IfNoneMatch", "IfMatch"} <= set(accepted):
+            _log.warning("the installed botocore has no conditional puts, so concurrent saves are unsafe; upgrade s3fs")
+            return PutRules(Conditions())
+        if is_known_endpoint(meta.endpoint_url):
+            return PutRules(Conditions(if_absent=True, if_version=True))
+        request = Request(f"trying conditional puts in {address['Bucket']}", deadline_s)
+        return await probe(
+            lambda method, **arguments: self.repeat(request, lambda: self.call(method, **arguments)),
+            address,
+            without_userinfo(meta.endpoint_url),
+        )
 
     async def _connected(self) -> Any:
         """Return botocore's client, which s3fs creates at the first use."""

@@ -19,7 +19,16 @@ from botocore.parsers import ResponseParserError
 
 from ...errors import AccessDeniedError, KeyNotFoundError, StorageError, StorageFullError
 
-__all__ = ["ShortReplyError", "code_of", "describe", "is_missing", "is_repeatable", "is_unanswered", "storage_error"]
+__all__ = [
+    "ShortReplyError",
+    "code_of",
+    "describe",
+    "is_denied",
+    "is_missing",
+    "is_repeatable",
+    "is_unanswered",
+    "storage_error",
+]
 
 _UNANSWERED = (
     TimeoutError,
@@ -97,6 +106,11 @@ def is_missing(error: BaseException) -> bool:
     return code_of(error) in _MISSING_CODES
 
 
+def is_denied(error: BaseException) -> bool:
+    """Whether the credentials do not allow the request."""
+    return code_of(error) in _DENIED_CODES
+
+
 def is_unanswered(error: BaseException) -> bool:
     """Whether no complete reply came: the request may or may not have had an effect."""
     return _reply(error) is None and isinstance(error, _UNANSWERED)
@@ -130,7 +144,7 @@ def storage_error(error: Exception, action: str) -> StorageError:
         return KeyNotFoundError(f"{action}: no such object")
     if code == "NoSuchUpload":
         return KeyNotFoundError(f"{action}: {describe(error)}")
-    if code in _DENIED_CODES:
+    if is_denied(error):
         return AccessDeniedError(f"{action}: {describe(error)}; check the credentials and their permissions")
     if code in ("QuotaExceeded", "EntityTooLarge") or code == "507":
         return StorageFullError(f"{action}: {describe(error)}")

@@ -126,6 +126,8 @@ def _pending(bucket: str, s3: dict[str, Any]) -> list[Any]:
 
 
 def test_requests_are_counted(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    damaged.conditions()  # probes
+    proxy.kinds.clear()
     _write(damaged)
     assert sorted(proxy.kinds) == ["begin", "complete", "part", "part", "part", "part"]
     proxy.kinds.clear()
@@ -276,6 +278,8 @@ def test_a_slow_part_is_sent_a_second_time(
 
 
 def test_a_lost_reply_to_a_conditional_put(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    damaged.conditions()  # probes
+    proxy.kinds.clear()
     proxy.rule = lambda exchange: "lose" if (exchange.kind, exchange.number) == ("put", 1) else None
     damaged.put("object", b"first", if_absent=True)
     assert proxy.kinds == ["put", "put", "head"]

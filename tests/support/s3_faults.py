@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import struct
 import threading
@@ -22,6 +23,10 @@ def _error(status: bytes, code: bytes) -> bytes:
 
 
 _ERRORS = {"refuse": _error(b"503 Slow Down", b"SlowDown"), "ended": _error(b"404 Not Found", b"NoSuchUpload")}
+
+_NOT_IMPLEMENTED = _error(b"501 Not Implemented", b"NotImplemented")
+_IF_MATCH = re.compile(rb"(?i)(\r\nif-match: )([^\r]+)")
+_CONDITIONS = re.compile(rb"(?i)\r\nif-(?:none-)?match: [^\r]+")
 
 
 @dataclass
@@ -45,6 +50,9 @@ Rule = Callable[[Exchange], str | None]
 * ``lose``: pass it on, and close the connection instead of replying.
 * ``cut``: close the connection in the middle of the reply's body.
 * ``shift``: reply with the range that begins one byte later.
+* ``ignore``: pass it on without its conditions, as to a store that does not know them.
+* ``unquoted``: accept only versions without quotes in its conditions, as Ceph does.
+* ``unknown``: reply 501 if it has conditions.
 * ``wait``: reply when ``FaultProxy.go_on`` is set.
 """
 
@@ -114,6 +122,14 @@ class FaultProxy:
         if what == "shift":
             first, _, last = _header(head, b"range").partition(b"=")[2].partition(b"-")
             head = head.replace(b"=" + first + b"-" + last, b"=%d-%d" % (int(first) + 1, int(last) + 1))
+        if what == "ignore":
+            head = _CONDITIONS.sub(b"", head)
+        if what == "unquoted":
+            # The server behind this proxy accepts only quoted ones.
+            head = _IF_MATCH.sub(lambda found: b'%s"%s"' % (found[1], b"" if found[2][:1] == b'"' else found[2]), head)
+        if what == "unknown" and _CONDITIONS.search(head):
+            connection.sendall(_NOT_IMPLEMENTED)
+            return True
         if what == "wait":
             self.waiting.release()
             self.go_on.wait(time_limit(60))
