@@ -226,6 +226,8 @@ class _Meshes:
 
     def part(self, group: PlanGroup, number: int, members: Int64 | slice, rows: Int64, source: Int64) -> _Part:
         """What the ranks ``members`` of a group hold of tensors that a layout splits."""
+        if not len(rows):
+            return rows, rows, rows, rows, rows
         layout, ranks = group.table.layouts[number - 1], group.ranks[members]
         coordinates = group.coordinates[number - 1][members]
         cutting = frozenset(dim for axis in layout.cuts for dim in axis)
