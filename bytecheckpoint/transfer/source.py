@@ -27,22 +27,30 @@ __all__ = ["SourceFile"]
 _T = TypeVar("_T")
 
 _PIECE_BYTES = 1 << 20  # of the bytes around a range, which are hashed and not kept
+_MOST_PARTS = 2  # that a span may be long, so that it is read with each of its parts
 
 
 class SourceFile:
     """One file of a committed checkpoint. Used in one event loop; blocking calls run in ``executor``.
 
     A checksum covers a *span*: the head of the file, or one chunk of a tensor, or the frame of one in an encoded file.
-    A range may begin or end inside a span; the rest of that span is then read as well, and only hashed.
+    A range, which is one part of the file, may begin or end inside a span; the rest of that span is then read as well,
+    and only hashed. A span of many parts is read once more instead, before the first of them: what is compared for each
+    part is then its checksum in that pass.
     """
 
-    def __init__(self, backend: StorageBackend, manifest: Manifest, file: int, executor: Executor) -> None:
+    def __init__(
+        self, backend: StorageBackend, manifest: Manifest, file: int, executor: Executor, part_bytes: int
+    ) -> None:
         self._source, self._file, self._executor = StoredFiles(backend, manifest), file, executor
+        self._part_bytes = part_bytes
+        self._long_spans: dict[int, dict[int, int]] = {}  # the checksums of their parts, by the part's first byte
+        self._hashing = asyncio.Lock()
         self._key = manifest.files.name[file]
         self._starts, self._stops, self._checksums, self._rows = _spans(manifest, file)
 
     async def read(self, begin: int, view: memoryview) -> None:
-        """Fill ``view`` with the file's bytes from ``begin`` on.
+        """Fill ``view`` with the file's bytes from ``begin`` on, one part.
 
         Raises ``CorruptionError`` if they, or the rest of a span that they are part of, differ from what was saved, and
         ``StorageError`` if the store fails.
@@ -78,19 +86,41 @@ class SourceFile:
         """Check a span that is partly outside ``view``."""
         start, stop = int(self._starts[span]), int(self._stops[span])
         low, high = max(start, begin), min(stop, begin + len(view))
-        hasher = xxhash.xxh3_64()
-        await self._hash(hasher, start, low)
-        await self._run(hasher.update, view[low - begin : high - begin])
-        await self._hash(hasher, high, stop)
-        if hasher.intdigest() != int(self._checksums[span]):
+        hasher, expected = xxhash.xxh3_64(), int(self._checksums[span])
+        if stop - start > _MOST_PARTS * self._part_bytes:
+            async with self._hashing:
+                if span not in self._long_spans:
+                    self._long_spans[span] = await self._hash_parts(span)
+            expected = self._long_spans[span][low]
+            await self._run(hasher.update, view[low - begin : high - begin])
+        else:
+            await self._hash(start, low, hasher)
+            await self._run(hasher.update, view[low - begin : high - begin])
+            await self._hash(high, stop, hasher)
+        if hasher.intdigest() != expected:
             raise await self._run(self._damage, span)
 
-    async def _hash(self, hasher: Any, begin: int, end: int) -> None:
+    async def _hash_parts(self, span: int) -> dict[int, int]:
+        """Check a span, and return the checksum of each part of it, by its first byte."""
+        at, stop = int(self._starts[span]), int(self._stops[span])
+        whole, found = xxhash.xxh3_64(), dict[int, int]()
+        while at < stop:
+            end = min(stop, (at // self._part_bytes + 1) * self._part_bytes)
+            part = xxhash.xxh3_64()
+            await self._hash(at, end, whole, part)
+            found[at] = part.intdigest()
+            at = end
+        if whole.intdigest() != int(self._checksums[span]):
+            raise await self._run(self._damage, span)
+        return found
+
+    async def _hash(self, begin: int, end: int, *hashers: Any) -> None:
         piece = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
         while begin < end:
             piece = piece[: end - begin]
             await self._fill(begin, piece)
-            hasher.update(piece)
+            for hasher in hashers:
+                await self._run(hasher.update, piece)
             begin += len(piece)
 
     async def _fill(self, begin: int, view: memoryview) -> None:

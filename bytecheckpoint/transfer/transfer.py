@@ -198,7 +198,7 @@ class Transfer:
             known, token = FileUpload(size, writer.token, writer.part_bytes), ""
             if journal is not None and writer.token:
                 await self._call(journal.begin, key, known)
-        source = SourceFile(self._source, self._manifest, row, self._executor)
+        source = SourceFile(self._source, self._manifest, row, self._executor, writer.part_bytes)
         file = _File(key, size, source, writer, dict(known.tags), bool(token))
         self._open.append(file)
         file.missing = set(range(file.count())) - known.tags.keys()

@@ -16,13 +16,21 @@ import xxhash
 import bytecheckpoint as bcp
 from bytecheckpoint.convert.copy import copy, unfinished_uploads
 from bytecheckpoint.errors import CorruptionError, KeyExistsError, StorageError, UsageError
-from bytecheckpoint.storage_backends import ObjectWriter, StorageBackend, open_backend
+from bytecheckpoint.storage_backends import ObjectWriter, StorageBackend, base, open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing.faults import CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.transfer import source as transfer_source
 from bytecheckpoint.transfer.copying import copy_checkpoint
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
 
-SIZES = (3_000_017, 5, 9_000_001, 0, 40_000)
+SIZES = (100_003, 5, 300_001, 0, 4_000)
+PART = 256 << 10
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base._PiecewiseWriter, "part_bytes", PART)
+    monkeypatch.setattr(transfer_source, "_PIECE_BYTES", 50_000)
 
 
 def save(path: str, seed: int = 0, **arguments: Any) -> None:
@@ -47,7 +55,7 @@ def contents(backend: StorageBackend) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"chunk_size": 1000}, {"chunk_size": 7 << 20}, {"chunk_size": 1 << 30}, {"codec": "zstd"}], ids=str
+    "options", [{}, {"chunk_size": 1000}, {"chunk_size": 700_000}, {"chunk_size": 1 << 30}, {"codec": "zstd"}], ids=str
 )
 @pytest.mark.parametrize("middle", ["memory", "local", "dir"])
 def test_bytes_are_equal_there_and_back(tmp_path: Path, middle: str, options: dict[str, Any]) -> None:
@@ -64,17 +72,17 @@ def test_bytes_are_equal_there_and_back(tmp_path: Path, middle: str, options: di
     assert list(find_journals(str(tmp_path))) == []
 
 
-@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("options", [{}, {"codec": "zstd"}, {"chunk_size": 1 << 30}], ids=str)
 @pytest.mark.parametrize("where", ["head", "first", "edge", "last", "values", "short", "missing"])
-def test_damaged_bytes_are_not_sent(tmp_path: Path, memory: MemoryBackend, where: str, codec: str | None) -> None:
+def test_damaged_bytes_are_not_sent(tmp_path: Path, memory: MemoryBackend, where: str, options: dict[str, Any]) -> None:
     source = tmp_path / "source"
-    save(str(source), codec=codec)
+    save(str(source), **options)
     manifest, original = bcp.open(str(source)).manifest, contents(open_backend(source))
     values = next(row for row, kind in enumerate(manifest.files.kind) if kind == "values")
     tensors = next(row for row, kind in enumerate(manifest.files.kind) if kind == "tensors")
     path = source / manifest.files.name[values if where == "values" else tensors]
     data = bytearray(path.read_bytes())
-    at = {"head": 20, "first": 4096, "edge": (8 << 20) - 1, "last": len(data) - 1, "values": 100}.get(where, 0)
+    at = {"head": 20, "first": 4096, "edge": PART - 1, "last": len(data) - 1, "values": 100}.get(where, 0)
     data[at] ^= 1
     if where == "missing":
         path.unlink()
@@ -236,6 +244,29 @@ def test_bad_arguments(source: Path, tmp_path: Path) -> None:
         copy(checkpoint, str(source))
     with pytest.raises(UsageError, match="local directory"):
         unfinished_uploads("memory://x")
+
+
+def test_a_long_span_is_read_twice(tmp_path: Path, memory: MemoryBackend) -> None:
+    """Not once for each of its parts."""
+    there = FaultyBackend(MemoryBackend(uuid.uuid4().hex))
+    save(there.url, chunk_size=1 << 30)
+    counting = CountingBackend(there)
+    size = copy_checkpoint(counting, memory).size
+    assert contents(memory) == contents(there)
+    assert 1.9 * size < counting.bytes_read("*/model*") < 2.1 * size
+
+
+def test_the_journal_is_removed_with_the_checkpoint(source: Path, memory: MemoryBackend) -> None:
+    """No listing shows it, and it keeps no folder."""
+    faulty = FaultyBackend(memory, [FaultRule("put", error=StorageError("broken"), times=None)])
+    with pytest.raises(StorageError, match="broken"):
+        copy_checkpoint(open_backend(source), faulty)
+    assert len(list(find_journals(str(source)))) == 1
+    root = open_backend(source.parent)
+    keys = [stat.key for stat in root.list()]
+    assert sorted(keys) == sorted(f"source/{key}" for key in contents(open_backend(source)))
+    root.delete(keys)
+    assert list(source.parent.iterdir()) == []
 
 
 def test_loads_of_a_copy_are_equal(source: Path, memory: MemoryBackend) -> None:
