@@ -22,17 +22,7 @@ from benchmarks.scale_worlds import make_world, parameters
 from bytecheckpoint.engine.checksums import chunk_size_for
 from bytecheckpoint.format.manifest import decode, encode
 from bytecheckpoint.format.values import decode_path
-from bytecheckpoint.planners import (
-    OWN_BOXES,
-    WHOLE,
-    Assignment,
-    ContentChecks,
-    SavePlan,
-    SectionPlans,
-    pack_boxes,
-    pack_places,
-    plan_load,
-)
+from bytecheckpoint.planners import OWN_BOXES, WHOLE, Assignment, ContentChecks, SavePlan, pack_boxes, plan_load
 from bytecheckpoint.runtime.gc_pause import paused
 from bytecheckpoint.save.agreement import RankSummary, pack_parts, unpack_parts
 from bytecheckpoint.save.local_state import Listing, LocalState
@@ -136,7 +126,7 @@ def measure_job(name: str, ranks: int) -> dict[str, Any]:
         "tensors": len(plan.tensors),
         "shards": len(plan.shards),
         "files": len(plan.files),
-        "tables": len({digest for one in summaries for digest in one.tables}),
+        "tables": len({one.table_digest for one in summaries}),
         "max_over_mean": round(float(loads.max() / loads.mean()), 4),
         "first_save": {
             "root_plan_s": clock.rounded("root"),
@@ -222,13 +212,12 @@ def _summaries(world: World) -> list[bytes]:
     words = []
     for rank, shared in enumerate(digests):
         plan = world.plan(rank)
-        by_section = SectionPlans(plan)
-        places, boxes = list(map(pack_places, by_section.places())), list(map(pack_boxes, by_section.boxes()))
-        words.append(pack_parts([*shared[:3], places, boxes, *shared[3:]]))
+        boxes = pack_boxes(plan.own_boxes())
+        words.append(pack_parts([*shared[:3], plan.flat_coordinates().astype("<i4").tobytes(), boxes, *shared[3:]]))
     return words
 
 
-def _shared_part(world: World, rank: int) -> tuple[Any, ...]:
+def _shared_part(world: World, rank: int) -> tuple[bytes, ...]:
     """Return the fields of a summary that ranks of the same kind share, without its places and boxes."""
     local: Any = SimpleNamespace(
         contents=world.contents(rank), unmatched=(), declared=DeclaredReplicas(rank, world.ranks)
@@ -237,10 +226,9 @@ def _shared_part(world: World, rank: int) -> tuple[Any, ...]:
     return tuple(part for name, part in summary._asdict().items() if name not in ("places", "boxes"))
 
 
-def _reply(world: World, rank: int, needed: list[int], needs_contents: bool) -> bytes:
-    tables = SectionPlans(world.plan(rank)).tables() if needed else []
-    contents = world.contents(rank).tobytes() if needs_contents else b""
-    return pack_parts([[tables[at].to_bytes() for at in needed], contents])
+def _reply(world: World, rank: int, needs_table: bool, needs_contents: bool) -> bytes:
+    table = world.plan(rank).table().to_bytes() if needs_table else b""
+    return pack_parts([table, world.contents(rank).tobytes() if needs_contents else b""])
 
 
 def _manifest(plan: SavePlan, world: World, name: str) -> dict[str, Any]:
@@ -252,7 +240,7 @@ def _manifest(plan: SavePlan, world: World, name: str) -> dict[str, Any]:
     for rank in range(world.ranks):
         files = plan.files_of(rank)
         words = len(files) + sum(0 if row is None else int(counts[row]) for _, _, row in files)
-        packed.append(msgpack.packb([[4096] * len(files), random.bytes(8 * words)]))
+        packed.append(msgpack.packb([[4096] * len(files), random.bytes(8 * words), []]))
     with clock.on("record"):
         confirmed = Confirmations(plan, attempt="attempt-20300101T000000Z-0123456789abcdef", chunk_size=chunk_size)
         everyone = [confirmed.unpack(rank, one) for rank, one in enumerate(packed)]

@@ -29,23 +29,12 @@ from .save.contents import (
     contribution,
     stack_digests,
 )
-from .save.local_plan import (
-    OWN_BOXES,
-    WHOLE,
-    LocalPlan,
-    PlanTable,
-    ValueEntry,
-    ValueKey,
-    pack_boxes,
-    pack_places,
-    unpack_boxes,
-)
+from .save.local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, ValueEntry, ValueKey, pack_boxes, unpack_boxes
 from .save.merge import PlannedValues
 from .save.mesh_boxes import mesh_boxes
 from .save.plan import PlannedFile, SavePlan, consecutive_offsets, plan_columns, plan_groups, plan_save
 from .save.plan_cache import CachedPlan, PlanCache
-from .save.plan_groups import OwnBoxes, PlanGroup
-from .save.sections import SectionPlans
+from .save.plan_groups import PlanGroup
 from .share.classes import (
     ClassSummary,
     RankGroups,
@@ -81,7 +70,6 @@ __all__ = [
     "Layout",
     "LoadPlan",
     "LocalPlan",
-    "OwnBoxes",
     "Packet",
     "PartBox",
     "PlanCache",
@@ -94,7 +82,6 @@ __all__ = [
     "RequestClass",
     "Ring",
     "SavePlan",
-    "SectionPlans",
     "SharedPart",
     "Stripe",
     "ValueEntry",
@@ -110,7 +97,6 @@ __all__ = [
     "is_scattered",
     "mesh_boxes",
     "pack_boxes",
-    "pack_places",
     "plan_columns",
     "plan_gather",
     "plan_groups",

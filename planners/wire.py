@@ -6,8 +6,7 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -248,11 +247,9 @@ class Fields:
         ndim = self.in_range("ndim", self.integers("ndim", count), 0, _MAX_NDIM + 1)
         shape = self.in_range("shape", self.integers("shape", int(ndim.sum())), 0, MAX_LENGTH)
         prefixes = [f"{section}." for section in sections]
-        of_name: Iterator[str] = (
-            repeat(prefixes[0], count) if len(prefixes) == 1 else map(prefixes.__getitem__, section.tolist())
-        )
+        of_name = [prefixes[code] for code in section.tolist()]
         if not all(map(str.startswith, names, of_name)):
-            name = next(name for name, code in zip(names, section.tolist()) if not name.startswith(prefixes[code]))
+            name = next(name for name, prefix in zip(names, of_name) if not name.startswith(prefix))
             raise self.malformed(f"the name of tensor {name!r} does not begin with its section")
         return TensorTable(names, sections, section, dtype, ndim, shape)
 

@@ -22,7 +22,7 @@ from ..control.base import Operation
 from ..engine.files import FileLayout
 from ..engine.merging.merge import MergeWork
 from ..errors import DisagreementError, PlanError
-from ..planners import CONTRIBUTION_BYTES, CachedPlan, PlanCache, pack_boxes, pack_places
+from ..planners import CONTRIBUTION_BYTES, CachedPlan, PlanCache, pack_boxes
 from .local_state import Listing, LocalState
 from .selection import raise_unmatched
 
@@ -87,17 +87,17 @@ class NewPlan:
 class RankSummary(NamedTuple):
     """What rank 0 needs of a rank to make a new plan.
 
-    The digests of the plan's tables and of the contents let rank 0 request each distinct table and each distinct set of
+    The digests of the plan's table and of the contents let rank 0 request each distinct table and each distinct set of
     contents once. ``arguments`` are the packed arguments of the call, ``places`` the rank's coordinates in its meshes,
     ``boxes`` the boxes that other ranks cannot compute, ``unmatched`` the packed arguments that select nothing on it,
-    ``replicas`` its term of the sum over declared replicas. Tables, places and boxes are by section.
+    ``replicas`` its term of the sum over declared replicas.
     """
 
     arguments: bytes
-    tables: Sequence[bytes]
-    contents: bytes
-    places: Sequence[bytes]
-    boxes: Sequence[bytes]
+    table_digest: bytes
+    contents_digest: bytes
+    places: bytes
+    boxes: bytes
     unmatched: bytes
     replicas: bytes
 
@@ -106,10 +106,10 @@ class RankSummary(NamedTuple):
         """Summarise what this rank holds."""
         return cls(
             msgpack.packb(dict(sorted(arguments.items()))),
-            list(map(xxhash.xxh3_128_digest, listing.tables)),
+            xxhash.xxh3_128_digest(listing.table),
             xxhash.xxh3_128_digest(local.contents.tobytes()),
-            list(map(pack_places, listing.by_section.places())),
-            list(map(pack_boxes, listing.by_section.boxes())),
+            listing.plan.flat_coordinates().astype("<i4").tobytes(),
+            pack_boxes(listing.plan.own_boxes()),
             msgpack.packb(local.unmatched),
             local.declared.checksum().to_bytes(CONTRIBUTION_BYTES, "little"),
         )

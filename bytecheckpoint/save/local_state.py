@@ -23,7 +23,6 @@ from ..planners import (
     ContentDigests,
     Layout,
     LocalPlan,
-    SectionPlans,
     ValueEntry,
     mesh_boxes,
     stack_digests,
@@ -81,14 +80,9 @@ class Listing:
     order: list[int] | None
 
     @cached_property
-    def by_section(self) -> SectionPlans:
-        """The plan by section."""
-        return SectionPlans(self.plan)
-
-    @cached_property
-    def tables(self) -> list[bytes]:
-        """What other ranks may have in common, packed, by section."""
-        return [table.to_bytes() for table in self.by_section.tables()]
+    def table(self) -> bytes:
+        """The part of the plan that other ranks may share, packed."""
+        return self.plan.table().to_bytes()
 
 
 class LocalState:
@@ -179,7 +173,7 @@ class LocalState:
 
     @cached_property
     def contents(self) -> ContentDigests:
-        """Digests of the items that ranks compare, all values first.
+        """Digests of the items that ranks compare, in the order of ``PlanTable.compared_items``.
 
         Nothing but their names suggests that these items are replicas.
         """

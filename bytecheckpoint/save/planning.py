@@ -12,7 +12,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import chain
 from operator import xor
 from typing import Any
 
@@ -33,7 +32,6 @@ from ..planners import (
     GatherShare,
     HeldContents,
     Layout,
-    OwnBoxes,
     PlanGroup,
     PlanTable,
     SavePlan,
@@ -75,8 +73,8 @@ def plan_save(op: Operation, plans: Plans, local: LocalState, new: NewPlan, *, j
         if kind == _SHARE:
             break
         if kind == _SEND:
-            tables, contents = content
-            reply: list[Any] = [[listing.tables[at] for at in tables], local.contents.tobytes() if contents else b""]
+            table, contents = content
+            reply: list[Any] = [listing.table if table else b"", local.contents.tobytes() if contents else b""]
         elif kind == _SEND_DIGESTS:
             reply = [local.declared.pack()]
         else:
@@ -112,9 +110,9 @@ class PlanNegotiation:
         self._layout: Layout = local.layout
         self._job = job
         self._summaries = list(summaries)
-        self._tables = dict(zip(summaries[0].tables, listing.by_section.tables()))
-        self._contents = {summaries[0].contents: local.contents}
-        self._requests: list[tuple[list[int], bool]] = []  # by rank, the tables that it sends, and whether its contents
+        self._tables = {summaries[0].table_digest: listing.plan.table()}
+        self._contents = {summaries[0].contents_digest: local.contents}
+        self._requests: list[tuple[bool, bool]] = []  # by rank, whether it sends its table, and its contents
         self._asks_for_digests = False
         self._declared_must_match = local.declared.must_match
         self._compares_declared = reduce(xor, (int.from_bytes(one.replicas, "little") for one in summaries)) != 0
@@ -135,11 +133,16 @@ class PlanNegotiation:
         if any(map(any, self._requests)):
             return [msgpack.packb([_SEND, *request]) for request in self._requests]
         if self.comparison is None:
-            held = self._held_contents()
+            contents = [self._contents[summary.contents_digest] for summary in self._summaries]
+            tables = self._ranks_by_table()
+            held = [
+                HeldContents(table.compared_items(), np.array(ranks), [contents[rank] for rank in ranks])
+                for table, ranks in tables
+            ]
             self.comparison = compare_contents(held, len(self._summaries))
             names = sorted(name for name in self.comparison.differing if isinstance(name, str))
             if differing := self._must_match().intersection(names):
-                raise replica_error(self._contents_by_rank(held, differing), are_declared=False)
+                raise replica_error(_contents_by_rank(tables, held, differing), are_declared=False)
             if names:
                 return [msgpack.packb([_SEPARATE, names])] * len(self._summaries)
         return self._shares(self.comparison)
@@ -159,26 +162,26 @@ class PlanNegotiation:
             return
         if not any(map(any, self._requests)):
             self._summaries = [RankSummary(*reply) for reply in replies]
-            self._tables.update(zip(self._summaries[0].tables, listing.by_section.tables()))
+            self._tables[self._summaries[0].table_digest] = listing.plan.table()
             return
-        for rank, (requested, summary, (tables, contents)) in enumerate(zip(self._requests, self._summaries, replies)):
-            sends_tables, sends_contents = requested
-            for at, table in zip(sends_tables, tables, strict=True):
-                _verify(rank, "a table", table, summary.tables[at])
-                self._tables[summary.tables[at]] = PlanTable.from_bytes(table)
+        for rank, (requested, summary, (table, contents)) in enumerate(zip(self._requests, self._summaries, replies)):
+            sends_table, sends_contents = requested
+            if sends_table:
+                _verify(rank, "table", table, summary.table_digest)
+                self._tables[summary.table_digest] = PlanTable.from_bytes(table)
             if sends_contents:
-                _verify(rank, "contents", contents, summary.contents)
-                self._contents[summary.contents] = np.frombuffer(contents, np.uint8).reshape(-1, DIGEST_BYTES)
+                _verify(rank, "contents", contents, summary.contents_digest)
+                digests = np.frombuffer(contents, np.uint8).reshape(-1, DIGEST_BYTES)
+                self._contents[summary.contents_digest] = digests
 
-    def _missing(self) -> list[tuple[list[int], bool]]:
+    def _missing(self) -> list[tuple[bool, bool]]:
         """Request each unknown table and each unknown set of contents from the first rank that has it."""
         tables, contents = set(self._tables), set(self._contents)
         requests = []
         for summary in self._summaries:
-            missing = [at for at, digest in enumerate(summary.tables) if digest not in tables]
-            requests.append((missing, summary.contents not in contents))
-            tables.update(summary.tables)
-            contents.add(summary.contents)
+            requests.append((summary.table_digest not in tables, summary.contents_digest not in contents))
+            tables.add(summary.table_digest)
+            contents.add(summary.contents_digest)
         return requests
 
     def _must_match(self) -> set[str]:
@@ -186,66 +189,25 @@ class PlanNegotiation:
         tables = self._tables.values()
         return {table.tensors.names[row] for table in tables for row in np.flatnonzero(table.must_match).tolist()}
 
-    def _held_contents(self) -> list[HeldContents]:
-        """What ranks with the same tables compare: their values, then their tensors."""
-        kinds: dict[tuple[bytes, ...], list[int]] = {}
+    def _ranks_by_table(self) -> list[tuple[PlanTable, list[int]]]:
+        ranks: dict[bytes, list[int]] = {}
         for rank, summary in enumerate(self._summaries):
-            kinds.setdefault(tuple(summary.tables), []).append(rank)
-        items = {digest: (list(one.compared_values()), one.compared_tensors()) for digest, one in self._tables.items()}
-        held = []
-        for digests, ranks in kinds.items():
-            parts = [items[digest] for digest in digests]
-            keys = list(chain(*(values for values, _ in parts), *(tensors for _, tensors in parts)))
-            contents = [self._contents[self._summaries[rank].contents] for rank in ranks]
-            held.append(HeldContents(keys, np.array(ranks), contents))
-        return held
-
-    def _contents_by_rank(self, held: Sequence[HeldContents], names: set[str]) -> Contents:
-        found: Contents = {}
-        for one in held:
-            tables = [self._tables[digest].tensors for digest in self._summaries[int(one.ranks[0])].tables]
-            listed = chain.from_iterable(
-                ((name, row, table) for row, name in enumerate(table.names)) for table in tables
-            )
-            metas = {name: str(table.meta_of(row)) for name, row, table in listed if name in names}
-            for item, key in enumerate(one.keys):
-                if isinstance(key, str) and key in names:
-                    for rank, contents in zip(one.ranks.tolist(), one.contents):
-                        content = (metas[key], contents[item].tobytes())
-                        found.setdefault(key, {}).setdefault(content, []).append(rank)
-        return found
-
-    def _groups(self) -> tuple[list[PlanGroup], OwnBoxes]:
-        """Group ranks by the table of each section."""
-        shards = {digest: int(table.common_boxes().sum()) for digest, table in self._tables.items()}
-        number: dict[bytes, int] = {}
-        members: list[list[tuple[int, bytes, int, int]]] = []  # by table: rank, places, and the rows at which it begins
-        common: list[int] = []
-        table_of: list[int] = []
-        messages: list[bytes] = []
-        for rank, summary in enumerate(self._summaries):
-            first_shard = first_value = 0
-            for digest, places in zip(summary.tables, summary.places, strict=True):
-                if number.setdefault(digest, len(members)) == len(members):
-                    members.append([])
-                table_of.append(number[digest])
-                members[number[digest]].append((rank, places, first_shard, first_value))
-                first_shard += shards[digest]
-                first_value += len(self._tables[digest].values)
-            common.append(first_shard)
-            messages += summary.boxes
-        tables = [self._tables[digest] for digest in number]
-        boxes, counts = unpack_boxes(messages, np.array(table_of, np.int64), [table.tensors for table in tables])
-        of_rank = np.repeat(np.arange(len(common)), [len(summary.tables) for summary in self._summaries])
-        counts = np.bincount(of_rank, counts, len(common)).astype(np.int64)
-        groups = [PlanGroup.of(table, *zip(*its_ranks)) for table, its_ranks in zip(tables, members)]
-        return groups, OwnBoxes.of(boxes, counts, np.array(common, np.int64))
+            ranks.setdefault(summary.table_digest, []).append(rank)
+        return [(self._tables[digest], members) for digest, members in ranks.items()]
 
     def _shares(self, comparison: ContentComparison) -> list[bytes]:
-        groups, listed = self._groups()
+        groups = [
+            PlanGroup.of(
+                table,
+                ranks,
+                [np.frombuffer(self._summaries[rank].places, "<i4") for rank in ranks],
+                *unpack_boxes([self._summaries[rank].boxes for rank in ranks], table.tensors),
+            )
+            for table, ranks in self._ranks_by_table()
+        ]
         world_size = len(self._summaries)
         differing = {key for key in comparison.differing if isinstance(key, tuple)}
-        plan = plan_groups(groups, listed, differing, world_size=world_size)
+        plan = plan_groups(groups, differing, world_size=world_size)
         gather = plan_gather(plan, self._layout, world_size=world_size)
         self.plan = plan if gather is None else gather.stored
         assignments = plan if gather is None else gather
@@ -258,6 +220,20 @@ class PlanNegotiation:
             share = [attempt_id, plan_id, nbytes, assignments.assignment_bytes(rank), gather_bytes, checks]
             shares.append(msgpack.packb([_SHARE, *share]))
         return shares
+
+
+def _contents_by_rank(
+    tables: Sequence[tuple[PlanTable, list[int]]], held: Sequence[HeldContents], names: set[str]
+) -> Contents:
+    found: Contents = {}
+    for (table, _), one in zip(tables, held):
+        metas = {name: str(table.tensors.meta_of(row)) for row, name in enumerate(table.tensors.names) if name in names}
+        for item, key in enumerate(one.keys):
+            if isinstance(key, str) and key in names:
+                for rank, contents in zip(one.ranks.tolist(), one.contents):
+                    content = (metas[key], contents[item].tobytes())
+                    found.setdefault(key, {}).setdefault(content, []).append(rank)
+    return found
 
 
 def _verify(rank: int, what: str, data: bytes, digest: bytes) -> None:

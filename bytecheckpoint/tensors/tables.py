@@ -149,12 +149,6 @@ class BoxTable:
         """Bytes, by row."""
         return self.numel() * tensors.itemsize()[self.tensor]
 
-    def part(self, rows: slice) -> BoxTable:
-        """Return consecutive rows, without a copy of most columns."""
-        starts = self.starts[rows.start : rows.stop + 1]
-        span = slice(int(starts[0]), int(starts[-1]))
-        return BoxTable(self.tensor[rows], self.offsets[span], self.lengths[span], starts - span.start)
-
     def take(self, rows: Int64) -> BoxTable:
         """Return these rows, in this order."""
         counts = self.starts[rows + 1] - self.starts[rows]

@@ -153,15 +153,10 @@ class ContentChecks:
         return cls(rank, world_size, number.tolist(), size.tolist(), equal, differing_items, bits, place.tolist())
 
 
-def _stretches(columns: Sequence[Int64]) -> list[Int64]:
-    """Return columns of ascending numbers as runs of consecutive ones: the first of each run and its length."""
-    items = np.concatenate([np.empty(0, np.int64), *columns])
-    starts = ragged_starts(np.array(list(map(len, columns)), np.int64))
-    fresh = np.diff(items, prepend=-2) != 1
-    fresh[starts[:-1]] = True
-    begins = np.flatnonzero(fresh)
-    runs = np.stack((items[begins], np.diff(np.append(begins, len(items)))), axis=1).reshape(-1)
-    return np.split(runs, 2 * np.searchsorted(begins, starts[1:-1]))
+def _stretches(items: Int64) -> Int64:
+    """Return ascending numbers as runs of consecutive ones: the first of each run and its length."""
+    begins = np.flatnonzero(np.diff(items, prepend=-2) != 1)
+    return np.stack((items[begins], np.diff(np.append(begins, len(items)))), axis=1).reshape(-1)
 
 
 def _spelled_out(fields: Fields, stretches: Int64, count: int) -> Int64:
@@ -218,7 +213,6 @@ class ContentComparison:
             By rank, the bytes for ``ContentChecks.from_bytes``.
         """
         packed = [b""] * self._world_size
-        equal = iter(_stretches([items for _, in_sets, _ in self._members for _, items in in_sets]))
         for ranks, in_sets, differing_items in self._members:
             sets = [self._sets[which] for which, _ in in_sets]
             group = pack_message(
@@ -226,7 +220,7 @@ class ContentComparison:
                 {
                     "number": [which + 1 for which, _ in in_sets],
                     "size": [len(one) for one in sets],
-                    "equal": [pack_column(next(equal)) for _ in in_sets],
+                    "equal": [pack_column(_stretches(items)) for _, items in in_sets],
                     "differing": pack_column(differing_items),
                     "bits": [self._bits],
                 },
@@ -275,9 +269,11 @@ def compare_contents(held: Sequence[HeldContents], world_size: int) -> ContentCo
         PlanError: A rank lists an item twice, or has another number of digests than items.
     """
     for one in held:
-        if any(len(contents) != len(one.keys) for contents in one.contents):
-            digests, count = len(one.contents[0]), len(one.keys)
-            raise PlanError(f"rank {int(one.ranks[0])} has {digests} digests for {count} items")
+        if len(set(one.keys)) != len(one.keys) or any(len(c) != len(one.keys) for c in one.contents):
+            raise PlanError(
+                f"rank {int(one.ranks[0])} has {len(one.contents[0])} digests for {len(one.keys)} items, or lists an "
+                "item twice"
+            )
     items = _Items.of(held)
     equal = items.equal(held)
     in_sets = np.flatnonzero(equal & ~items.alone(held))
@@ -324,19 +320,14 @@ class _Items:
     @classmethod
     def of(cls, held: Sequence[HeldContents]) -> _Items:
         counts = np.array([len(one.keys) for one in held], np.int64)
-        total = int(counts.sum())
-        first: dict[Hashable, int] = {}  # a key has the number of the item that is the first with it
+        number_of: dict[Hashable, int] = dict.fromkeys(chain.from_iterable(one.keys for one in held), 0)
+        keys = list(number_of)
+        number_of = dict(zip(keys, range(len(keys))))
         listed = chain.from_iterable(one.keys for one in held)
-        number = np.fromiter(map(first.setdefault, listed, range(total)), np.int64, total)
+        number = np.fromiter(map(number_of.__getitem__, listed), np.int64, int(counts.sum()))
         order = np.argsort(number, kind="stable")
         group = np.repeat(np.arange(len(held)), counts)[order]
-        number = number[order]
-        starts = np.append(np.flatnonzero(np.diff(number, prepend=-1)), total)
-        keys = list(first)
-        twice = np.flatnonzero((number[1:] == number[:-1]) & (group[1:] == group[:-1]))
-        if len(twice):
-            key = keys[int(np.searchsorted(starts, twice[0], side="right")) - 1]
-            raise PlanError(f"rank {int(held[int(group[twice[0]])].ranks[0])} lists {key!r} twice")
+        starts = ragged_starts(np.bincount(number, minlength=len(keys)))
         return cls(keys, starts, group, ragged_positions(np.zeros_like(counts), counts)[order])
 
     def equal(self, held: Sequence[HeldContents]) -> Bool:

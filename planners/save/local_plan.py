@@ -6,7 +6,7 @@ a ``PlanTable``, of which ranks compare only a digest. The rest are boxes that o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -38,16 +38,13 @@ __all__ = [
     "ValueKey",
     "ValueNames",
     "pack_boxes",
-    "pack_places",
     "unpack_boxes",
-    "unpack_places",
 ]
 
 OWN_BOXES, WHOLE = -1, 0
 """How ranks with the same ``PlanTable`` hold a tensor that no mesh splits: each lists its boxes, or holds it all."""
 
-_TABLE, _PLACES, _BOXES = "plan table", "places", "boxes"
-_PLACE = np.dtype("<i4")
+_TABLE, _BOXES = "plan table", "boxes"
 
 
 ValueKey = tuple[str, bytes]
@@ -155,22 +152,15 @@ class PlanTable:
         """
         return _common_boxes(self.held, self.layouts)
 
-    def compared_values(self) -> Iterator[ValueKey]:
-        """Return the plain values to which a rank's content digests refer.
+    def compared_items(self) -> list[str | ValueKey]:
+        """Return what a rank's content digests refer to.
 
         Returns:
-            Their sections and paths.
-        """
-        return compress(self.values.keys(), (~self.values.per_rank).tolist())
-
-    def compared_tensors(self) -> list[str]:
-        """Return the tensors to which a rank's content digests refer, after the values of all sections.
-
-        Returns:
-            Their full names.
+            Values by section and path, then tensors by full name.
         """
         names = self.tensors.names
-        return [names[row] for row in np.flatnonzero(self.compared).tolist()]
+        tensors = [names[row] for row in np.flatnonzero(self.compared).tolist()]
+        return [*compress(self.values.keys(), (~self.values.per_rank).tolist()), *tensors]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PlanTable:
@@ -246,6 +236,14 @@ class LocalPlan:
     compared: Bool | None = None
     must_match: Bool | None = None
 
+    def flat_coordinates(self) -> Int64:
+        """Return ``coordinates`` as one array.
+
+        Returns:
+            The coordinates of all layouts, one after the other.
+        """
+        return np.array([number for coordinate in self.coordinates for number in coordinate], np.int64)
+
     def table(self) -> PlanTable:
         """Return the part of this plan that other ranks may have in common.
 
@@ -276,14 +274,6 @@ class LocalPlan:
             self.sections,
         )
 
-    def flat_coordinates(self) -> Int64:
-        """Return ``coordinates`` as one array.
-
-        Returns:
-            The coordinates of all layouts, one after the other.
-        """
-        return np.array([number for coordinate in self.coordinates for number in coordinate], np.int64)
-
     def own_boxes(self) -> BoxTable:
         """Return the shards that other ranks cannot compute.
 
@@ -291,37 +281,15 @@ class LocalPlan:
             The boxes, in the order of ``shards``.
         """
         common = 0 if self.held is None else int(_common_boxes(self.held, self.layouts).sum())
-        return self.shards.part(slice(common, len(self.shards)))
-
-
-def pack_places(coordinates: Int64) -> bytes:
-    """Pack a rank's coordinates for ``unpack_places``.
-
-    Args:
-        coordinates: The coordinates in the meshes of a table's layouts, one after the other.
-
-    Returns:
-        Bytes that any machine can unpack.
-    """
-    return coordinates.astype(_PLACE).tobytes()
-
-
-def unpack_places(messages: Sequence[bytes], count: int) -> Int64:
-    """Unpack the coordinates of several peers.
-
-    Args:
-        messages: What ``pack_places`` has returned on each peer.
-        count: The number of coordinates of each.
-
-    Returns:
-        The coordinates, as ``[peer, coordinate]``.
-
-    Raises:
-        PlanError: A peer sent another number of coordinates.
-    """
-    if set(map(len, messages)) - {count * _PLACE.itemsize}:
-        raise malformed(_PLACES, f"a rank did not send {count} coordinates")
-    return np.frombuffer(b"".join(messages), _PLACE).reshape(len(messages), count).astype(np.int64)
+        if common == 0:
+            return self.shards
+        first = int(self.shards.starts[common])
+        return BoxTable(
+            self.shards.tensor[common:],
+            self.shards.offsets[first:],
+            self.shards.lengths[first:],
+            self.shards.starts[common:] - first,
+        )
 
 
 def pack_boxes(boxes: BoxTable) -> bytes:
@@ -336,17 +304,15 @@ def pack_boxes(boxes: BoxTable) -> bytes:
     return pack_words(boxes.tensor, boxes.offsets, boxes.lengths) if len(boxes) else b""
 
 
-def unpack_boxes(messages: Sequence[bytes], table: Int64, tables: Sequence[TensorTable]) -> tuple[BoxTable, Int64]:
+def unpack_boxes(messages: Sequence[bytes], tensors: TensorTable) -> tuple[BoxTable, Int64]:
     """Unpack the own boxes of several peers.
 
     Args:
         messages: What ``pack_boxes`` has returned on each peer.
-        table: By message, the one of ``tables`` to which its boxes refer.
-        tables: Tables of tensors.
+        tensors: The tensors to which the boxes refer.
 
     Returns:
-        The boxes of all messages one after the other, and the number of boxes of each message. The rows of all tables
-        are numbered one after the other.
+        The boxes of all peers one after the other, and the number of boxes of each peer.
 
     Raises:
         PlanError: ``pack_boxes`` cannot have written the bytes.
@@ -357,14 +323,10 @@ def unpack_boxes(messages: Sequence[bytes], table: Int64, tables: Sequence[Tenso
         _BOXES, [messages[peer] for peer in senders], 3
     )
     counts[senders] = rows
-    sizes = np.array([len(one) for one in tables], np.int64)
-    if (tensor < 0).any() or (tensor >= np.repeat(sizes[table], counts)).any():
-        raise malformed(_BOXES, "a box is of no tensor")
+    check_range(_BOXES, "tensor", tensor, 0, len(tensors))
     check_range(_BOXES, "offsets", offsets, 0, MAX_LENGTH)
     check_range(_BOXES, "lengths", lengths, 0, MAX_LENGTH)
-    tensor += np.repeat(ragged_starts(sizes)[table], counts)
-    ndim = np.concatenate([np.empty(0, np.int64), *(one.ndim for one in tables)])
-    boxes = BoxTable(tensor, offsets, lengths, ragged_starts(ndim[tensor]))
+    boxes = BoxTable.from_columns(tensors, tensor, offsets, lengths)
     # Each peer must send as many numbers as its own boxes have, or they would be attributed to another peer.
     expected = np.diff(boxes.starts[ragged_starts(rows)])
     if (numbers != expected).any() or (as_many != expected).any():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, pairwise
-from operator import itemgetter
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -81,20 +80,14 @@ def merge_tensors(
     rank]``. Raises ``PlanError`` that lists every tensor on which ranks disagree, with the ranks and their
     descriptions.
     """
-    starts = ragged_starts(np.array([len(group.table.tensors) for group in groups], np.int64))
-    is_own = np.concatenate([np.empty(0, np.bool_), *(group.table.own for group in groups)])
+    shared = [np.flatnonzero(~group.table.own) for group in groups]
+    named = [_names(group, rows) for group, rows in zip(groups, shared)]
     own_names = [_own_names(group) for group in groups]
-    # A name has the number of the row that lists it first.
-    first: dict[str, int] = {}
-    shared = np.flatnonzero(~is_own)
-    names_of_rows: Iterator[str] = chain.from_iterable(group.table.tensors.names for group in groups)
-    if len(shared) < len(is_own):
-        names_of_rows = compress(names_of_rows, (~is_own).tolist())
-    number = np.fromiter(map(first.setdefault, names_of_rows, shared.tolist()), np.int64, len(shared))
+    known, numbers = _numbered(named)
     owned = [name for of_group in own_names for names in of_group for name in names]
-    clashes = [name for name in owned if name in first]
+    clashes = [name for name in owned if name in known]
     # The order in which groups list them is nearly sorted, which makes sorting fast.
-    listed = [*first, *owned]
+    listed = [*known, *owned]
     order = sorted(range(len(listed)), key=listed.__getitem__)
     names = list(map(listed.__getitem__, order))
     if len(owned) > len(set(owned)):
@@ -103,66 +96,83 @@ def merge_tensors(
         raise PlanError(_conflict_text(groups, sorted(set(clashes))))
     row_of: Int64 = np.empty(len(listed), np.int64)
     row_of[order] = np.arange(len(listed))
-    rows = np.full(len(is_own), -1, np.int64)
-    rows[np.fromiter(first.values(), np.int64, len(first))] = row_of[: len(first)]
-    rows[shared] = rows[number]
+    rows: list[Int64] = []
     own: list[Int64] = []
-    at = len(first)
-    for group, of_group in zip(groups, own_names):
+    at = len(known)
+    for group, places, number, of_group in zip(groups, shared, numbers, own_names):
+        new = np.full(len(group.table.tensors), -1, np.int64)
+        new[places] = row_of[number]
+        rows.append(new)
         stop = at + len(of_group) * len(group.ranks)
         own.append(row_of[at:stop].reshape(-1, len(group.ranks)))
         at = stop
-    by_group = np.split(rows, starts[1:-1])
     table, conflicts = _table(groups, names, sections, rows, own)
     if conflicts:
         raise PlanError(_conflict_text(groups, conflicts))
     scope = np.full(len(names), -1, np.int64)
     for group, places in zip(groups, own):
         scope[places] = group.ranks
-    return table, scope, by_group, own
+    return table, scope, rows, own
+
+
+def _numbered(named: Sequence[list[str]]) -> tuple[dict[str, int], list[Int64]]:
+    """Number every name in the order in which groups list it first, and return the numbers of each group's names."""
+    number_of: dict[str, int] = {}
+    numbers = []
+    for names in named:
+        after = range(len(number_of), len(number_of) + len(names))
+        if number_of.keys().isdisjoint(names):
+            number_of.update(zip(names, after))
+            numbers.append(np.array(after, np.int64))
+            continue
+        for name in names:
+            number_of.setdefault(name, len(number_of))
+        numbers.append(np.fromiter(map(number_of.__getitem__, names), np.int64, len(names)))
+    return number_of, numbers
+
+
+def _names(group: PlanGroup, rows: Int64) -> list[str]:
+    names = group.table.tensors.names
+    return names if len(rows) == len(names) else [names[row] for row in rows.tolist()]
 
 
 def _own_names(group: PlanGroup) -> list[list[str]]:
     """The names under which each rank's own tensors are stored."""
-    if not group.table.own.any():
-        return []
     names, ranks = group.table.tensors.names, group.ranks.tolist()
     return [[f"{names[row]}@{rank}" for rank in ranks] for row in np.flatnonzero(group.table.own).tolist()]
 
 
 def _table(
-    groups: Sequence[PlanGroup], names: list[str], sections: list[str], rows: Int64, own: list[Int64]
+    groups: Sequence[PlanGroup], names: list[str], sections: list[str], rows: list[Int64], own: list[Int64]
 ) -> tuple[TensorTable, list[str]]:
-    """Return the table of the tensors ``names``, and the names on which groups disagree.
-
-    ``rows`` are the new rows of all groups' tensors, one group after the other.
-    """
+    """Return the table of the tensors ``names``, and the names on which groups disagree."""
     codes = {name: code for code, name in enumerate(sections)}
-    tables = [group.table.tensors for group in groups]
-    empty: Int64 = np.empty(0, np.int64)
-    of_section = [np.array([codes[name] for name in one.sections], np.int64)[one.section] for one in tables]
-    columns = (of_section, [one.dtype for one in tables], [one.ndim for one in tables])
-    listed = np.stack([np.concatenate([empty, *column]) for column in columns])
-    # Each row describes one tensor, or one of every rank of its group.
-    shared, own_rows = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
-    widths = [np.full(one.shape[0], one.shape[1], np.int64) for one in own]
-    old = np.concatenate((shared, np.repeat(own_rows, np.concatenate([empty, *widths]))))
-    at = np.concatenate((rows[shared], *(one.reshape(-1) for one in own)))
-    facts = np.empty((3, len(names)), np.int64)
-    facts[:, at] = listed[:, old]
-    section, dtype, ndim = facts
+    facts = np.full((3, len(names)), -1, np.int64)
     conflicting = np.zeros(len(names), np.bool_)
-    conflicting[at[(facts[:, at] != listed[:, old]).any(axis=0)]] = True
-    if conflicting.any():
+    sources: list[tuple[TensorTable, Int64, Int64]] = []
+    for group, new, own_names in zip(groups, rows, own):
+        tensors = group.table.tensors
+        shared, own_rows = np.flatnonzero(~group.table.own), np.flatnonzero(group.table.own)
+        old = np.concatenate((shared, np.repeat(own_rows, own_names.shape[1])))
+        at = np.concatenate((new[shared], own_names.reshape(-1)))
+        section = np.array([codes[name] for name in tensors.sections], np.int64)
+        claims = np.stack((section[tensors.section[old]], tensors.dtype[old], tensors.ndim[old]))
+        fresh = facts[0, at] < 0
+        conflicting[at[~fresh & (facts[:, at] != claims).any(axis=0)]] = True
+        facts[:, at[fresh]] = claims[:, fresh]
+        sources.append((tensors, old, at))
+    section, dtype, ndim = facts
+    starts = ragged_starts(ndim)
+    shape = np.full(int(starts[-1]), -1, np.int64)
+    for tensors, old, at in sources:
         same = ~conflicting[at]
         old, at = old[same], at[same]
-    claims = np.concatenate([empty, *(one.shape for one in tables)])
-    claims = claims[ragged_positions(ragged_starts(listed[2])[old], ndim[at])]
-    starts = ragged_starts(ndim)
-    where = ragged_positions(starts[at], ndim[at])
-    shape = np.full(int(starts[-1]), -1, np.int64)
-    shape[where] = claims
-    conflicting[np.repeat(at, ndim[at])[shape[where] != claims]] = True
+        where = ragged_positions(starts[at], ndim[at])
+        claims = tensors.shape[ragged_positions(tensors.starts[old], ndim[at])]
+        fresh = shape[where] < 0
+        clash = ~fresh & (shape[where] != claims)
+        conflicting[np.repeat(at, ndim[at])[clash]] = True
+        shape[where[fresh]] = claims[fresh]
     table = TensorTable(names, sections, section.copy(), dtype.copy(), ndim.copy(), shape)
     return table, [names[row] for row in np.flatnonzero(conflicting).tolist()]
 
@@ -241,40 +251,31 @@ def merge_values(groups: Sequence[PlanGroup], differing: Collection[ValueKey]) -
     """
     lowest_first = sorted(groups, key=lambda group: int(group.ranks[0]))
     tables = [group.table.values for group in lowest_first]
+    keys = list(chain.from_iterable(values.keys() for values in tables))
+    distinct = sorted(dict.fromkeys(keys))
+    number_of = dict(zip(distinct, range(len(distinct))))
+    number = np.fromiter(map(number_of.__getitem__, keys), np.int64, len(keys))
     counts = np.array([len(values) for values in tables], np.int64)
-    total = int(counts.sum())
-    listed_first: dict[ValueKey, int] = {}
-    keys = chain.from_iterable(values.keys() for values in tables)
-    listed = np.fromiter(map(listed_first.setdefault, keys, range(total)), np.int64, total)
-    # By section, then path: two stable sorts are faster than one that compares pairs.
-    distinct = sorted(sorted(listed_first, key=itemgetter(1)), key=itemgetter(0))
-    number_of_row = np.empty(total, np.int64)
-    number_of_row[list(map(listed_first.__getitem__, distinct))] = np.arange(len(distinct))
-    number = number_of_row[listed]
     group = np.repeat(np.arange(len(tables)), counts)
     index = ragged_positions(np.zeros_like(counts), counts)
     _reject_duplicates(lowest_first, distinct, group, number)
     separate = np.zeros(len(distinct), np.bool_)
-    separate[[number_of_row[listed_first[key]] for key in differing if key in listed_first]] = True
+    separate[[number_of[key] for key in differing if key in number_of]] = True
     for_each = np.concatenate([np.empty(0, np.bool_), *(values.per_rank for values in tables)])
     separate[number[for_each]] = True
     # The lowest rank of the first group that has a value writes it for all.
     _, first = np.unique(number, return_index=True)
     first = first[~separate[number[first]]]
     each = np.flatnonzero(separate[number])
-    holders = [lowest_first[which] for which in group[each].tolist()]
-    times = np.array([len(one.ranks) for one in holders], np.int64)
-    lowest = np.array([[one.ranks[0], one.first_value[0]] for one in lowest_first], np.int64).reshape(-1, 2)[
-        group[first]
-    ]
+    holders = [lowest_first[which].ranks for which in group[each].tolist()]
+    times = np.array([len(ranks) for ranks in holders], np.int64)
+    lowest = np.array([int(one.ranks[0]) for one in lowest_first], np.int64)
     row = np.concatenate((first, np.repeat(each, times)))
-    rank = np.concatenate([lowest[:, 0], *(one.ranks for one in holders)])
-    index = index[row] + np.concatenate([lowest[:, 1], *(one.first_value for one in holders)])
+    rank = np.concatenate([lowest[group[first]], *holders])
     order = np.lexsort((rank, number[row]))
-    written = number[row[order]]
-    return PlannedValues(
-        list(map(distinct.__getitem__, written.tolist())), rank[order], index[order], ~separate[written]
-    )
+    row, rank = row[order], rank[order]
+    written = number[row]
+    return PlannedValues(list(map(distinct.__getitem__, written.tolist())), rank, index[row], ~separate[written])
 
 
 def _reject_duplicates(groups: Sequence[PlanGroup], keys: list[ValueKey], group: Int64, number: Int64) -> None:

@@ -22,7 +22,7 @@ from .assignment import Assignment, pack_assignment
 from .balance import choose_writers
 from .local_plan import LocalPlan, ValueKey
 from .merge import PlannedValues, merge_aliases, merge_pinned, merge_sections, merge_tensors, merge_values, ranks_text
-from .plan_groups import HeldRows, OwnBoxes, PlanGroup, group_plans, held_rows, whole_boxes
+from .plan_groups import HeldRows, PlanGroup, group_plans, held_rows, whole_boxes
 from .rank_sets import RankSets, distinct_sets
 
 __all__ = [
@@ -216,17 +216,14 @@ def plan_save(plans: Sequence[LocalPlan]) -> SavePlan:
             key = value.section, value.path
             if digests.setdefault(key, value.digest) != value.digest:
                 differing.add(key)
-    return plan_groups(*group_plans(plans), differing, world_size=len(plans))
+    return plan_groups(group_plans(plans), differing, world_size=len(plans))
 
 
-def plan_groups(
-    groups: Sequence[PlanGroup], listed: OwnBoxes, differing: Collection[ValueKey], *, world_size: int
-) -> SavePlan:
-    """Plan a save of groups of ranks (see ``plan_save``).
+def plan_groups(groups: Sequence[PlanGroup], differing: Collection[ValueKey], *, world_size: int) -> SavePlan:
+    """Plan a save of groups of ranks (see ``plan_save``). Every rank is in one group.
 
     Args:
-        groups: Ranks with the same table. A rank with several tables is in several groups.
-        listed: The boxes that the ranks list.
+        groups: Ranks with the same table.
         differing: The values that are not equal on all their holders.
         world_size: The number of ranks.
 
@@ -240,7 +237,7 @@ def plan_groups(
     sections = sorted({name for name, _ in kinds}.union(*(group.table.tensors.sections for group in groups)))
     tensors, scope, rows, own = merge_tensors(groups, sections)
     sets = RankSets(world_size)
-    held = held_rows(groups, listed, tensors, rows, own, sets)
+    held = held_rows(groups, tensors, rows, own, sets)
     plan = _plan(tensors, held, sets, merge_pinned(groups, tensors, rows))
     plan.scope = scope
     plan.values = merge_values(groups, differing)

@@ -7,49 +7,53 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...errors import PlanError
+from ...tensors.mesh_layout import MeshLayout
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
-from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable, pack_places, unpack_places
-from .mesh_boxes import MeshMembers, mesh_boxes, mesh_members
+from .local_plan import OWN_BOXES, WHOLE, LocalPlan, PlanTable
+from .mesh_boxes import mesh_boxes, mesh_members
 from .rank_sets import RankSets
 
-__all__ = ["HeldRows", "OwnBoxes", "PlanGroup", "group_plans", "held_rows", "whole_boxes"]
+__all__ = ["HeldRows", "PlanGroup", "group_plans", "held_rows", "whole_boxes"]
 
 
 @dataclass(frozen=True, eq=False)
 class PlanGroup:
-    """The ranks with the same table, and where what it describes begins on each of them.
+    """The ranks with the same table, and what each holds in addition to it.
 
     Attributes:
-        table: What they have in common. A rank may have several tables, one after the other.
+        table: What they have in common.
         ranks: The ranks, ascending.
         coordinates: For each layout, their coordinates in its mesh as ``[rank, dimension]``.
-        first_shard: By rank, the row of the table's first common box among the rank's shards.
-        first_value: By rank, the row of the table's first value among the rank's values.
+        boxes: The own boxes of all these ranks.
+        rank: The rank that holds an own box.
+        index: The box's number among that rank's own boxes.
     """
 
     table: PlanTable
     ranks: Int64
     coordinates: list[Int64]
-    first_shard: Int64
-    first_value: Int64
+    boxes: BoxTable
+    rank: Int64
+    index: Int64
 
     @classmethod
     def of(
         cls,
         table: PlanTable,
         ranks: Sequence[int],
-        places: Sequence[bytes],
-        first_shard: Sequence[int] | None = None,
-        first_value: Sequence[int] | None = None,
+        positions: Sequence[Int64],
+        boxes: BoxTable,
+        counts: Int64,
     ) -> PlanGroup:
         """Create a group.
 
         Args:
             table: What the ranks have in common.
             ranks: The ranks, ascending.
-            places: For each rank, what ``pack_places`` has returned.
-            first_shard: By rank, the row of the table's first common box among the rank's shards. 0 if None.
-            first_value: By rank, the row of the table's first value among the rank's values. 0 if None.
+            positions: For each rank, its coordinates in the meshes of all layouts, one after the other.
+            boxes: The own boxes of all ranks, by rank.
+            counts: The number of own boxes of each rank.
 
         Returns:
             The group.
@@ -58,70 +62,33 @@ class PlanGroup:
             PlanError: The coordinates do not match the table's meshes.
         """
         dims = [len(layout.shape) for layout in table.layouts]
-        coordinates = unpack_places(places, sum(dims))
-        nowhere = np.zeros(len(ranks), np.int64)
-        return cls(
-            table,
-            np.array(ranks, np.int64),
-            np.split(coordinates, np.cumsum(dims)[:-1], axis=1) if dims else [],
-            nowhere if first_shard is None else np.array(first_shard, np.int64),
-            nowhere if first_value is None else np.array(first_value, np.int64),
-        )
+        if any(len(place) != sum(dims) for place in positions):
+            raise PlanError(f"ranks {ranks[:8]} did not send their coordinates in {len(dims)} meshes")
+        table_of_places = np.array(positions, np.int64).reshape(len(ranks), sum(dims))
+        members = np.array(ranks, np.int64)
+        index = ragged_positions(np.zeros_like(counts), counts)
+        coordinates = np.split(table_of_places, np.cumsum(dims)[:-1], axis=1) if dims else []
+        return cls(table, members, coordinates, boxes, np.repeat(members, counts), index)
 
 
-@dataclass(frozen=True, eq=False)
-class OwnBoxes:
-    """Boxes that only their holders can list.
-
-    Attributes:
-        boxes: The boxes, of tensors by their row in the tables of all groups, one after the other.
-        rank: By row of ``boxes``, the rank that holds it.
-        source: By row of ``boxes``, its row among that rank's shards.
-    """
-
-    boxes: BoxTable
-    rank: Int64
-    source: Int64
-
-    @classmethod
-    def of(cls, boxes: BoxTable, counts: Int64, common: Int64) -> OwnBoxes:
-        """Attribute boxes to ranks.
-
-        Args:
-            boxes: The boxes, by rank.
-            counts: The number of boxes of each rank.
-            common: The number of each rank's other boxes, which come first among its shards.
-
-        Returns:
-            The boxes with their ranks and rows.
-        """
-        return cls(boxes, np.repeat(np.arange(len(counts)), counts), ragged_positions(common, counts))
-
-
-def group_plans(plans: Sequence[LocalPlan]) -> tuple[list[PlanGroup], OwnBoxes]:
+def group_plans(plans: Sequence[LocalPlan]) -> list[PlanGroup]:
     """Group the plans of all ranks, which are by rank."""
     tables = [plan.table() for plan in plans]
     keys: dict[bytes, list[int]] = {}
     for rank, table in enumerate(tables):
         keys.setdefault(table.to_bytes() if len(plans) > 1 else b"", []).append(rank)
-    first = np.zeros(len(plans), np.int64)
     groups = []
-    at = 0
     for ranks in keys.values():
-        table = tables[ranks[0]]
-        groups.append(PlanGroup.of(table, ranks, [pack_places(plans[rank].flat_coordinates()) for rank in ranks]))
-        first[ranks] = at
-        at += len(table.tensors)
-    boxes = [plan.own_boxes() for plan in plans]
-    counts = np.array(list(map(len, boxes)), np.int64)
-    some = [BoxTable.build([]), *boxes]
-    joined = BoxTable(
-        np.concatenate([one.tensor for one in some]) + np.repeat(first, counts),
-        np.concatenate([one.offsets for one in some]),
-        np.concatenate([one.lengths for one in some]),
-        ragged_starts(np.concatenate([np.diff(one.starts) for one in some])),
-    )
-    return groups, OwnBoxes.of(joined, counts, np.array([len(plan.shards) for plan in plans], np.int64) - counts)
+        table, boxes = tables[ranks[0]], [plans[rank].own_boxes() for rank in ranks]
+        joined = BoxTable.from_columns(
+            table.tensors,
+            np.concatenate([one.tensor for one in boxes]),
+            np.concatenate([one.offsets for one in boxes]),
+            np.concatenate([one.lengths for one in boxes]),
+        )
+        positions = [plans[rank].flat_coordinates() for rank in ranks]
+        groups.append(PlanGroup.of(table, ranks, positions, joined, np.array([len(one) for one in boxes], np.int64)))
+    return groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,125 +105,119 @@ _Part = tuple[Int64, Int64, Int64, Int64, Int64]
 
 
 def held_rows(
-    groups: Sequence[PlanGroup],
-    listed: OwnBoxes,
-    tensors: TensorTable,
-    rows: Sequence[Int64],
-    own: Sequence[Int64],
-    sets: RankSets,
+    groups: Sequence[PlanGroup], tensors: TensorTable, rows: Sequence[Int64], own: Sequence[Int64], sets: RankSets
 ) -> HeldRows:
     """Return what all ranks hold, each distinct box of a group once.
 
     ``rows`` has, by group, the new row of each row of its table (for shared tensors), ``own`` those of its own tensors
     as ``[own tensor, rank]``.
     """
-    tensor = _rows_of_listed(groups, listed, rows, own)
-    parts: list[_Part] = [(tensor, listed.boxes.offsets, listed.boxes.lengths, listed.rank, listed.source)]
-    meshes = _Meshes(tensors, sets)
-    whole: list[_Whole] = []
+    empty: Int64 = np.empty(0, np.int64)
+    parts: list[_Part] = [(empty, empty, empty, empty, empty)]
+    common: dict[Hashable, _Common] = {}
     for group, new, own_new in zip(groups, rows, own):
-        table, held = group.table, group.table.held
-        counts = table.common_boxes()
-        source = np.cumsum(counts) - counts
-        if len(own_new):
-            own_rows = np.flatnonzero(table.own)
-            alone = own_rows[held[own_rows] == WHOLE]
-            names = own_new[held[own_rows] == WHOLE].reshape(-1)
-            its_row = (source[alone][:, None] + group.first_shard).reshape(-1)
-            parts.append((names, *whole_boxes(tensors, names), np.tile(group.ranks, len(alone)), its_row))
-            held = np.where(table.own, OWN_BOXES, held)
-        if int(held.max(initial=OWN_BOXES)) == OWN_BOXES:
-            continue
-        for first, members in _by_first_shard(group):
-            which = (held == WHOLE).nonzero()[0]
-            whole.append((group.ranks[members], new[which], first + source[which]))
-            for number in range(1, len(table.layouts) + 1):
-                which = (held == number).nonzero()[0]
-                parts.append(meshes.part(group, number, members, new[which], first + source[which]))
-    parts.append(_whole_part(whole, tensors, sets))
+        for part in _common_parts(group, new):
+            known = common.setdefault(part.key, part)
+            if known is not part:
+                known.holders += part.holders
+        parts += _own_parts(group, tensors, new, own_new)
+    for part in common.values():
+        parts += part.held(tensors, sets)
     tensor, offsets, lengths, member_set, source = map(np.concatenate, zip(*parts))
     return HeldRows(BoxTable.from_columns(tensors, tensor, offsets, lengths), member_set, source)
 
 
-def _by_first_shard(group: PlanGroup) -> Iterator[tuple[int, Int64 | slice]]:
-    """Yield the members of a group on which the table's common boxes begin at the same row."""
-    first = group.first_shard
-    if (first == first[0]).all():
-        yield int(first[0]), slice(None)
-        return
-    for value in np.unique(first).tolist():
-        yield value, np.flatnonzero(first == value)
+@dataclass(eq=False)
+class _Common:
+    """Tensors of one section that ranks hold in the same way, in the tables of one or several groups.
+
+    Attributes:
+        rows: The tensors.
+        source: By tensor, the shard that is the first of its boxes on each of the ranks.
+        layout: How a mesh splits them; None if the ranks hold them completely.
+        holders: For each group, its ranks and their coordinates in the mesh.
+    """
+
+    rows: Int64
+    source: Int64
+    layout: MeshLayout | None
+    holders: list[tuple[Int64, Int64]]
+
+    @property
+    def key(self) -> Hashable:
+        return self.layout, self.rows.tobytes(), self.source.tobytes()
+
+    def held(self, tensors: TensorTable, sets: RankSets) -> Iterator[_Part]:
+        """Yield each distinct box with the set of its holders."""
+        ranks, coordinates = map(np.concatenate, zip(*self.holders))
+        order = np.argsort(ranks)
+        ranks, coordinates = ranks[order], coordinates[order]
+        if self.layout is None:
+            everyone = sets.add(ranks, np.array([0, len(ranks)], np.int64))
+            yield self.rows, *whole_boxes(tensors, self.rows), np.repeat(everyone, len(self.rows)), self.source
+            return
+        members = mesh_members(self.layout, ranks, coordinates)
+        numbers = np.repeat(sets.add(members.ranks, members.starts), self.layout.boxes)
+        box = np.tile(np.arange(self.layout.boxes), len(members.coordinates))
+        shapes = tensors.shape[tensors.starts[:-1][self.rows][:, None] + np.arange(len(self.layout.cuts))]
+        for shape, which in _by_shape(shapes):
+            offsets, lengths = mesh_boxes(self.layout, shape, members.coordinates)
+            yield (
+                np.repeat(self.rows[which], len(numbers)),
+                np.tile(offsets.reshape(-1), len(which)),
+                np.tile(lengths.reshape(-1), len(which)),
+                np.tile(numbers, len(which)),
+                (self.source[which][:, None] + box).reshape(-1),
+            )
 
 
-def _rows_of_listed(
-    groups: Sequence[PlanGroup], listed: OwnBoxes, rows: Sequence[Int64], own: Sequence[Int64]
-) -> Int64:
-    """Return the new row of the tensor of each listed box."""
-    row = listed.boxes.tensor
-    tensor = np.concatenate([np.empty(0, np.int64), *rows])[row]
-    boxes = np.flatnonzero(tensor < 0)
-    if len(boxes):
-        starts = ragged_starts(np.array(list(map(len, rows)), np.int64))
-        number = np.searchsorted(starts, row[boxes], side="right") - 1
-        for which in np.unique(number).tolist():
-            group, some = groups[which], boxes[number == which]
-            place = np.searchsorted(np.flatnonzero(group.table.own), row[some] - starts[which])
-            tensor[some] = own[which][place, np.searchsorted(group.ranks, listed.rank[some])]
-    return tensor
+def _common_parts(group: PlanGroup, rows: Int64) -> Iterator[_Common]:
+    """What the ranks of a group share with others, by section: optimizers may differ where models are equal."""
+    table = group.table
+    counts = table.common_boxes()
+    source = np.cumsum(counts) - counts
+    none: Int64 = np.empty((len(group.ranks), 0), np.int64)
+    kind = np.where(table.own, OWN_BOXES, table.held) * len(table.tensors.sections) + table.tensors.section
+    for number, (layout, coordinates) in enumerate(zip((None, *table.layouts), (none, *group.coordinates))):
+        for section in range(len(table.tensors.sections)):
+            held = np.flatnonzero(kind == number * len(table.tensors.sections) + section)
+            if len(held):
+                yield _Common(rows[held], source[held], layout, [(group.ranks, coordinates)])
 
 
-_Whole = tuple[Int64, Int64, Int64]
-"""Ranks, the tensors that each of them holds completely, and their rows among its shards."""
-
-
-def _whole_part(whole: Sequence[_Whole], tensors: TensorTable, sets: RankSets) -> _Part:
-    empty: Int64 = np.empty(0, np.int64)
-    ranks, rows, source = map(np.concatenate, zip((empty, empty, empty), *whole))
-    members, counts = np.array([(len(one[0]), len(one[1])) for one in whole], np.int64).reshape(-1, 2).T
-    return rows, *whole_boxes(tensors, rows), np.repeat(sets.add(ranks, ragged_starts(members)), counts), source
-
-
-class _Meshes:
-    """The boxes of tensors that meshes split, and their holders. Many groups have meshes and shapes in common."""
-
-    def __init__(self, tensors: TensorTable, sets: RankSets) -> None:
-        self._tensors, self._sets = tensors, sets
-        self._holders: dict[Hashable, tuple[MeshMembers, Int64]] = {}
-        self._boxes: dict[Hashable, tuple[Int64, Int64]] = {}
-
-    def part(self, group: PlanGroup, number: int, members: Int64 | slice, rows: Int64, source: Int64) -> _Part:
-        """What the ranks ``members`` of a group hold of tensors that a layout splits."""
-        if not len(rows):
-            return rows, rows, rows, rows, rows
-        layout, ranks = group.table.layouts[number - 1], group.ranks[members]
-        coordinates = group.coordinates[number - 1][members]
-        cutting = frozenset(dim for axis in layout.cuts for dim in axis)
-        key = layout.shape, cutting, ranks.tobytes(), coordinates.tobytes()
-        if key not in self._holders:
-            places = mesh_members(layout, ranks, coordinates)
-            self._holders[key] = places, self._sets.add(places.ranks, places.starts)
-        places, holders = self._holders[key]
-        numbers = np.repeat(holders, layout.boxes)
-        box = np.tile(np.arange(layout.boxes), len(holders))
-        tensors, place_key = self._tensors, places.coordinates.tobytes()
-        shapes = tensors.shape[tensors.starts[rows][:, None] + np.arange(len(layout.cuts))].tolist()
-        kinds: dict[tuple[int, ...], int] = {}
-        kind = [kinds.setdefault(tuple(shape), len(kinds)) for shape in shapes]
-        for shape in kinds:
-            if (layout, shape, place_key) not in self._boxes:
-                self._boxes[layout, shape, place_key] = mesh_boxes(layout, shape, places.coordinates)
-        boxes = np.array([self._boxes[layout, shape, place_key] for shape in kinds])[kind]
-        offsets, lengths = boxes[:, 0].reshape(-1), boxes[:, 1].reshape(-1)
-        return (
-            np.repeat(rows, len(numbers)),
-            offsets,
-            lengths,
-            np.tile(numbers, len(rows)),
-            (source[:, None] + box).reshape(-1),
-        )
+def _own_parts(group: PlanGroup, tensors: TensorTable, rows: Int64, own: Int64) -> Iterator[_Part]:
+    """What each rank of a group holds alone: its own tensors, and boxes that only it can list."""
+    table, ranks = group.table, group.ranks
+    counts = table.common_boxes()
+    source = np.cumsum(counts) - counts
+    own_rows = np.flatnonzero(table.own)
+    alone = table.held[own_rows] == WHOLE
+    names = own[alone].reshape(-1)
+    own_source = np.repeat(source[own_rows[alone]], len(ranks))
+    yield names, *whole_boxes(tensors, names), np.tile(ranks, int(alone.sum())), own_source
+    boxes = group.boxes
+    tensor = rows[boxes.tensor]
+    if len(own_rows):
+        place = np.full(len(table.own), -1, np.int64)
+        place[own_rows] = np.arange(len(own_rows))
+        is_own = table.own[boxes.tensor]
+        at = np.searchsorted(ranks, group.rank[is_own])
+        tensor[is_own] = own[place[boxes.tensor[is_own]], at]
+    yield tensor, boxes.offsets, boxes.lengths, group.rank, int(counts.sum()) + group.index
 
 
 def whole_boxes(tensors: TensorTable, rows: Int64) -> tuple[Int64, Int64]:
     """Return offsets and lengths of the boxes that are these tensors, ragged."""
     shape = tensors.shape[ragged_positions(tensors.starts[:-1][rows], tensors.ndim[rows])]
     return np.zeros_like(shape), shape
+
+
+def _by_shape(shapes: Int64) -> Iterator[tuple[tuple[int, ...], Int64]]:
+    """Yield each distinct row of ``[n, ndim]``, and its positions."""
+    if len(shapes) == 0:
+        return
+    kinds, kind = np.unique(shapes, axis=0, return_inverse=True)
+    order = np.argsort(kind.reshape(-1), kind="stable")
+    starts = ragged_starts(np.bincount(kind.reshape(-1), minlength=len(kinds)))
+    for index, shape in enumerate(kinds.tolist()):
+        yield tuple(shape), order[starts[index] : starts[index + 1]]

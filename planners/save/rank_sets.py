@@ -19,10 +19,9 @@ class RankSets:
         self._ranks = [np.arange(world_size, dtype=np.int64)]
         self._counts = [np.ones(world_size, np.int64)]
         self._columns: tuple[Int64, Int64] | None = None
-        self._length = world_size
 
     def __len__(self) -> int:
-        return self._length
+        return sum(map(len, self._counts))
 
     def add(self, ranks: Int64, starts: Int64) -> Int64:
         """Return the numbers of the sets ``ranks[starts[i] : starts[i + 1]]``, each ascending.
@@ -33,8 +32,7 @@ class RankSets:
         numbers: Int64 = ranks[starts[:-1]].copy()
         many = np.flatnonzero(counts > 1)
         if len(many):
-            numbers[many] = self._length + np.arange(len(many))
-            self._length += len(many)
+            numbers[many] = len(self) + np.arange(len(many))
             self._ranks.append(ranks[ragged_positions(starts[:-1][many], counts[many])])
             self._counts.append(counts[many])
             self._columns = None

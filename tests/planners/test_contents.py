@@ -103,7 +103,7 @@ def test_so_many_may_differ(count: int, cacheable: bool) -> None:
 def test_contents_of_other_items_are_refused() -> None:
     with pytest.raises(PlanError, match="rank 0 has 1 digests for 2 items"):
         compare_contents([HeldContents(["a", "b"], np.array([0]), [stack_digests([b"1"])])], 1)
-    with pytest.raises(PlanError, match="rank 0 lists 'a' twice"):
+    with pytest.raises(PlanError, match="or lists an item twice"):
         compare_contents([HeldContents(["a", "a"], np.array([0]), [stack_digests([b"1", b"2"])])], 1)
 
 

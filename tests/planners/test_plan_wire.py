@@ -15,12 +15,10 @@ from bytecheckpoint.planners import (
     WHOLE,
     Assignment,
     LocalPlan,
-    OwnBoxes,
     PlanGroup,
     PlanTable,
     ValueEntry,
     pack_boxes,
-    pack_places,
     plan_groups,
     plan_save,
     unpack_boxes,
@@ -52,10 +50,6 @@ def sample() -> PlanTable:
 
 def boxes() -> BoxTable:
     return BoxTable.build([(2, Box((0,), (7,))), (0, Box((1, 0), (2, 3))), (1, Box((), ()))])
-
-
-def _unpacked(*messages: bytes) -> BoxTable:
-    return unpack_boxes(messages, np.zeros(len(messages), np.int64), [sample().tensors])[0]
 
 
 def own_plan() -> LocalPlan:
@@ -93,12 +87,10 @@ def test_a_table_survives_the_wire() -> None:
 def test_boxes_survive_the_wire() -> None:
     tensors = sample().tensors
     assert pack_boxes(BoxTable.build([])) == b""
-    sent = [b"", pack_boxes(boxes()), b"", pack_boxes(boxes())]
-    both, counts = unpack_boxes(sent, np.array([0, 0, 1, 1]), [tensors, tensors])
+    both, counts = unpack_boxes([b"", pack_boxes(boxes()), b"", pack_boxes(boxes())], tensors)
     assert list(both) == [*boxes(), *boxes()]
-    assert both.tensor.tolist() == [2, 0, 1, 5, 3, 4]
     assert counts.tolist() == [0, 3, 0, 3]
-    assert len(_unpacked(b"")) == 0
+    assert len(unpack_boxes([b""], tensors)[0]) == 0
 
 
 def test_ranks_with_the_same_structure_have_the_same_table() -> None:
@@ -125,7 +117,7 @@ def test_ranks_with_the_same_structure_have_the_same_table() -> None:
 
 
 def test_what_came_over_the_wire_may_be_changed() -> None:
-    table, held = PlanTable.from_bytes(sample().to_bytes()), _unpacked(pack_boxes(boxes()))
+    table, held = PlanTable.from_bytes(sample().to_bytes()), unpack_boxes([pack_boxes(boxes())], sample().tensors)[0]
     table.tensors.shape[0] = 9
     held.offsets[0] = 9
 
@@ -160,7 +152,7 @@ def test_every_cut_is_refused() -> None:
     for good, read in (
         (sample().to_bytes(), PlanTable.from_bytes),
         (_assignment().to_bytes(), Assignment.from_bytes),
-        (pack_boxes(boxes()), lambda data: _unpacked(data or b"?")),
+        (pack_boxes(boxes()), lambda data: unpack_boxes([data or b"?"], sample().tensors)),
     ):
         for end in range(len(good)):
             with pytest.raises(PlanError, match="malformed"):
@@ -177,7 +169,7 @@ def test_one_kind_is_not_taken_for_another() -> None:
     with pytest.raises(PlanError, match="malformed plan table"):
         PlanTable.from_bytes(_assignment().to_bytes())
     with pytest.raises(PlanError, match="malformed boxes"):
-        _unpacked(_assignment().to_bytes())
+        unpack_boxes([_assignment().to_bytes()], sample().tensors)
     with pytest.raises(PlanError, match="malformed save assignment"):
         Assignment.from_bytes(sample().to_bytes())
 
@@ -187,12 +179,11 @@ def _harmless(data: bytes) -> None:
     with suppress(PlanError):
         table = PlanTable.from_bytes(data)
         own = own_plan()
-        groups = [PlanGroup.of(own.table(), [0], [b""]), PlanGroup.of(table, [1], [pack_places(np.array([1, 2]))])]
-        sent = [pack_boxes(own.own_boxes()), pack_boxes(boxes())]
-        held, counts = unpack_boxes(sent, np.array([0, 1]), [own.tensors, table.tensors])
-        plan_groups(groups, OwnBoxes.of(held, counts, np.array([0, 0])), set(), world_size=2)
+        groups = [PlanGroup.of(table, [1], [np.array([1, 2])], boxes(), np.array([3]))]
+        groups += [PlanGroup.of(own.table(), [0], [own.flat_coordinates()], own.own_boxes(), np.array([3]))]
+        plan_groups(groups, set(), world_size=2)
     with suppress(PlanError):
-        held = _unpacked(data)
+        held, _ = unpack_boxes([data], own_plan().tensors)
         plan_save([own_plan(), LocalPlan(own_plan().tensors, held, scope=np.array([-1, -1, 0]))])
     with suppress(PlanError):
         Assignment.from_bytes(data)
@@ -310,7 +301,7 @@ def test_a_field_that_breaks_a_rule_is_refused(field: str, value: object) -> Non
 def test_boxes_that_break_a_rule_are_refused(tensor: list[int], offsets: list[int], lengths: list[int]) -> None:
     data = wire.pack_words(*(np.array(values, np.int64) for values in (tensor, offsets, lengths)))
     with pytest.raises(PlanError, match="malformed boxes"):
-        _unpacked(pack_boxes(boxes()), data)
+        unpack_boxes([pack_boxes(boxes()), data], sample().tensors)
 
 
 def test_words_of_no_known_width_are_refused() -> None:
