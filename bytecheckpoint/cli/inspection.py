@@ -176,7 +176,8 @@ def verify_command(out: Output, options: Mapping[str, Any], checkpoint: str) -> 
     Exits with 1 if a data file is damaged, with 4 if the manifest is, because then nothing else can be checked.
     """
     found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
-    with out.progress("verify", found.manifest.file_bytes) as progress:
+    files = found.manifest.files
+    with out.progress("verify", int((files.head_length + files.data_size).sum())) as progress:
         report = found.verify(progress)
     out.document({**asdict(report), "ok": report.ok})
     for problem in report.problems:
