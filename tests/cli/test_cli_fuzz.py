@@ -103,6 +103,8 @@ def _word(choose: random.Random, places: Path, scratch: Path) -> str:
 def _value(choose: random.Random, parameter: click.Parameter, places: Path, scratch: Path) -> str:
     if parameter.name == "output":
         return str(scratch / "out.json")
+    if parameter.name == "rate_limit":
+        return choose.choice(["", "x", "-1", "0", "nan", "1e999", "5GB", "100MiB"])  # a low rate takes hours
     if isinstance(parameter.type, click.Choice) and choose.random() < 0.7:
         return str(choose.choice(list(parameter.type.choices)))
     return choose.choice(["1", "2", *WORDS, str(places / "names.json"), "endpoint_url=x"])
