@@ -77,7 +77,8 @@ class ChunkEncoder:
         self._encoded: dict[int, tuple[tuple[memoryview, ...], Release]] = {}  # that have no place yet
         self._placed = 0  # pieces
         self._size = 0
-        self._frames: dict[int, tuple[list[int], list[int]]] = {}
+        self._lengths: dict[int, Int64] = {}  # by piece, as are the checksums
+        self._checksums: dict[int, npt.NDArray[np.uint64]] = {}
 
     def cut(self, start: int, data: memoryview, release: Release) -> UnencodedPiece | None:
         """Divide the next bytes of the file into parts. Returns None, and releases them, if they complete no part.
@@ -122,15 +123,16 @@ class ChunkEncoder:
                 lengths.append(len(frame))
                 checksums.append(xxh3_64_intdigest(frame))
         with self._lock:
-            self._frames[piece.number] = lengths, checksums
+            self._lengths[piece.number] = np.array(lengths, np.int64)
+            self._checksums[piece.number] = np.array(checksums, np.uint64)
             self._encoded[piece.number] = (carried, piece.data[:done]), piece.release
             return [*self._place()]
 
     def finish(self) -> tuple[int, Frames]:
         """Return the size of the file, all of whose pieces are encoded, and its frames."""
-        found = [self._frames[number] for number in range(self._pieces)]
-        length = np.array([one for lengths, _ in found for one in lengths], np.int64)
-        checksum = np.array([one for _, checksums in found for one in checksums], np.uint64)
+        order = range(self._pieces)
+        length = np.concatenate([np.empty(0, np.int64), *map(self._lengths.__getitem__, order)])
+        checksum = np.concatenate([np.empty(0, np.uint64), *map(self._checksums.__getitem__, order)])
         return self._size, Frames(self._codec.name, length, checksum)
 
     def _frame(self, chunk: memoryview, width: int) -> memoryview:

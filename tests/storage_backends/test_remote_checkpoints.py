@@ -78,6 +78,23 @@ def test_a_manager_on_s3(bucket: str, s3: dict[str, Any]) -> None:
 
 
 @pytest.mark.s3
+@pytest.mark.parametrize("is_async", [False, True])
+def test_encoded_tensors_on_s3(bucket: str, s3: dict[str, Any], is_async: bool) -> None:
+    """In several parts, of which the last is shorter than the size before encoding says."""
+    path, generator = f"s3://{bucket}/encoded-{is_async}", torch.Generator().manual_seed(0)
+    state = {"w": torch.randn(11_000_003, generator=generator), "n": torch.arange(100_000)}
+    bcp.save(path, {"s": state}, codec="zstd-planes", async_save=is_async, storage_options=s3).result(time_limit(60))
+    checkpoint = bcp.open(path, storage_options=s3)
+    assert checkpoint.manifest.file_bytes < 0.87 * checkpoint.manifest.nbytes
+    assert {stat.key for stat in checkpoint.backend.list()} == {"manifest.msgpack", *checkpoint.manifest.files.name}
+    assert checkpoint.verify().ok
+    assert torch.equal(checkpoint["s.w"][7_000_000:7_000_100], state["w"][7_000_000:7_000_100])
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    bcp.load(path, {"s": found}, storage_options=s3)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.s3
 def test_nothing_there_on_s3(bucket: str, s3: dict[str, Any]) -> None:
     with pytest.raises(CheckpointNotFoundError, match=bucket):
         bcp.open(f"s3://{bucket}/nowhere", storage_options=s3)
