@@ -7,6 +7,10 @@ has restarted this job since the holder began, because torchrun ends all workers
 was only suspended finds that the lease was taken, and saves no more. Stores have no lock that a suspended process loses
 automatically, so the holder also checks the lease right before each commit. If the lease changes between that check and
 the commit, the result may be a checkpoint whose files are removed; every reader detects that.
+
+Every put replaces exactly the lease that was read before, if the store can decide that (``conditions``): of two jobs
+that find the same lease of an ended job, one takes it over. Only a put that the store has refused for this reason is
+decided here; any other failure is raised, or logged by a heartbeat.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import msgpack
 
 from ..checkpoint.attempts import JOB_MARK_BYTES
 from ..control.peers import PeerIdentity
-from ..errors import KeyExistsError, KeyNotFoundError, RootInUseError, StorageError
+from ..errors import KeyChangedError, KeyExistsError, KeyNotFoundError, RootInUseError, StorageError
 from ..storage_backends.base import StorageBackend
 
 __all__ = ["HEARTBEATS_PER_LEASE", "LEASE_KEY", "Lease", "LeaseRecord"]
@@ -84,8 +88,11 @@ class Lease:
     Thread-safe.
     """
 
-    def __init__(self, backend: StorageBackend, record: LeaseRecord, is_unwanted: Callable[[], bool]) -> None:
+    def __init__(
+        self, backend: StorageBackend, record: LeaseRecord, version: str, is_unwanted: Callable[[], bool]
+    ) -> None:
         self._backend, self._record, self._is_unwanted = backend, record, is_unwanted
+        self._version = version  # of the object that this job wrote last; empty if there is none, or it is unknown
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._lost: RootInUseError | None = None
@@ -115,16 +122,16 @@ class Lease:
         run, restart = _torchrun_identity()
         record = LeaseRecord(secrets.token_bytes(JOB_MARK_BYTES), here, 1, interval_s, _now(), run, restart)
         for _ in range(_MAX_TRIES):
-            found = _read(backend)
-            if found is None:
-                try:
-                    _put_first(backend, record)
-                except KeyExistsError:
-                    continue
-                return cls(backend, record, is_unwanted)
-            if _has_died(backend, found, record):
-                _put(backend, record)
-                return cls(backend, record, is_unwanted)
+            found, version = _read(backend)
+            if found is not None and found.job == record.job:  # the reply to the put was lost
+                return cls(backend, record, version, is_unwanted)
+            if found is not None and not _has_died(backend, found, record):
+                continue
+            try:
+                version = _put(backend, record, version)
+            except (KeyExistsError, KeyChangedError):
+                continue  # another job was faster
+            return cls(backend, record, version, is_unwanted)
         raise StorageError(
             f"{backend.url}: {LEASE_KEY} can neither be read nor created. It may be a directory or a link to a missing "
             f"file: remove it, or use another root"
@@ -157,7 +164,7 @@ class Lease:
     def _delete(self) -> None:
         with self._lock:
             try:
-                found = _read(self._backend)
+                found, _ = _read(self._backend)
                 if found is not None and found.job == self.job:
                     self._backend.delete([LEASE_KEY])
             except StorageError as error:
@@ -174,17 +181,25 @@ class Lease:
                 return
             with self._lock:
                 try:
-                    self._read_own()
-                    if self._lost is not None:
-                        _log.error("%s", self._lost)
-                        return
-                    self._record = replace(self._record, beat=self._record.beat + 1, written=_now())
-                    _put(self._backend, self._record)
+                    self._send_heartbeat()
                 except StorageError as error:
                     _log.warning("%s: the heartbeat of the lease could not be written: %s", self._backend.url, error)
+                if self._lost is not None:
+                    _log.error("%s", self._lost)
+                    return
+
+    def _send_heartbeat(self) -> None:
+        if not (self._version and self._backend.conditions().if_version):
+            self._read_own()
+        if self._lost is None:
+            self._record = replace(self._record, beat=self._record.beat + 1, written=_now())
+            try:
+                self._version = _put(self._backend, self._record, self._version)
+            except (KeyExistsError, KeyChangedError):
+                self._read_own()  # lost, or removed, or an earlier heartbeat was written although its reply was lost
 
     def _read_own(self) -> None:
-        found = _read(self._backend)
+        found, self._version = _read(self._backend)
         if found is not None and found.job != self.job:
             self._lost = RootInUseError(
                 f"{self._backend.url}: {found} has taken this root over from job {self.job.hex()}, which sent no "
@@ -202,7 +217,7 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> 
     give_up = time.monotonic() + HEARTBEATS_PER_LEASE * found.interval_s
     while time.monotonic() < give_up:
         time.sleep(found.interval_s / 4)
-        latest = _read(backend)
+        latest, _ = _read(backend)
         if latest is None:
             return False
         if (latest.job, latest.beat) != (found.job, found.beat):
@@ -231,26 +246,18 @@ def _in_use(backend: StorageBackend, record: LeaseRecord, here: PeerIdentity) ->
     )
 
 
-def _read(backend: StorageBackend) -> LeaseRecord | None:
+def _read(backend: StorageBackend) -> tuple[LeaseRecord | None, str]:
+    """Return the lease and the version of the object, which is empty only if there is no object."""
     try:
-        return LeaseRecord.unpack(backend.get(LEASE_KEY, max_size=_MAX_BYTES))
+        content, version = backend.get_versioned(LEASE_KEY, max_size=_MAX_BYTES)
     except KeyNotFoundError:
-        return None
-    except ValueError as error:
-        _log.warning("%s/%s is %s; replacing it", backend.url, LEASE_KEY, error)
-        backend.delete([LEASE_KEY])
-        return None
-
-
-def _put_first(backend: StorageBackend, record: LeaseRecord) -> None:
-    """Raises ``KeyExistsError`` if another job was faster and the store supports conditional puts."""
+        return None, ""
+    version = version or "unknown"
     try:
-        backend.put(LEASE_KEY, record.pack(), if_absent=True)
-    except KeyExistsError:
-        raise
-    except StorageError:
-        # The store has no conditional puts. If two jobs begin at once, the faster one finds its lease taken later.
-        _put(backend, record)
+        return LeaseRecord.unpack(content), version
+    except ValueError as error:
+        _log.warning("%s/%s is %s; it will be replaced", backend.url, LEASE_KEY, error)
+        return None, version
 
 
 def _torchrun_identity() -> tuple[str, int]:
@@ -260,8 +267,18 @@ def _torchrun_identity() -> tuple[str, int]:
     return (run, int(restart)) if run not in ("", "none") and restart.isdecimal() else ("", 0)
 
 
-def _put(backend: StorageBackend, record: LeaseRecord) -> None:
-    backend.put(LEASE_KEY, record.pack())
+def _put(backend: StorageBackend, record: LeaseRecord, version: str) -> str:
+    """Replace the lease of this version, or write the first one if it is empty. Returns the new version.
+
+    Raises ``KeyExistsError`` or ``KeyChangedError`` if the store finds another lease. If the store cannot decide that,
+    and two jobs write at once, the slower one finds its lease taken later.
+    """
+    conditions = backend.conditions()
+    if version and conditions.if_version:
+        return backend.put(LEASE_KEY, record.pack(), if_version=version)
+    if not version and conditions.if_absent:
+        return backend.put(LEASE_KEY, record.pack(), if_absent=True)
+    return backend.put(LEASE_KEY, record.pack())
 
 
 def _now() -> str:

@@ -13,16 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typing_extensions import Buffer
 
 from bytecheckpoint.checkpoint.attempts import attempt_name, job_mark_of, new_attempt, new_attempt_id
 from bytecheckpoint.control.peers import PeerIdentity
-from bytecheckpoint.errors import RootInUseError, StorageError
+from bytecheckpoint.errors import KeyExistsError, RootInUseError, StorageError
 from bytecheckpoint.manager.lease import LEASE_KEY, Lease, LeaseRecord
+from bytecheckpoint.storage_backends import Conditions
 from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
-from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
+from bytecheckpoint.testing.faults import CountingBackend, FaultRule, FaultyBackend
 
 INTERVAL_S = 0.1
 
@@ -207,11 +209,68 @@ def test_a_temporary_storage_failure_does_not_end_the_lease(tmp_path: Path) -> N
     assert list(inner.list()) == []
 
 
+class _WithoutConditions(FaultyBackend):
+    def conditions(self) -> Conditions:
+        return Conditions()
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
+        assert not if_absent
+        assert not if_version
+        super().put(key, data)
+        return ""
+
+
 def test_a_store_without_conditional_puts(tmp_path: Path) -> None:
-    inner = LocalBackend(tmp_path)
-    refuse = FaultRule("put", LEASE_KEY, error=StorageError("this store has no conditional put"))
-    lease = Lease.acquire(FaultyBackend(inner, [refuse]), HERE, interval_s=INTERVAL_S)
-    assert _read(inner).job == lease.job
+    backend = _WithoutConditions(LocalBackend(tmp_path))
+    _put_foreign_lease(backend, ELSEWHERE)
+    lease = Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
+    _wait_for_beat(backend, 2)
+    lease.check()
+    lease.close()
+    suspended = Lease.acquire(backend, HERE, interval_s=INTERVAL_S)
+    record = _put_foreign_lease(backend, ELSEWHERE)
+    suspended._heartbeat.result(time_limit(30))
+    assert _read(backend) == record
+    suspended.close()
+
+
+def test_a_store_that_fails_is_not_one_without_conditions(backend: StorageBackend) -> None:
+    rule = FaultRule("put", LEASE_KEY, error=StorageError("503 slow down"))
+    with pytest.raises(StorageError, match="503 slow down"):
+        Lease.acquire(FaultyBackend(backend, [rule]), HERE, interval_s=INTERVAL_S)
+    assert rule.matched == 1
+    assert list(backend.list()) == []
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["taken over", "new"])
+def test_of_two_jobs_at_the_same_moment_one_gets_the_lease(backend: StorageBackend, is_new: bool) -> None:
+    if not is_new:
+        _put_foreign_lease(backend, ELSEWHERE)
+    winners = []
+    rule = FaultRule(
+        "put", LEASE_KEY, hook=lambda call: winners.append(Lease.acquire(backend, HERE, interval_s=INTERVAL_S))
+    )
+    with pytest.raises(RootInUseError):
+        Lease.acquire(FaultyBackend(backend, [rule]), ELSEWHERE, interval_s=INTERVAL_S)
+    winners[0].check()
+    winners[0].close()
+
+
+def test_a_put_whose_reply_was_lost_is_recognized(backend: StorageBackend) -> None:
+    lost = FaultRule("put", LEASE_KEY, error=KeyExistsError("refused the repetition"), after=True)
+    missed = FaultRule("put", LEASE_KEY, nth=3, error=StorageError("timed out"), after=True)
+    lease = Lease.acquire(FaultyBackend(backend, [lost, missed]), HERE, interval_s=INTERVAL_S)
+    _wait_for_beat(backend, 5)
+    lease.check()
+    lease.close()
+    assert list(backend.list()) == []
+
+
+def test_a_heartbeat_is_one_request(backend: StorageBackend) -> None:
+    counting = CountingBackend(backend)
+    lease = Lease.acquire(counting, HERE, interval_s=INTERVAL_S)
+    _wait_for_beat(backend, 4)
+    assert counting.count("get") == 1
     lease.close()
 
 

@@ -130,7 +130,7 @@ def test_a_copy_keeps_a_checkpoint_that_appears_in_between(tmp_path: Path, monke
     monkeypatch.setattr(
         "bytecheckpoint.convert.copy.open_backend", lambda url, **options: FaultyBackend(LocalBackend(url), [rule])
     )
-    with pytest.raises(KeyExistsError, match="was kept"):
+    with pytest.raises(KeyExistsError, match="not changed"):
         copy(bcp.open(source), str(target))
     _expect(target, 2)
 
