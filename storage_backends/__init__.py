@@ -8,13 +8,14 @@ backend must pass.
 
 from __future__ import annotations
 
-from .base import Conditions, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
+from .base import Conditions, IncompleteUpload, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 from .buffers import WrittenRanges, byte_view
 from .keys import check_children_prefix, check_key, check_prefix
 from .registry import join, open_backend, url_text
 
 __all__ = [
     "Conditions",
+    "IncompleteUpload",
     "ObjectReader",
     "ObjectStat",
     "ObjectWriter",

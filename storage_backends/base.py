@@ -25,6 +25,7 @@ _PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
 __all__ = [
     "HIDDEN_PASSWORD",
     "Conditions",
+    "IncompleteUpload",
     "ObjectReader",
     "ObjectStat",
     "ObjectWriter",
@@ -53,6 +54,21 @@ class ObjectStat:
     key: str
     size: int
     version: str = ""
+
+
+@dataclass(frozen=True)
+class IncompleteUpload:
+    """An object that was begun and is neither complete nor aborted. The store keeps its parts until it is ended.
+
+    Attributes:
+        key: The object's key.
+        upload_id: The store's name for it.
+        age_s: How long ago it was begun, in seconds, by the store's clock.
+    """
+
+    key: str
+    upload_id: str
+    age_s: float
 
 
 @dataclass(frozen=True)
@@ -524,6 +540,33 @@ class StorageBackend(ABC):
 
         Raises:
             StorageError: An object could not be deleted. Others may have been deleted.
+        """
+
+    def incomplete(self, prefix: str = "") -> Iterator[IncompleteUpload]:
+        """List the objects below a prefix that were begun and are neither complete nor aborted.
+
+        A killed process leaves them, and so does a writer whose ``abort`` failed. Some belong to writers that are still
+        in use. The default implementation is for stores that keep nothing of such an object.
+
+        Args:
+            prefix: The beginning of the keys.
+
+        Returns:
+            An iterator over the uploads.
+
+        Raises:
+            StorageError: The listing failed. The iterator may raise this as well.
+        """
+        return iter(())
+
+    def abort_incomplete(self, uploads: Sequence[IncompleteUpload]) -> None:  # noqa: B027 - optional to override
+        """End uploads and remove their parts. One that has ended already is not an error.
+
+        Args:
+            uploads: What ``incomplete`` has returned. A writer that is still in use will fail.
+
+        Raises:
+            StorageError: An upload could not be ended. Others may have been ended.
         """
 
     def free_bytes(self) -> int | None:

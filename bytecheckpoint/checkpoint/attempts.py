@@ -65,8 +65,9 @@ def job_mark_of(attempt: str) -> bytes:
 
 
 def remove_attempt(backend: StorageBackend, attempt: str) -> None:
-    """Delete all files of a failed attempt. Logs a failure and never raises."""
+    """Delete all files of a failed attempt, and what its killed ranks have begun. Logs a failure and never raises."""
     try:
+        backend.abort_incomplete([*backend.incomplete(f"{attempt}/")])
         backend.delete([stat.key for stat in backend.list(f"{attempt}/")])
     except StorageError as error:
         _log.warning("%s: cannot remove the failed attempt %s; its files remain: %s", backend.url, attempt, error)

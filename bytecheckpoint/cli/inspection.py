@@ -17,6 +17,7 @@ from ..errors import CheckpointNotFoundError
 from ..foreign.opening import Location
 from ..rules import Rules
 from ..storage_backends import open_backend
+from .incomplete import list_incomplete
 from .options import EXIT_CORRUPT, EXIT_NEGATIVE, command, options_for, rules_options
 from .output import Output, plain, size_text
 
@@ -36,11 +37,15 @@ _MAX_VALUE_CHARACTERS = 160  # in the table; --json prints values in full
     show_default=True,
     help="How many levels of folders below ROOT to search.",
 )
-def ls_command(out: Output, options: Mapping[str, Any], root: str, depth: int) -> None:
+@click.option("--incomplete", is_flag=True, help="List instead the uploads to an object store that were not completed.")
+def ls_command(out: Output, options: Mapping[str, Any], root: str, *, depth: int, incomplete: bool) -> None:
     """List the checkpoints below ROOT, and the folders that are not checkpoints, with the reason.
 
     Exits with 4 if a manifest cannot be read. Saves that were never committed are listed, but are not an error.
     """
+    if incomplete:
+        list_incomplete(out, options, root)
+        return
     found = list_checkpoints(root, depth=depth, storage_options=options_for(root, options))
     steps = [one for one in found if one.status == "checkpoint" and one.step is not None]
     latest = steps[-1].name if steps else None

@@ -20,6 +20,7 @@ from ..foreign.opening import Location
 from ..rules import Rules
 from ..storage_backends import open_backend
 from ..telemetry.trace_files import merge_traces
+from .incomplete import remove_incomplete
 from .options import EXIT_NEGATIVE, command, options_for, rules_options
 from .output import Output, size_text
 
@@ -138,11 +139,29 @@ def reshard_command(
 @command("rm")
 @click.argument("checkpoint")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
-def rm_command(out: Output, options: Mapping[str, Any], checkpoint: str, *, yes: bool) -> None:
+@click.option(
+    "--incomplete",
+    is_flag=True,
+    help="End instead the uploads below a path of an object store that were not completed; lists them first.",
+)
+@click.option(
+    "--older-than",
+    type=click.FloatRange(min=0),
+    default=24.0,
+    show_default=True,
+    metavar="HOURS",
+    help="With --incomplete: only those that were begun so long ago. Younger ones may belong to a running save.",
+)
+def rm_command(
+    out: Output, options: Mapping[str, Any], checkpoint: str, *, yes: bool, incomplete: bool, older_than: float
+) -> None:
     """Remove CHECKPOINT: first its manifest, then the files that the manifest lists, and nothing else.
 
     Refuses to remove anything that is not a checkpoint.
     """
+    if incomplete:
+        remove_incomplete(out, options, checkpoint, older_than_hours=older_than, yes=yes)
+        return
     found = api.open(checkpoint, storage_options=options_for(checkpoint, options))
     what = f"{found.url} (step {found.step}, {size_text(found.manifest.file_bytes)})"
     if not yes and not click.confirm(f"Remove {what}?", err=True):

@@ -23,6 +23,7 @@ from .options import Retention
 __all__ = ["Committed", "Housekeeping", "StepNames", "expendable"]
 
 _ON_EXCEPTION = "-exception"
+_UPLOAD_GRACE_S = 24 * 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -186,6 +187,7 @@ class Housekeeping:
                 marks = milestone_of(manifest) is not None, is_exception_save(manifest)
                 found.append((manifest.created, Committed(name, trailing_number(name), metric, *marks)))
             self._remove_unfinished(name, [one for one in attempts if manifest is None or one != manifest.attempt])
+        self._end_uploads()
         return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
     def _folders(self) -> Sequence[str]:
@@ -193,12 +195,31 @@ class Housekeeping:
         return [name for name in names if self._names.is_managed(name)]
 
     def _remove_unfinished(self, name: str, attempts: Sequence[str]) -> None:
-        """This job holds the lease, so any other job that left an attempt has ended. An attempt without a job mark
-        belongs to a save without a manager, which may still be running."""
         for attempt in attempts:
-            if job_mark_of(attempt) not in (b"", self._job):
+            if self._is_of_ended_job(attempt):
                 _log.info("%s: removing %s/%s, left by a job that ended", self._root, name, attempt)
                 remove_attempt(self._backend, f"{name}/{attempt}")
+
+    def _end_uploads(self) -> None:
+        """End what killed ranks of ended jobs have begun. An attempt without a complete file is in no listing.
+
+        Young ones remain: a copy that was interrupted may be continued, also by another job.
+        """
+        ended = []
+        for upload in self._backend.incomplete():
+            name, _, below = upload.key.partition("/")
+            attempt = below.partition("/")[0]
+            is_attempt = self._names.is_managed(name) and attempt.startswith(ATTEMPT_PREFIX)
+            if is_attempt and self._is_of_ended_job(attempt) and upload.age_s > _UPLOAD_GRACE_S:
+                ended.append(upload)
+        if ended:
+            _log.info("%s: ending %d uploads, left by jobs that ended", self._root, len(ended))
+            self._backend.abort_incomplete(ended)
+
+    def _is_of_ended_job(self, attempt: str) -> bool:
+        """This job holds the lease, so any other job that left an attempt has ended. An attempt without a job mark
+        belongs to a save without a manager, which may still be running."""
+        return job_mark_of(attempt) not in (b"", self._job)
 
     def _remove(self, name: str) -> None:
         """Remove the manifest first, so that readers never see half a checkpoint."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 from typing_extensions import Buffer
 
 from ..errors import StorageError, UsageError
-from ..storage_backends.base import Conditions, ObjectStat, ObjectWriter, StorageBackend
+from ..storage_backends.base import Conditions, IncompleteUpload, ObjectStat, ObjectWriter, StorageBackend
 
 __all__ = ["OPERATIONS", "Call", "CountingBackend", "FaultRule", "FaultyBackend"]
 
@@ -28,6 +28,8 @@ OPERATIONS = (
     "list",
     "list_children",
     "delete",
+    "incomplete",
+    "abort_incomplete",
 )
 
 _T = TypeVar("_T")
@@ -39,7 +41,7 @@ class Call:
 
     Attributes:
         operation: One of ``OPERATIONS``.
-        key: The key; for ``list`` and ``list_children`` the prefix.
+        key: The key; for ``list``, ``list_children`` and ``incomplete`` the prefix.
         offset: Where a ``write`` or ``read_into`` begins, in bytes.
         size: Bytes that the operation transfers, 0 if that is not known before it runs.
     """
@@ -183,6 +185,16 @@ class _WrappingBackend(StorageBackend):
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._around(Call("delete", key), lambda cut, key=key: self.inner.delete([key]))  # type: ignore[misc]
+
+    def incomplete(self, prefix: str = "") -> Iterator[IncompleteUpload]:
+        return self._around(Call("incomplete", prefix), lambda cut: self.inner.incomplete(prefix))
+
+    def abort_incomplete(self, uploads: Sequence[IncompleteUpload]) -> None:
+        for upload in uploads:
+            self._around(
+                Call("abort_incomplete", upload.key),
+                lambda cut, upload=upload: self.inner.abort_incomplete([upload]),  # type: ignore[misc]
+            )
 
     def free_bytes(self) -> int | None:
         return self.inner.free_bytes()

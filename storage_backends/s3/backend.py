@@ -17,11 +17,12 @@ from typing import Any, ClassVar
 from typing_extensions import Buffer
 
 from ...errors import KeyChangedError, KeyExistsError, StorageError
-from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
+from ..base import Conditions, IncompleteUpload, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 from ..buffers import byte_view, check_max_size, writable_view
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
 from .client import MARK, Client, client_for
+from .incomplete import abort_all, uploads_of
 from .probe import REFUSED_CODES, PutRules
 from .replies import ShortReplyError, code_of, is_missing
 from .retries import Request
@@ -33,6 +34,12 @@ __all__ = ["S3Backend"]
 _SINGLE_PUT_BYTES = 8 << 20
 _READ_CHUNK = 1 << 20
 _CONCURRENT_DELETES = 16
+_NEXT_PAGE = {
+    "list_objects_v2": {"ContinuationToken": "NextContinuationToken"},
+    "list_multipart_uploads": {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
+}
+"""Which values of a page are the arguments of the request for the next one."""
+
 _OUTSIDE_CODES = frozenset({"416", "InvalidRange"})
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -216,7 +223,7 @@ class S3Backend(StorageBackend):
         check_prefix(prefix)
         stats = (
             ObjectStat(key, int(found["Size"]), str(found.get("ETag", "")))
-            for page in self._pages(prefix)
+            for page in self._pages("list_objects_v2", prefix)
             for found in page.get("Contents", ())
             if (key := self._key(str(found["Key"]))) is not None and is_object_key(key)
         )
@@ -225,7 +232,7 @@ class S3Backend(StorageBackend):
     def list_children(self, prefix: str = "") -> Sequence[str]:
         check_children_prefix(prefix)
         names = set()
-        for page in self._pages(prefix, Delimiter="/"):
+        for page in self._pages("list_objects_v2", prefix, Delimiter="/"):
             paths = [str(found["Key"]) for found in page.get("Contents", ())]
             paths += [str(found["Prefix"]) for found in page.get("CommonPrefixes", ())]
             for path in paths:
@@ -234,17 +241,17 @@ class S3Backend(StorageBackend):
                     names.add(key[len(prefix) :])
         return sorted(names)
 
-    def _pages(self, prefix: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    def _pages(self, method: str, prefix: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         client, action = self._client(), self._action("listing", prefix)
         bucket, root = client.split(self._url)
         arguments |= {"Bucket": bucket, "Prefix": f"{root}/{prefix}" if root else prefix}
         while True:
             request = Request(action, self.deadline_s)
-            page = client.run(action, client.repeat(request, lambda: client.call("list_objects_v2", **arguments)))
+            page = client.run(action, client.repeat(request, lambda: client.call(method, **arguments)))
             yield page
             if not page.get("IsTruncated"):
                 return
-            arguments["ContinuationToken"] = page["NextContinuationToken"]
+            arguments.update({name: page[next_one] for name, next_one in _NEXT_PAGE[method].items()})
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -273,6 +280,23 @@ class S3Backend(StorageBackend):
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+
+    def incomplete(self, prefix: str = "") -> Iterator[IncompleteUpload]:
+        check_prefix(prefix)
+        return uploads_of(self._pages("list_multipart_uploads", prefix), self._key)
+
+    def abort_incomplete(self, uploads: Sequence[IncompleteUpload]) -> None:
+        client = self._client()
+
+        async def abort(upload: IncompleteUpload) -> None:
+            action, address = self._action("ending the upload of", upload.key), self._address(client, upload.key)
+            await client.repeat(
+                Request(action, self.deadline_s),
+                lambda: client.call("abort_multipart_upload", **address, UploadId=upload.upload_id),
+            )
+
+        if uploads:
+            client.run(f"ending uploads in {self.display_url}", abort_all(uploads, abort))
 
     def _client(self) -> Client:
         return client_for(self._options)

@@ -64,6 +64,7 @@ class WritingTests(StoreTests):
             writer.shrink(len(data))
             writer.complete()
         assert backend.stat("object").size == len(data)
+        assert list(backend.incomplete()) == []
         assert backend.get("object") == data
 
     def test_create_replaces(self, backend: StorageBackend) -> None:
@@ -106,6 +107,7 @@ class WritingTests(StoreTests):
         del writer
         assert [*backend.list()] == []
         assert list(backend.list_children()) == []
+        assert list(backend.incomplete()) == []
         self.check_no_leftovers(backend)
 
     def test_error_in_a_with_block_aborts(self, backend: StorageBackend) -> None:
