@@ -2,8 +2,8 @@
 
 Paths and the schemes ``file`` and ``local`` are served by local files, ``memory`` by this process's memory. Another
 package serves a scheme through the entry point group ``bytecheckpoint.storage_backends`` (name: the scheme; value: a
-class with ``from_url``). ``s3`` and ``s3a`` have a backend on s3fs's client. All other schemes, and every chain
-(``dir::s3://...``), are passed to fsspec.
+class with ``from_url``). ``s3`` and ``s3a`` have a backend on s3fs's client, ``http`` and ``https`` a read-only one.
+All other schemes, and every chain (``dir::s3://...``), are passed to fsspec.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def open_backend(url: str | os.PathLike[str], **options: Any) -> StorageBackend:
         return MemoryBackend.from_url(text, **options)
     if scheme in plugin_schemes():
         return _load_plugin(scheme).from_url(text, **options)
+    if scheme in ("http", "https"):
+        return _open_http(text, options)
     return _open_with_fsspec(scheme, text, options)
 
 
@@ -132,6 +134,14 @@ def _load_plugin(scheme: str) -> type[StorageBackend]:
     if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
         raise UnsupportedURLError(f"{origin} is not a StorageBackend; repair or uninstall that package")
     return backend
+
+
+def _open_http(url: str, options: dict[str, Any]) -> StorageBackend:
+    try:
+        from .http import HttpBackend
+    except ImportError as error:
+        raise UnsupportedURLError("http:// needs a package that is not installed: pip install urllib3") from error
+    return HttpBackend.from_url(url, **options)
 
 
 def _open_with_fsspec(scheme: str, url: str, options: dict[str, Any]) -> StorageBackend:
