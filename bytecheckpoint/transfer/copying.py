@@ -22,7 +22,7 @@ from ..errors import (
 from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
-from .journal import Journal, JournalHead
+from .journal import Journal, JournalHead, Progress
 from .transfer import WINDOW, Transfer, TransferReport
 
 __all__ = ["copy_checkpoint"]
@@ -50,14 +50,14 @@ def copy_checkpoint(
     manifest = decode_manifest(data, source.url)
     if source.url == target.url:
         raise KeyExistsError(f"{target.url} is both source and target; give another target")
-    is_there = holds(target, manifest)
-    with open_journal(source, target, data) or nullcontext() as journal:
+    is_there = _holds(target, manifest)
+    with _open_journal(source, target, data) or nullcontext() as journal:
         if is_there:
             progress(manifest.file_bytes)
             report = TransferReport(len(manifest.files), manifest.file_bytes)
         else:
             if journal is not None and journal.outdated is not None:
-                discard(target, journal.outdated)
+                _discard(target, journal.outdated)
             try:
                 rows = range(len(manifest.files))
                 report = Transfer(
@@ -70,12 +70,12 @@ def copy_checkpoint(
                     rate_limit=rate_limit,
                     progress=progress,
                 ).run()
-                put_manifest(target, manifest, data)
+                _put_manifest(target, manifest, data)
             except CommitUnknownError:
                 raise
             except BaseException as error:
                 if journal is not None and isinstance(error, (CheckpointError, KeyExistsError)):
-                    discard(target, journal)
+                    _discard(target, journal)
                     journal.remove()
                 if journal is None or isinstance(error, (CheckpointError, KeyExistsError)):
                     _remove_unless_committed(target, manifest)
@@ -85,7 +85,7 @@ def copy_checkpoint(
     return report
 
 
-def open_journal(source: StorageBackend, target: StorageBackend, manifest: bytes) -> Journal | None:
+def _open_journal(source: StorageBackend, target: StorageBackend, manifest: bytes) -> Journal | None:
     """Open the journal of a transfer: at the target if that is a local directory, else at the source if that is one.
 
     Returns None, after a warning, if it cannot be written.
@@ -104,7 +104,7 @@ def open_journal(source: StorageBackend, target: StorageBackend, manifest: bytes
         return None
 
 
-def holds(target: StorageBackend, manifest: Manifest) -> bool:
+def _holds(target: StorageBackend, manifest: Manifest) -> bool:
     """Return whether the target holds this checkpoint, complete.
 
     Raises ``KeyExistsError`` if it holds another one, or an incomplete one.
@@ -131,21 +131,22 @@ def holds(target: StorageBackend, manifest: Manifest) -> bool:
     return True
 
 
-def put_manifest(target: StorageBackend, manifest: Manifest, data: bytes) -> None:
+def _put_manifest(target: StorageBackend, manifest: Manifest, data: bytes) -> None:
     """Commit the copy, unless another checkpoint was committed at the target in the meantime.
 
     Raises ``KeyExistsError`` if one was, and ``CommitUnknownError`` if it is unknown whether the copy is committed.
     """
     has_condition = target.conditions().if_absent
-    if not has_condition and holds(target, manifest):
+    if not has_condition and _holds(target, manifest):
         return
     try:
         target.put(MANIFEST_KEY, data, if_absent=has_condition)
     except KeyExistsError:
-        holds(target, manifest)
+        if not _holds(target, manifest):
+            raise
     except StorageError as error:
         try:
-            is_there = holds(target, manifest)
+            is_there = _holds(target, manifest)
         except KeyExistsError:
             raise
         except StorageError as second:
@@ -157,14 +158,14 @@ def put_manifest(target: StorageBackend, manifest: Manifest, data: bytes) -> Non
             raise
 
 
-def discard(target: StorageBackend, journal: Journal) -> None:
-    """End the uploads of a journal, and remove its files; no manifest at the target names them."""
-    for key, upload in journal.uploads.items():
+def _discard(target: StorageBackend, done: Journal | Progress) -> None:
+    """End the uploads of a transfer, and remove its files; no manifest at the target names them."""
+    for key, upload in done.uploads.items():
         try:
             target.create_parts(key, upload.size, token=upload.token).abort()
         except StorageError as error:
             _log.warning("%s/%s: cannot end its upload, which may cost money: %s", target.display_url, key, error)
-    remove_files(target, [key for key in journal.stored if key.startswith(ATTEMPT_PREFIX)])
+    remove_files(target, [key for key in done.stored if key.startswith(ATTEMPT_PREFIX)])
 
 
 def _remove_unless_committed(target: StorageBackend, manifest: Manifest) -> None:

@@ -30,7 +30,7 @@ from typing_extensions import Self
 from ..errors import StorageError, UsageError
 from ..storage_backends.keys import TEMPORARY_PREFIX
 
-__all__ = ["FileUpload", "Journal", "JournalHead", "find_journals", "journal_path"]
+__all__ = ["FileUpload", "Journal", "JournalHead", "Progress", "find_journals"]
 
 _NAME = TEMPORARY_PREFIX + "transfer-"
 _VERSION = 1
@@ -67,7 +67,15 @@ class FileUpload:
     tags: dict[int, str] = field(default_factory=dict)
 
 
-def journal_path(directory: str, head: JournalHead) -> str:
+@dataclass(frozen=True)
+class Progress:
+    """What a transfer has done: the uploads of files that are not complete, by key, and the keys of complete files."""
+
+    uploads: dict[str, FileUpload]
+    stored: set[str]
+
+
+def _journal_path(directory: str, head: JournalHead) -> str:
     """Return the path of the journal in a local directory."""
     return os.path.join(directory, f"{_NAME}{head.direction}-{xxhash.xxh3_64_hexdigest(head.url.encode())}")
 
@@ -95,11 +103,11 @@ class Journal:
 
         Raises ``UsageError`` if another process has it open, and ``StorageError`` if the file cannot be written.
         """
-        self._path = path = journal_path(directory, head)
+        self._path = path = _journal_path(directory, head)
         self._lock = threading.Lock()
         self.uploads: dict[str, FileUpload] = {}
         self.stored: set[str] = set()
-        self.outdated: Journal | None = None
+        self.outdated: Progress | None = None
         try:
             os.makedirs(directory, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -137,16 +145,10 @@ class Journal:
             os.ftruncate(self._fd, found[-1][1])
             return
         if known is not None:
-            self.outdated = self._detached()
+            self.outdated = Progress(self.uploads, self.stored)
+            self.uploads, self.stored = {}, set()
         os.ftruncate(self._fd, 0)
         self._append(["transfer", _VERSION, head.direction, head.url, head.digest], durable=True)
-
-    def _detached(self) -> Journal:
-        """Move what is known to another object, which only describes it."""
-        old = object.__new__(Journal)
-        old.uploads, old.stored, old.outdated = self.uploads, self.stored, None
-        self.uploads, self.stored = {}, set()
-        return old
 
     def begin(self, key: str, upload: FileUpload) -> None:
         """Record a new upload. It is durable on return: a lost record would hide the upload, which costs money."""
