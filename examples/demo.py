@@ -1,11 +1,11 @@
 """Train on four processes, kill one during a save, resume on two, preempt them, and resume on one.
 
-    python examples/demo.py
+    python examples/demo.py [--s3]
 
 Every stage runs ``train_gpt.py``. FSDP-2 runs on 4 processes until one of them is killed while it writes a checkpoint.
 Tensor parallelism resumes on 2 processes from the newest complete checkpoint, until SIGTERM makes both save and exit. A
-single process resumes from that step. The loss curve must equal that of an uninterrupted run. The exit code is nonzero
-if a check fails.
+single process resumes from that step. The loss curve must equal that of an uninterrupted run. With ``--s3``, the
+checkpoints are in a bucket of an S3 server that runs on this machine. The exit code is nonzero if a check fails.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import fsspec
 import matplotlib
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +38,15 @@ TRAIN = Path(__file__).with_name("train_gpt.py")
 STEPS, SAVE_EVERY, KILL_AT, COMPARE_AT, TERMINATE_AT = 120, 8, 48, 64, 73
 TOLERANCE = 1e-4  # for a loss of about 3: the order of sums differs, over 120 steps of Adam
 STAGE_DEADLINE_S = 300
+S3_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+server.stop()
+"""
 
 console = Console()
 
@@ -50,11 +62,11 @@ class Stage:
     dies: bool = False
     terminate_at: int | None = None
 
-    def command(self, out: Path) -> list[str]:
+    def command(self, out: Path, root: str) -> list[str]:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
         common = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--journal", str(self.journal(out))]
         launcher = [sys.executable, *(launch if self.processes > 1 else [])]
-        return [*launcher, str(TRAIN), *common, "--root", str(out / "checkpoints"), *self.arguments]
+        return [*launcher, str(TRAIN), *common, "--root", root, *self.arguments]
 
     def journal(self, out: Path) -> Path:
         return out / f"{self.name}.jsonl"
@@ -109,13 +121,13 @@ def expect(fact: bool, message: str) -> None:
         raise DemoError(message)
 
 
-def run(stage: Stage, out: Path) -> None:
+def run(stage: Stage, out: Path, root: str) -> None:
     """Run one stage. Its output goes to a log file; the error of a failed stage shows the end of it."""
     console.print(f"[bold]{stage.title}[/bold]")
     log = out / f"{stage.name}.log"
     begin = time.perf_counter()
     with log.open("w") as file, console.status("starting ...") as status:
-        process = subprocess.Popen(stage.command(out), stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(stage.command(out, root), stdout=file, stderr=subprocess.STDOUT)
         is_terminated = False
         try:
             while process.poll() is None:
@@ -144,16 +156,16 @@ def run(stage: Stage, out: Path) -> None:
     console.print(f"  steps {steps[0]} to {steps[-1]} in {time.perf_counter() - begin:.0f} s", highlight=False)
 
 
-def check_after_the_kill(out: Path) -> None:
+def check_after_the_kill(root: str) -> None:
     """Check that the save in which a rank died does not exist, and that the one before is complete."""
-    interrupted = out / "checkpoints" / f"step-{KILL_AT}"
+    interrupted = f"{root}/step-{KILL_AT}"
     try:
         bcp.open(interrupted)
     except bcp.errors.CheckpointError as error:
-        console.print(f"  {interrupted.name}: [green]not a checkpoint[/green], as expected ({type(error).__name__})")
+        console.print(f"  step-{KILL_AT}: [green]not a checkpoint[/green], as expected ({type(error).__name__})")
     else:
         raise DemoError(f"{interrupted} can be opened although a rank died while writing it")
-    newest = bcp.latest(out / "checkpoints")
+    newest = bcp.latest(root)
     expect(newest is not None and newest.step == KILL_AT - SAVE_EVERY, f"newest checkpoint is {newest}")
     assert newest is not None
     report = newest.verify()
@@ -161,9 +173,9 @@ def check_after_the_kill(out: Path) -> None:
     console.print(f"  step-{newest.step}: [green]complete[/green], all checksums match; training resumes from here")
 
 
-def check_after_the_signal(out: Path) -> int:
+def check_after_the_signal(out: Path, root: str) -> int:
     """Check that all ranks saved the current step on SIGTERM, between two regular saves, and return that step."""
-    newest = bcp.latest(out / "checkpoints")
+    newest = bcp.latest(root)
     assert newest is not None
     steps = TP.losses(out)
     last = max(steps)
@@ -258,22 +270,37 @@ def draw(out: Path) -> Path:
 def prepare(out: Path) -> None:
     """Remove the files of an earlier demo, and no others."""
     out.mkdir(parents=True, exist_ok=True)
-    for folder in ("checkpoints", "checkpoints-compare"):
+    for folder in ("checkpoints", "compare"):
         shutil.rmtree(out / folder, ignore_errors=True)
     for stage in (REFERENCE, FSDP2, TP, SINGLE):
         stage.journal(out).unlink(missing_ok=True)
 
 
-def demo(out: Path) -> None:
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """Run an S3 server on this machine, for this process and those that it starts; yield a URL in an empty bucket."""
+    with subprocess.Popen(
+        [sys.executable, "-c", S3_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        endpoint = f"http://127.0.0.1:{port}"
+        os.environ.update(AWS_ACCESS_KEY_ID="demo", AWS_SECRET_ACCESS_KEY="demo", AWS_ENDPOINT_URL=endpoint)
+        fsspec.filesystem("s3").mkdir("demo")
+        yield "s3://demo/checkpoints"
+        server.communicate()  # it stops with its standard input
+
+
+def demo(out: Path, root: str) -> None:
     begin = time.perf_counter()
     prepare(out)
-    run(REFERENCE, out)
-    run(FSDP2, out)
-    check_after_the_kill(out)
-    run(TP, out)
+    run(REFERENCE, out, root)
+    run(FSDP2, out, root)
+    check_after_the_kill(root)
+    run(TP, out, root)
     check_resumed(TP, KILL_AT - SAVE_EVERY, out)
-    left_at = check_after_the_signal(out)
-    run(SINGLE, out)
+    left_at = check_after_the_signal(out, root)
+    run(SINGLE, out, root)
     check_resumed(SINGLE, left_at, out)
     console.print()
     worst = compare_curves(out)
@@ -290,12 +317,14 @@ def demo(out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for all output")
-    out = parser.parse_args().out
+    parser.add_argument("--s3", action="store_true", help="save to an S3 server, which runs on this machine")
+    args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The demo itself reports which checkpoint it skipped, and why.
     logging.getLogger("bytecheckpoint").setLevel(logging.ERROR)
     try:
-        demo(out)
+        with s3_server() if args.s3 else nullcontext(str(args.out / "checkpoints")) as root:
+            demo(args.out, root)
     except DemoError as error:
         console.print("[bold red]The demo failed:[/bold red]", end=" ")
         console.print(str(error), highlight=False, markup=False)

@@ -53,7 +53,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--compare-at", type=int, metavar="STEP", help="after this step, compare the times of saves and loads with DCP"
+        "--compare-at",
+        type=int,
+        metavar="STEP",
+        help="after this step, compare the times of saves and loads with DCP, for the journal",
     )
     kill = parser.add_argument_group("fault injection, for the demo and the tests")
     kill.add_argument("--kill-rank", type=int, default=os.environ.get("TRAIN_GPT_KILL_RANK"))
@@ -197,9 +200,9 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
                 # After SIGTERM to any process, all save this step and exit inside this call.
                 if manager.save(step, job.state):
                     journal.write("save", step=step, stall_s=time.perf_counter() - start)
-                if step == args.compare_at:
+                if step == args.compare_at and args.journal:
                     manager.wait()
-                    journal.write("times", **compare(job.model, job.optimizer, Path(f"{args.root}-compare")))
+                    journal.write("times", **compare(job.model, job.optimizer, args.journal.with_name("compare")))
         journal.write("valid", step=job.extra["step"], loss=job.validate())
 
 
