@@ -18,7 +18,6 @@ from xxhash import xxh3_64_intdigest
 from ..codecs import Codec
 from ..tensors.tables import Int64
 from .files import FileImage
-from .tensor_bytes import copy_memory
 
 __all__ = ["ChunkEncoder", "EncodedPiece", "Frames", "UnencodedPiece"]
 
@@ -110,12 +109,8 @@ class ChunkEncoder:
                 read = size - len(piece.carried)
                 frame = carried = self._frame(memoryview(piece.carried + piece.data[:read]), width)
             else:
-                source = piece.data[read : read + size]
-                frame = self._frame(source, width)
-                if frame is source:
-                    copy_memory(memory.ctypes.data + done, memory.ctypes.data + read, size)
-                else:
-                    np.copyto(memory[done : done + len(frame)], np.frombuffer(frame, np.uint8))
+                frame = self._frame(piece.data[read : read + size], width)
+                np.copyto(memory[done : done + len(frame)], np.frombuffer(frame, np.uint8))  # they may overlap
                 read += size
                 frame = piece.data[done : done + len(frame)]
                 done += len(frame)
@@ -136,7 +131,7 @@ class ChunkEncoder:
         return self._size, Frames(self._codec.name, length, checksum)
 
     def _frame(self, chunk: memoryview, width: int) -> memoryview:
-        """Return the frame of a chunk; the same object if it is stored as it is."""
+        """Return the frame of a chunk, which may be the chunk itself."""
         if not width:
             return chunk
         frame = self._codec.encode(chunk, width)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, START, decode, encode
 from .document import COMPANION, FileTable, Manifest, SectionInfo, UInt64, timestamp
-from .frames import ENCODED_START, MAX_ENCODED_CHUNK, FrameTable, encoded_head, is_encoded
+from .frames import MAX_ENCODED_CHUNK, FrameTable, encoded_head, is_encoded
 from .validation import validate, validate_foreign
 from .version1 import ManifestV1, pack_metadata
 from .version2 import ManifestV2
 
 __all__ = [
     "COMPANION",
-    "ENCODED_START",
     "FORMAT_VERSION",
     "MANIFEST_KEY",
     "MAX_ENCODED_CHUNK",
