@@ -60,16 +60,6 @@ class FrameReader(ObjectReader):
                     out.put(chunk[max(low - begin, 0) :])
                 at += length
 
-    def stored(self) -> Iterator[memoryview]:
-        """Yield the stored bytes of all frames in order, checked. A piece is valid until the next is requested."""
-        for batch, stored in self._fetch(self._first, self._first + len(self._begin)):
-            at = 0
-            for frame in range(batch.start, batch.stop):
-                length = int(self._frames.length[frame])
-                self._is_intact(frame, stored[at : at + length])
-                at += length
-            yield stored
-
     def is_cached(self, offset: int, length: int) -> bool:
         """Whether the stored bytes seem to be in this machine's memory."""
         first, last = self._covering(offset - self._head, offset - self._head + length)

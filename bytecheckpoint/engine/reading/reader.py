@@ -136,15 +136,6 @@ class Reader:
         """Return shard ``row`` of ``stored``, to fetch its bytes unchanged. Call ``finish_shards`` after the last."""
         return StoredShard(self, row)
 
-    def stored_frames(self, file: int) -> Iterator[memoryview]:
-        """Yield all stored bytes after the head of an encoded file, checked.
-
-        A piece is valid until the next is requested. Raises ``CorruptionError`` and ``StorageError`` as ``read`` does.
-        """
-        memory = memoryview(bytearray(max(_SHARD_PIECE_BYTES, int(self.stored.files.chunk_size[file]))))
-        with self.source.open(file, int(self.stored.shards_in(file)[0])) as opened:
-            yield from FrameReader(self.source, file, opened, lambda: memory, _raise).stored()
-
     def finish_shards(self) -> None:
         """Compare the CRC-32s of the ranges that ``StoredShard.fetch`` has read completely.
 
