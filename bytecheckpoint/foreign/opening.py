@@ -88,7 +88,9 @@ class Location:
         if not is_encoded_index(data):
             return Index(self.backend, decode_manifest(data, self.backend.url))
         index = decode_index(data, self.backend)
-        return replace(index, backend=open_parent(self.url, self.storage_options)) if index.name else index
+        if not index.name:
+            return index
+        return replace(index, backend=open_parent(self.url, self.storage_options, self.backend.deadline_s))
 
     def _index(self) -> Index:
         found = self._find()
@@ -96,7 +98,7 @@ class Location:
 
     def _find(self) -> bytes | Index:
         """The encoded manifest, or the index of another system's files."""
-        file = Place.of_file(self.url, self.storage_options) if self.url.endswith(_FILE_SUFFIXES) else None
+        file = self._file() if self.url.endswith(_FILE_SUFFIXES) else None
         if file is not None:
             return _read_file(file)
         try:
@@ -107,11 +109,14 @@ class Location:
                 raise
             return found
         except StorageError:
-            # On a local disk, the path may be a file with any name.
-            file = Place.of_file(self.url, self.storage_options)
+            # On a local disk, the path may be a file with any name. A remote store has failed.
+            file = None if self.backend.is_remote else self._file()
             if file is None:
                 raise
             return _read_file(file)
+
+    def _file(self) -> Place | None:
+        return Place.of_file(self.url, self.storage_options, self.backend.deadline_s)
 
 
 def _read_file(place: Place) -> Index:

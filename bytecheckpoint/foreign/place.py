@@ -31,12 +31,15 @@ class Place:
     name: str = ""
 
     @classmethod
-    def of_file(cls, url: str, storage_options: Mapping[str, Any]) -> Self | None:
-        """Return the place of the file at a URL; None if there is no such file. Raises ``StorageError``."""
+    def of_file(cls, url: str, storage_options: Mapping[str, Any], deadline_s: float | None = None) -> Self | None:
+        """Return the place of the file at a URL; None if there is no such file. Raises ``StorageError``.
+
+        ``deadline_s`` limits each call of the place's backend, in seconds.
+        """
         folder, _, name = url.rpartition("/")
         if "::" in url or not name or name in (".", "..") or folder.endswith(":/"):
             return None
-        place = cls(url, open_parent(url, storage_options), name)
+        place = cls(url, open_parent(url, storage_options, deadline_s), name)
         try:
             place.backend.stat(name)
         except KeyNotFoundError:
@@ -49,7 +52,10 @@ class Place:
         return self.backend.list_children("")
 
 
-def open_parent(url: str, storage_options: Mapping[str, Any]) -> StorageBackend:
-    """Return the backend of the folder that holds the file at a URL."""
+def open_parent(url: str, storage_options: Mapping[str, Any], deadline_s: float | None = None) -> StorageBackend:
+    """Return the backend of the folder that holds the file at a URL. ``deadline_s`` limits each call of it."""
     folder = url.rpartition("/")[0]
-    return open_backend(folder or ("/" if url.startswith("/") else "."), **dict(storage_options))
+    backend = open_backend(folder or ("/" if url.startswith("/") else "."), **dict(storage_options))
+    if deadline_s is not None:
+        backend.deadline_s = deadline_s
+    return backend

@@ -581,6 +581,7 @@ class CheckpointManager:
 
     def _acquire_root(self, lease_s: float) -> None:
         held, backend = self._resources, open_backend(self.root, **(self._storage_options or {}))
+        backend.deadline_s = self._options.deadline_s
         check_is_root(backend)
         here = PeerIdentity.of_this_process(0)
         interval_s = lease_s / HEARTBEATS_PER_LEASE
