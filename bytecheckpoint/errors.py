@@ -51,6 +51,7 @@ A message states what happened, where (rank, file, tensor, range), and what to d
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 __all__ = [
@@ -93,6 +94,17 @@ __all__ = [
 ]
 
 
+HIDDEN_PASSWORD = "***@"
+"""What messages have instead of the user and password of a URL."""
+
+_USERINFO = re.compile(r"(?<=://)[^/\s]+@")
+
+
+def without_userinfo(text: str) -> str:
+    """Return a URL, or a text with URLs, without user and password."""
+    return _USERINFO.sub(HIDDEN_PASSWORD, text)
+
+
 class BytecheckpointError(Exception):
     """Base class of all errors of this library.
 
@@ -102,6 +114,10 @@ class BytecheckpointError(Exception):
     """
 
     may_have_committed: ClassVar[bool] = False
+
+    def __init__(self, *args: object) -> None:
+        """Create an error. Its message does not show the user and password of URLs in ``args``."""
+        super().__init__(*(without_userinfo(arg) if isinstance(arg, str) else arg for arg in args))
 
     def __str__(self) -> str:
         # KeyError.__str__ would return the message as a quoted repr.

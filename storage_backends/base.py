@@ -6,7 +6,6 @@ Keys are relative strings with ``/`` between components. A store has no director
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Buffer, Self
 
-from ..errors import StorageError, UnsupportedURLError
-
-HIDDEN_PASSWORD = "***@"
-"""What ``StorageBackend.display_url`` has instead of user and password."""
-
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
+from ..errors import HIDDEN_PASSWORD, StorageError, UnsupportedURLError, without_userinfo
 
 __all__ = [
     "HIDDEN_PASSWORD",
@@ -33,11 +27,6 @@ __all__ = [
     "StorageBackend",
     "without_userinfo",
 ]
-
-
-def without_userinfo(url: str) -> str:
-    """Return a URL, or a text with URLs, without user and password."""
-    return _PASSWORD.sub(HIDDEN_PASSWORD, url)
 
 
 @dataclass(frozen=True)

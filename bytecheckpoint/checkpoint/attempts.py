@@ -70,4 +70,6 @@ def remove_attempt(backend: StorageBackend, attempt: str) -> None:
         backend.abort_incomplete([*backend.incomplete(f"{attempt}/")])
         backend.delete([stat.key for stat in backend.list(f"{attempt}/")])
     except StorageError as error:
-        _log.warning("%s: cannot remove the failed attempt %s; its files remain: %s", backend.url, attempt, error)
+        _log.warning(
+            "%s: cannot remove the failed attempt %s; its files remain: %s", backend.display_url, attempt, error
+        )

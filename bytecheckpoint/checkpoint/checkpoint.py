@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, overload
 
@@ -17,7 +17,7 @@ from ..engine.reading.reader import Reader, ReadPart, ReadStats
 from ..engine.reading.verify import verify_crcs, verify_files
 from ..engine.resources import IOEngine
 from ..engine.tensor_bytes import box_view
-from ..errors import CheckpointError, NameNotFoundError, StateError, UsageError
+from ..errors import CheckpointError, NameNotFoundError, StateError, UsageError, without_userinfo
 from ..format.hf_index import model_directory
 from ..format.manifest import Manifest
 from ..format.values import Container, decode_value, is_left_out, path_name
@@ -48,7 +48,7 @@ class VerifyReport:
         problems: A message for each fault. If there are none, all stored bytes equal the saved ones.
     """
 
-    url: str
+    url: str = field(repr=False)  # it may contain a password
     files: int
     bytes_checked: int
     problems: tuple[str, ...]
@@ -453,12 +453,12 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def _repr_html_(self) -> str:
         """Show a table of the sections, in a notebook."""
-        return summary_html(self.url, self.manifest)
+        return summary_html(without_userinfo(self.url), self.manifest)
 
     def __repr__(self) -> str:
         """Show the URL, step, number of tensors and size."""
         size = f"{len(self.manifest.tensors)} tensors, {self.manifest.nbytes} bytes"
-        return f"<Checkpoint {self.url} step={self.step} {size}>"
+        return f"<Checkpoint {without_userinfo(self.url)} step={self.step} {size}>"
 
 
 def _reopened(reopen: Callable[[], Checkpoint] | None, attempt: str, url: str) -> Checkpoint:

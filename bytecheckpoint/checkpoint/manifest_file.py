@@ -215,4 +215,4 @@ def remove_files(backend: StorageBackend, keys: Iterable[str]) -> None:
     try:
         backend.delete(list(keys))
     except StorageError as error:
-        _log.warning("%s: cannot remove files of an older attempt; they remain: %s", backend.url, error)
+        _log.warning("%s: cannot remove files of an older attempt; they remain: %s", backend.display_url, error)

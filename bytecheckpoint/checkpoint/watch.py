@@ -67,5 +67,5 @@ def _open(root: StorageBackend, name: str, options: Mapping[str, Any]) -> Comple
     except UnsupportedVersionError:
         raise
     except CheckpointError as error:
-        _log.info("%s/%s is not read yet: %s", root.url, name, error)
+        _log.info("%s/%s is not read yet: %s", root.display_url, name, error)
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import without_userinfo
 from ..format.manifest import Manifest
 from ..telemetry.trace import Timings
 from .matching import Match
@@ -49,7 +50,7 @@ class LoadReport:
         timings: Seconds and bytes of each step on this rank.
     """
 
-    url: str
+    url: str = field(repr=False)  # it may contain a password
     step: int | None
     metadata: Mapping[str, Any]
     saved_world_size: int
@@ -78,7 +79,7 @@ class LoadReport:
         unchecked = f" ({self.bytes_unchecked} unchecked)" if self.bytes_unchecked else ""
         received = f" and {self.bytes_received} received" if self.bytes_received else ""
         return (
-            f"{self.url} (step {self.step}): {', '.join(parts)}; "
+            f"{without_userinfo(self.url)} (step {self.step}): {', '.join(parts)}; "
             f"{self.bytes_read} bytes read{unchecked}{received} for {self.bytes_requested} requested"
         )
 

@@ -20,7 +20,7 @@ import msgpack
 from ..checkpointer import Checkpointer
 from ..control.agreement import describe_disagreement
 from ..control.base import Operation
-from ..errors import DisagreementError
+from ..errors import DisagreementError, without_userinfo
 from ..save.handle import SaveHandle
 from .options import Cadence, Preemption
 from .signals import SignalWatch
@@ -119,7 +119,7 @@ class SavesInFlight:
             handle = self._saves.popleft()
             error = handle.exception()
             if error is not None:
-                _log.error("%s was not saved: %s", handle.url, error)
+                _log.error("%s was not saved: %s", without_userinfo(handle.url), error)
 
 
 class RoundTimer:

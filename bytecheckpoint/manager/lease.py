@@ -170,7 +170,7 @@ class Lease:
             except StorageError as error:
                 _log.warning(
                     "%s: the lease could not be released; the next job waits until it expires: %s",
-                    self._backend.url,
+                    self._backend.display_url,
                     error,
                 )
 
@@ -183,7 +183,9 @@ class Lease:
                 try:
                     self._send_heartbeat()
                 except StorageError as error:
-                    _log.warning("%s: the heartbeat of the lease could not be written: %s", self._backend.url, error)
+                    _log.warning(
+                        "%s: the heartbeat of the lease could not be written: %s", self._backend.display_url, error
+                    )
                 if self._lost is not None:
                     _log.error("%s", self._lost)
                     return
@@ -211,9 +213,9 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> 
     """Return whether the holder has ended; False if the lease was released in between."""
     here = own.holder
     if found.precedes(own) or (here.can_observe(found.holder) and found.holder.has_ended()):
-        _log.info("%s: %s has ended; its lease is taken over", backend.url, found)
+        _log.info("%s: %s has ended; its lease is taken over", backend.display_url, found)
         return True
-    _log.info("%s: waiting for a heartbeat of %s", backend.url, found)
+    _log.info("%s: waiting for a heartbeat of %s", backend.display_url, found)
     give_up = time.monotonic() + HEARTBEATS_PER_LEASE * found.interval_s
     while time.monotonic() < give_up:
         time.sleep(found.interval_s / 4)
@@ -226,7 +228,7 @@ def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> 
             return True
     _log.warning(
         "%s: %s sent no heartbeat for %g s; its lease is taken over",
-        backend.url,
+        backend.display_url,
         found,
         HEARTBEATS_PER_LEASE * found.interval_s,
     )
@@ -256,7 +258,7 @@ def _read(backend: StorageBackend) -> tuple[LeaseRecord | None, str]:
     try:
         return LeaseRecord.unpack(content), version
     except ValueError as error:
-        _log.warning("%s/%s is %s; it will be replaced", backend.url, LEASE_KEY, error)
+        _log.warning("%s/%s is %s; it will be replaced", backend.display_url, LEASE_KEY, error)
         return None, version
 
 

@@ -96,7 +96,7 @@ class SaveCommit:
         try:
             self._op.broadcast("committed", b"")
         except ControlError as error:
-            _log.warning("%s is committed, but not every rank was notified: %s", self._backend.url, error)
+            _log.warning("%s is committed, but not every rank was notified: %s", self._backend.display_url, error)
 
     def _admit(self) -> None:
         self._timings.point("commit.before")
@@ -111,7 +111,9 @@ class SaveCommit:
                 if self._replaced is not None and self._replaced.attempt != self.attempt:
                     remove_files(self._backend, self._replaced.files.name)
         except BaseException:  # noqa: BLE001 - the checkpoint is committed; housekeeping must not fail the save
-            _log.warning("%s: cannot remove the overwritten checkpoint's files", self._backend.url, exc_info=True)
+            _log.warning(
+                "%s: cannot remove the overwritten checkpoint's files", self._backend.display_url, exc_info=True
+            )
 
     # -- failures ------------------------------------------------------------------------------------------------
 

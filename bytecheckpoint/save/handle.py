@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..engine.staging.staging import Staging
+from ..errors import without_userinfo
 from ..telemetry.trace import Timings
 from .lifecycle import SaveLifecycle, SaveState
 
@@ -41,7 +42,7 @@ class SaveResult:
         seconds: How long each step took on this rank, in the order of the steps.
     """
 
-    url: str
+    url: str = field(repr=False)  # it may contain a password
     step: int | None
     attempt: str
     bytes_written: int
@@ -171,7 +172,7 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         state = self._lifecycle.state
-        return f"<SaveHandle {self.url} {state.name.lower() if state.is_final else 'pending'}>"
+        return f"<SaveHandle {without_userinfo(self.url)} {state.name.lower() if state.is_final else 'pending'}>"
 
     def _watch(self, staging: Staging, bytes_total: int) -> None:
         """Answer ``staged`` from ``staging`` until the save has ended, and release ``staging`` then."""

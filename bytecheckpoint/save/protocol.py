@@ -122,6 +122,6 @@ def _complete(run: SaveRun, share: SaveShare, copy: StateCopy, models: list[Stor
         if not commit.exists_despite(error):
             run.fail(error)
             return
-        _log.warning("%s is committed, although this rank met an error: %s", run.backend.url, error)
+        _log.warning("%s is committed, although this rank met an error: %s", run.backend.display_url, error)
     commit.clean()
     run.succeed(written)

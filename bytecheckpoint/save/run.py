@@ -110,7 +110,7 @@ class SaveRun:
 
     def skip(self) -> SaveHandle:
         """End the save without saving anything; all ranks do the same."""
-        _log.info("%s: skipped, earlier saves still hold the staging memory", self.backend.url)
+        _log.info("%s: skipped, earlier saves still hold the staging memory", self.backend.display_url)
         self.op.close()
         self.lifecycle.skip(
             SaveSkippedError(
@@ -160,12 +160,12 @@ class SaveRun:
         self.lifecycle.fail(raised)
         self._end_failed(error)
         if self.is_async:
-            _log.error("save to %s failed: %s: %s", self.backend.url, type(raised).__name__, raised)
+            _log.error("save to %s failed: %s: %s", self.backend.display_url, type(raised).__name__, raised)
 
     def succeed(self, written: WrittenFiles) -> None:
         """End a save whose checkpoint is committed."""
         self.op.close()
-        _log.info("committed %s (%s)", self.backend.url, self.timings)
+        _log.info("committed %s (%s)", self.backend.display_url, self.timings)
         nbytes = sum(file.size for file in written.planned)
         result = SaveResult(
             self.backend.url,
@@ -184,7 +184,7 @@ class SaveRun:
         try:
             self._clean_up(error)
         except Exception:  # noqa: BLE001 - the save's own error is the one to raise
-            _log.warning("%s: cleaning up after a failed save failed", self.backend.url, exc_info=True)
+            _log.warning("%s: cleaning up after a failed save failed", self.backend.display_url, exc_info=True)
         finally:
             self.lifecycle.end_failed()
 

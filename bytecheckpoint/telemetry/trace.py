@@ -51,7 +51,7 @@ class Span:
     seconds: float
     nbytes: int
     rank: int
-    url: str
+    url: str = field(repr=False)  # it may contain a password
     thread: str
     is_step: bool
 
@@ -127,7 +127,7 @@ class Timings:
 
     operation: str
     rank: int = 0
-    url: str = ""
+    url: str = field(default="", repr=False)  # it may contain a password
     seconds: dict[str, float] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
     work: dict[str, Work] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import UsageError, without_userinfo
 from .trace import Span, record
 
 __all__ = ["TraceFiles", "merge_traces"]
@@ -79,7 +79,7 @@ class TraceFiles:
                 self._flush(span.rank)
 
     def _event(self, span: Span) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"checkpoint": span.url}
+        arguments: dict[str, Any] = {"checkpoint": without_userinfo(span.url)}
         if span.nbytes:
             arguments |= {"bytes": span.nbytes, "GB/s": round(span.nbytes / 1e9 / max(span.seconds, 1e-9), 3)}
         return {

@@ -175,6 +175,6 @@ def _remove_unless_committed(target: StorageBackend, manifest: Manifest) -> None
     except (CheckpointNotFoundError, NotACheckpointError):
         pass
     except (CheckpointError, StorageError) as error:
-        _log.warning("%s: it is unknown whether the copy is committed; its files remain: %s", target.url, error)
+        _log.warning("%s: it is unknown whether the copy is committed; its files remain: %s", target.display_url, error)
         return
     remove_files(target, manifest.files.name)

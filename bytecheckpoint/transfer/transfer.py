@@ -132,7 +132,9 @@ class Transfer:
                 try:
                     await self._copy_all()
                 except _LostUploadError as error:
-                    _log.info("%s/%s: the store has dropped the upload; beginning again", self._target.url, error.key)
+                    _log.info(
+                        "%s/%s: the store has dropped the upload; beginning again", self._target.display_url, error.key
+                    )
                     assert self._journal is not None
                     self._journal.forget(error.key)
                 else:

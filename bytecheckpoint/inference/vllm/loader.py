@@ -85,7 +85,7 @@ class BcpModelLoader(BaseModelLoader):
             op.barrier("loaded")
         finally:
             op.close()
-        _log.info("%s: %s", checkpoint.url, _summary(delivered))
+        _log.info("%s: %s", checkpoint.backend.display_url, _summary(delivered))
 
     def _open(self, model_config: ModelConfig) -> Checkpoint:
         path = str(self._options.get("path") or model_config.model)
