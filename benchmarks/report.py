@@ -172,8 +172,10 @@ def _planning(results: Path) -> list[str]:
         *textwrap.wrap(
             "Simulated jobs of 1T parameters, planned, committed and opened with the library's own protocol code in "
             "one process; seconds are those of one CPU. ZeRO-1 with tensor parallel 8 x pipeline 16 over a dense model "
-            "and over experts (sharded by tensor parallelism, or whole on 8 ranks: ep); FSDP over all ranks, or over "
-            f"512 with replicas. One checksum per {chunk_size >> 20} MiB. All figures are in "
+            "and over experts (sharded by tensor parallelism, or whole on 8 ranks: ep); Megatron-core's grouped "
+            "experts and distributed optimizer, with expert parallelism 8; FSDP over all ranks, or over 512 with "
+            f"replicas. One checksum per {chunk_size >> 20} MiB. Equal work takes up to twice the time on another "
+            "machine, so compare the rows. All figures are in "
             "[scale_planning.json](../benchmarks/results/scale_planning.json). To reproduce:",
             118,
         ),
