@@ -17,6 +17,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, ClassVar
 
 from typing_extensions import Buffer
@@ -26,7 +27,14 @@ from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, StorageBa
 from ..buffers import byte_view, check_max_size
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..posix import free_bytes, write_at
-from .directories import is_within, link_exclusive, lock_temporary, make_directories, replace_exclusive
+from .directories import (
+    is_within,
+    link_exclusive,
+    lock_temporary,
+    make_directories,
+    replace_exclusive,
+    supports_exclusive_names,
+)
 from .objects import LocalReader, LocalWriter
 from .root import LocalRoot
 from .tree import has_objects, list_tree, should_follow
@@ -112,7 +120,11 @@ class LocalBackend(StorageBackend):
         return self._root.path
 
     def conditions(self) -> Conditions:
-        return Conditions(if_absent=True, if_version=True)
+        return self._conditions
+
+    @cached_property
+    def _conditions(self) -> Conditions:
+        return Conditions(if_absent=supports_exclusive_names(self._root.path), if_version=True)
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
         action = f"writing {key!r} in {self._root.path}"

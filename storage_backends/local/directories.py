@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ __all__ = [
     "make_directories",
     "remove_abandoned_files",
     "replace_exclusive",
+    "supports_exclusive_names",
 ]
 
 _log = logging.getLogger(__name__)
@@ -113,6 +115,28 @@ def link_exclusive(source: str, target: str) -> None:
         raise OSError(errno.EOPNOTSUPP, "this file system has neither hard links nor renameat2", target) from error
     with suppress(FileNotFoundError):
         os.unlink(source)
+
+
+def supports_exclusive_names(directory: str) -> bool:
+    """Whether ``link_exclusive`` works on the file system of a directory, which may not exist yet.
+
+    Many FUSE mounts of object stores have neither hard links nor flags of ``renameat2``. Returns true if it cannot be
+    found out; ``link_exclusive`` then raises what is wrong.
+    """
+    while not os.path.isdir(directory) and os.path.dirname(directory) != directory:
+        directory = os.path.dirname(directory)
+    names = [os.path.join(directory, TEMPORARY_PREFIX + secrets.token_hex(8)) for _ in range(2)]
+    try:
+        os.close(os.open(names[0], os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        link_exclusive(*names)
+    except OSError as error:
+        return error.errno != errno.EOPNOTSUPP
+    else:
+        return True
+    finally:
+        for name in names:
+            with suppress(OSError):
+                os.unlink(name)
 
 
 def lock_temporary(fd: int) -> None:

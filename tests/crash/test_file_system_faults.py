@@ -186,7 +186,7 @@ ON_FUSE = {
     ),
     "rename-error": Fault(
         "save.stage",
-        _rules(FuseRule("rename", errno.EIO, "*/manifest.msgpack")),
+        _rules(*(FuseRule(call, errno.EIO, "*/manifest.msgpack") for call in ("rename", "link"))),
         FuseDisk.mend,
         "StorageError",
         f"{MANIFEST}.*EIO.*{BROKEN}",
@@ -358,6 +358,23 @@ def test_saves_survive_faults_of_a_fuse_mount(
 ) -> None:
     with fuse_disk(tmp_path / "disk") as disk:
         _check(pool, disk, kind, mode, world_size)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mount_without_hard_links(tmp_path: Path, mode: str) -> None:
+    """Nor with exclusive renames, as many FUSE mounts of object stores. The manifest is renamed into place."""
+    with fuse_disk(tmp_path / "disk") as disk:
+        disk.fail(FuseRule("link", errno.EPERM))
+        assert not open_backend(disk.path).conditions().if_absent
+        job = Job(f"{disk.path}/root", mode)
+        for step, value in ((1, 1.0), (2, 2.0), (2, 3.0)):
+            state = _state(value)
+            if mode != "manager" or value < 3:
+                job.save(step, state)
+        job.close()
+        assert _wrong(job.path(1), memory(_state(1.0))) == []
+        assert _wrong(job.path(2), memory(_state(2.0 if mode == "manager" else 3.0))) == []
+        assert not [file for file in _files(f"{disk.path}") if ".bcp-tmp-" in file]
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

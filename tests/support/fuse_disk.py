@@ -26,7 +26,7 @@ _SERVER = Path(__file__).with_name("fuse_server.py")
 class FuseRule:
     """Makes ``operation`` fail with ``errno`` on files that match the shell pattern ``name``, from byte ``begin`` on.
 
-    ``operation`` is "write", "read", "fsync", "fallocate", "rename", "create", "unlink" or "mkdir"; ``name`` is
+    ``operation`` is "write", "read", "fsync", "fallocate", "rename", "link", "create", "unlink" or "mkdir"; ``name`` is
     compared with the path below the mount.
     """
 

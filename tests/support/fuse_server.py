@@ -175,6 +175,7 @@ class Server:
     def _link(self, node: int, body: bytes) -> bytes:
         (source,) = struct.unpack_from("<Q", body)
         path = self._child(node, body[8:])
+        self._check("link", path)
         os.link(self._full(self._paths[source]), self._full(path))
         return self._entry(path)
 
