@@ -26,6 +26,7 @@ Builtin base classes are in parentheses: ``except FileNotFoundError`` also catch
     │   ├── KeyNotFoundError (FileNotFoundError)  the key does not exist
     │   ├── KeyExistsError (FileExistsError)      a conditional put found that the key exists
     │   ├── KeyChangedError               a conditional put found that the object was replaced or deleted
+    │   ├── UnansweredError               the store did not reply: the operation may take effect, also later
     │   ├── StorageFullError              no space or quota is left
     │   ├── AccessDeniedError (PermissionError)   no permission, or the storage is read-only
     │   └── UnsupportedURLError (ValueError)      no backend serves this URL scheme
@@ -85,6 +86,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "TensorIndexError",
+    "UnansweredError",
     "UnknownObjectError",
     "UnserializableError",
     "UnsupportedTensorError",
@@ -240,6 +242,9 @@ class CorruptionError(CheckpointError):
 class StorageError(BytecheckpointError, OSError):
     """A storage operation failed; the message contains backend and key. ``errno`` is always None."""
 
+    is_late: bool = False
+    """The store was asked until the deadline; asking it again takes as long."""
+
 
 class KeyNotFoundError(StorageError, FileNotFoundError):
     """The key does not exist."""
@@ -251,6 +256,10 @@ class KeyExistsError(StorageError, FileExistsError):
 
 class KeyChangedError(StorageError):
     """``put(if_version=...)`` found that the object has another version, or was deleted."""
+
+
+class UnansweredError(StorageError):
+    """The store did not reply to a put in time. It may have stored the object, or may still do so."""
 
 
 class StorageFullError(StorageError):

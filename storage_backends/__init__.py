@@ -11,7 +11,7 @@ from __future__ import annotations
 from .base import Conditions, IncompleteUpload, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 from .buffers import WrittenRanges, byte_view
 from .keys import check_children_prefix, check_key, check_prefix
-from .registry import join, open_backend, url_text
+from .registry import folder_name, join, open_backend, open_like, open_sibling, parent_url, url_text
 
 __all__ = [
     "Conditions",
@@ -26,7 +26,11 @@ __all__ = [
     "check_children_prefix",
     "check_key",
     "check_prefix",
+    "folder_name",
     "join",
     "open_backend",
+    "open_like",
+    "open_sibling",
+    "parent_url",
     "url_text",
 ]

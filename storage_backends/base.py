@@ -7,17 +7,16 @@ Keys are relative strings with ``/`` between components. A store has no director
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar
 
 from typing_extensions import Buffer, Self
 
-from ..errors import HIDDEN_PASSWORD, StorageError, UnsupportedURLError, without_userinfo
+from ..errors import BytecheckpointError, StorageError, UnsupportedURLError, without_userinfo
 
 __all__ = [
-    "HIDDEN_PASSWORD",
     "Conditions",
     "IncompleteUpload",
     "ObjectReader",
@@ -25,7 +24,6 @@ __all__ = [
     "ObjectWriter",
     "PartWriter",
     "StorageBackend",
-    "without_userinfo",
 ]
 
 
@@ -282,6 +280,9 @@ class StorageBackend(ABC):
 
     A backend that repeats requests itself stops then, and raises ``StorageError``.
     """
+
+    options: Mapping[str, Any] = MappingProxyType({})
+    """What ``open_backend`` was called with, to open other roots in the same way. ``open_backend`` sets it."""
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> StorageBackend:
@@ -557,6 +558,27 @@ class StorageBackend(ABC):
         Raises:
             StorageError: An upload could not be ended. Others may have been ended.
         """
+
+    def fall_back(self, error: BytecheckpointError) -> StorageBackend | None:
+        """Return another store with the same objects, to read what could not be read from this one.
+
+        The default implementation is for stores that are the only copy.
+
+        Args:
+            error: Why the bytes are needed from elsewhere: they could not be read, or differ from their checksum.
+
+        Returns:
+            The other store; None if there is none.
+        """
+        return None
+
+    def remarks(self) -> Sequence[str]:
+        """Describe what was unusual about the reads so far, for the report of a load.
+
+        Returns:
+            Sentences without a period; usually none.
+        """
+        return ()
 
     def free_bytes(self) -> int | None:
         """Return how many more bytes the store can hold.

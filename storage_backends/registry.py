@@ -14,11 +14,21 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from ..errors import UnsupportedURLError
+from ..errors import StorageError, UnsupportedURLError
 from .base import StorageBackend
-from .keys import check_key
+from .keys import check_key, is_object_key
 
-__all__ = ["ENTRY_POINT_GROUP", "join", "open_backend", "plugin_schemes", "url_text"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "folder_name",
+    "join",
+    "open_backend",
+    "open_like",
+    "open_sibling",
+    "parent_url",
+    "plugin_schemes",
+    "url_text",
+]
 
 ENTRY_POINT_GROUP = "bytecheckpoint.storage_backends"
 
@@ -47,7 +57,88 @@ def open_backend(url: str | os.PathLike[str], **options: Any) -> StorageBackend:
             backend = open_backend("s3://runs/7b/step-1000", endpoint_url="http://localhost:9000")
             manifest = backend.get("manifest.msgpack")
     """
-    text = url_text(url)
+    backend = _open(url_text(url), options)
+    backend.options = options
+    return backend
+
+
+def open_like(backend: StorageBackend, url: str) -> StorageBackend:
+    """Open another root in the same way as a backend: with its options and its deadline.
+
+    Args:
+        backend: A backend that ``open_backend`` has opened.
+        url: The root to open, on the same kind of store.
+
+    Returns:
+        The backend.
+
+    Raises:
+        UnsupportedURLError: The URL, or an option for it, is not valid.
+    """
+    other = open_backend(url, **backend.options)
+    other.deadline_s = backend.deadline_s
+    return other
+
+
+def open_sibling(backend: StorageBackend, folder: str) -> StorageBackend:
+    """Open another folder with the same parent as the root of a backend, in the same way.
+
+    Args:
+        backend: A backend that ``open_backend`` has opened.
+        folder: The other folder's name: one component of a key.
+
+    Returns:
+        The backend.
+
+    Raises:
+        StorageError: The root of ``backend`` has no parent, or ``folder`` is not a name.
+    """
+    parent = parent_url(backend)
+    if not parent or "/" in folder:
+        raise StorageError(f"{backend.display_url}: it has no sibling {folder!r}")
+    return open_like(backend, join(parent, folder))
+
+
+def folder_name(backend: StorageBackend) -> str:
+    """Return the name of the root of a backend within its parent, links resolved.
+
+    Args:
+        backend: The backend.
+
+    Returns:
+        The last component of its path; empty if it has no parent, or the component cannot be part of a key.
+    """
+    _, parent, name = _split_folder(backend)
+    return name if parent else ""
+
+
+def parent_url(backend: StorageBackend) -> str:
+    """Return the URL of the folder that the root of a backend is in, links resolved.
+
+    Args:
+        backend: The backend.
+
+    Returns:
+        The URL; empty if the root has no parent, or is a chain.
+    """
+    before, parent, _ = _split_folder(backend)
+    return before + parent if parent else ""
+
+
+def _split_folder(backend: StorageBackend) -> tuple[str, str, str]:
+    """Split the URL of a backend into what precedes its path, the parent in the path, and the name."""
+    if _CHAIN.match(backend.url):
+        return backend.url, "", ""
+    before, path, _ = _split_at_path(backend.url)
+    if not before:
+        path = os.path.realpath(path)
+    parent, slash, name = path.rstrip("/").rpartition("/")
+    if not is_object_key(name):
+        return before, "", ""
+    return before, parent or ("" if before else slash), name
+
+
+def _open(text: str, options: dict[str, Any]) -> StorageBackend:
     if _CHAIN.match(text):
         return _open_with_fsspec(text.partition("::")[0].partition("://")[0], text, options)
     scheme = _scheme_of(text)

@@ -9,7 +9,7 @@ import sampling
 
 from bytecheckpoint.testing import time_limit
 
-pytest_plugins = ["bytecheckpoint.testing.fixtures", "s3_server"]
+pytest_plugins = ["bytecheckpoint.testing.fixtures", "certificates", "s3_server"]
 
 _TEST_S = 300
 # Just before pytest-timeout fails the test: the stacks that it prints are lost in the workers of xdist.

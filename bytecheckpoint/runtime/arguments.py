@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, get_args
 
@@ -97,6 +98,12 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str) or not text:
+        raise UsageError(f"{name} must be a path, not {value!r}")
+    return text
+
+
 def _mapping(name: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
@@ -134,6 +141,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "allow_fresh": _flag,
     "allow_pickle": _flag,
     "async_save": _flag,
+    "base": optional(_path),
     "codec": optional(_text),
     "chunk_size": optional(whole_number(_MIN_CHUNK_SIZE, _MAX_CHUNK_SIZE)),
     "coordinate_every_s": _seconds(_MAX_INTERVAL_S),
@@ -143,6 +151,7 @@ ARGUMENTS: Mapping[str, Rule] = {
     "framework": optional(_text),
     "gate": _flag,
     "grace_s": _seconds(_MAX_INTERVAL_S),
+    "keep_staged": whole_number(1),
     "lease_s": _seconds(_MAX_INTERVAL_S),
     "max_in_flight": whole_number(1),
     "metadata": _mapping,
@@ -153,7 +162,9 @@ ARGUMENTS: Mapping[str, Rule] = {
     "rename": _renaming,
     "slots": whole_number(0),
     "step": optional(STEP),
+    "staging": optional(_path),
     "storage_options": _mapping,
+    "upload_rate": optional(positive_number),
     "timeout_s": optional(_seconds(_MAX_DEADLINE_S)),
     "trainable_only": _flag,
     "verify": _flag,

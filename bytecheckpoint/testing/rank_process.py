@@ -202,8 +202,13 @@ def _answer(connection: Connection, call: Call) -> None:
         connection.recv()
     finally:
         if torch.distributed.is_initialized():
+            groups = list(torch.distributed.distributed_c10d._world.pg_map)
             with contextlib.suppress(RuntimeError, ValueError):
                 torch.distributed.destroy_process_group()
+            # A DDP module in a reference cycle holds its group. Were it the last to do so, collecting it would destroy
+            # the group without releasing the GIL, for which gloo's thread may wait: a deadlock (torch 2.13).
+            gc.collect()
+            del groups
 
 
 def _reset_defaults() -> None:

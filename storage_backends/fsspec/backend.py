@@ -17,32 +17,37 @@ all others          temporary file, ``mv``             refused: ``StorageError``
 
 ``if_version`` is always refused, and ``if_absent`` where the store cannot decide it: if the client checked and then
 put, two writers could both succeed. On "all others" a ``put`` that replaces an object is atomic if the store's rename
-replaces (SFTP, WebDAV). Otherwise (HDFS, SMB) the old object is removed first, and a crash in between leaves only the
-temporary file.
+replaces (SFTP, WebDAV, HDFS through hdfs-native). Otherwise (HDFS through pyarrow, SMB) the old object is removed
+first, and a crash in between leaves only the temporary file. hdfs-native's rename also decides ``if_absent``.
+
+``incomplete`` lists the temporary files of "all others". Uploads that a killed process has left on GCS and Azure are
+not listed: the stores remove them after a week, and a listing would need their own clients.
 
 fsspec's ``file`` exists for chains (``dir::file:///...``). It does not sync the directories that it creates; open a
 path as a path for durability across power failures. fsspec's caches are rejected, because they serve objects that have
 been replaced.
 
-Retries and timeouts of single requests are up to the file system. After a lost reply, its retry of a conditional PUT
-may find the key that its first try has created: read the object back to find out.
+``deadline_s`` bounds each call; retries and timeouts of single requests are up to the file system. After a lost reply,
+its retry of a conditional PUT may find the key that its first try has created: read the object back to find out.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 from typing_extensions import Buffer
 
 from ...errors import KeyNotFoundError, StorageError
-from ..base import Conditions, ObjectStat, ObjectWriter, StorageBackend
+from ..base import Conditions, IncompleteUpload, ObjectStat, ObjectWriter, StorageBackend
 from ..buffers import byte_view, check_max_size, writable_view
-from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
+from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
 from .connection import Connection, connect, reject_caches
 from .errors import map_error, translated_errors
@@ -131,13 +136,14 @@ class FsspecBackend(StorageBackend):
             part = max(_PART_BYTES, -(-size // _MAX_PARTS))
             with translated_errors(action):
                 file = connection.fs.open(path, "wb", autocommit=False, block_size=part)
-            return StreamWriter(action, size, file, discard=lambda: remove_if_exists(connection, path))
+            return StreamWriter(action, size, connection, file, discard=lambda: remove_if_exists(connection, path))
         temporary = temporary_path(path)
         with translated_errors(action):
             file = open_in_directory(connection.fs, temporary)
         return StreamWriter(
             action,
             size,
+            connection,
             file,
             publish=lambda written: publish(connection, action, temporary, path, written),
             discard=lambda: remove_if_exists(connection, temporary),
@@ -157,9 +163,12 @@ class FsspecBackend(StorageBackend):
             return
         try:
             content = connection.fs.cat_file(connection.path(key), start=offset, end=end)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            # hdfs-native panics about an offset beyond the end, which is no Exception.
             mapped = map_error(error, action, reading=True)
-            if type(mapped) is StorageError:
+            if type(mapped) is StorageError and not mapped.is_late:
                 # A range beyond the end is an error of the store's client library.
                 self._check_size(connection, action, key, offset, end, 0)
             raise mapped from error
@@ -197,18 +206,9 @@ class FsspecBackend(StorageBackend):
         check_prefix(prefix)
         action = f"listing {prefix!r} in {self.display_url}"
         connection = self._connection(action)
-        directory = connection.path(prefix[: prefix.rfind("/") + 1])
-        found: dict[str, Any] = {}
-        with translated_errors(action, reading=True), suppress(FileNotFoundError, NotADirectoryError):
-            connection.fs.invalidate_cache()
-            found = connection.fs.find(directory, detail=True)
-        infos = [info for info in found.values() if info["type"] == "file"]
-        stats = [
-            ObjectStat(key, int(info["size"]), _version(info))
-            for key, info in ((connection.key(info["name"]), info) for info in infos)
-            if key is not None and key.startswith(prefix) and is_object_key(key)
-        ]
-        return iter(sorted(stats, key=lambda found: found.key))
+        found = _find(connection, action, prefix)
+        stats = [ObjectStat(key, int(info["size"]), _version(info)) for key, info in found if is_object_key(key)]
+        return iter(sorted(stats, key=lambda stat: stat.key))
 
     def list_children(self, prefix: str = "") -> Sequence[str]:
         check_children_prefix(prefix)
@@ -252,6 +252,28 @@ class FsspecBackend(StorageBackend):
             for parent in sorted(parents, key=len, reverse=True):
                 remove_empty_directories(connection, parent)
 
+    def incomplete(self, prefix: str = "") -> Iterator[IncompleteUpload]:
+        check_prefix(prefix)
+        action = f"listing temporary files below {prefix!r} in {self.display_url}"
+        connection = self._connection(action)
+        if connection.kind != "others":
+            return
+        for key, info in _find(connection, action, prefix):
+            if os.path.basename(key).startswith(TEMPORARY_PREFIX):
+                yield IncompleteUpload(key, key, _age_s(info))
+
+    def abort_incomplete(self, uploads: Sequence[IncompleteUpload]) -> None:
+        for upload in uploads:
+            check_prefix(upload.key)
+            action = f"deleting {upload.key!r} in {self.display_url}"
+            connection = self._connection(action)
+            if connection.kind != "others" or not os.path.basename(upload.key).startswith(TEMPORARY_PREFIX):
+                continue
+            path = connection.path(upload.key)
+            with suppress(KeyNotFoundError), translated_errors(action, reading=True):
+                remove(connection, path)
+            remove_empty_directories(connection, os.path.dirname(path))
+
     def close(self) -> None:
         self._shared = None
         self._thread = threading.local()
@@ -263,9 +285,11 @@ class FsspecBackend(StorageBackend):
             # Its event loop, sockets and locks belong to the parent. Finalizing it could hang, so keep it alive.
             self._abandoned.append(found)
             found = None
+        elif found is not None and found.is_stuck:
+            found = None
         if found is None or (own and not found.is_shareable):
             with translated_errors(action):
-                found = connect(self._url, self._options)
+                found = connect(self._url, self._options, lambda: self.deadline_s)
             if found.is_shareable:
                 self._shared = found
             elif not own:
@@ -281,9 +305,33 @@ class FsspecBackend(StorageBackend):
             )
 
 
+def _find(connection: Connection, action: str, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the key and the description of each file whose key begins with ``prefix``."""
+    found: Any = ()
+    with translated_errors(action, reading=True), suppress(FileNotFoundError, NotADirectoryError):
+        connection.fs.invalidate_cache()
+        found = connection.fs.find(connection.path(prefix[: prefix.rfind("/") + 1]), detail=True)
+    # adlfs returns a list if the directory is an object.
+    for info in found.values() if isinstance(found, dict) else ():
+        key = connection.key(info["name"]) if info["type"] == "file" else None
+        if key is not None and key.startswith(prefix):
+            yield key, info
+
+
+def _age_s(info: dict[str, Any]) -> float:
+    """Return how long ago a file was written, by this machine's clock; 0 if the store does not say."""
+    written = info.get("modification_time") or info.get("mtime") or 0.0  # HDFS: milliseconds
+    if isinstance(written, datetime):
+        written = written.timestamp()
+    elif "modification_time" in info:
+        written /= 1000
+    return max(0.0, time.time() - written) if written else 0.0
+
+
 def _version(info: dict[str, Any]) -> str:
     for name in ("ETag", "etag", "generation", "checksum"):
         if info.get(name):
             return str(info[name])
-    parts = [info.get(name) for name in ("ino", "mtime", "LastModified", "created", "modified")]
+    names = ("ino", "mtime", "modification_time", "LastModified", "created", "modified", "size")
+    parts = [info.get(name) for name in names]
     return "-".join(str(part) for part in parts if part is not None)

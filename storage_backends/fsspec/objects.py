@@ -1,7 +1,8 @@
 """Put, publish and remove objects on each kind of file system (see ``FsspecBackend``).
 
-``action`` describes the operation in error messages. All functions raise ``StorageError``, except ``remove``,
-``remove_if_exists`` and ``open_in_directory``, which raise the file system's exceptions.
+``action`` describes the operation in error messages. All functions raise ``StorageError`` (``UnansweredError`` where
+the store may still take the object), except ``remove``, ``remove_if_exists`` and ``open_in_directory``, which raise the
+file system's exceptions.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def put_object(connection: Connection, action: str, key: str, content: bytes) ->
     """Store a complete object and replace what has its key."""
     path = connection.path(key)
     if connection.kind in ("objects", "memory"):
-        with translated_errors(action):
+        with translated_errors(action, putting=True):
             connection.fs.pipe_file(path, content)
         return
     temporary = _write_temporary(connection, action, path, content)
@@ -57,7 +58,7 @@ def put_object_if_absent(connection: Connection, action: str, key: str, content:
     path = connection.path(key)
     fs = connection.fs
     if connection.kind == "memory":
-        with _memory_lock, translated_errors(action):
+        with _memory_lock, translated_errors(action, putting=True):
             if fs.isfile(path):
                 raise KeyExistsError(f"{action}: the key is taken")
             fs.pipe_file(path, content)
@@ -68,30 +69,43 @@ def put_object_if_absent(connection: Connection, action: str, key: str, content:
                 fs.link(temporary, path)
         finally:
             remove_if_exists(connection, temporary)
+    elif connection.has_rename:
+        temporary = _write_temporary(connection, action, path, content)
+        try:
+            with translated_errors(action, putting=True):
+                fs.mv(temporary, path, overwrite=False)
+        except KeyExistsError:
+            remove_if_exists(connection, temporary)
+            raise
     elif connection.has_conditional_put:
         try:
             fs.pipe_file(path, content, mode="create")
         except Exception as error:
             if _is_precondition(error) and _exists(connection, path):
                 raise KeyExistsError(f"{action}: the key is taken") from error
-            raise map_error(error, action, reading=False) from error
+            raise map_error(error, action, reading=False, putting=True) from error
     else:
         raise StorageError(
-            f"{action}: {type(fs).__name__} has no conditional put, so it cannot decide which of two writers wins; "
-            "use s3://, gs://, abfs:// or a local path instead"
+            f"{action}: {connection.name} has no conditional put, so it cannot decide which of two writers wins; "
+            "use s3://, gs://, az:// or a local path instead"
         )
 
 
 def _write_temporary(connection: Connection, action: str, path: str, content: bytes) -> str:
     temporary = temporary_path(path)
     try:
-        with translated_errors(action), open_in_directory(connection.fs, temporary) as file:
-            file.write(content)
-            flush_to_device(file)
+        with translated_errors(action):
+            connection.call(_write_file, connection.fs, temporary, content)
     except StorageError:
         remove_if_exists(connection, temporary)
         raise
     return temporary
+
+
+def _write_file(fs: Any, path: str, content: bytes) -> None:
+    with open_in_directory(fs, path) as file:
+        file.write(content)
+        flush_to_device(file)
 
 
 def flush_to_device(file: Any) -> None:
@@ -109,7 +123,11 @@ def publish(connection: Connection, action: str, temporary: str, path: str, size
             os.replace(temporary, path)
             sync_directory(os.path.dirname(path))
         return
-    with translated_errors(action):
+    if connection.has_rename:
+        with translated_errors(action, putting=True):
+            fs.mv(temporary, path, overwrite=True)
+        return
+    with translated_errors(action, putting=True):
         try:
             fs.mv(temporary, path)
         except Exception:
@@ -147,7 +165,7 @@ def remove_empty_directories(connection: Connection, directory: str) -> None:
             connection.fs.rmdir(directory)
         except FileNotFoundError:
             pass
-        except OSError:
+        except Exception:  # noqa: BLE001 - clients raise anything about a directory that is not empty any more
             return
         directory = os.path.dirname(directory)
 
@@ -155,7 +173,7 @@ def remove_empty_directories(connection: Connection, directory: str) -> None:
 def has_objects(connection: Connection, action: str, directory: str) -> bool:
     """Whether there is a file anywhere below ``directory``."""
     with translated_errors(action, reading=True):
-        return any(files for _, _, files in connection.fs.walk(directory))
+        return connection.call(lambda: any(files for _, _, files in connection.fs.walk(directory)))
 
 
 def _exists(connection: Connection, path: str) -> bool:

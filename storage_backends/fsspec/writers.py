@@ -11,6 +11,7 @@ from typing_extensions import Buffer
 
 from ..buffers import byte_view
 from ..writers import CheckedWriter
+from .connection import Connection
 from .errors import map_error, translated_errors
 from .objects import flush_to_device
 
@@ -34,12 +35,14 @@ class StreamWriter(CheckedWriter):
         self,
         action: str,
         size: int,
+        connection: Connection,
         file: Any,
         *,
         publish: Callable[[int], None] | None = None,
         discard: Callable[[], None],
     ) -> None:
         super().__init__(action, size)
+        self._connection = connection
         self._file = file
         self._publish = publish
         self._remove = discard
@@ -90,23 +93,26 @@ class StreamWriter(CheckedWriter):
         done = 0
         while done < len(view):
             # Raw files may write less than requested; others return the full length or None.
-            count = self._file.write(view[done:])
+            count = self._connection.call(self._file.write, view[done:])
             done += len(view) - done if count is None else count
         self._next += len(view)
 
     def _finish(self) -> None:
+        self._connection.call(self._close)
+        if self._publish is not None:
+            self._publish(self._size)
+
+    def _close(self) -> None:
         if not isinstance(self._file, AbstractBufferedFile):
             flush_to_device(self._file)
         self._file.close()
         if isinstance(self._file, AbstractBufferedFile) and not self._file.autocommit:
             self._file.commit()
-        if self._publish is not None:
-            self._publish(self._size)
 
     def _discard(self) -> None:
         if isinstance(self._file, AbstractBufferedFile):
             try:
-                self._file.discard()
+                self._connection.call(self._file.discard)
             finally:
                 # close() would upload the rest and, in some implementations, commit. The finalizer calls it, too.
                 self._file.closed = True
@@ -114,5 +120,5 @@ class StreamWriter(CheckedWriter):
             if self._publish is not None:
                 self._remove()
             return
-        self._file.close()
+        self._connection.call(self._file.close)
         self._remove()

@@ -8,10 +8,9 @@ that was asked for. Nothing is looked up before it is read. ``Retries`` repeats 
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, ClassVar
 
 from typing_extensions import Buffer
@@ -21,6 +20,7 @@ from ..base import Conditions, IncompleteUpload, ObjectReader, ObjectStat, Objec
 from ..buffers import byte_view, check_max_size, writable_view
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
+from .bodies import body_of, check_range, too_short
 from .client import MARK, Client, client_for
 from .incomplete import abort_all, uploads_of
 from .probe import REFUSED_CODES, PutRules
@@ -32,7 +32,6 @@ from .writers import MultipartWriter, part_bytes_for
 __all__ = ["S3Backend"]
 
 _SINGLE_PUT_BYTES = 8 << 20
-_READ_CHUNK = 1 << 20
 _CONCURRENT_DELETES = 16
 _NEXT_PAGE = {
     "list_objects_v2": {"ContinuationToken": "NextContinuationToken"},
@@ -41,13 +40,14 @@ _NEXT_PAGE = {
 """Which values of a page are the arguments of the request for the next one."""
 
 _OUTSIDE_CODES = frozenset({"416", "InvalidRange"})
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
 class S3Backend(StorageBackend):
     """Objects below ``s3://bucket/prefix``. Thread-safe, and usable in forked children."""
 
     schemes: ClassVar[tuple[str, ...]] = ("s3", "s3a")
+
+    read_size = 16 << 20  # a request takes 2 ms of processor time, as much as a few MiB of its reply
 
     def __init__(self, url: str, **options: Any) -> None:
         """Create a backend.
@@ -173,8 +173,8 @@ class S3Backend(StorageBackend):
         async def send() -> str:
             nonlocal version
             reply = await client.call("get_object", **address, Range=f"bytes={offset}-{offset + count - 1}")
-            async with aclosing(_Body(reply["Body"])) as body:
-                _check_range(reply, action, offset, offset + count)
+            async with aclosing(body_of(reply)) as body:
+                check_range(reply, action, offset, offset + count)
                 found = str(reply.get("ETag", ""))
                 # Two tries may fill the buffers at the same time.
                 if version and found != version:
@@ -188,7 +188,7 @@ class S3Backend(StorageBackend):
         except StorageError as error:
             if code_of(error.__cause__ or error) not in _OUTSIDE_CODES:
                 raise
-            raise _too_short(action, offset, offset + count, self.stat(key).size) from error
+            raise too_short(action, offset, offset + count, self.stat(key).size) from error
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         return self.get_versioned(key, max_size=max_size)[0]
@@ -201,9 +201,9 @@ class S3Backend(StorageBackend):
     async def _get(self, client: Client, action: str, key: str, max_size: int | None) -> tuple[bytes, str]:
         async def send() -> tuple[bytes, str]:
             reply = await client.call("get_object", **self._address(client, key))
-            async with aclosing(_Body(reply["Body"])) as body:
+            async with aclosing(body_of(reply)) as body:
                 check_max_size(action, int(reply["ContentLength"]), max_size)
-                content = b"".join([piece async for piece in body.pieces()])
+                content = await body.read()
             if len(content) != reply["ContentLength"]:
                 raise ShortReplyError(f"the reply has {len(content)} of {reply['ContentLength']} bytes")
             return content, str(reply.get("ETag", ""))
@@ -251,7 +251,10 @@ class S3Backend(StorageBackend):
             yield page
             if not page.get("IsTruncated"):
                 return
-            arguments.update({name: page[next_one] for name, next_one in _NEXT_PAGE[method].items()})
+            following = {name: page.get(next_one) for name, next_one in _NEXT_PAGE[method].items()}
+            if following.items() <= arguments.items() or None in following.values():
+                raise StorageError(f"{action}: the store replied that there is more, but not where it continues")
+            arguments.update(following)
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -315,12 +318,6 @@ class S3Backend(StorageBackend):
         return f"{verb} {key!r} in {self.display_url}"
 
 
-def _too_short(action: str, start: int, end: int, size: int) -> StorageError:
-    return StorageError(
-        f"{action}: requested bytes [{start}, {end}): the object has only {size} bytes; it was cut short or replaced"
-    )
-
-
 class _Reader(ObjectReader):
     """Reads one version of an object."""
 
@@ -331,48 +328,3 @@ class _Reader(ObjectReader):
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
         found = self._backend._read(self._key, offset, buffers, self._version)
         self._version = self._version or found
-
-
-class _Body:
-    """The body of a reply. Closing it early closes the connection, instead of reading the rest."""
-
-    def __init__(self, body: Any) -> None:
-        self._body = body
-
-    async def pieces(self) -> Any:
-        while piece := await self._body.read(_READ_CHUNK):
-            yield piece
-
-    async def fill(self, views: Sequence[memoryview]) -> None:
-        """Fill ``views``. Raises ``ShortReplyError`` if the body has another length than all of them."""
-        count, done = sum(map(len, views)), 0
-        targets = iter(views)
-        target = next(targets)
-        async for piece in self.pieces():
-            rest = memoryview(piece)
-            done += len(rest)
-            if done > count:
-                break
-            while len(rest):
-                if not len(target):
-                    target = next(targets)
-                taken = rest[: len(target)]
-                target[: len(taken)] = taken
-                target, rest = target[len(taken) :], rest[len(taken) :]
-        if done != count:
-            raise ShortReplyError(f"requested {count} bytes, the reply has {done}")
-
-    async def aclose(self) -> None:
-        with suppress(Exception):
-            self._body.close()
-
-
-def _check_range(reply: dict[str, Any], action: str, start: int, end: int) -> None:
-    """Raise ``StorageError`` if the object ends before ``end``, and ``ShortReplyError`` if a reply has other bytes."""
-    length = int(reply["ContentLength"])
-    found = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange", f"bytes 0-{length - 1}/{length}")))
-    first, last, size = map(int, found.groups()) if found else (-1, -1, end)
-    if size < end:
-        raise _too_short(action, start, end, size)
-    if (first, last + 1) != (start, end):
-        raise ShortReplyError(f"requested bytes [{start}, {end}), the reply has [{first}, {last + 1}) of {size}")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -13,8 +14,9 @@ from typing import Any, TypeVar
 import s3fs
 from fsspec.utils import tokenize
 
-from ...errors import StorageError
-from ..base import Conditions, without_userinfo
+from ...errors import StorageError, without_userinfo
+from ..base import Conditions
+from .direct import Connections
 from .probe import PutRules, is_known_endpoint, probe
 from .replies import is_missing, storage_error
 from .retries import Request, Retries
@@ -30,6 +32,7 @@ MARK = "bcp-put"
 _log = logging.getLogger(__name__)
 
 _CONNECTIONS = 32
+_CONNECT_S = 10
 _MAX_CLIENTS = 8  # jobs that rotate tokens would otherwise keep one client for each
 
 
@@ -44,6 +47,7 @@ class Client:
         config = {
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "max_pool_connections": _CONNECTIONS,
+            "connect_timeout": _CONNECT_S,
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             **(options.get("config_kwargs") or {}),
@@ -52,7 +56,9 @@ class Client:
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, **{**options, "config_kwargs": config})
         self._fs.retries = 1
         self._retries = Retries()
-        self._put_rules: asyncio.Future[PutRules] | None = None  # used on the event loop only
+        # Used on the event loop only.
+        self._put_rules: asyncio.Future[PutRules] | None = None
+        self._attached: Any = None
 
     def split(self, url: str) -> tuple[str, str]:
         """Return the bucket and the key of a URL."""
@@ -96,6 +102,14 @@ class Client:
         if s3.meta.endpoint_url.startswith("https://"):
             # TLS detects changed bytes. Signing every byte takes more processor time than sending it.
             config.s3 = {"payload_signing_enabled": False, **(config.s3 or {})}
+        if s3 is not self._attached:
+            self._attached = s3
+            verify = (self._fs.client_kwargs or {}).get("verify")
+            if verify is None:
+                verify = self._fs.session.get_config_variable("ca_bundle")
+            connections = Connections.attach(s3, verify=verify, threads=_CONNECTIONS)
+            if connections is not None:
+                weakref.finalize(self, connections.close)
         return s3
 
     async def mark_of(self, address: dict[str, str]) -> tuple[str | None, str]:

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ...errors import StorageError
-from .replies import describe, is_repeatable, is_unanswered
+from ...errors import StorageError, UnansweredError
+from .replies import describe, is_denied, is_repeatable, is_unanswered
 
 __all__ = ["Request", "Retries"]
 
@@ -72,27 +72,37 @@ class Retries:
 
         Raises:
             StorageError: No try succeeded before the deadline.
+            UnansweredError: The same, of a put, and the store did not reply to a try, which may still be at work there.
             Exception: What ``send`` raised, if repeating it is useless.
         """
         begun = time.monotonic()
         end = begun + request.deadline_s
-        pause, limit, tries = _FIRST_PAUSE_S, self._limit(request), 0
+        pause, limit, tries, is_open = _FIRST_PAUSE_S, self._limit(request), 0, False
+        cause: Exception | None = None
         while True:
             tries += 1
             try:
                 result = await self._send_once(request, send, min(limit, end - time.monotonic()))
             except Exception as error:
                 self._has_answered |= not is_unanswered(error)
+                is_open |= request.kind == "put" and is_unanswered(error)
                 if not is_repeatable(error):
+                    if is_open and is_denied(error):
+                        raise UnansweredError(
+                            f"{request.action}: {describe(error)}, after a try without reply"
+                        ) from error
                     raise
+                # The last try may have had little time left, which says less than what the store replied before.
+                cause = error if cause is None or not isinstance(error, TimeoutError) else cause
                 left = end - time.monotonic()
                 wait_s = random.uniform(pause / 2, pause)
                 is_lost = not self._has_answered and tries >= _TRIES_OF_UNKNOWN_ENDPOINT
                 if is_lost or left <= wait_s:
                     taken = time.monotonic() - begun
-                    raise StorageError(
-                        f"{request.action}: {describe(error)} ({tries} tries in {taken:.1f} s)"
-                    ) from error
+                    kind = UnansweredError if is_open else StorageError
+                    failure = kind(f"{request.action}: {describe(cause)} ({tries} tries in {taken:.1f} s)")
+                    failure.is_late = True
+                    raise failure from cause
                 _log.info("%s: %s; trying again in %.1f s", request.action, describe(error), wait_s)
                 await asyncio.sleep(wait_s)
                 pause = min(2 * pause, _MAX_PAUSE_S)

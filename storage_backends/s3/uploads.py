@@ -6,8 +6,7 @@ import io
 import logging
 import re
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
 from typing_extensions import Buffer
 
@@ -20,39 +19,41 @@ from .retries import Request
 
 __all__ = ["PartBody", "S3PartWriter", "Upload"]
 
-_ABORT_S = 10.0
+_ABORT_S = 0.75  # the caller has waited for the deadline already; ``incomplete`` shows what remains
+_PIECE_BYTES = 256 << 10
 _TOKEN = re.compile(r"(?P<part_bytes>[1-9]\d*) (?P<mark>[0-9a-f]{32}) (?P<id>\S+)")
 
 _log = logging.getLogger(__name__)
 
 
-class PartBody(io.RawIOBase):
-    """The bytes of a request's body, which the client sends piece by piece, without a copy of all of them."""
+class PartBody:
+    """The bytes of a request's body, which the client sends piece by piece, without a copy of all of them.
+
+    botocore reads them to sign them. aiohttp iterates over them: a file it would read in other threads, 64 KiB at a
+    time, which takes longer than to send them.
+    """
 
     def __init__(self, data: memoryview) -> None:
-        super().__init__()
         self._data, self._at = data, 0
 
-    def read(self, size: int = -1) -> Any:
-        """Return a view of the next bytes."""
+    async def __aiter__(self) -> AsyncIterator[memoryview | bytes]:
+        while piece := self.read(_PIECE_BYTES):
+            yield piece
+
+    def read(self, size: int = -1) -> memoryview | bytes:
+        """Return a view of the next bytes; ``b""`` at the end."""
         end = len(self._data) if size < 0 else self._at + size
         piece = self._data[self._at : end]
         self._at += len(piece)
-        return piece
+        return piece or b""
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
         self._at = start + offset
         return self._at
 
-    def tell(self) -> int:  # word-ok: the name in io.RawIOBase
+    def tell(self) -> int:  # word-ok: botocore calls it
         return self._at
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def __len__(self) -> int:
         return len(self._data)
@@ -89,13 +90,19 @@ class Upload:
     async def complete(self, upload: str, tags: Sequence[str]) -> None:
         """Make the object of all parts."""
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+        where = {**self._address, "UploadId": upload}
+
+        async def send() -> None:
+            try:
+                await self._client.call("complete_multipart_upload", **where, MultipartUpload={"Parts": parts})
+            except Exception as error:
+                if code_of(error) == "InternalError":
+                    # Ceph says so also of an upload that has ended, and to list its parts says which it is.
+                    await self._client.call("list_parts", **where, MaxParts=1)
+                raise
+
         try:
-            await self._client.repeat(
-                Request(self._action, self._deadline_s, "complete"),
-                lambda: self._client.call(
-                    "complete_multipart_upload", **self._address, UploadId=upload, MultipartUpload={"Parts": parts}
-                ),
-            )
+            await self._client.repeat(Request(self._action, self._deadline_s, "complete"), send)
         except Exception as error:
             # The reply to an earlier try may be lost, or another process has ended the upload.
             if code_of(error) != "NoSuchUpload" or not await self._is_stored():

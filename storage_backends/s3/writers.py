@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,10 +31,10 @@ def part_bytes_for(size: int) -> int:
 
 
 class _Part:
-    """The memory of a part, and how many of its bytes are missing."""
+    """The first ``length`` bytes of a buffer, and how many of them are missing."""
 
-    def __init__(self, buffer: bytearray) -> None:
-        self.buffer, self.missing = buffer, len(buffer)
+    def __init__(self, buffer: mmap.mmap, length: int) -> None:
+        self.buffer, self.data, self.missing = buffer, memoryview(buffer)[:length], length
 
 
 class MultipartWriter(CheckedWriter):
@@ -64,11 +65,10 @@ class MultipartWriter(CheckedWriter):
             number, start = divmod(offset, self._part_bytes)
             with self._changed:
                 part = self._filling.get(number)
-                if part is None:
-                    length = min(self._part_bytes, self._size - offset + start)
-                    part = self._filling[number] = _Part(self._client.window.take_buffer(length))
-            piece = view[: len(part.buffer) - start]
-            part.buffer[start : start + len(piece)] = piece
+            if part is None:
+                part = self._begin_part(number, min(self._part_bytes, self._size - offset + start))
+            piece = view[: len(part.data) - start]
+            part.data[start : start + len(piece)] = piece
             view, offset = view[len(piece) :], offset + len(piece)
             with self._changed:
                 part.missing -= len(piece)
@@ -76,13 +76,21 @@ class MultipartWriter(CheckedWriter):
             if is_whole:
                 self._send(number, part)
 
+    def _begin_part(self, number: int, length: int) -> _Part:
+        buffer = self._client.window.take_buffer(self._part_bytes, self._deadline_s)
+        with self._changed:
+            part = self._filling.setdefault(number, _Part(buffer, length))
+        if part.buffer is not buffer:  # another thread was faster
+            self._client.window.give_back(buffer)
+        return part
+
     def shrink(self, size: int) -> None:
         super().shrink(size)
         number, length = divmod(size, self._part_bytes)
         part = self._filling.get(number) if length else None
         if part is not None:
-            part.missing -= len(part.buffer) - length
-            del part.buffer[length:]
+            part.missing -= len(part.data) - length
+            part.data = part.data[:length]
             if not part.missing:
                 self._send(number, part)
 
@@ -95,8 +103,9 @@ class MultipartWriter(CheckedWriter):
             del self._filling[number]
             if self._state != "open":
                 self._client.window.release_slot()
+                self._client.window.give_back(part.buffer)
                 self._raise_failure()
-            sent = self._client.start(self._send_part(number, part.buffer))
+            sent = self._client.start(self._send_part(number, part))
             self._sent.append(sent)
         sent.add_done_callback(self._has_ended)
 
@@ -111,13 +120,15 @@ class MultipartWriter(CheckedWriter):
             if self._state == "open":
                 self._state, self._failure = "failed", error
 
-    async def _send_part(self, number: int, buffer: bytearray) -> None:
+    async def _send_part(self, number: int, part: _Part) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        self._tags[number] = await self._upload.send(await self._begun(), number, memoryview(buffer))
-        self._client.window.give_back(buffer)
+        try:
+            self._tags[number] = await self._upload.send(await self._begun(), number, part.data)
+        finally:
+            self._client.window.give_back(part.buffer)
 
     async def _begun(self) -> str:
         """Return the id of the upload, which the first part begins."""
@@ -152,7 +163,10 @@ class MultipartWriter(CheckedWriter):
         with self._changed:
             if not self._withdraw():
                 return
+            unsent = [*self._filling.values()]
             self._filling.clear()
+        for part in unsent:
+            self._client.window.give_back(part.buffer)
         try:
             self._client.run(self._action, self._abort())
         except Exception as error:  # noqa: BLE001 - abort never raises

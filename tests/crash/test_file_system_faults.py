@@ -30,6 +30,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.errors import BytecheckpointError, StorageError, StorageFullError
 from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.storage_backends.fsspec.connection import Connection
 from bytecheckpoint.storage_backends.fsspec.writers import StreamWriter
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -498,7 +499,8 @@ def test_every_thread_that_writes_a_file_raises_the_cause(tmp_path: Path) -> Non
 
 def test_every_thread_that_writes_a_stream_raises_the_cause() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
-        writer = StreamWriter("writing 'object'", 300, full, discard=lambda: None)
+        connection = Connection(None, "", os.getpid(), "others", has_conditional_put=False)
+        writer = StreamWriter("writing 'object'", 300, connection, full, discard=lambda: None)
         for piece in range(3):
             with pytest.raises(StorageFullError, match=r"writing 'object': .*ENOSPC"):
                 writer.write(piece * 100, bytes(100))

@@ -7,25 +7,32 @@ import io
 import os
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import fsspec
 import pytest
+from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
+import bytecheckpoint as bcp
 from bytecheckpoint.errors import (
     AccessDeniedError,
+    CommitUnknownError,
     KeyExistsError,
     KeyNotFoundError,
     StorageError,
     StorageFullError,
+    UnansweredError,
     UnsupportedURLError,
 )
-from bytecheckpoint.storage_backends import StorageBackend, open_backend
+from bytecheckpoint.storage_backends import IncompleteUpload, StorageBackend, open_backend
 from bytecheckpoint.storage_backends.fsspec.backend import FsspecBackend
+from bytecheckpoint.storage_backends.fsspec.connection import connect
 from bytecheckpoint.storage_backends.fsspec.errors import map_error
 from bytecheckpoint.storage_backends.fsspec.writers import StreamWriter
 from bytecheckpoint.testing import time_limit
@@ -128,6 +135,88 @@ def test_rename_that_silently_refuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("as_unknown")
+def test_temporary_files_of_a_killed_process(tmp_path: Path) -> None:
+    """No writer will publish them. They are listed and removed, and nothing else is."""
+    backend = FsspecBackend(f"bcpplain://{tmp_path}/root")
+    backend.put("a/other", b"x")
+    for folder in ("a", "b/c"):
+        writer = backend.create(f"{folder}/object", 9 << 20)
+        writer.write(0, bytes(1 << 20))
+    found = [*backend.incomplete()]
+    assert [os.path.dirname(one.key) for one in found] == ["a", "b/c"]
+    assert all(0 <= one.age_s < time_limit(60) for one in found)
+    assert [one.key for one in backend.incomplete("b/")] == [found[1].key]
+    assert [stat.key for stat in backend.list()] == ["a/other"]
+    backend.abort_incomplete([*found, *found, IncompleteUpload("a/other", "a/other", 0.0)])
+    assert [*backend.incomplete()] == []
+    assert sorted(os.listdir(tmp_path / "root")) == ["a"]
+    assert backend.get("a/other") == b"x"
+
+
+class StuckFileSystem(PlainFileSystem):
+    """A client that waits for ever in the method ``stuck``."""
+
+    protocol = "bcpstuck"
+    stuck, go_on = "", threading.Event()
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return self._wait if name == StuckFileSystem.stuck else value
+
+    def _wait(self, *arguments: Any, **options: Any) -> None:
+        StuckFileSystem.go_on.wait(time_limit(60))
+        raise RuntimeError("the test has ended")
+
+
+@pytest.mark.parametrize("method", ["open", "mv", "cat_file", "info", "find", "ls", "walk", "rm_file"])
+@pytest.mark.usefixtures("as_unknown")
+def test_a_client_that_never_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    fsspec.register_implementation("bcpstuck", StuckFileSystem, clobber=True)
+    backend = FsspecBackend(f"bcpstuck://{tmp_path}/root")
+    backend.put("a/b", b"before")
+    operations: dict[str, Callable[[], object]] = {
+        "open": lambda: backend.put("a/b", b"after"),
+        "mv": lambda: backend.put("c", b"after"),
+        "cat_file": lambda: backend.get("a/b"),
+        "info": lambda: backend.stat("a/b"),
+        "find": lambda: [*backend.list()],
+        "ls": lambda: backend.list_children(),
+        "walk": lambda: backend.list_children(),
+        "rm_file": lambda: backend.delete(["a/b"]),
+    }
+    monkeypatch.setattr(StuckFileSystem, "stuck", method)
+    monkeypatch.setattr(StuckFileSystem, "go_on", threading.Event())
+    backend.deadline_s = 0.2
+    with pytest.raises(StorageError, match=r"did not answer within 0\.2 s") as caught:
+        operations[method]()
+    assert isinstance(caught.value, UnansweredError) is (method == "mv")
+    monkeypatch.setattr(StuckFileSystem, "stuck", "")
+    backend.deadline_s = time_limit(20)
+    assert backend.get("a/b") == b"before"  # with another connection
+    StuckFileSystem.go_on.set()
+
+
+class UrlFileSystem(PlainFileSystem):
+    """As those of HDFS and Azure: the rest of a name after a question mark is lost."""
+
+    protocol = "bcpurl"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path)).partition("?")[0]
+
+
+@pytest.mark.usefixtures("as_unknown")
+def test_names_that_a_file_system_changes_are_refused(tmp_path: Path) -> None:
+    fsspec.register_implementation("bcpurl", UrlFileSystem, clobber=True)
+    backend = FsspecBackend(f"bcpurl://{tmp_path}/root")
+    backend.put("a", b"x")
+    with pytest.raises(StorageError, match=r"UrlFileSystem cannot store names with"):
+        backend.put("a?b", b"y")
+    assert backend.get("a") == b"x"
+
+
+@pytest.mark.usefixtures("as_unknown")
 def test_if_absent_that_the_store_cannot_decide_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="PlainFileSystem has no conditional put"):
         FsspecBackend(f"bcpplain://{tmp_path}").put("object", b"x", if_absent=True)
@@ -165,8 +254,66 @@ def test_errors_are_mapped(tmp_path: Path) -> None:
         mapped = map_error(error, "reading 'k' in s3://b", reading=True)
         assert type(mapped) is kind
         assert "reading 'k' in s3://b" in str(mapped)
+    # HDFS appends the stack of its server.
+    java = map_error(
+        FileNotFoundError("no such folder\n\tat org.apache.A.b(A.java:1)\n\tat c"), "writing", reading=False
+    )
+    assert str(java) == "writing: not found: no such folder; does the bucket or directory exist?"
     # A missing bucket is no missing key when writing.
     assert type(map_error(FileNotFoundError("b"), "writing", reading=False)) is StorageError
+
+
+class _Reply(aiohttp.ClientError):
+    status = 403
+
+
+@pytest.mark.parametrize(
+    ("error", "is_open"),
+    [
+        (TimeoutError(), True),
+        (FSTimeoutError(), True),
+        (ConnectionResetError(), True),
+        (OSError(errno.EPIPE, "x"), True),
+        (aiohttp.ServerDisconnectedError(), True),
+        (_Reply(), False),
+        (OSError(errno.ENOSPC, "x"), False),
+        (RuntimeError("client library"), False),
+    ],
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_put_without_reply_may_still_arrive(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_open: bool, is_wrapped: bool
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        if is_wrapped:
+            raise RuntimeError("the put failed") from error
+        raise error
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail)
+    with pytest.raises(StorageError) as caught:
+        FsspecBackend(f"memory://{uuid.uuid4().hex}").put("object", b"x")
+    assert isinstance(caught.value, UnansweredError) is is_open
+
+
+def test_a_commit_without_reply_keeps_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest is stored after the save has failed, and must not refer to files that it has removed."""
+    path, late, pipe_file = f"dir::memory://{uuid.uuid4().hex}", [], MemoryFileSystem.pipe_file
+
+    def hold(fs: Any, target: str, *arguments: Any, **options: Any) -> None:
+        if not target.endswith("manifest.msgpack"):
+            pipe_file(fs, target, *arguments, **options)
+            return
+        late.append(lambda: pipe_file(fs, target, *arguments, **options))
+        raise FSTimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "pipe_file", hold)
+        with pytest.raises(CommitUnknownError):
+            bcp.save(path, {"extra_state": {"step": 7}}, step=7)
+    late[-1]()
+    checkpoint = bcp.open(path)
+    assert checkpoint.step == 7
+    assert checkpoint.verify().ok
 
 
 def test_passwords_stay_out_of_messages(tmp_path: Path) -> None:
@@ -202,10 +349,16 @@ class _BlockingFile(io.BytesIO):
         super().close()
 
 
+def _writer_to(file: Any, published: threading.Event) -> StreamWriter:
+    memory = connect("memory://", {}, lambda: time_limit(60))
+    publish = lambda size: published.set()  # noqa: E731
+    return StreamWriter("writing 'object'", 8, memory, file, publish=publish, discard=lambda: None)
+
+
 def test_complete_during_a_write_in_order_closes_the_file_only_after_it() -> None:
     """Part 2 was brought early; the thread that brings part 1 forwards both while another thread completes."""
     file, published = _BlockingFile(), threading.Event()
-    writer = StreamWriter("writing 'object'", 8, file, publish=lambda size: published.set(), discard=lambda: None)
+    writer = _writer_to(file, published)
     writer.write(4, b"late")
     with ThreadPoolExecutor(2) as pool:
         write = pool.submit(writer.write, 0, b"soon")
@@ -224,7 +377,7 @@ def test_complete_during_a_write_in_order_closes_the_file_only_after_it() -> Non
 
 def test_complete_while_a_part_waits_for_an_earlier_one_is_refused() -> None:
     file, published = io.BytesIO(), threading.Event()
-    writer = StreamWriter("writing 'object'", 8, file, publish=lambda size: published.set(), discard=lambda: None)
+    writer = _writer_to(file, published)
     writer.write(4, b"late")
     with pytest.raises(StorageError, match=r"writing 'object'.*\[0, 4\)"):
         writer.complete()

@@ -159,6 +159,44 @@ def test_eight_parts_are_in_flight(damaged: StorageBackend, proxy: FaultProxy) -
     assert damaged.get("object") == data
 
 
+def test_many_threads_wait_for_the_memory_of_parts(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    """Each of them holds a part that is not sent. Those whose parts are not begun wait."""
+    proxy.rule = lambda exchange: "wait" if exchange.kind == "part" else None
+    data, taken = DATA * 6, []
+    window = _client(damaged).window
+    window_taken = window.take_buffer
+
+    def take(*arguments: Any) -> Any:
+        found = window_taken(*arguments)
+        taken.append(window._taken)
+        return found
+
+    window.take_buffer = take  # type: ignore[method-assign]
+    with damaged.create("object", len(data)) as writer, ThreadPoolExecutor(16) as pool:
+        pieces = range(0, len(data), 1 << 20)
+        writing = [pool.submit(writer.write, start, data[start : start + (1 << 20)]) for start in pieces]
+        for _ in range(PARTS_IN_FLIGHT):
+            assert proxy.waiting.acquire(timeout=time_limit(30))
+        proxy.go_on.set()
+        for one in writing:
+            one.result(time_limit(60))
+        writer.complete()
+    assert PARTS_IN_FLIGHT < max(taken) <= PARTS_IN_FLIGHT + 3
+    assert window._taken == 0
+    assert damaged.get("object") == data
+
+
+def test_parts_in_any_order_from_one_thread(damaged: StorageBackend) -> None:
+    """More parts are incomplete than there are buffers, and none is in flight that could release one."""
+    data = DATA * 4
+    with damaged.create("object", len(data)) as writer:
+        pieces = [*range(0, len(data), 1 << 20)]
+        for start in pieces[::5] + [at for at in pieces if at % (5 << 20)]:
+            writer.write(start, data[start : start + (1 << 20)])
+        writer.complete()
+    assert damaged.get("object") == data
+
+
 def test_a_store_that_is_busy(damaged: StorageBackend, proxy: FaultProxy, bucket: str, s3: dict[str, Any]) -> None:
     proxy.rule = lambda exchange: "refuse" if len(proxy.kinds) % 3 == 1 else None
     _write(damaged)
@@ -241,6 +279,124 @@ def test_an_upload_that_another_process_has_ended(damaged: StorageBackend, proxy
     with pytest.raises(StorageError, match="NoSuchUpload"):
         _write(damaged)
     assert damaged.get("object") == bytes(len(DATA))
+
+
+def test_an_ended_upload_of_which_the_store_says_that_it_is_broken(
+    damaged: StorageBackend, proxy: FaultProxy, bucket: str, s3: dict[str, Any]
+) -> None:
+    """As Ceph does. The parts are listed then, instead of trying until the deadline."""
+
+    def rule(exchange: Exchange) -> str | None:
+        if exchange.kind != "complete":
+            return None
+        fs = fsspec.filesystem("s3", **s3)
+        for upload in fs.list_multipart_uploads(bucket):
+            fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        return "broken"
+
+    proxy.rule = rule
+    with pytest.raises(KeyNotFoundError, match="NoSuchUpload"):
+        _write(damaged)
+    assert proxy.kinds.count("complete") == 1
+
+    proxy.kinds.clear()
+    proxy.rule = lambda exchange: "broken" if (exchange.kind, exchange.number) == ("complete", 1) else None
+    _write(damaged)
+    assert proxy.kinds.count("complete") == 2
+    assert damaged.get("object") == DATA
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "hint"),
+    [
+        ("expired", AccessDeniedError, "the credentials have expired"),
+        ("skewed", AccessDeniedError, "the clock of this machine differs"),
+    ],
+)
+def test_a_store_that_refuses_from_some_request_on(
+    damaged: StorageBackend,
+    proxy: FaultProxy,
+    bucket: str,
+    s3: dict[str, Any],
+    what: str,
+    kind: type[StorageError],
+    hint: str,
+) -> None:
+    """One clear error, the object as before, and nothing pending that is not shown: to end the upload fails too."""
+    damaged.put("object", b"before")
+    calls = [
+        lambda: damaged.put("object", b"x"),
+        lambda: [damaged.get("object"), damaged.get("object")],
+        lambda: [*damaged.list(), *damaged.list()],
+    ]
+    proxy.rule = lambda exchange: what
+    for call in calls:
+        with pytest.raises(kind, match=hint):
+            call()
+    proxy.rule = lambda exchange: None if exchange.kind == "begin" or exchange.part == 1 else what
+    with pytest.raises(kind, match=hint):
+        _write(damaged)
+    proxy.rule = lambda exchange: None
+    assert damaged.get("object") == b"before"
+    pending = [*damaged.incomplete()]
+    assert [one.key for one in pending] == ["object"]
+    damaged.abort_incomplete(pending)
+    assert _pending(bucket, s3) == []
+
+
+def test_a_closed_port(bucket: str, s3: dict[str, Any]) -> None:
+    backend = open_backend(f"s3://{bucket}", **{**s3, "endpoint_url": "http://127.0.0.1:1"})
+    backend.deadline_s = time_limit(20)
+    calls = [
+        lambda: backend.put("object", b"x"),
+        lambda: backend.read_into("object", 0, bytearray(1)),
+        lambda: [*backend.list()],
+        lambda: _write(backend, bytes(20 << 20)),
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match=r"127\.0\.0\.1:1"):
+            call()
+
+
+def test_keys_in_pages(damaged: StorageBackend, proxy: FaultProxy) -> None:
+    keys = sorted(f"{folder}/{number}" for folder in "ab" for number in range(4))
+    for key in keys:
+        damaged.put(key, b"x")
+    proxy.rule = lambda exchange: "pages" if exchange.kind == "list" else None
+    proxy.kinds.clear()
+    assert [found.key for found in damaged.list()] == keys
+    assert len(proxy.kinds) >= len(keys)
+    assert [found.key for found in damaged.list("b/")] == keys[4:]
+    assert damaged.list_children() == ["a/", "b/"]
+
+
+def test_uploads_in_pages(damaged: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto replies with all of them at once, so the replies are made here; Ceph pages like this."""
+    found = [{"Key": f"root/k{number // 3:02}", "UploadId": f"id-{number}"} for number in range(25)]
+
+    async def call(client: Client, method: str, **arguments: Any) -> dict[str, Any]:
+        assert method == "list_multipart_uploads"
+        after = arguments.get("UploadIdMarker")
+        start = next((at for at, one in enumerate(found, 1) if one["UploadId"] == after), 0)
+        assert not start or arguments["KeyMarker"] == found[start - 1]["Key"]
+        page = found[start : start + 10]
+        last = {"NextKeyMarker": page[-1]["Key"], "NextUploadIdMarker": page[-1]["UploadId"]}
+        return {"Uploads": page, "IsTruncated": start + 10 < len(found), **last}
+
+    monkeypatch.setattr(Client, "call", call)
+    assert [one.upload_id for one in damaged.incomplete()] == [one["UploadId"] for one in found]
+
+
+@pytest.mark.parametrize("token", [{}, {"NextContinuationToken": "the same"}])
+def test_pages_that_do_not_continue(
+    damaged: StorageBackend, monkeypatch: pytest.MonkeyPatch, token: dict[str, str]
+) -> None:
+    async def call(client: Client, method: str, **arguments: Any) -> dict[str, Any]:
+        return {"IsTruncated": True, **token}
+
+    monkeypatch.setattr(Client, "call", call)
+    with pytest.raises(StorageError, match="not where it continues"):
+        [*damaged.list()]
 
 
 def test_an_abort_ends_the_parts_in_flight_first(damaged: StorageBackend, proxy: FaultProxy) -> None:
@@ -371,3 +527,16 @@ def test_the_time_of_a_small_request_is_not_the_rate_of_a_large_one(monkeypatch:
 
     asyncio.run(sender.run(retries.Request("reading", 100, "read", nbytes=1), answer))
     assert sender._limit(retries.Request("reading", 100, "read", nbytes=16 << 20)) == retries._MIN_LIMIT_S
+
+
+def test_the_cause_is_not_that_the_last_try_had_no_time_left() -> None:
+    """A store that replies, and then is slow, is not one that did not answer."""
+    answers = iter([ConnectionResetError("reset by the store")])
+
+    async def answer() -> None:
+        for error in answers:
+            raise error
+        await asyncio.Event().wait()
+
+    with pytest.raises(StorageError, match=r"reset by the store \(2 tries"):
+        asyncio.run(retries.Retries().run(retries.Request("reading", time_limit(1), "read"), answer))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
 import pytest
@@ -13,8 +18,9 @@ import torch
 pytest.importorskip("s3fs")
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import StorageError
-from tests.support.s3_faults import FaultProxy, fault_proxy
+from bytecheckpoint.errors import CheckpointNotFoundError, CommitUnknownError, NotACheckpointError, StorageError
+from bytecheckpoint.testing import time_limit
+from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
 
 pytestmark = pytest.mark.s3
 
@@ -30,6 +36,7 @@ class _Store:
     proxy: FaultProxy
     root: str
     options: dict[str, Any]
+    server: str
 
     def count(self, call: Callable[[], _T]) -> tuple[_T, Counter[str]]:
         self.proxy.kinds.clear()
@@ -45,7 +52,7 @@ class _Store:
 @pytest.fixture
 def store(s3: dict[str, Any], bucket: str) -> Iterator[_Store]:
     with fault_proxy(s3["endpoint_url"]) as proxy:
-        yield _Store(proxy, f"s3://{bucket}/runs", {**s3, "endpoint_url": proxy.url})
+        yield _Store(proxy, f"s3://{bucket}/runs", {**s3, "endpoint_url": proxy.url}, s3["endpoint_url"])
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -73,6 +80,69 @@ def test_save_and_load(store: _Store) -> None:
     assert kinds == Counter(get=1)
 
 
+MB = 1 << 20
+
+
+def _save_weights(store: _Store, tensors: dict[str, torch.Tensor]) -> str:
+    """Save a file of these tensors; its header is in front of them."""
+    path = f"{store.root}/step-1"
+    bcp.save(path, {"model": tensors}, storage_options=store.options)
+    return path
+
+
+def _load(store: _Store, path: str, tensors: dict[str, torch.Tensor]) -> int:
+    """Load the same tensors, and return the number of requests for their bytes."""
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}
+    files, rule = [], store.proxy.rule
+
+    def record(exchange: Exchange) -> str | None:
+        files.append(exchange.path.endswith(".safetensors"))
+        return rule(exchange)
+
+    store.proxy.rule = record
+    _, kinds = store.count(lambda: bcp.load(path, state, strict=False, storage_options=store.options))
+    store.proxy.rule = rule
+    assert all(torch.equal(state["model"][name], tensor) for name, tensor in tensors.items())
+    assert set(kinds) == {"get"}
+    return sum(files) - 1  # the header
+
+
+def test_a_load_of_many_small_tensors(store: _Store) -> None:
+    tensors = {f"w{number:03}": torch.full((700,), float(number)) for number in range(1000)}
+    path = _save_weights(store, tensors)
+    assert _load(store, path, tensors) == 1
+    # A gap of less than 1 MiB is read as well, and a larger one is not.
+    some = {name: tensors[name] for name in ("w000", "w350", "w700", "w999")}
+    assert _load(store, path, some) == 1
+
+
+def test_a_load_of_a_large_tensor(store: _Store) -> None:
+    tensors = {"weight": torch.arange(18 * MB, dtype=torch.float32)}
+    path = _save_weights(store, tensors)
+    store.proxy.rule = lambda exchange: "wait" if exchange.kind == "get" and exchange.number > 2 else None
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(_load, store, path, tensors)
+        # The manifest and the header are answered. Eight threads read then.
+        for _ in range(8):
+            assert store.proxy.waiting.acquire(timeout=time_limit(60))
+        store.proxy.go_on.set()
+        assert loading.result(time_limit(60)) == 9
+
+
+@pytest.mark.parametrize(("rows", "columns", "requests"), [(8, MB // 2, 8), (64, 64 << 10, 2)])
+def test_a_load_of_some_columns(store: _Store, rows: int, columns: int, requests: int) -> None:
+    """A box of a quarter of each row, as one of four ranks of tensor parallelism reads it.
+
+    Rows of 2 MiB have 1.5 MiB between them, which are skipped; of rows of 256 KiB, everything is read.
+    """
+    weight = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    path = _save_weights(store, {"weight": weight})
+    checkpoint = bcp.open(path, storage_options=store.options)
+    part, kinds = store.count(lambda: checkpoint["model.weight"][:, columns // 4 : columns // 2])
+    assert torch.equal(part, weight[:, columns // 4 : columns // 2])
+    assert kinds == Counter(get=1 + requests)
+
+
 def test_latest_of_three(store: _Store) -> None:
     for step in (1, 2, 3):
         bcp.save(f"{store.root}/step-{step}", {"extra_state": {"step": step}}, storage_options=store.options)
@@ -87,3 +157,65 @@ def test_save_to_a_missing_bucket_fails_before_anything_is_copied(store: _Store)
     with pytest.raises(StorageError, match="NoSuchBucket"):
         bcp.save(f"{store.root[:-8]}-missing/step-1", _state(1.0), storage_options=store.options)
     assert store.proxy.kinds == ["get", "head"]
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new path", "overwrite"])
+def test_a_manifest_that_arrives_after_the_save_has_failed(store: _Store, is_new: bool) -> None:
+    """The store got the manifest and did not reply. It must not refer to files that the failed save has removed."""
+    url = f"{store.root}/step-1"
+    direct = {**store.options, "endpoint_url": store.server}
+    store.save("another")  # the store's rules are known from here on
+    if not is_new:
+        store.save("step-1")
+
+    def rule(exchange: Exchange) -> str | None:
+        return "wait" if exchange.kind == "put" and exchange.path.endswith("manifest.msgpack") else None
+
+    store.proxy.rule = rule
+    with pytest.raises(CommitUnknownError, match="may still put it there"):
+        bcp.save(url, _state(2.0), storage_options=store.options, deadline_s=time_limit(2))
+    store.proxy.go_on.set()
+    end = time.monotonic() + time_limit(60)
+    while True:
+        with contextlib.suppress(CheckpointNotFoundError, NotACheckpointError):
+            checkpoint = bcp.open(url, storage_options=direct)
+            if checkpoint["extra_state.generator"].load()[0] == 2.0:
+                break
+        assert time.monotonic() < end, "the manifest has not arrived"
+    assert checkpoint.verify().ok
+
+
+class _Elsewhere(BaseHTTPRequestHandler):
+    """Replies to everything that the bucket is in another region."""
+
+    protocol_version = "HTTP/1.1"
+
+    def _reply(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b"<Error><Code>PermanentRedirect</Code><Message>-</Message><Region>eu-west-1</Region></Error>"
+        self.send_response(301)
+        self.send_header("x-amz-bucket-region", "eu-west-1")
+        self.send_header("Content-Length", str(0 if self.command == "HEAD" else len(body)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    do_GET = do_HEAD = _reply
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_a_bucket_in_another_region(s3: dict[str, Any]) -> None:
+    """The client follows one redirect, to the same server, and then a save and a load say what to set."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Elsewhere) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        options = {**s3, "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+        try:
+            with pytest.raises(StorageError, match="in another region or at another endpoint; set the region"):
+                bcp.save("s3://elsewhere/step-1", _state(1.0), storage_options=options, deadline_s=time_limit(20))
+            with pytest.raises(StorageError, match="in another region or at another endpoint; set the region"):
+                bcp.open("s3://elsewhere/step-1", storage_options=options)
+        finally:
+            server.shutdown()
+            thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,13 @@ def _error(status: bytes, code: bytes) -> bytes:
     return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
 
 
-_ERRORS = {"refuse": _error(b"503 Slow Down", b"SlowDown"), "ended": _error(b"404 Not Found", b"NoSuchUpload")}
+_ERRORS = {
+    "refuse": _error(b"503 Slow Down", b"SlowDown"),
+    "ended": _error(b"404 Not Found", b"NoSuchUpload"),
+    "broken": _error(b"500 Internal Server Error", b"InternalError"),
+    "expired": _error(b"400 Bad Request", b"ExpiredToken"),
+    "skewed": _error(b"403 Forbidden", b"RequestTimeTooSkewed"),
+}
 
 _NOT_IMPLEMENTED = _error(b"501 Not Implemented", b"NotImplemented")
 _IF_MATCH = re.compile(rb"(?i)(\r\nif-match: )([^\r]+)")
@@ -45,8 +52,14 @@ Rule = Callable[[Exchange], str | None]
 * None: pass it on.
 * ``refuse``: reply 503.
 * ``ended``: reply that there is no such upload.
+* ``broken``: reply 500, as Ceph does when it is to complete an upload that has ended.
+* ``expired``, ``skewed``: reply that the token has expired, that the clocks differ.
+* ``pages``: pass a listing of objects on with the smallest page.
+* ``late``: pass it on, and reply when ``FaultProxy.go_on`` is set.
 * ``reset``: reset the connection while its body arrives.
 * ``stall``: never reply.
+* ``deaf``: read no byte of its body, and never reply.
+* ``hang``: stop in the middle of the reply's body.
 * ``lose``: pass it on, and close the connection instead of replying.
 * ``cut``: close the connection in the middle of the reply's body.
 * ``shift``: reply with the range that begins one byte later.
@@ -58,9 +71,12 @@ Rule = Callable[[Exchange], str | None]
 
 
 class FaultProxy:
-    """A running proxy at ``url``. Set ``rule`` at any time. ``kinds`` lists the requests that have arrived."""
+    """A running proxy at ``url``. Set ``rule`` at any time. ``kinds`` lists the requests that have arrived.
 
-    def __init__(self, server: str) -> None:
+    With ``tls``, it speaks https.
+    """
+
+    def __init__(self, server: str, tls: ssl.SSLContext | None = None) -> None:
         address = urlsplit(server)
         self._server = (str(address.hostname), int(address.port or 0))
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -68,20 +84,33 @@ class FaultProxy:
         self._open: set[socket.socket] = {self._listener}
         self._closed = False
         self._threads = [threading.Thread(target=self._accept, name="fault-proxy")]
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._tls = tls
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._listener.getsockname()[1]}"
         self.rule: Rule = lambda exchange: None
         self.kinds: list[str] = []
         self.go_on = threading.Event()
         self.waiting = threading.Semaphore(0)
         self._threads[0].start()
 
+    @property
+    def connections(self) -> list[threading.Thread]:
+        """The threads of all connections so far; a thread ends with its connection."""
+        with self._lock:
+            return self._threads[1:]
+
+    def disconnect(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            for one in self._open - {self._listener}:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(one, socket.SHUT_RDWR)  # no thread may change the state of TLS meanwhile
+
     def close(self) -> None:
         self.go_on.set()
         with self._lock:
             self._closed = True
-            for one in self._open:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self.disconnect()
         for thread in self._threads:
             thread.join()
         self._listener.close()
@@ -99,11 +128,18 @@ class FaultProxy:
                     self._threads[-1].start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, EOFError), connection, connection.makefile("rb") as requests:
-            while self._pass_on(connection, requests):
-                pass
+        secured = connection
+        with contextlib.suppress(OSError, EOFError):
+            if self._tls is not None:
+                secured = self._tls.wrap_socket(connection, server_side=True)
+                with self._lock:
+                    self._open ^= {connection, secured}
+            with secured.makefile("rb") as requests:
+                while self._pass_on(secured, requests):
+                    pass
         with self._lock:
-            self._open.discard(connection)
+            self._open.discard(secured)
+        secured.close()
 
     def _pass_on(self, connection: socket.socket, requests: BinaryIO) -> bool:
         """Return false to close the connection."""
@@ -111,6 +147,9 @@ class FaultProxy:
         what = self.rule(self._exchange(head))
         if what == "stall":
             requests.read()  # until the client gives up
+            return False
+        if what == "deaf":
+            self.go_on.wait(time_limit(60))
             return False
         if _header(head, b"expect"):
             connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -130,16 +169,21 @@ class FaultProxy:
         if what == "unknown" and _CONDITIONS.search(head):
             connection.sendall(_NOT_IMPLEMENTED)
             return True
-        if what == "wait":
+        if what == "pages":
+            head = head.replace(b"list-type=2", b"list-type=2&max-keys=1", 1)
+        late = self._ask(head, body) if what == "late" else b""
+        if what in ("wait", "late"):
             self.waiting.release()
             self.go_on.wait(time_limit(60))
             if self._closed:
                 return False
-        reply = _ERRORS.get(what or "") or self._ask(head, body)
+        reply = late or _ERRORS.get(what or "") or self._ask(head, body)
         if what == "lose":
             return False
-        connection.sendall(reply[: reply.index(b"\r\n\r\n") + 14] if what == "cut" else reply)
-        return what != "cut"
+        connection.sendall(reply[: reply.index(b"\r\n\r\n") + 14] if what in ("cut", "hang") else reply)
+        if what == "hang":
+            requests.read()  # until the client gives up
+        return what not in ("cut", "hang")
 
     def _exchange(self, head: bytes) -> Exchange:
         method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
@@ -151,7 +195,7 @@ class FaultProxy:
         elif "uploads" in query:
             kind = "begin"
         elif "uploadId" in query:
-            kind = {"post": "complete", "delete": "abort"}[kind]
+            kind = {"post": "complete", "delete": "abort", "get": "parts"}[kind]
         elif "list-type" in query:
             kind = "list"
         with self._lock:
@@ -184,9 +228,9 @@ def _header(head: bytes, name: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def fault_proxy(server: str) -> Iterator[FaultProxy]:
+def fault_proxy(server: str, tls: ssl.SSLContext | None = None) -> Iterator[FaultProxy]:
     """Run a proxy in front of ``server``."""
-    proxy = FaultProxy(server)
+    proxy = FaultProxy(server, tls)
     try:
         yield proxy
     finally:

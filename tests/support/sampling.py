@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 Case = TypeVar("Case")
 
 
@@ -40,3 +42,13 @@ def sample(cases: Sequence[Case], count: int) -> list[Case]:
     if is_full() or len(cases) <= count:
         return list(cases)
     return [cases[number] for number in sorted(random.Random(seed()).sample(range(len(cases)), count))]
+
+
+_LONG_VLLM = ("async", "parallel", "replicas", "restart")
+
+
+def long_vllm(name: str) -> pytest.MarkDecorator:
+    """Skip a long module of tests with vLLM unless this run's sample of two of them has it."""
+    return pytest.mark.skipif(
+        name not in sample(_LONG_VLLM, 2), reason="other runs test this module; BCP_TEST_FULL=1 tests all"
+    )

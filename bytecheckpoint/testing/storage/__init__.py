@@ -24,6 +24,7 @@ class StorageConformance(ObjectTests, ReadingTests, WritingTests, ListingTests, 
         supports_if_version: The same of ``put(if_version=...)`` and ``KeyChangedError``.
         atomic_replace: A reader of a key that is being replaced gets the old or the new object, never a mixture.
         reports_versions: ``stat().version`` changes when an object is replaced by one of another size.
+        refused_characters: Characters in keys that the store refuses with a ``StorageError``.
         large_bytes: Size of objects that are written in pieces; choose one above the store's limit for one request.
         piece_bytes: Size of these pieces.
         writers: Number of threads in tests of races.

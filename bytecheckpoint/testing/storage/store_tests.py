@@ -30,6 +30,9 @@ class StoreTests:
     reports_versions: ClassVar[bool] = True
     """``stat().version`` changes when an object is replaced by one of another size."""
 
+    refused_characters: ClassVar[str] = ""
+    """Characters in keys that the store refuses with a ``StorageError``, besides those that all stores refuse."""
+
     large_bytes: ClassVar[int] = 3 * 2**20 + 17
     """Size of the objects that are written in pieces; choose one above the store's limit for one request."""
 

@@ -1,0 +1,270 @@
+"""Saves and loads on an S3 store that fails: each ends by its deadline, and everything that remains is shown.
+
+Each case ends in success or in one error, within two seconds after ``deadline_s``. The checkpoint from before is intact
+then, and ``bcp ls --incomplete`` shows every upload that the server itself lists.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from click.testing import CliRunner
+
+pytest.importorskip("s3fs")
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli import cli
+from bytecheckpoint.errors import BytecheckpointError, CheckpointNotFoundError
+from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.storage_backends.s3 import writers
+from bytecheckpoint.testing import time_limit
+from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
+
+pytestmark = pytest.mark.s3
+
+_DEADLINE_S = 2.0
+_AFTER_S = 2.0
+_ELEMENTS = 3 << 20  # three parts of the smallest size
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((_ELEMENTS,), float(step))}, "extra_state": {"step": step}}
+
+
+@dataclass
+class Faults:
+    """Runs operations on ``url`` through ``proxy``, and checks what remains without it."""
+
+    proxy: FaultProxy
+    url: str
+    direct: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def deadline_s(self) -> float:
+        return time_limit(_DEADLINE_S)
+
+    def save(self) -> object:
+        return bcp.save(self.url, _state(2), step=2, storage_options=self.options, deadline_s=self.deadline_s)
+
+    def load(self) -> object:
+        state = _state(0)
+        bcp.load(self.url, state, storage_options=self.options, deadline_s=self.deadline_s)
+        assert torch.equal(state["model"]["w"], _state(1)["model"]["w"])
+        return state
+
+    @contextmanager
+    def endured(self) -> Iterator[None]:
+        """The block makes one call that fails or succeeds: check when it ends, and what it leaves behind."""
+        begun = time.monotonic()
+        yield
+        took = time.monotonic() - begun
+        assert took <= self.deadline_s + time_limit(_AFTER_S), f"{took:.1f} s, deadline_s was {self.deadline_s:.1f}"
+        self.proxy.rule = lambda exchange: None
+        self.check_what_remains()
+
+    def run(self, call: Callable[[], object]) -> str:
+        """Return the error of a call that ``endured`` checks; empty if it succeeds."""
+        failure = ""
+        with self.endured():
+            try:
+                call()
+            except BytecheckpointError as error:
+                failure = str(error)
+                assert failure
+        self.is_saved = not failure and call == self.save
+        assert bcp.open(self.url, storage_options=self.direct).step == (2 if self.is_saved else 1)
+        return failure
+
+    def check_what_remains(self) -> None:
+        checkpoint = bcp.open(self.url, storage_options=self.direct)
+        state = _state(0)
+        bcp.load(self.url, state, storage_options=self.direct)
+        assert state["extra_state"]["step"] == checkpoint.step
+        assert torch.equal(state["model"]["w"], _state(int(checkpoint.step or 0))["model"]["w"])
+        bucket = self.url.split("/")[2]
+        there = fsspec.filesystem("s3", **self.direct, skip_instance_cache=True).list_multipart_uploads(bucket)
+        options = [text for name, value in self.direct.items() for text in ("-o", f"{name}={value}")]
+        shown = CliRunner().invoke(cli, ["ls", "--incomplete", "--json", f"s3://{bucket}", *options])
+        assert shown.exit_code == 0, shown.output
+        found = {(one["key"], one["upload_id"]) for one in json.loads(shown.stdout)["uploads"]}
+        assert found == {(one["Key"], one["UploadId"]) for one in there}
+
+
+@pytest.fixture
+def faults(s3: dict[str, Any], bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    monkeypatch.setattr(writers, "PART_BYTES", 5 << 20)
+    url = f"s3://{bucket}/runs/step-1"
+    bcp.save(url, _state(1), step=1, storage_options=s3)
+    with fault_proxy(s3["endpoint_url"]) as proxy:
+        options = {**s3, "endpoint_url": proxy.url}
+        bcp.save(
+            f"s3://{bucket}/other", {"extra_state": {}}, storage_options=options
+        )  # the store's rules are known now
+        proxy.kinds.clear()
+        yield Faults(proxy, url, s3, options)
+
+
+Rule = Callable[[Exchange], str | None]
+
+
+def _of(kind: str, what: str, *, times: int = 1 << 30) -> Rule:
+    return lambda exchange: what if exchange.kind == kind and exchange.number <= times else None
+
+
+def _after(kind: str, what: str) -> Rule:
+    """From the reply to the first request of this kind on."""
+    begun: list[Exchange] = []
+
+    def rule(exchange: Exchange) -> str | None:
+        if begun:
+            return what
+        if exchange.kind == kind:
+            begun.append(exchange)
+        return None
+
+    return rule
+
+
+def _manifest(what: str, times: int = 1 << 30) -> Rule:
+    seen: list[Exchange] = []
+
+    def rule(exchange: Exchange) -> str | None:
+        if exchange.kind != "put" or not exchange.path.endswith("manifest.msgpack") or len(seen) >= times:
+            return None
+        seen.append(exchange)
+        return what
+
+    return rule
+
+
+def _every(nth: int, what: str) -> Callable[[], Rule]:
+    def make() -> Rule:
+        count = iter(range(1 << 30))
+        return lambda exchange: what if next(count) % nth == nth - 1 else None
+
+    return make
+
+
+def _one_part(what: str) -> Rule:
+    return lambda exchange: what if exchange.part == 2 else None
+
+
+_SAVES: dict[str, tuple[Callable[[], Rule], str]] = {
+    "503 on 20 %": (_every(5, "refuse"), ""),
+    "503 on one part": (lambda: _one_part("refuse"), "SlowDown"),
+    "503 on everything": (lambda: lambda exchange: "refuse", "SlowDown|Bad status line"),
+    "resets within a body": (lambda: _one_part("reset"), "part 2"),
+    "one reset": (lambda: _of("part", "reset", times=1), ""),
+    "a part that is not read": (lambda: _one_part("deaf"), "did not answer"),
+    "a part without reply": (lambda: _one_part("stall"), "did not answer"),
+    "a reply that stops": (lambda: _of("begin", "hang"), "did not answer"),
+    "nothing after begin": (lambda: _after("begin", "stall"), "did not answer"),
+    "nothing at all": (lambda: lambda exchange: "stall", "did not answer"),
+    "a lost reply to Complete": (lambda: _of("complete", "lose", times=1), ""),
+    "every reply to Complete lost": (lambda: _of("complete", "lose"), "Connection was closed|closed connection"),
+    "a lost reply to the manifest": (lambda: _manifest("lose", 1), ""),
+    "a token that expires": (lambda: _after("part", "expired"), "credentials have expired"),
+    "clock skew": (lambda: lambda exchange: "skewed", "clock of this machine differs"),
+    "a manifest that is refused": (lambda: _manifest("refuse"), "SlowDown"),
+}
+
+
+@pytest.mark.parametrize("case", _SAVES)
+def test_a_save(faults: Faults, case: str) -> None:
+    make, error = _SAVES[case]
+    faults.proxy.rule = make()
+    failure = faults.run(faults.save)
+    if not error:
+        assert failure == ""
+    else:
+        assert any(text in failure for text in error.split("|")), failure
+
+
+_LOADS: dict[str, tuple[Callable[[], Rule], str]] = {
+    "503 on 20 %": (_every(5, "refuse"), ""),
+    "resets": (lambda: _of("get", "reset", times=3), ""),
+    "a reply that stops": (lambda: _after("get", "hang"), "did not answer"),
+    "503 after the manifest": (lambda: _after("get", "refuse"), "SlowDown"),
+    "nothing after the manifest": (lambda: _after("get", "stall"), "did not answer"),
+    "replies that are too short": (lambda: _after("get", "cut"), "reading"),
+    "a token that expires": (lambda: _after("get", "expired"), "credentials have expired"),
+}
+
+
+@pytest.mark.parametrize("case", _LOADS)
+def test_a_load(faults: Faults, case: str) -> None:
+    make, error = _LOADS[case]
+    faults.proxy.rule = make()
+    failure = faults.run(faults.load)
+    assert error in failure, failure
+    assert bool(error) is bool(failure)
+
+
+@pytest.mark.parametrize("case", ["closed port", "no such bucket", "no credentials"])
+def test_a_wrong_address(faults: Faults, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    options, url = dict(faults.options), faults.url
+    if case == "closed port":
+        options["endpoint_url"] = "http://127.0.0.1:1"
+    elif case == "no such bucket":
+        url = "s3://none-of-this-name/x"
+    else:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/does/not/exist")
+        options = {"endpoint_url": options["endpoint_url"]}
+    expected = {"closed port": "127.0.0.1:1", "no such bucket": "bucket", "no credentials": "no credentials were found"}
+    calls: list[Callable[[], object]] = [
+        lambda: bcp.save(url, _state(2), storage_options=options, deadline_s=faults.deadline_s),
+        lambda: bcp.load(url, _state(0), storage_options=options, deadline_s=faults.deadline_s),
+    ]
+    for call in calls:
+        assert expected[case] in faults.run(call)
+
+
+def test_uploads_that_killed_processes_left_are_removed_by_no_save(faults: Faults) -> None:
+    """They are shown as long as they exist; the save of another attempt does not touch them."""
+    fs = fsspec.filesystem("s3", **faults.direct)
+    bucket, _, key = faults.url.removeprefix("s3://").partition("/")
+    fs.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{key}/attempt-1/model")
+    assert faults.run(faults.save) == ""
+    assert len(fs.list_multipart_uploads(bucket)) == 1
+
+
+def test_the_first_save_to_a_path(faults: Faults) -> None:
+    """There is no checkpoint from before: after the error, there is none."""
+    faults.proxy.rule = _after("begin", "stall")
+    url = faults.url + "-new"
+    call = lambda: bcp.save(url, _state(2), storage_options=faults.options, deadline_s=faults.deadline_s)  # noqa: E731
+    assert "did not answer" in faults.run(call)
+    with pytest.raises((CheckpointNotFoundError, bcp.errors.NotACheckpointError)):
+        bcp.open(url, storage_options=faults.direct)
+
+
+def test_housekeeping_gives_up(faults: Faults, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint that cannot be removed does not keep a manager from ending. The next manager removes it."""
+    root = faults.url.rpartition("/")[0]
+    faults.proxy.rule = lambda exchange: "stall" if exchange.kind == "delete" and "/step-1/" in exchange.path else None
+    manager = bcp.CheckpointManager(
+        root, cadence=1, keep=1, deadline_s=faults.deadline_s, storage_options=faults.options
+    )
+    manager.save(2, _state(2))
+    with faults.endured():
+        manager.close()
+    assert "old checkpoints could not be removed" in caplog.text
+    newest = bcp.latest(root, storage_options=faults.direct)
+    assert newest is not None
+    assert newest.step == 2
+    with bcp.CheckpointManager(root, cadence=1, keep=1, storage_options=faults.direct) as manager:
+        manager.save(3, {"extra_state": {"step": 3}})
+    kept = open_backend(root, **faults.direct).list_children("")
+    assert [name for name in kept if name.startswith("step-")] == ["step-3/"]

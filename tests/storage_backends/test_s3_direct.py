@@ -1,0 +1,107 @@
+"""Requests that threads send: over https, on kept connections, and which clients keep their own transport."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("s3fs")
+
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.storage_backends.s3.client import Client
+from bytecheckpoint.storage_backends.s3.direct import Connections
+from bytecheckpoint.testing import time_limit
+from tests.support.certificates import server_context
+from tests.support.s3_faults import FaultProxy, fault_proxy
+
+pytestmark = pytest.mark.s3
+
+DATA = os.urandom(3 << 20)
+OWN_CONNECTOR = {"config_kwargs": {"connector_args": {"use_dns_cache": False}}}
+
+
+@pytest.fixture
+def proxy(s3: dict[str, Any]) -> Iterator[FaultProxy]:
+    with fault_proxy(s3["endpoint_url"]) as found:
+        yield found
+
+
+def _read(root: str, options: dict[str, Any]) -> bytes:
+    parts = [bytearray(1), bytearray(1 << 20), bytearray(len(DATA) - (1 << 20) - 1)]
+    backend = open_backend(root, **options)
+    backend.read_scattered("key", 0, parts)
+    assert backend.get("key") == DATA
+    return b"".join(parts)
+
+
+def test_https(s3: dict[str, Any], bucket: str, certificate: Path) -> None:
+    root = f"s3://{bucket}/direct"
+    open_backend(root, **s3).put("key", DATA)
+    with fault_proxy(s3["endpoint_url"], server_context(certificate)) as proxy:
+        options = {**s3, "endpoint_url": proxy.url}
+        for verify in (str(certificate), False):
+            assert _read(root, {**options, "client_kwargs": {"verify": verify}}) == DATA
+        unknown = open_backend(root, **options)
+        with pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
+            unknown.get("key")
+
+
+def test_the_authorities_of_the_environment(
+    s3: dict[str, Any], bucket: str, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = f"s3://{bucket}/direct"
+    open_backend(root, **s3).put("key", DATA)
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    with fault_proxy(s3["endpoint_url"], server_context(certificate)) as proxy:
+        assert _read(root, {**s3, "endpoint_url": proxy.url}) == DATA
+
+
+def test_a_connection_is_kept_and_renewed(s3: dict[str, Any], bucket: str, proxy: FaultProxy) -> None:
+    root, options = f"s3://{bucket}/direct", {**s3, "endpoint_url": proxy.url}
+    open_backend(root, **s3).put("key", DATA)
+    for _ in range(3):
+        assert _read(root, options) == DATA
+    assert len(proxy.connections) == 1
+    proxy.disconnect()
+    proxy.connections[0].join(time_limit(20))
+    proxy.kinds.clear()
+    assert _read(root, options) == DATA
+    assert proxy.kinds == ["get", "get"], "a request on a closed connection would be repeated"
+
+
+def test_a_client_that_ends_closes_its_connections(s3: dict[str, Any], bucket: str, proxy: FaultProxy) -> None:
+    open_backend(f"s3://{bucket}/direct", **s3).put("key", DATA)
+    client = Client({**s3, "endpoint_url": proxy.url})
+    client.run("looking", client.call("head_object", Bucket=bucket, Key="direct/key"))
+    connection = proxy.connections[0]
+    assert connection.is_alive()
+    del client
+    gc.collect()
+    connection.join(time_limit(20))
+    assert not connection.is_alive()
+
+
+@pytest.mark.parametrize("fault", [None, "cut", "shift", "refuse", "reset"])
+@pytest.mark.parametrize("transport", ["direct", "own"])
+def test_each_transport_repeats_what_failed(
+    s3: dict[str, Any],
+    bucket: str,
+    proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+    fault: str | None,
+) -> None:
+    root, options = f"s3://{bucket}/direct", {**s3, "endpoint_url": proxy.url}
+    open_backend(root, **s3).put("key", DATA)
+    if transport == "own":
+        options |= OWN_CONNECTOR
+        monkeypatch.setattr(Connections, "_send", None)
+    proxy.rule = lambda exchange: fault if exchange.number == 1 else None
+    assert _read(root, options) == DATA
+    assert proxy.kinds == ["get"] * (2 if fault is None else 3)

@@ -1,0 +1,35 @@
+"""GCS, through gcsfs, on fake-gcs-server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bytecheckpoint.storage_backends import StorageBackend, open_backend
+from bytecheckpoint.testing.storage import StorageConformance
+from tests.support.store_rows import HttpRows
+from tests.support.store_servers import Store, store_for_tests
+
+store = store_for_tests("gcs")
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # of aiohttp, to its client
+
+
+class TestGcs(StorageConformance):
+    large_bytes = 34 * 2**20 + 17
+    piece_bytes = 3 * 2**20
+    sequences = 5
+    supports_if_version = False
+
+    @pytest.fixture
+    def backend(self, store: Store) -> Iterator[StorageBackend]:
+        backend = open_backend(f"{store.root}/{uuid.uuid4().hex}", **store.options)
+        yield backend
+        backend.close()
+
+
+class TestGcsCheckpoints(HttpRows):
+    def options_at(self, store: Store, endpoint: str) -> dict[str, Any]:
+        return {**store.options, "endpoint_url": endpoint}
