@@ -20,7 +20,9 @@ import matplotlib.pyplot as plt
 from benchmarks.codecs import table as codecs_table
 from benchmarks.first_save import table as first_save_table
 from benchmarks.foreign_loads import table as foreign_table
+from benchmarks.incremental import table as incremental_table
 from benchmarks.merge_stage import table as merge_table
+from benchmarks.object_store import table as object_store_table
 from benchmarks.results import FIGURES, figure, floor_of
 from benchmarks.scale_table import job_grids
 from benchmarks.tables import Grid, contestants, floor_grid, profile, reshard
@@ -71,6 +73,8 @@ def write(results: Path, docs: Path) -> Path:
     parts += _merge_stage(results.parent / "merge_stage.json")
     parts += _foreign_loads(results.parent / "foreign_loads.json")
     parts += _codecs(results.parent / "codecs.json")
+    parts += _incremental(results.parent / "incremental.json")
+    parts += _object_store(results.parent / "object_store.json")
     page.write_text("\n".join([*parts, *_planning(results.parent / "scale_planning.json")]))
     return page
 
@@ -158,6 +162,48 @@ def _codecs(results: Path) -> list[str]:
         "",
         _where(document),
         _markdown(codecs_table(document["results"]), titled=False),
+    ]
+
+
+def _incremental(results: Path) -> list[str]:
+    """Return the section on ``benchmarks.incremental``, if there are results."""
+    if not results.exists():
+        return []
+    document = json.loads(results.read_text())
+    return [
+        "## Incremental saves\n",
+        *textwrap.wrap(
+            'Saves with `base="auto"` on a local disk, and a complete save. The unit is the time in which one thread '
+            "computes the checksums of all bytes. *written* is the share of the state's bytes. All samples are in "
+            "[incremental.json](../benchmarks/results/incremental.json).",
+            118,
+        ),
+        "",
+        _where(document),
+        _markdown(incremental_table(document["results"]), titled=False),
+    ]
+
+
+def _object_store(results: Path) -> list[str]:
+    """Return the section on ``benchmarks.object_store``, if there are results."""
+    if not results.exists():
+        return []
+    document = json.loads(results.read_text())
+    return [
+        "## An object store\n",
+        *textwrap.wrap(
+            f"{document['settings']['server']}, on the same two cores, over HTTP without TLS, so that every client "
+            "signs the bytes (SHA-256). The floor is obstore's multipart put of one buffer (16 MiB, 8 at a time), and "
+            "its ranged gets (8 MiB, 8 at a time), whose bytes are dropped; *streamed* is its put of an iterator of "
+            "parts. Shares of the floor compare the rates within one round. Memory is the peak growth of the client's "
+            "process since before its first request: it includes the code of the clients, and the buffers that saves "
+            "and loads keep. A load counts only if every tensor is restored bit for bit. All samples are in "
+            "[object_store.json](../benchmarks/results/object_store.json).",
+            118,
+        ),
+        "",
+        _where(document),
+        _markdown(object_store_table(document["result"])),
     ]
 
 

@@ -14,6 +14,7 @@ import torch
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.discovery import CompleteCheckpoint, find_newest
 from .checkpoint.index import Index
+from .checkpoint.nearest import nearest, with_staging
 from .checkpoint.selection import Selection
 from .checkpoint.watch import watch
 from .control import current_communicator
@@ -117,7 +118,10 @@ class Checkpointer:
         trainable_only: bool = False,
         replicas: Replicas = "auto",
         codec: str | None = None,
+        base: URL | None = None,
         gate: bool = False,
+        staging: URL | None = None,
+        upload_rate: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
         """Save ``state`` as one checkpoint at ``path``. Call it on every rank with the same arguments.
@@ -176,6 +180,13 @@ class Checkpointer:
                 files are no safetensors files then, and need format version 2. "auto" encodes with "zstd-planes" on
                 ranks whose earlier saves have shown that the store is slower than the codec, and never on local disks.
                 Needs ``layout="shards"``.
+            base: Do not write what an older checkpoint has: chunks of tensors that are equal to its chunks at the same
+                places. "auto" takes the newest checkpoint in the folder that ``path`` is in, or the one at ``path``; or
+                pass the path of a checkpoint in that folder. The new checkpoint refers to the older files by relative
+                names, so move or copy the whole folder, or use ``bcp copy``, which makes full copies. Removals by
+                ``bcp rm`` and ``CheckpointManager`` keep what is still referred to. A base must have been saved with
+                ``base`` too, because only such saves store the checksums to compare; the first one writes everything.
+                Needs ``layout="shards"``.
             gate: With ``async_save``, return before parameters and optimizer state are copied. The copy overlaps with
                 the next forward and backward pass; ``torch.optim.Optimizer.step`` of the optimizers in ``state``,
                 ``load_state_dict`` of its optimizers and modules, and ``load`` wait until it is done. Call it from the
@@ -184,6 +195,13 @@ class Checkpointer:
                 ``SaveHandle.staged()``, the save fails; changes through ``tensor.data`` and by replayed CUDA graphs are
                 not detected. If the state does not fit into the staging memory, the call copies it as it does without a
                 gate.
+            staging: A folder on a local disk of each machine. The checkpoint is committed there first, and uploaded to
+                ``path`` in the background: ``SaveHandle.result`` waits for the commit in the folder,
+                ``SaveHandle.uploaded`` for the one at ``path``. An upload that is interrupted is continued by
+                ``bcp upload``, or by the ``CheckpointManager`` of the restarted job. The folder keeps what was uploaded
+                to load from; only a ``CheckpointManager`` removes it.
+            upload_rate: Bytes per second that this rank uploads at most, on average; None for no limit. With
+                ``staging``.
             storage_options: Options for the storage backend, such as credentials or ``endpoint_url``.
 
         Returns:
@@ -222,7 +240,10 @@ class Checkpointer:
             trainable_only=trainable_only,
             replicas=replicas,
             codec=codec,
+            base=base,
             gate=gate,
+            staging=staging,
+            upload_rate=upload_rate,
         )
         return self.save_with(path, lambda: state, options, async_save=async_save, storage_options=storage_options)
 
@@ -341,6 +362,7 @@ class Checkpointer:
         share_reads: ShareReads = "auto",
         deadline_s: float = DEFAULT_DEADLINE_S,
         rules: GivenRules | None = None,
+        staging: URL | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> LoadReport:
         """Fill ``state`` in place from the checkpoint at ``path``, whatever layout and world size saved it.
@@ -390,6 +412,8 @@ class Checkpointer:
                 "always" and "never" override this.
             deadline_s: Seconds that each single wait may take: for another rank or for storage.
             rules: As in ``open``. ``rename`` sees the names that the rules make.
+            staging: The ``staging`` of the saves. Copies of data files in this folder are read instead of those at
+                ``path``, where they are undamaged; what the folder lacks is read there.
             storage_options: Options for the storage backend.
 
         Returns:
@@ -431,7 +455,9 @@ class Checkpointer:
         )
         with self._engine.track_call():
             pass_gates()
-            backend, op, _, options = self._begin("load", path, lambda: state, options, storage_options=storage_options)
+            backend, op, _, options = self._begin(
+                "load", path, lambda: state, options, storage_options=storage_options, staging=staging
+            )
             found = options.rules if isinstance(options.rules, Rules) else None
             location = Location(url_text(path), backend, dict(storage_options or {}), found)
             return run_load(self._engine, location, op, state, options)
@@ -442,6 +468,7 @@ class Checkpointer:
         *,
         verify: bool = True,
         rules: GivenRules | None = None,
+        staging: URL | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Open the checkpoint at ``path`` for reading. Needs no process group and no model.
@@ -455,6 +482,8 @@ class Checkpointer:
             rules: What the stored tensors are (``docs/rules.md``): ``bytecheckpoint.rules.Rules``, the path of a TOML
                 file, or the name of a set of rules of this library. The tensors then have the names and shapes that the
                 rules make. Nothing is copied: reads go to the stored bytes.
+            staging: The ``staging`` of the saves. Copies of data files in this folder are read instead of those at
+                ``path``, where they are undamaged; what the folder lacks is read there.
             storage_options: Options for the storage backend.
 
         Returns:
@@ -474,19 +503,25 @@ class Checkpointer:
             >>> checkpoint["model.wte.weight"][0:128]     # reads only these rows
         """
         self._engine.check_usable()
-        given = {"verify": verify, "rules": rules, "storage_options": storage_options}
+        given = {"verify": verify, "rules": rules, "staging": staging, "storage_options": storage_options}
         arguments = check_arguments(given, rules=rules_argument)
         url, options, found = url_text(path), arguments["storage_options"], arguments["rules"]
-        backend = open_backend(url, **options)
+        staging = arguments["staging"]
+        backend = nearest(open_backend(url, **options), staging)
         return Checkpoint(
             Location(url, backend, options, found).index(),
             self._engine,
             verify=arguments["verify"],
-            reopen=functools.partial(_reopen, url, options, verify=arguments["verify"], rules=found),
+            reopen=functools.partial(_reopen, url, options, staging, verify=arguments["verify"], rules=found),
         )
 
     def latest(
-        self, root: URL, *, allow_fresh: bool = False, storage_options: Mapping[str, Any] | None = None
+        self,
+        root: URL,
+        *,
+        allow_fresh: bool = False,
+        staging: URL | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Checkpoint | None:
         """Open the newest valid checkpoint among the direct children of ``root``.
 
@@ -498,6 +533,8 @@ class Checkpointer:
         Args:
             root: Local path or URL whose children are checkpoints.
             allow_fresh: Return None if saves were made below ``root`` but none of them is valid.
+            staging: The ``staging`` of the saves. Copies of data files in this folder are read instead of those at
+                ``root``, where they are undamaged; what the folder lacks is read there.
             storage_options: Options for the storage backend.
 
         Returns:
@@ -515,9 +552,11 @@ class Checkpointer:
             ...     bcp.load(newest.url, state)
         """
         self._engine.check_usable()
-        check_arguments({"allow_fresh": allow_fresh, "storage_options": storage_options})
-        found = find_newest(root, allow_fresh=allow_fresh, storage_options=storage_options)
-        return None if found is None else self._opened(found, storage_options)
+        given = {"allow_fresh": allow_fresh, "staging": staging, "storage_options": storage_options}
+        arguments = check_arguments(given)
+        options = with_staging(arguments["storage_options"], arguments["staging"])
+        found = find_newest(root, allow_fresh=allow_fresh, storage_options=options)
+        return None if found is None else self._opened(found, arguments["storage_options"], arguments["staging"])
 
     def watch(
         self,
@@ -581,8 +620,10 @@ class Checkpointer:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _opened(self, found: CompleteCheckpoint, storage_options: Mapping[str, Any] | None) -> Checkpoint:
-        reopen = functools.partial(_reopen, found.backend.url, dict(storage_options or {}))
+    def _opened(
+        self, found: CompleteCheckpoint, storage_options: Mapping[str, Any] | None, staging: URL | None = None
+    ) -> Checkpoint:
+        reopen = functools.partial(_reopen, found.backend.url, dict(storage_options or {}), staging)
         return Checkpoint(Index(found.backend, found.manifest), self._engine, reopen=reopen)
 
     def _begin(
@@ -598,7 +639,8 @@ class Checkpointer:
         try:
             with op.phase("check"):
                 checked = options.checked()
-                backend = open_backend(path, **check_arguments(arguments)["storage_options"])
+                given = check_arguments(arguments)
+                backend = nearest(open_backend(path, **given["storage_options"]), given.get("staging"))
                 backend.deadline_s = checked.deadline_s
                 op.set_description(f"{kind} of {backend.url}")
             with op.phase("state"):
@@ -655,10 +697,16 @@ def _checkpointer_of(pid: int) -> Checkpointer:
 
 
 def _reopen(
-    url: str, storage_options: Mapping[str, Any], *, verify: bool = True, rules: Rules | None = None
+    url: str,
+    storage_options: Mapping[str, Any],
+    staging: URL | None = None,
+    *,
+    verify: bool = True,
+    rules: Rules | None = None,
 ) -> Checkpoint:
     """Open a path in the process that unpickles a ``Checkpoint``, or that was forked from the one that opened it."""
-    return default_checkpointer().open(url, verify=verify, rules=rules, storage_options=storage_options)
+    opener = default_checkpointer()
+    return opener.open(url, verify=verify, rules=rules, staging=staging, storage_options=storage_options)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import zstandard
 
 from .errors import FormatError, UnsupportedVersionError
 
-__all__ = ["ENTRY_POINT_GROUP", "Codec", "ZstdCodec", "ZstdPlanesCodec", "find_codec", "list_codecs"]
+__all__ = ["ENTRY_POINT_GROUP", "Codec", "PlainCodec", "ZstdCodec", "ZstdPlanesCodec", "find_codec", "list_codecs"]
 
 ENTRY_POINT_GROUP = "bytecheckpoint.codecs"
 
@@ -58,6 +58,18 @@ class Codec(ABC):
         Raises:
             FormatError: The frame cannot be decoded, or decodes to another number of bytes.
         """
+
+
+class PlainCodec(Codec):
+    """Store chunks as they are, in a file whose other chunks are in files of older checkpoints."""
+
+    name = "plain"
+
+    def encode(self, data: memoryview, width: int) -> bytes:
+        return bytes(data)
+
+    def decode(self, frame: memoryview, out: memoryview) -> None:
+        raise FormatError(f"a frame of {len(frame)} bytes is not a plain chunk of {len(out)}")
 
 
 class ZstdCodec(Codec):
@@ -143,7 +155,7 @@ def _decompress(frame: memoryview, size: int) -> bytes:
     return content
 
 
-_BUILTIN: dict[str, type[Codec]] = {codec.name: codec for codec in (ZstdCodec, ZstdPlanesCodec)}
+_BUILTIN: dict[str, type[Codec]] = {codec.name: codec for codec in (PlainCodec, ZstdCodec, ZstdPlanesCodec)}
 
 
 @cache

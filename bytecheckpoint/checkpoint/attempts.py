@@ -5,6 +5,7 @@ Each try at a save writes into a directory with a new name, so that no byte of a
 
 from __future__ import annotations
 
+import calendar
 import logging
 import re
 import secrets
@@ -16,7 +17,9 @@ from ..storage_backends.base import StorageBackend
 __all__ = [
     "ATTEMPT_PREFIX",
     "JOB_MARK_BYTES",
+    "PIN_PREFIX",
     "attempt_name",
+    "attempt_time",
     "job_mark_of",
     "new_attempt",
     "new_attempt_id",
@@ -26,11 +29,15 @@ __all__ = [
 ATTEMPT_PREFIX = "attempt-"
 """The name of every attempt's directory begins with this."""
 
+PIN_PREFIX = "pin-"
+"""The name of every pin (``checkpoint.references``) begins with this; the name of an attempt follows."""
+
 JOB_MARK_BYTES = 4
 """Length of the mark that a job with a lease puts into the names of its attempts."""
 
 # The first byte of an attempt's id. Times need only the seven bytes after it.
 _WITHOUT_JOB_MARK, _WITH_JOB_MARK = 0, 1
+_TIME = "%Y%m%dT%H%M%SZ"
 _JOB_MARK = re.compile(f"[0-9a-f]{{{2 * JOB_MARK_BYTES}}}")
 
 _log = logging.getLogger(__name__)
@@ -52,7 +59,7 @@ def new_attempt_id(job_mark: bytes = b"") -> bytes:
 
 def attempt_name(attempt_id: bytes) -> str:
     """Return the directory name for an id that ``new_attempt_id`` made."""
-    when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(int.from_bytes(attempt_id[1:8], "big")))
+    when = time.strftime(_TIME, time.gmtime(int.from_bytes(attempt_id[1:8], "big")))
     ids = attempt_id[8:]
     parts = [ids[:JOB_MARK_BYTES], ids[JOB_MARK_BYTES:]] if attempt_id[0] == _WITH_JOB_MARK else [ids]
     return ATTEMPT_PREFIX + "-".join([when, *(part.hex() for part in parts)])
@@ -62,6 +69,15 @@ def job_mark_of(attempt: str) -> bytes:
     """Return the job mark in an attempt's name, or no bytes if a job without a lease made the attempt."""
     parts = attempt.removeprefix(ATTEMPT_PREFIX).split("-")
     return bytes.fromhex(parts[1]) if len(parts) == 3 and _JOB_MARK.fullmatch(parts[1]) else b""
+
+
+def attempt_time(attempt: str) -> float | None:
+    """Return when an attempt began, in seconds since the epoch by its writer's clock; None if its name has no time."""
+    when = attempt.removeprefix(ATTEMPT_PREFIX).partition("-")[0]
+    try:
+        return calendar.timegm(time.strptime(when, _TIME))
+    except ValueError:
+        return None
 
 
 def remove_attempt(backend: StorageBackend, attempt: str) -> None:

@@ -24,11 +24,13 @@ from ..errors import (
     UnsupportedVersionError,
     UsageError,
 )
-from ..format.manifest import MANIFEST_KEY, Manifest
-from ..storage_backends import join, open_backend
+from ..format.manifest import MANIFEST_KEY, PARENT, Manifest, split_reference
+from ..storage_backends import join, open_backend, open_sibling
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 from .manifest_file import read_manifest
+from .nearest import open_nearest
+from .references import holds_only_pinned, older_attempts, pins_of
 
 __all__ = [
     "EXCEPTION_KEY",
@@ -111,7 +113,7 @@ def find_newest(
         StorageError: The store failed.
     """
     options = dict(storage_options or {})
-    top = open_backend(root, **options)
+    top = open_nearest(root, options)
     complete: list[CompleteCheckpoint] = []
     ignored: list[CompleteCheckpoint] = []
     problems: list[str] = []
@@ -197,7 +199,7 @@ def _all_complete(
     root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> Iterator[CompleteCheckpoint]:
     options = dict(storage_options or {})
-    top = open_backend(root, **options)
+    top = open_nearest(root, options)
     names = list(_children(top))
     if not names:
         check_is_root(top)
@@ -214,7 +216,7 @@ def _all_complete(
 
 def open_complete(url: str, name: str, options: Mapping[str, Any]) -> CompleteCheckpoint:
     """Open the checkpoint at ``url``. Raises ``CheckpointError`` unless it is complete."""
-    backend = open_backend(url, **options)
+    backend = open_nearest(url, options)
     manifest = read_manifest(backend)
     _check_files_complete(backend, manifest)
     return CompleteCheckpoint(name, backend, manifest)
@@ -244,14 +246,22 @@ def trailing_number(name: str) -> int:
 
 def _check_files_complete(backend: StorageBackend, manifest: Manifest) -> None:
     """Raise ``CorruptionError`` unless every file has its full size. Reads names and sizes only."""
-    expected: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for key, size in zip(manifest.files.name, manifest.files.size.tolist(), strict=True):
-        expected[key.partition("/")[0]][key] = size
+    expected: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    references = manifest.references
+    for name, size in zip(
+        [*manifest.files.name, *references.name], [*manifest.files.size.tolist(), *references.size.tolist()]
+    ):
+        folder, key = split_reference(name)
+        expected[folder, key.partition("/")[0]][key] = size
     faults = []
-    for folder, sizes in expected.items():
-        stored = {stat.key: stat.size for stat in backend.list(f"{folder}/")}
+    for (folder, attempt), sizes in expected.items():
+        holder = open_sibling(backend, folder) if folder else backend
+        stored = {stat.key: stat.size for stat in holder.list(f"{attempt}/")}
+        before = f"{PARENT}{folder}/" if folder else ""
         faults += [
-            f"{key} is missing" if key not in stored else f"{key} has {stored[key]} bytes instead of {size}"
+            f"{before}{key} is missing"
+            if key not in stored
+            else f"{before}{key} has {stored[key]} bytes instead of {size}"
             for key, size in sizes.items()
             if stored.get(key) != size
         ]
@@ -268,6 +278,8 @@ def _children(root: StorageBackend) -> Iterator[str]:
 
 def _has_traces_of_saves(root: StorageBackend, name: str) -> bool:
     children = root.list_children(f"{name}/")
+    if holds_only_pinned(children):
+        return False
     return any(child == MANIFEST_KEY or child.startswith(ATTEMPT_PREFIX) for child in children)
 
 
@@ -326,9 +338,14 @@ def _list_folder(url: str, name: str, depth: int, options: dict[str, Any]) -> It
     children = backend.list_children("")
     attempts = [child.rstrip("/") for child in children if child.startswith(ATTEMPT_PREFIX) and child.endswith("/")]
     folders = [child[:-1] for child in children if child.endswith("/") and child[:-1] not in attempts]
+    if holds_only_pinned(children):
+        return
     if MANIFEST_KEY in children:
         try:
-            yield _committed(name, backend.url, read_manifest(backend), attempts)
+            manifest = read_manifest(backend)
+            # Of pinned attempts, it is not known here which ones others need.
+            unknown = () if pins_of(children) else older_attempts(manifest).get("", ())
+            yield _committed(name, backend.url, manifest, [] if pins_of(children) else attempts, unknown)
         except CheckpointError as error:
             yield Listing(name, backend.url, "broken", str(error), tuple(attempts))
     elif attempts:
@@ -343,12 +360,12 @@ def _list_folder(url: str, name: str, depth: int, options: dict[str, Any]) -> It
         yield from _list_folder(join(url, folder), child, depth - 1, options)
 
 
-def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str]) -> Listing:
+def _committed(name: str, url: str, manifest: Manifest, attempts: Sequence[str], older: Container[str]) -> Listing:
     return Listing(
         name,
         url,
         "checkpoint",
-        attempts=tuple(attempt for attempt in attempts if attempt != manifest.attempt),
+        attempts=tuple(attempt for attempt in attempts if attempt != manifest.attempt and attempt not in older),
         step=manifest.step,
         created=manifest.created,
         world_size=manifest.world_size,

@@ -138,7 +138,7 @@ def decode_index(data: bytes, backend: StorageBackend) -> Index:
 def _pack_views(views: StoredViews) -> list[Any]:
     assert not views.others, "means are computed by one process"
     within, stored = views.within, views.stored
-    if stored.files.frames is None:
+    if stored.version == 1:
         # Columns of a manifest cannot hold the negative offsets that views may have.
         tables = ManifestV1.pack(replace(stored, shard_offset=np.zeros_like(stored.shard_offset)))
     else:

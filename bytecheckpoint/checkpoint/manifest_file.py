@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..errors import (
@@ -16,22 +18,28 @@ from ..errors import (
     KeyNotFoundError,
     NotACheckpointError,
     StorageError,
+    UnansweredError,
     UsageError,
 )
 from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, START, Manifest, decode, encode
 from ..storage_backends.base import Conditions, StorageBackend
-from .attempts import ATTEMPT_PREFIX
+from .attempts import ATTEMPT_PREFIX, PIN_PREFIX
 
 __all__ = [
+    "adopt",
     "check_replaceable",
     "commit",
     "decode_manifest",
     "read_manifest",
     "read_manifest_bytes",
     "remove_files",
+    "rest_of_deadline",
 ]
 
 _MAX_TRIES = 16  # to replace a manifest that other saves replace at the same moments
+
+# What a store that has not answered gets again, twice at most: to end its uploads, and to remove files.
+_LEAST_S = 0.75
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +56,11 @@ def read_manifest_bytes(backend: StorageBackend) -> bytes:
     children = backend.list_children("")
     if not children:
         raise CheckpointNotFoundError(f"no checkpoint at {backend.url}: nothing is stored there; check the path")
+    if any(name.startswith(PIN_PREFIX) for name in children):
+        raise NotACheckpointError(
+            f"no checkpoint at {backend.url}: it was removed, and only files that incremental checkpoints need are "
+            f"still there"
+        )
     if all(name.startswith(ATTEMPT_PREFIX) for name in children):
         raise NotACheckpointError(
             f"no checkpoint at {backend.url}: {len(children)} save(s) began there but none was committed; "
@@ -80,13 +93,14 @@ def check_replaceable(backend: StorageBackend) -> bool:
     Raises ``UsageError`` if it is a ``manifest.msgpack`` of another program. A damaged manifest of this library may be
     overwritten.
     """
-    start = bytearray(len(START))
+    start, begun = bytearray(len(START)), time.monotonic()
     try:
         backend.read_into(MANIFEST_KEY, 0, start)
     except KeyNotFoundError:
         return False
     except StorageError as error:
-        start = bytearray(_size_of_stub(backend, error))
+        with rest_of_deadline(backend, begun):
+            start = bytearray(_size_of_stub(backend, error))
         backend.read_into(MANIFEST_KEY, 0, start)
     if not START.startswith(start) and any(start):  # a crash may leave zeros
         raise UsageError(
@@ -96,12 +110,30 @@ def check_replaceable(backend: StorageBackend) -> bool:
     return True
 
 
+@contextmanager
+def rest_of_deadline(backend: StorageBackend, begun: float) -> Iterator[None]:
+    """Limit calls of ``backend``, which nothing else uses, to what remains of its deadline after an error.
+
+    If the store does not answer, an error has taken all of it already, and the caller waits for that error.
+
+    Args:
+        backend: The backend.
+        begun: When the wait for it began, by ``time.monotonic``.
+    """
+    deadline_s = backend.deadline_s
+    backend.deadline_s = max(min(_LEAST_S, deadline_s), begun + deadline_s - time.monotonic())
+    try:
+        yield
+    finally:
+        backend.deadline_s = deadline_s
+
+
 def _size_of_stub(backend: StorageBackend, error: StorageError) -> int:
     """Return the size of a manifest that is too short for ``START``; raise ``error`` if that is not why it arose."""
     try:
         size = backend.stat(MANIFEST_KEY).size
-    except KeyNotFoundError:
-        # S3 replies the same about a missing bucket, which `error` names.
+    except StorageError:
+        # No such key: S3 replies the same about a missing bucket, which `error` names.
         raise error from None
     if size >= len(START):
         raise error
@@ -132,6 +164,13 @@ class _Replaced:
         else:
             backend.put(MANIFEST_KEY, data)
 
+    def is_later_than(self, time: str) -> bool:
+        """Whether this is the manifest of a checkpoint that was created after ``time``."""
+        try:
+            return bool(self.data) and decode(self.data).created > time
+        except CheckpointError:
+            return False
+
     def decode(self, url: str) -> Manifest | None:
         """Return the manifest; None if there is none, or if it is unknown which files belong to it."""
         if not self.data:
@@ -145,10 +184,11 @@ class _Replaced:
 
 def commit(
     backend: StorageBackend,
-    manifest: Manifest,
+    manifest: Manifest | bytes,
     *,
     is_new: bool = False,
     may_replace: bool = True,
+    unless_after: str = "",
     admit: Callable[[], None] = lambda: None,
 ) -> Manifest | None:
     """Write the manifest. The checkpoint exists from this moment on, and not before.
@@ -158,25 +198,33 @@ def commit(
 
     Args:
         backend: The store whose root is the checkpoint.
-        manifest: The manifest.
+        manifest: The manifest; or its bytes, which are stored as they are.
         is_new: There was no manifest before, so that none needs to be read.
         may_replace: If false, raise if there is a manifest.
+        unless_after: If not empty, raise if there is a manifest that was created after this time.
         admit: Called right before each put. What it raises ends the commit.
 
     Returns:
         The manifest that was replaced, whose files are no longer needed; None if there was none that can be read.
 
     Raises:
-        KeyExistsError: There is a manifest, and ``may_replace`` is false.
+        KeyExistsError: There is a manifest, and ``may_replace`` is false; or it was created after ``unless_after``.
         StorageError: The manifest is certainly not in place, so that the attempt may be removed.
         CommitUnknownError: It is unknown whether the manifest is in place. Nothing may be removed.
     """
-    data, conditions = encode(manifest), backend.conditions()
+    data = manifest if isinstance(manifest, bytes) else encode(manifest)
+    conditions = backend.conditions()
     expects_none = (is_new or not may_replace) and conditions.if_absent
     replaced = _Replaced() if expects_none else _Replaced.read(backend)
     for tries_left in reversed(range(_MAX_TRIES)):
-        if not may_replace and replaced.data not in (b"", data):
-            raise KeyExistsError(f"{backend.url}: another program has committed a checkpoint there, which was kept")
+        if replaced.data == data:
+            return None
+        if not may_replace and replaced.data:
+            raise KeyExistsError(
+                f"{backend.url} already holds a checkpoint, which another program has committed; it was not changed"
+            )
+        if unless_after and replaced.is_later_than(unless_after):
+            raise KeyExistsError(f"{backend.url} holds a checkpoint that was saved later; it was not changed")
         admit()
         try:
             replaced.put(backend, data, conditions)
@@ -193,9 +241,26 @@ def commit(
                     f"{backend.url}: the manifest is in place, but the store reported {type(error).__name__}: {error}; "
                     f"it may not survive a power failure. Open the path to check, or save again"
                 ) from error
+            if isinstance(error, UnansweredError):
+                raise CommitUnknownError(
+                    f"{backend.url}: the manifest is not in place, but the store may still put it there, because it "
+                    f"did not reply ({error}); nothing was removed. Open the path later to check, or save again"
+                ) from error
             raise
         else:
             break
+    return replaced.decode(backend.url)
+
+
+def adopt(backend: StorageBackend, manifest: bytes) -> Manifest | None:
+    """Store a manifest that another machine has committed on a disk that only this one sees.
+
+    Returns the manifest that it replaces, as ``commit`` does; None also if another process has stored it already.
+    """
+    replaced = _Replaced.read(backend)
+    if replaced.data == manifest:
+        return None
+    backend.put(MANIFEST_KEY, manifest)
     return replaced.decode(backend.url)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from .. import api
-from ..convert.copy import copy, unfinished_uploads
+from ..convert.copy import CopyReport, copy, finish_upload, unfinished_uploads
 from ..errors import BytecheckpointError
 from .options import EXIT_INTERRUPTED, command, exit_code, options_for, parse_size
 from .output import Output, printable, size_text
@@ -33,7 +34,12 @@ def copy_command(out: Output, options: Mapping[str, Any], source: str, target: s
     Every byte is verified before it is written. If one of the two is a local directory, run the same command again
     after a failure: it continues where the first one stopped.
     """
-    out.document(_copy(out, options, source, target, rate_limit))
+    found = api.open(source, storage_options=options_for(source, options))
+    with _interruptible(), out.progress("copy", found.manifest.flattened().file_bytes) as progress:
+        report = copy(
+            found, target, rate_limit=rate_limit, progress=progress, storage_options=options_for(target, options)
+        )
+    out.document(_show(out, found.url, report))
 
 
 @command("upload")
@@ -45,19 +51,26 @@ def upload_command(
 ) -> None:
     """Finish the uploads of checkpoints below the local directory ROOT that were interrupted.
 
-    These are copies to other stores that bcp copy has begun and not completed. With DESTINATION, only those to this
-    URL, or below it.
+    These are copies to other stores that bcp copy has begun and not completed, and uploads of saves with a staging
+    folder. On several machines, run it on each. With DESTINATION, only those to this URL, or below it.
     """
     found = {} if destination is None else options_for(destination, options)
     uploads = unfinished_uploads(root, destination, storage_options=found)
     done: list[dict[str, Any]] = []
     failures: list[BytecheckpointError] = []
-    for source, target in uploads:
+    for upload in uploads:
         try:
-            done.append(_copy(out, options, source, target, rate_limit))
+            with _interruptible(), out.progress("upload", upload.size) as progress:
+                report = finish_upload(
+                    upload,
+                    rate_limit=rate_limit,
+                    progress=progress,
+                    storage_options=options_for(upload.url, options),
+                )
+            done.append(_show(out, upload.path, report))
         except BytecheckpointError as error:
             failures.append(error)
-            done.append({"source": source, "url": target, "error": f"{type(error).__name__}: {error}"})
+            done.append({"source": upload.path, "url": upload.url, "error": f"{type(error).__name__}: {error}"})
             click.echo(f"bcp: {printable(error)}", err=True)
     out.document({"root": root, "uploads": done})
     if not uploads:
@@ -66,22 +79,18 @@ def upload_command(
         raise click.exceptions.Exit(exit_code(failures[0]))
 
 
-def _copy(out: Output, options: Mapping[str, Any], source: str, target: str, rate_limit: int | None) -> dict[str, Any]:
-    """Copy a checkpoint, print a line about it, and return what to print as JSON."""
-    found = api.open(source, storage_options=options_for(source, options))
-    with out.progress("copy", found.manifest.file_bytes) as progress:
-        try:
-            report = copy(
-                found,
-                target,
-                rate_limit=rate_limit,
-                progress=progress,
-                storage_options=options_for(target, options),
-            )
-        except KeyboardInterrupt:
-            click.echo("bcp: interrupted; the same command continues the copy", err=True)
-            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+def _show(out: Output, source: str, report: CopyReport) -> dict[str, Any]:
+    """Print a line about a copy, and return what to print as JSON."""
     kept = report.size - report.sent
     earlier = f", {size_text(kept)} of it already there" if kept > 0 else ""
     out.line(f"{report.url}: {report.files} file(s), {size_text(report.size)}{earlier}")
-    return {"source": found.url, "url": report.url, "files": report.files, "bytes": report.size, "sent": report.sent}
+    return {"source": source, "url": report.url, "files": report.files, "bytes": report.size, "sent": report.sent}
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("bcp: interrupted; the same command continues the copy", err=True)
+        raise click.exceptions.Exit(EXIT_INTERRUPTED) from None

@@ -13,8 +13,10 @@ import numpy as np
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.discovery import BestMode, Listing, find_best, find_milestone, find_newest, list_checkpoints
+from ..codecs import PlainCodec
 from ..errors import CheckpointNotFoundError
 from ..foreign.opening import Location
+from ..format.manifest import split_reference
 from ..rules import Rules
 from ..storage_backends import open_backend
 from .incomplete import list_incomplete
@@ -207,6 +209,7 @@ def _summary(found: Checkpoint) -> dict[str, Any]:
         "metadata": plain(found.metadata),
         "bytes": manifest.file_bytes,
         "codecs": _codecs(found),
+        "shared": _shared(found),
         "file_count": len(manifest.files),
         "tensor_count": len(manifest.tensors),
         "shard_count": len(manifest.shards),
@@ -217,8 +220,8 @@ def _summary(found: Checkpoint) -> dict[str, Any]:
 
 def _codecs(found: Checkpoint) -> list[dict[str, Any]]:
     """The codecs of encoded files, the bytes of their tensors, and what remains of these."""
-    files, data_size = found.manifest.files, found.manifest.files.data_size.tolist()
-    encoded = [(codec, row) for row, codec in enumerate(files.codec) if codec != "raw"]
+    files, data_size = found.manifest.flattened().files, found.manifest.files.data_size.tolist()
+    encoded = [(codec, row) for row, codec in enumerate(files.codec) if codec not in ("raw", PlainCodec.name)]
     return [
         {
             "codec": name,
@@ -227,6 +230,17 @@ def _codecs(found: Checkpoint) -> list[dict[str, Any]]:
         }
         for name in sorted({codec for codec, _ in encoded})
     ]
+
+
+def _shared(found: Checkpoint) -> list[dict[str, Any]]:
+    """The checkpoints to whose files this one refers, and the bytes that it does not store itself."""
+    frames, nbytes = found.manifest.files.frames, dict[str, int]()
+    if frames is not None:
+        sums = np.bincount(frames.source, frames.length, minlength=len(frames.references.name) + 1)[1:]
+        for name, size in zip(frames.references.name, sums.tolist()):
+            folder = split_reference(name)[0] or "."
+            nbytes[folder] = nbytes.get(folder, 0) + int(size)
+    return [{"checkpoint": folder, "bytes": size} for folder, size in sorted(nbytes.items())]
 
 
 def _section(found: Checkpoint, index: int) -> dict[str, Any]:
@@ -305,6 +319,9 @@ def _print_summary(out: Output, document: Mapping[str, Any]) -> None:
     for one in document["codecs"]:
         ratio = one["bytes"] / max(one["tensor_bytes"], 1)
         out.line(f"  codec {one['codec']}: {ratio:.2f} of {size_text(one['tensor_bytes'])}")
+    for one in document["shared"]:
+        where = "earlier saves to this path" if one["checkpoint"] == "." else one["checkpoint"]
+        out.line(f"  shared: {size_text(one['bytes'])} are in files of {where}")
     if document["metadata"]:
         out.line(f"  metadata {document['metadata']}")
     out.line()

@@ -157,6 +157,8 @@ def rm_command(
 ) -> None:
     """Remove CHECKPOINT: first its manifest, then the files that the manifest lists, and nothing else.
 
+    Files to which other incremental checkpoints refer remain, until the last of these is removed.
+
     Refuses to remove anything that is not a checkpoint.
     """
     if incomplete:
@@ -168,8 +170,18 @@ def rm_command(
         click.echo("bcp: nothing removed", err=True)
         raise click.exceptions.Exit(EXIT_NEGATIVE)
     report = remove(checkpoint, storage_options=options_for(checkpoint, options))
-    out.document({"url": report.url, "files": report.files, "bytes": report.size, "left": list(report.left)})
+    out.document(
+        {
+            "url": report.url,
+            "files": report.files,
+            "bytes": report.size,
+            "left": list(report.left),
+            "shared": list(report.shared),
+        }
+    )
     out.line(f"{report.url}: {report.files} file(s) removed, {size_text(report.size)}")
+    if report.shared:
+        out.line(f"{len(report.shared)} file(s) remain, because other checkpoints or running saves refer to them")
     if report.left:
         out.line(f"{len(report.left)} other object(s) are still there: {', '.join(report.left[:5])}")
 

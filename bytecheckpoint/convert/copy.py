@@ -7,19 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoint.attempts import ATTEMPT_PREFIX, PIN_PREFIX
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.manifest_file import read_manifest
-from ..errors import UsageError
-from ..format.manifest import MANIFEST_KEY
+from ..checkpoint.references import pins_of, remove_checkpoint
+from ..errors import HIDDEN_PASSWORD, CheckpointError, UsageError
 from ..storage_backends import open_backend
-from ..storage_backends.base import HIDDEN_PASSWORD
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.copying import copy_checkpoint
-from ..transfer.journal import find_journals
-from ..transfer.transfer import WINDOW
+from ..transfer.journal import JournalHead, find_journals
+from ..transfer.staged import continue_upload
+from ..transfer.transfer import WINDOW, TransferReport
 from .rewriter import Progress
 
-__all__ = ["CopyReport", "RemoveReport", "copy", "remove", "unfinished_uploads"]
+__all__ = ["CopyReport", "RemoveReport", "UnfinishedUpload", "copy", "finish_upload", "remove", "unfinished_uploads"]
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,40 @@ class RemoveReport:
         files: Number of removed data files.
         size: Bytes of all removed data files.
         left: Keys that remain, because they were not part of the checkpoint.
+        shared: Keys of data files that remain, because other checkpoints, or saves that may be running, refer to them.
     """
 
     url: str
     files: int
     size: int
     left: tuple[str, ...]
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnfinishedUpload:
+    """A copy that was begun and not completed.
+
+    Attributes:
+        path: The checkpoint on this machine.
+        url: URL of the copy.
+        head: What its journal is about.
+    """
+
+    path: str
+    url: str
+    head: JournalHead
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files that it copies; 0 if the checkpoint is gone."""
+        try:
+            manifest = read_manifest(LocalBackend(self.path))
+        except CheckpointError:
+            return 0
+        if self.head.rank is None:
+            return manifest.flattened().file_bytes
+        return int(manifest.files.size[manifest.files.rank == self.head.rank].sum())
 
 
 def copy(
@@ -105,7 +134,7 @@ def copy(
 
 def unfinished_uploads(
     root: str, destination: str | None = None, *, storage_options: Mapping[str, Any] | None = None
-) -> list[tuple[str, str]]:
+) -> list[UnfinishedUpload]:
     """List the copies from checkpoints below a local directory to other stores that were begun and not completed.
 
     Args:
@@ -114,7 +143,7 @@ def unfinished_uploads(
         storage_options: Options for the storage backend of ``destination``.
 
     Returns:
-        The path of each checkpoint and the URL of its copy, for ``copy``.
+        The uploads, for ``finish_upload``.
 
     Raises:
         UsageError: ``root`` is not a local directory, or an upload needs the user and password of its destination,
@@ -123,7 +152,7 @@ def unfinished_uploads(
     backend = open_backend(root)
     if not isinstance(backend, LocalBackend) or not os.path.isdir(backend.url):
         raise UsageError(f"{root} is not a local directory; give the one that holds the checkpoints to upload")
-    found: list[tuple[str, str]] = []
+    found: list[UnfinishedUpload] = []
     given = None if destination is None else open_backend(destination, **dict(storage_options or {}))
     for path, head in find_journals(backend.url):
         url = head.url
@@ -136,14 +165,49 @@ def unfinished_uploads(
             url = given.url.rstrip("/") + url[len(shown) :]
         elif HIDDEN_PASSWORD in url:
             raise UsageError(f"the upload of {os.path.dirname(path)} to {url} needs the URL with user and password")
-        found.append((os.path.dirname(path), url))
+        found.append(UnfinishedUpload(os.path.dirname(path), url, head))
     return found
+
+
+def finish_upload(
+    upload: UnfinishedUpload,
+    *,
+    rate_limit: float | None = None,
+    progress: Progress = lambda nbytes: None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CopyReport:
+    """Continue an upload where it stopped.
+
+    Of a checkpoint that was saved with ``staging``, this uploads the files of one rank, and commits the checkpoint if
+    those of all ranks are uploaded then.
+
+    Args:
+        upload: What ``unfinished_uploads`` has returned.
+        rate_limit: As in ``copy``.
+        progress: As in ``copy``.
+        storage_options: Options for the target's storage backend.
+
+    Returns:
+        A report. It has no files if the upload was discarded, because a later save has replaced the checkpoint.
+
+    Raises:
+        UsageError: Another process continues the upload.
+        BytecheckpointError: As ``copy``.
+    """
+    source, target = LocalBackend(upload.path), open_backend(upload.url, **dict(storage_options or {}))
+    if upload.head.rank is None:
+        done = copy_checkpoint(source, target, rate_limit=rate_limit, progress=progress)
+    else:
+        found = continue_upload(source, target, upload.head, rate_limit=rate_limit, progress=progress)
+        done = found if found is not None else TransferReport()
+    return CopyReport(target.url, done.files, done.size, done.sent)
 
 
 def remove(url: str, *, storage_options: Mapping[str, Any] | None = None) -> RemoveReport:
     """Remove a checkpoint: first its manifest, so that an incomplete checkpoint is never visible, then its files.
 
-    Only the files that the manifest names are removed.
+    Only files that the manifest names are removed, except those to which other incremental checkpoints refer. These are
+    removed with the last one that refers to them.
 
     Args:
         url: URL of the checkpoint.
@@ -158,7 +222,15 @@ def remove(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Rem
     """
     backend = open_backend(url, **dict(storage_options or {}))
     manifest = read_manifest(backend)
-    backend.delete([MANIFEST_KEY])
-    backend.delete(manifest.files.name)
-    left = tuple(stat.key for stat in backend.list())
-    return RemoveReport(backend.url, len(manifest.files), manifest.file_bytes, left)
+    remove_checkpoint(backend, manifest)
+    left = {stat.key: stat.size for stat in backend.list()}
+    is_shared = bool(pins_of(backend.list_children("")))
+    shared = [key for key in left if is_shared and key.startswith((ATTEMPT_PREFIX, PIN_PREFIX))]
+    kept = [left[key] for key in manifest.files.name if key in left]
+    return RemoveReport(
+        backend.url,
+        len(manifest.files) - len(kept),
+        manifest.file_bytes - sum(kept),
+        tuple(key for key in left if key not in shared),
+        tuple(key for key in shared if key.startswith(ATTEMPT_PREFIX)),
+    )

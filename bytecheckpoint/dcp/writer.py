@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, new_attempt, remove_attempt
 from ..checkpoint.manifest_file import check_replaceable, commit, remove_files
+from ..checkpoint.references import release
 from ..checkpointer import default_checkpointer
 from ..engine.checksums import chunk_size_for
 from ..engine.writing import check_space
@@ -348,7 +349,9 @@ class Writer(StorageWriter):
                 raise
         self._keep()
         with timings.step("clean"):
-            remove_files(backend, [_NOTE, *([] if replaced is None else replaced.files.name)])
+            remove_files(backend, [_NOTE])
+            if replaced is not None:
+                release(backend, replaced)
 
     def _keep(self) -> None:
         """Do not remove the attempt: it is committed, or may be."""

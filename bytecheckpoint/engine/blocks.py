@@ -71,16 +71,23 @@ class Block:
                     self.tensor[start:end].zero_()
             self._warm = stop
 
-    def pin(self) -> int:
-        """Register the memory with CUDA, so that device copies run asynchronously. Returns CUDA's error code, or 0."""
+    def pin(self, device: torch.device) -> int:
+        """Register the memory with CUDA, so that device copies run asynchronously. Returns CUDA's error code, or 0.
+
+        All devices may use it then. ``device`` is one that the process uses already: CUDA makes a context, which takes
+        hundreds of MiB, on the calling thread's current device, and that is device 0 on a new thread.
+        """
         if self._unpin is not None:
             return 0
         self.fault_in(self.nbytes)
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        failed = int(runtime.cudaHostRegister(self.address, self.nbytes, _REGISTER_PORTABLE))
+        with torch.cuda.device(device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            failed = int(runtime.cudaHostRegister(self.address, self.nbytes, _REGISTER_PORTABLE))
+            if failed:
+                _clear_error()
         if not failed:
             # Unregister before the addresses are unmapped: CUDA would treat whatever is mapped there next as pinned.
-            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, self.address)
+            self._unpin = weakref.finalize(self, _unregister, self.address, device)
         return failed
 
     def unpin(self) -> None:
@@ -88,3 +95,14 @@ class Block:
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
+
+
+def _unregister(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def _clear_error() -> None:
+    """Forget this thread's last CUDA error, which torch would raise from its next call, for something else."""
+    with suppress(OSError, AttributeError):  # torch has loaded the library, unless it contains it
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()

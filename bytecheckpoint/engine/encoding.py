@@ -3,6 +3,9 @@
 A frame is never longer than its chunk, so the staging memory of a piece has room for its frames, which are written from
 there. The length of a frame is known only after encoding. So the place of a piece in the file is known once all pieces
 before it are encoded: whichever thread encodes the last of them gets all pieces that can be written then.
+
+A chunk whose strong checksum an older checkpoint has at the same place has no frame here; the manifest refers to that
+checkpoint's.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from ..codecs import Codec
+from ..codecs import Codec, PlainCodec
 from ..tensors.tables import Int64
+from .checksums import ChunkHasher
 from .files import FileImage
 
 __all__ = ["ChunkEncoder", "EncodedPiece", "Frames", "UnencodedPiece"]
@@ -26,23 +30,39 @@ Release = Callable[[], object]
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    """The frames of one file: the codec's name, the stored bytes of each frame, and their checksums."""
+    """The frames of one file: the codec's name, the stored bytes of each frame, and their checksums.
+
+    ``source`` is 0, or the number of the other file that has the frame; ``offset`` are the positions of these frames.
+    """
 
     codec: str
     length: Int64
     checksum: npt.NDArray[np.uint64]
+    source: Int64
+    offset: Int64
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the frames that the file itself has."""
+        return int(self.length[self.source == 0].sum())
 
 
 @dataclass(frozen=True, eq=False)
 class UnencodedPiece:
-    """Whole parts ``[first, past)`` of a file: the bytes ``carried`` from earlier pieces, then ``data``."""
+    """Whole parts ``[first, past)`` of a file: the bytes ``carried`` from earlier pieces, then ``data`` from ``start``.
+
+    ``checksums`` are those of the parts before encoding, and ``is_shared`` states which of them are not stored here.
+    """
 
     number: int
     first: int
     past: int
+    start: int
     carried: bytearray
     data: memoryview
     release: Release
+    checksums: npt.NDArray[np.uint64]
+    is_shared: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +77,12 @@ class EncodedPiece:
 class ChunkEncoder:
     """Encodes the chunks of one file. Call ``cut`` from one thread, ``encode`` from any, ``finish`` after the last.
 
-    A file consists of parts, each in one or several pieces: its head, which is not encoded, and its chunks.
+    A file consists of parts, each in one or several pieces: its head, which is not encoded, and its chunks, which
+    ``hasher`` hashes before they are cut.
     """
 
-    def __init__(self, image: FileImage, chunk_size: int, codec: Codec) -> None:
-        self._codec = codec
+    def __init__(self, image: FileImage, chunk_size: int, codec: Codec, hasher: ChunkHasher) -> None:
+        self._codec, self._hasher, self._base = codec, hasher, image.base
         ends, widths = [len(image.head)], [0]
         for offset, nbytes, width in zip(image.offsets, image.nbytes, image.widths):
             begin = len(image.head) + offset
@@ -69,6 +90,7 @@ class ChunkEncoder:
             ends += [*chunks, begin + nbytes] if nbytes else []
             widths += [width] * (len(ends) - len(widths))
         self._ends, self._widths = np.array(ends, np.int64), widths
+        self._is_shared = np.zeros(len(ends), bool)
         self._cut = 0  # parts
         self._pieces = 0
         self._carried = bytearray()  # of a part that is not complete
@@ -76,63 +98,81 @@ class ChunkEncoder:
         self._encoded: dict[int, tuple[tuple[memoryview, ...], Release]] = {}  # that have no place yet
         self._placed = 0  # pieces
         self._size = 0
-        self._lengths: dict[int, Int64] = {}  # by piece, as are the checksums
+        self._lengths: dict[int, Int64] = {}  # by piece, as are the checksums; 0 for a part that is not stored here
         self._checksums: dict[int, npt.NDArray[np.uint64]] = {}
 
-    def cut(self, start: int, data: memoryview, release: Release) -> UnencodedPiece | None:
+    def cut(self, start: int, data: memoryview, release: Release, nbytes: int | None = None) -> UnencodedPiece | None:
         """Divide the next bytes of the file into parts. Returns None, and releases them, if they complete no part.
 
-        At most one incomplete part is copied, to be encoded with the next piece.
+        At most one incomplete part is copied, to be encoded with the next piece. If the base has all parts, ``data``
+        may be empty, and ``nbytes`` is how many bytes it stands for.
         """
-        first, past = self._cut, int(np.searchsorted(self._ends, start + len(data), side="right"))
+        stop = start + (len(data) if nbytes is None else nbytes)
+        first, past = self._cut, int(np.searchsorted(self._ends, stop, side="right"))
         if past == first:
             self._carried += data
             release()
             return None
         whole = int(self._ends[past - 1]) - start
-        piece = UnencodedPiece(self._pieces, first, past, self._carried, data[:whole], release)
+        checksums, is_shared = self._compare(first, past)
+        carried = self._carried
+        piece = UnencodedPiece(self._pieces, first, past, start, carried, data[:whole], release, checksums, is_shared)
         self._carried = bytearray(data[whole:])
         self._cut, self._pieces = past, self._pieces + 1
         return piece
 
     def encode(self, piece: UnencodedPiece) -> list[EncodedPiece]:
         """Encode a piece in place. Returns the pieces whose place in the file is known now, in order."""
-        memory = np.frombuffer(piece.data, np.uint8)
         ends = self._ends[piece.first : piece.past]
-        sizes = np.diff(ends, prepend=self._ends[piece.first - 1] if piece.first else 0).tolist()
-        lengths: list[int] = []
-        checksums: list[int] = []
-        carried = memoryview(b"")
-        read = done = 0
-        for size, width in zip(sizes, self._widths[piece.first : piece.past]):
-            if read == 0 and piece.carried:
-                read = size - len(piece.carried)
-                frame = carried = self._frame(memoryview(piece.carried + piece.data[:read]), width)
+        begins = np.append(self._ends[piece.first - 1] if piece.first else 0, ends[:-1])
+        lengths, checksums = np.zeros(len(ends), np.int64), piece.checksums.copy()
+        carried, done = memoryview(b""), 0
+        for part in np.flatnonzero(~piece.is_shared).tolist():
+            size, width = int(ends[part] - begins[part]), self._widths[piece.first + part]
+            begin = max(int(begins[part]) - piece.start, 0)
+            chunk = piece.data[begin : int(ends[part]) - piece.start]
+            if part == 0 and piece.carried:
+                frame = carried = self._frame(memoryview(piece.carried + chunk), width)
             else:
-                frame = self._frame(piece.data[read : read + size], width)
-                np.copyto(memory[done : done + len(frame)], np.frombuffer(frame, np.uint8))  # they may overlap
-                read += size
-                frame = piece.data[done : done + len(frame)]
+                frame = self._frame(chunk, width)
+                if frame is not chunk or done < begin:
+                    moved = piece.data[done : done + len(frame)]
+                    np.copyto(np.frombuffer(moved, np.uint8), np.frombuffer(frame, np.uint8))  # they may overlap
+                    frame = moved
                 done += len(frame)
-            if width:
-                lengths.append(len(frame))
-                checksums.append(xxh3_64_intdigest(frame))
+            lengths[part] = len(frame)
+            if len(frame) < size:
+                checksums[part] = xxh3_64_intdigest(frame)
         with self._lock:
-            self._lengths[piece.number] = np.array(lengths, np.int64)
-            self._checksums[piece.number] = np.array(checksums, np.uint64)
+            self._lengths[piece.number], self._checksums[piece.number] = lengths, checksums
             self._encoded[piece.number] = (carried, piece.data[:done]), piece.release
             return [*self._place()]
 
     def finish(self) -> tuple[int, Frames]:
         """Return the size of the file, all of whose pieces are encoded, and its frames."""
         order = range(self._pieces)
-        length = np.concatenate([np.empty(0, np.int64), *map(self._lengths.__getitem__, order)])
-        checksum = np.concatenate([np.empty(0, np.uint64), *map(self._checksums.__getitem__, order)])
-        return self._size, Frames(self._codec.name, length, checksum)
+        length = np.concatenate([np.empty(0, np.int64), *map(self._lengths.__getitem__, order)])[1:]
+        checksum = np.concatenate([np.empty(0, np.uint64), *map(self._checksums.__getitem__, order)])[1:]
+        source, offset = np.zeros_like(length), length[:0]
+        if self._base is not None:
+            base, shared = self._base, self._is_shared[1:]
+            length[shared], checksum[shared] = base.length[shared], base.frame_checksum[shared]
+            source[shared], offset = base.source[shared], base.offset[shared]
+        return self._size, Frames(self._codec.name, length, checksum, source, offset)
+
+    def _compare(self, first: int, past: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+        """Return the checksums of parts, and which of them the base has. That of the head is 0."""
+        chunks = slice(max(first - 1, 0), past - 1)
+        checksums, base = self._hasher.completed(chunks), self._base
+        if base is not None:
+            is_equal = (checksums == base.checksum[chunks]) & (self._hasher.digests[chunks] == base.digest[chunks])
+            self._is_shared[chunks.start + 1 : past] = is_equal & base.is_usable[chunks]
+        head = np.zeros(0 if first else 1, np.uint64)
+        return np.concatenate([head, checksums]), self._is_shared[first:past]
 
     def _frame(self, chunk: memoryview, width: int) -> memoryview:
         """Return the frame of a chunk, which may be the chunk itself."""
-        if not width:
+        if not width or isinstance(self._codec, PlainCodec):
             return chunk
         frame = self._codec.encode(chunk, width)
         return memoryview(frame) if len(frame) < len(chunk) else chunk

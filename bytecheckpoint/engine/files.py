@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from ..format.manifest import encoded_head
@@ -19,7 +20,7 @@ from ..tensors.geometry import Box
 from ..tensors.shards import Shard
 from ..tensors.tables import Int64
 
-__all__ = ["FileImage", "FileLayout", "data_key", "lay_out_file", "tensor_image"]
+__all__ = ["BaseChunks", "FileImage", "FileLayout", "data_key", "lay_out_file", "tensor_image"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +39,32 @@ class FileLayout:
     widths: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, eq=False)
+class BaseChunks:
+    """Where older checkpoints have the chunks of a file with the same layout, by chunk.
+
+    ``checksum`` and ``digest`` are the strong checksums of the chunks. The frame of a chunk has ``length`` bytes, with
+    ``frame_checksum``, at ``offset`` of the file with the number ``source``, from 1. ``is_usable`` is false where a new
+    checkpoint must not refer to it.
+    """
+
+    checksum: npt.NDArray[np.uint64]
+    digest: npt.NDArray[np.uint64]
+    length: Int64
+    frame_checksum: npt.NDArray[np.uint64]
+    source: Int64
+    offset: Int64
+    is_usable: npt.NDArray[np.bool_]
+
+
 @dataclass
 class FileImage:
     """The content of one file: ``head`` (a padded safetensors header, or a whole values document), then tensors.
 
     ``shards[i]`` occupies ``nbytes[i]`` bytes at ``offsets[i]``, counted from the end of the head, in ascending order.
     ``shards`` is empty if the bytes come from elsewhere, and after all of them are staged. With a ``codec``, sizes and
-    offsets are those before encoding; ``widths`` are as in ``FileLayout``.
+    offsets are those before encoding; ``widths`` are as in ``FileLayout``. With ``has_digests``, the chunks get strong
+    checksums; those that equal the ``base``'s are not written.
     """
 
     key: str
@@ -56,6 +76,8 @@ class FileImage:
     shards: Sequence[Shard] = ()
     widths: Sequence[int] = ()
     codec: str = "raw"
+    has_digests: bool = False
+    base: BaseChunks | None = None
 
     @property
     def data_size(self) -> int:

@@ -10,9 +10,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from ..errors import StateError, UsageError
+from ..format.manifest import MANIFEST_TRAILER, Manifest
 from ..planners import PlanCache
 from ..runtime.exit import before_exit
 from .blocks import Block
@@ -21,7 +23,7 @@ from .merging.merge import MIN_MERGE_BLOCKS, MergeWork
 from .reading.bounce import BouncePool
 from .staging.arena import BLOCK, Arena
 
-__all__ = ["DEFAULT_MERGE_MEMORY_BYTES", "IOEngine"]
+__all__ = ["DEFAULT_MERGE_MEMORY_BYTES", "IOEngine", "LastCommit"]
 
 DEFAULT_MERGE_MEMORY_BYTES = 64 << 20
 """Default memory of the merge stage, which bounds its unfinished pieces: eight blocks."""
@@ -34,6 +36,21 @@ _DAEMON_END_S = 1.0  # at exit: limit for these threads to end
 _POLL_S = 0.002
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class LastCommit:
+    """A committed checkpoint, whose manifest has ``size`` bytes and ends in its checksum, ``trailer``."""
+
+    url: str = field(repr=False)  # it may contain a password
+    manifest: Manifest
+    size: int
+    trailer: bytes
+
+    @classmethod
+    def of(cls, url: str, manifest: Manifest, data: bytes) -> LastCommit:
+        """Describe a checkpoint whose encoded manifest is ``data``."""
+        return cls(url, manifest, len(data), data[-MANIFEST_TRAILER:])
 
 
 def _close_at_exit(engine: weakref.ref[IOEngine]) -> None:
@@ -63,12 +80,14 @@ class IOEngine:
         arena: Staging memory of saves.
         io: Runs single reads, writes and copies.
         background: Finishes asynchronous saves one after the other, in the order in which they began.
+        uploads: Uploads what was saved to staging folders, one checkpoint after the other.
         copier: Copies the state of gated saves.
         faulter: Faults in staging memory ahead of its use.
         merge_arena: Memory of the merge stage.
         merge_threads: The two threads of the merge stage.
         bounce_pool: Buffers for reads that do not go straight into their tensors.
         plans: Plans of the last saves.
+        last_commit: The last checkpoint that an incremental save of this process committed, on rank 0.
         store_rates: How fast the last save to each store was, in bytes per second.
     """
 
@@ -87,12 +106,14 @@ class IOEngine:
         self.arena = Arena(memory_budget, slots)
         self.io = ThreadPoolExecutor(io_threads, thread_name_prefix="bcp-io")
         self.background = ThreadPoolExecutor(1, thread_name_prefix="bcp-save")
+        self.uploads = ThreadPoolExecutor(1, thread_name_prefix="bcp-upload")
         self.merge_arena = Arena(merge_memory)
         self.merge_threads = ThreadPoolExecutor(2, thread_name_prefix="bcp-merge")
         self.copier = ThreadPoolExecutor(1, thread_name_prefix="bcp-copy")
         self.faulter = ThreadPoolExecutor(max(1, self.copy_helpers), thread_name_prefix="bcp-fault")
         self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
         self.bounce_pool = BouncePool()
+        self.last_commit: LastCommit | None = None
         self.store_rates: dict[str, float] = {}
         self._daemons: list[threading.Thread] = []  # that have saved or loaded
         self._calls: list[threading.Thread] = []  # daemons inside a save or a load, once per call
@@ -195,11 +216,12 @@ class IOEngine:
         task()
 
     def close(self) -> None:
-        """Finish all saves in flight, end the threads and release the memory."""
+        """Finish all saves and uploads in flight, end the threads and release the memory."""
         self._closed = True
         self.faulter.shutdown(wait=True)  # stops before the next block
         self.copier.shutdown(wait=True)
         self.background.shutdown(wait=True)
+        self.uploads.shutdown(wait=True)
         self.merge_threads.shutdown(wait=True)
         self.io.shutdown(wait=True)
         self.arena.trim()

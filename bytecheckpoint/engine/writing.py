@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 
@@ -26,6 +26,7 @@ from .checksums import ChunkHasher
 from .encoding import ChunkEncoder, Frames, UnencodedPiece
 from .files import FileImage
 from .staging.staging import Staging
+from .unchanged import unchanged_chunks
 
 __all__ = ["FileSequence", "FileWriter", "WrittenFile", "check_space", "write_images", "write_whole"]
 
@@ -39,7 +40,8 @@ Release = Callable[[], object]
 class WrittenFile:
     """What the manifest records about a durable file.
 
-    ``checksums`` cover its tensors in file order; ``frames`` are those of an encoded file.
+    ``checksums`` cover its tensors in file order, as do ``digests``, if there are any; ``frames`` are those of an
+    encoded file.
     """
 
     key: str
@@ -51,6 +53,7 @@ class WrittenFile:
     kind: str
     checksums: npt.NDArray[np.uint64]
     frames: Frames | None = None
+    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
 
     @classmethod
     def of(
@@ -59,6 +62,7 @@ class WrittenFile:
         chunk_size: int,
         checksums: npt.NDArray[np.uint64],
         encoded: tuple[int, Frames] | None = None,
+        digests: npt.NDArray[np.uint64] | None = None,
     ) -> WrittenFile:
         """Describe a durable file with the content of ``image``; if it is ``encoded``, with this size and frames."""
         size, frames = (image.size, None) if encoded is None else encoded
@@ -72,6 +76,7 @@ class WrittenFile:
             image.kind,
             checksums,
             frames,
+            np.empty(0, np.uint64) if digests is None else digests,
         )
 
 
@@ -84,12 +89,13 @@ class FileWriter:
         """Create the file. Each ``chunk_size`` bytes of a tensor get one checksum."""
         self._image, self._chunk_size = image, chunk_size
         self._executor, self._timings = executor, timings
-        self._hasher = ChunkHasher(np.array(image.offsets, np.int64) + len(image.head), image.nbytes, chunk_size)
+        offsets = np.array(image.offsets, np.int64) + len(image.head)
+        self._hasher = ChunkHasher(offsets, image.nbytes, chunk_size, has_digests=image.has_digests)
         self._writes: list[tuple[Future[None], Release]] = []
         self._has_failed = False
         self._encoder = None
         if image.codec != "raw":
-            self._encoder = ChunkEncoder(image, chunk_size, find_codec(image.codec))
+            self._encoder = ChunkEncoder(image, chunk_size, find_codec(image.codec), self._hasher)
         self._writer = backend.create(image.key, image.size)
 
     def write(self, start: int, data: memoryview, release: Release = lambda: None) -> None:
@@ -115,6 +121,24 @@ class FileWriter:
             release()
             raise
 
+    def share(self, chunks: npt.NDArray[np.bool_]) -> None:
+        """Take these chunks from the base. Their content is not hashed."""
+        assert self._image.base is not None
+        self._hasher.assume(chunks, self._image.base.checksum, self._image.base.digest)
+
+    def shares(self, start: int, stop: int) -> bool:
+        """Whether bytes ``[start, stop)`` of the file belong only to chunks that ``share`` has named."""
+        return self._hasher.assumes(start, stop)
+
+    def skip(self, start: int, nbytes: int) -> None:
+        """Do the same as ``write`` for bytes that are shared."""
+        assert self._encoder is not None
+        self._raise_failure()
+        self._hasher.skip(nbytes)
+        piece = self._encoder.cut(start, memoryview(b""), lambda: None, nbytes)
+        if piece is not None:
+            self._writes.append((self._executor.submit(self._encode_piece, self._encoder, piece), lambda: None))
+
     def wait(self) -> None:
         """Wait for all queued writes. Raises the first failure."""
         wait([task for task, _ in self._writes], return_when=FIRST_EXCEPTION)
@@ -128,7 +152,7 @@ class FileWriter:
             self._writer.shrink(encoded[0])
         with self._timings.measure("sync"):
             self._writer.complete()
-        return WrittenFile.of(self._image, self._chunk_size, checksums, encoded)
+        return WrittenFile.of(self._image, self._chunk_size, checksums, encoded, self._hasher.digests)
 
     def abandon(self) -> None:
         """Remove the file. Returns when no thread uses the memory of a piece. Never raises."""
@@ -235,6 +259,9 @@ def write_images(
 ) -> list[WrittenFile]:
     """Write every image of ``staging`` to a durable file, each piece as soon as it is copied.
 
+    With ``on_demand``, tensors of an incremental file are compared with its base where they are, and pieces without a
+    new chunk are not copied.
+
     A piece's memory is given back when the piece is written. On an error, incomplete files are removed and no thread
     uses staging memory when the error is raised; removing complete files is up to the caller.
     """
@@ -244,7 +271,14 @@ def write_images(
                 if not image.key:
                     continue  # fragments, which go to other ranks
                 file = files.create(image)
+                if staging.on_demand and image.base is not None:
+                    with timings.measure("hash", image.data_size):
+                        file.share(unchanged_chunks(image, chunk_size, executor))
                 for piece in staging.pieces_of(image):
+                    if file.shares(piece.start, piece.stop):
+                        staging.skip(piece)
+                        file.skip(piece.start, piece.nbytes)
+                        continue
                     file.write(piece.start, staging.content(piece), partial(staging.release, piece))
             return files.finish()
         except BaseException as error:

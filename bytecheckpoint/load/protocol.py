@@ -159,9 +159,8 @@ def _report(
 ) -> LoadReport:
     context = targets[0].section.context  # all sections share its notes and its record of what was resumed
     url, unexpected = call.url, plan.verdict.unexpected
-    report = make_report(
-        url, checkpoint.manifest, plan.match, unexpected, context.notes, context.resumed, counts, call.timings
-    )
+    notes = [*context.notes, *checkpoint.index.backend.remarks()]
+    report = make_report(url, checkpoint.manifest, plan.match, unexpected, notes, context.resumed, counts, call.timings)
     call.op.barrier("report")  # no rank continues while another fails to apply what it loaded
     _log.info("%s (%s)", report, call.timings)
     return report

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import BytecheckpointError, UsageError
 from ..save.handle import SaveHandle, SaveResult
 
 __all__ = ["CallbackRunner", "Callbacks"]
@@ -23,6 +24,8 @@ class Callbacks:
         on_staged: Called with the handle of a save when its tensors may change: by ``manager.save``, on the training
             thread. Not called for a save that has failed by then.
         on_committed: Called with the result of a save when its checkpoint is committed, on the thread that saves.
+        on_uploaded: With ``staging``: called with the result of a save when its checkpoint is committed below the root
+            too, on the thread that uploads.
         on_failed: Called with the handle of a save and its error, on the thread that saves.
         on_removed: Called on rank 0 with the URL of a checkpoint that the retention rules removed, in the background.
 
@@ -35,6 +38,7 @@ class Callbacks:
 
     on_staged: Callable[[SaveHandle], object] | None = None
     on_committed: Callable[[SaveResult], object] | None = None
+    on_uploaded: Callable[[SaveResult], object] | None = None
     on_failed: Callable[[SaveHandle, BaseException], object] | None = None
     on_removed: Callable[[str], object] | None = None
 
@@ -58,6 +62,8 @@ class CallbackRunner:
             self._unstaged.append(handle)
             self.poll()
         handle.add_done_callback(self._ended)
+        if self._callbacks.on_uploaded is not None:
+            handle.add_uploaded_callback(self._uploaded)
 
     def poll(self) -> None:
         """Call ``on_staged`` of the saves that are staged by now."""
@@ -70,6 +76,10 @@ class CallbackRunner:
     def removed(self, url: str) -> None:
         """Call ``on_removed``. For any thread."""
         _call(self._callbacks.on_removed, url)
+
+    def _uploaded(self, handle: SaveHandle) -> None:
+        with suppress(BytecheckpointError):
+            _call(self._callbacks.on_uploaded, handle.uploaded())
 
     def _ended(self, handle: SaveHandle) -> None:
         error = handle.exception()

@@ -11,13 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of, remove_attempt
+from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
 from ..checkpoint.discovery import is_exception_save, metric_of, milestone_of, trailing_number
 from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.references import pins_of, release, sweep
 from ..errors import BytecheckpointError, CheckpointError, KeyNotFoundError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..save.handle import SaveHandle
-from ..storage_backends import check_key, join, open_backend
+from ..storage_backends import StorageBackend, check_key, join, open_backend
 from .options import Retention
 
 __all__ = ["Committed", "Housekeeping", "StepNames", "expendable"]
@@ -119,17 +120,24 @@ class Housekeeping:
         job: bytes,
         *,
         names: StepNames,
+        deadline_s: float,
         keep_exception_saves: int | None = None,
         on_removed: Callable[[str], None] = lambda url: None,
     ) -> None:
         self._root, self._options, self._names, self._on_removed = root, dict(options), names, on_removed
-        self._backend = open_backend(root, **self._options)
+        self._deadline_s = deadline_s
+        self._backend = self._open()
         self._retention, self._job = retention, job
         self._keep_exception_saves = keep_exception_saves
         self._committed: list[Committed] | None = None  # in the order of their commits; None: unknown
         self._lock = threading.Lock()
         self._expected: Counter[str] = Counter()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bcp-housekeeping")
+
+    def _open(self, *name: str) -> StorageBackend:
+        backend = open_backend(join(self._root, *name), **self._options)
+        backend.deadline_s = self._deadline_s
+        return backend
 
     def expect(self, name: str) -> None:
         """Protect the folder ``name``, into which this job is about to save, until ``follow`` or ``forget``."""
@@ -150,9 +158,9 @@ class Housekeeping:
         self._thread.shutdown(wait=True)
 
     def _after_save(self, save: SaveHandle, saved: Committed) -> None:
-        failed = save.exception() is not None
+        is_committed = _is_committed(save)
         self.forget(saved.name)
-        if failed:
+        if not is_committed:
             self._committed = None  # an earlier checkpoint of this name may still be there
             return
         try:
@@ -179,14 +187,14 @@ class Housekeeping:
             manifest = None
             if MANIFEST_KEY in children:
                 try:
-                    manifest = read_manifest(open_backend(join(self._root, name), **self._options))
+                    manifest = read_manifest(self._open(name))
                 except CheckpointError as error:
                     _log.warning("not touched, because it cannot be read: %s", error)
                     continue
                 metric = metric_of(manifest, self._retention.metric or "")
                 marks = milestone_of(manifest) is not None, is_exception_save(manifest)
                 found.append((manifest.created, Committed(name, trailing_number(name), metric, *marks)))
-            self._remove_unfinished(name, [one for one in attempts if manifest is None or one != manifest.attempt])
+            self._remove_unneeded(name, children, [one for one in attempts if not manifest or one != manifest.attempt])
         self._end_uploads()
         return [one for _, one in sorted(found, key=lambda pair: (pair[0], pair[1].step))]
 
@@ -194,11 +202,12 @@ class Housekeeping:
         names = (child[:-1] for child in self._backend.list_children("") if child.endswith("/"))
         return [name for name in names if self._names.is_managed(name)]
 
-    def _remove_unfinished(self, name: str, attempts: Sequence[str]) -> None:
-        for attempt in attempts:
-            if self._is_of_ended_job(attempt):
-                _log.info("%s: removing %s/%s, left by a job that ended", self._root, name, attempt)
-                remove_attempt(self._backend, f"{name}/{attempt}")
+    def _remove_unneeded(self, name: str, children: Sequence[str], attempts: Sequence[str]) -> None:
+        """Remove what jobs that ended have left in a folder, and no checkpoint needs."""
+        ended = [attempt for attempt in attempts if self._is_of_ended_job(attempt)]
+        if ended or pins_of(children):
+            _log.info("%s: removing what jobs that ended have left in %s: %s", self._root, name, ", ".join(ended))
+            sweep(self._open(name), ended, self._is_of_ended_job)
 
     def _end_uploads(self) -> None:
         """End what killed ranks of ended jobs have begun. An attempt without a complete file is in no listing.
@@ -223,16 +232,26 @@ class Housekeeping:
 
     def _remove(self, name: str) -> None:
         """Remove the manifest first, so that readers never see half a checkpoint."""
+        folder = self._open(name)
         with self._lock:
             # A save into this folder that begins later writes its own files and its own manifest.
             if self._expected[name]:
                 return
             try:
-                manifest = read_manifest(open_backend(join(self._root, name), **self._options))
+                manifest = read_manifest(folder)
             except (CheckpointError, KeyNotFoundError) as error:
                 _log.warning("not removed: %s", error)
                 return
             _log.info("%s: removing %s", self._root, name)
             self._backend.delete([f"{name}/{MANIFEST_KEY}"])
-        self._backend.delete([f"{name}/{key}" for key in manifest.files.name])
+        release(folder, manifest, has_ended=self._is_of_ended_job)
         self._on_removed(join(self._root, name))
+
+
+def _is_committed(save: SaveHandle) -> bool:
+    """Whether the save is committed below the root, for which this waits."""
+    try:
+        save.uploaded()
+    except BaseException:  # noqa: BLE001 - the handle raises it for those who wait
+        return False
+    return True

@@ -26,6 +26,7 @@ from ..checkpoint.discovery import (
     find_milestone,
     find_newest,
 )
+from ..checkpoint.nearest import with_staging
 from ..checkpoint.selection import Selection
 from ..checkpointer import Checkpointer, default_checkpointer
 from ..control.base import Operation
@@ -47,6 +48,7 @@ from .lease import HEARTBEATS_PER_LEASE, Lease
 from .options import Cadence, ExceptionSave, Preemption, Retention
 from .resources import ManagerResources
 from .signals import SignalWatch
+from .staging import StagingFolder
 
 __all__ = ["CheckpointManager"]
 
@@ -91,7 +93,13 @@ class CheckpointManager:
         trainable_only: As in ``bytecheckpoint.save``.
         replicas: As in ``bytecheckpoint.save``.
         codec: As in ``bytecheckpoint.save``.
+        base: As in ``bytecheckpoint.save``.
         gate: As in ``bytecheckpoint.save``; ignored if ``async_save`` is False.
+        staging: As in ``bytecheckpoint.save``. ``resume`` and the other searches also find, and prefer, what is in the
+            folder. A new manager continues the uploads of earlier jobs from its machine. ``wait`` and ``close`` wait
+            for uploads; an upload that fails does not disturb the training before.
+        keep_staged: How many checkpoints stay in the staging folder; those that are not uploaded yet stay anyway.
+        upload_rate: As in ``bytecheckpoint.save``.
         allow_pickle: As in ``bytecheckpoint.save``.
         metadata: Plain values that are stored with every checkpoint. The keys ``"metrics"``, ``"milestone"``
             and ``"bytecheckpoint.exception"`` are reserved.
@@ -142,7 +150,11 @@ class CheckpointManager:
         trainable_only: bool = False,
         replicas: Replicas = "auto",
         codec: str | None = None,
+        base: str | os.PathLike[str] | None = None,
         gate: bool = False,
+        staging: str | os.PathLike[str] | None = None,
+        keep_staged: int = 1,
+        upload_rate: float | None = None,
         allow_pickle: bool = False,
         metadata: Mapping[str, Any] | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
@@ -156,6 +168,7 @@ class CheckpointManager:
         self._checkpointer = checkpointer if checkpointer is not None else default_checkpointer()
         self._rounds = CoordinationRounds(self._checkpointer, deadline_s)
         self._storage_options = storage_options
+        self._staging = staging
         self._deadline_s, self._async = deadline_s, async_save
         self._preemption = preemption if preemption is not None else Preemption(signals=())
         self._metadata: dict[str, Any] = {}
@@ -170,7 +183,10 @@ class CheckpointManager:
             trainable_only=trainable_only,
             replicas=replicas,
             codec=codec,
+            base=base,
             gate=gate,
+            staging=staging,
+            upload_rate=upload_rate,
         )
         self._resources = held = ManagerResources(self, self.root, SavesInFlight(max_in_flight))
         op = self._beginning = self._rounds.begin()
@@ -182,6 +198,7 @@ class CheckpointManager:
                         "max_in_flight": max_in_flight,
                         "lease_s": lease_s,
                         "coordinate_every_s": coordinate_every_s,
+                        "keep_staged": keep_staged,
                         "storage_options": storage_options,
                     }
                 )
@@ -217,7 +234,11 @@ class CheckpointManager:
                 )
                 if op.rank == 0:
                     self._acquire_root(lease_s)
-            op.barrier("lease")
+            job = op.broadcast("lease", held.lease.job if held.lease is not None else None)
+            with op.phase("staging"):
+                if staging is not None:
+                    held.staging = self._stage_in(staging, keep_staged, job)
+            op.barrier("staging")
         except BaseException:
             held.release()
             raise
@@ -240,9 +261,7 @@ class CheckpointManager:
             StorageError: The store failed.
             ControlError: The ranks could not work together.
         """
-        return self._find(
-            partial(find_newest, self.root, allow_fresh=allow_fresh, storage_options=self._storage_options)
-        )
+        return self._find(partial(find_newest, self.root, allow_fresh=allow_fresh, storage_options=self._nearest))
 
     def best(self, metric: str | None = None, mode: BestMode | None = None) -> Checkpoint | None:
         """Open the best checkpoint below the root, the same one on all ranks.
@@ -263,7 +282,7 @@ class CheckpointManager:
         if not isinstance(metric, str):
             raise UsageError("best needs a metric: pass one, or set Retention.metric")
         check_choice("mode", mode, BestMode)
-        return self._find(partial(find_best, self.root, metric, mode, storage_options=self._storage_options))
+        return self._find(partial(find_best, self.root, metric, mode, storage_options=self._nearest))
 
     def milestone(self, name: str) -> Checkpoint | None:
         """Open the checkpoint that was saved as this milestone, the same one on all ranks.
@@ -279,13 +298,16 @@ class CheckpointManager:
             StorageError: The store failed.
             ControlError: The ranks could not work together.
         """
-        return self._find(partial(find_milestone, self.root, name, storage_options=self._storage_options))
+        return self._find(partial(find_milestone, self.root, name, storage_options=self._nearest))
 
     def resume(self, state: Mapping[str, Any], *, allow_fresh: bool = False, **options: Any) -> LoadReport | None:
         """Load the newest valid checkpoint into ``state``.
 
         If saves are asynchronous, background threads then fault in the memory of the first one (see
         ``bytecheckpoint.warmup``).
+
+        With ``staging``, a checkpoint that is not uploaded and has files on several machines is uploaded first, which
+        may take up to half of ``deadline_s``.
 
         If a checkpoint turns out to be damaged while it is loaded, the damage is logged and the one before it is
         loaded. Only damage makes the manager fall back: a state that does not fit the checkpoint and a checkpoint of
@@ -308,6 +330,7 @@ class CheckpointManager:
         """
         self._check_usable()
         self._last_step = None
+        self._await_uploads()
         damaged: list[str] = []
         while True:
             with self._rounds.round(followed_by="load") as op:
@@ -318,7 +341,7 @@ class CheckpointManager:
                         self.root,
                         excluding=damaged,
                         allow_fresh=allow_fresh,
-                        storage_options=self._storage_options,
+                        storage_options=self._nearest,
                     ),
                 )
             if name is None:
@@ -332,6 +355,7 @@ class CheckpointManager:
                         join(self.root, name),
                         state,
                         deadline_s=self._deadline_s,
+                        staging=self._staging,
                         storage_options=self._storage_options,
                         **options,
                     )
@@ -403,15 +427,17 @@ class CheckpointManager:
         self._coordinator.request()
 
     def wait(self) -> None:
-        """Wait until all saves are committed.
+        """Wait until all saves are committed, and with ``staging`` uploaded.
 
         Raises:
-            BytecheckpointError: The failure of a save, on all ranks.
+            BytecheckpointError: The failure of a save or of an upload, on all ranks.
         """
         self._check_usable()
         with self._rounds.round() as op, self._settling():
             self._resources.in_flight.finish(op)
         self._callbacks.poll()
+        if self._resources.staging is not None:
+            self._resources.staging.wait()
 
     def close(self) -> None:
         """Wait for all saves, then release the lease, the signal handlers and the threads.
@@ -477,13 +503,34 @@ class CheckpointManager:
         except UsageError as error:
             _log.warning("%s: this state can be resumed but not saved: %s", self.root, error)
 
+    @property
+    def _nearest(self) -> Mapping[str, Any]:
+        """The storage options of searches below the root."""
+        return with_staging(self._storage_options or {}, self._staging)
+
+    def _await_uploads(self) -> None:
+        """If the newest checkpoint is on several machines and not uploaded, wait for the rest of its upload."""
+        staging = self._resources.staging
+        if staging is None:
+            return
+        with self._rounds.round() as op:
+            with op.phase("staging"):
+                answer = bytes([staging.lacks_files()]) if op.rank == 0 else None
+            is_needed = op.broadcast("staging", answer) != b"\0"
+        if is_needed:
+            staging.wait_begun(self._deadline_s / 2)  # the other ranks wait twice as long
+            with self._rounds.round() as op:
+                op.barrier("uploaded")
+
     def _find(self, search: Callable[[], CompleteCheckpoint | None]) -> Checkpoint | None:
         self._check_usable()
         with self._rounds.round() as op:
             name = _agree_on_name(op, search)
         if name is None:
             return None
-        return self._checkpointer.open(join(self.root, name), storage_options=self._storage_options)
+        return self._checkpointer.open(
+            join(self.root, name), staging=self._staging, storage_options=self._storage_options
+        )
 
     def _coordinate(
         self,
@@ -548,11 +595,13 @@ class CheckpointManager:
             deadline_s=deadline_s,
             gate=self._options.gate and is_async,
         )
-        lease, housekeeping = self._resources.lease, self._resources.housekeeping
+        lease, housekeeping, staging = self._resources.lease, self._resources.housekeeping, self._resources.staging
         if lease is not None:
             options = replace(options, job=lease.job, guard=lease.check)
         if housekeeping is not None:
             housekeeping.expect(saved.name)
+        if staging is not None:
+            staging.expect(saved.name)
         url = join(self.root, saved.name)
         try:
             handle = self._checkpointer.save_with(
@@ -561,10 +610,14 @@ class CheckpointManager:
         except BaseException:
             if housekeeping is not None:
                 housekeeping.forget(saved.name)
+            if staging is not None:
+                staging.forget(saved.name)
             raise
         self._resources.in_flight.add(handle)
         if housekeeping is not None:
             housekeeping.follow(handle, saved)
+        if staging is not None:
+            staging.follow(handle, saved.name)
         return handle
 
     def _leave(self, step: int, number: int) -> None:
@@ -592,9 +645,27 @@ class CheckpointManager:
             self._retention,
             held.lease.job,
             names=self._names,
+            deadline_s=self._options.deadline_s,
             keep_exception_saves=self._exception_save.keep if self._exception_save is not None else None,
             on_removed=self._callbacks.removed,
         )
+
+    def _stage_in(self, staging: str | os.PathLike[str], keep: int, job: bytes) -> StagingFolder:
+        lease = self._resources.lease
+        folder = StagingFolder(
+            self.root,
+            staging,
+            self._storage_options or {},
+            self._checkpointer.engine.uploads,
+            self._names,
+            keep=keep,
+            rate=self._options.upload_rate,
+            deadline_s=self._options.deadline_s,
+            job=job,
+            guard=lease.check if lease is not None else lambda: None,
+        )
+        folder.begin()
+        return folder
 
     def _check_usable(self) -> None:
         if self._resources.is_released:

@@ -16,6 +16,7 @@ from .coordinator import SavesInFlight
 from .housekeeping import Housekeeping
 from .lease import Lease
 from .signals import SignalWatch
+from .staging import StagingFolder
 
 __all__ = ["ManagerResources"]
 
@@ -32,6 +33,7 @@ class ManagerResources:
         self.signals = SignalWatch(())
         self.lease: Lease | None = None
         self.housekeeping: Housekeeping | None = None
+        self.staging: StagingFolder | None = None
         self.is_released = False
         before_exit(partial(_release_at_exit, weakref.ref(self)))
 
@@ -49,7 +51,8 @@ class ManagerResources:
 
         Takes no lock that the collected manager may have held; called by the heartbeat of the lease.
         """
-        if not self.is_abandoned() or self.in_flight.is_any_running():
+        is_uploading = self.staging is not None and self.staging.is_busy()
+        if not self.is_abandoned() or self.in_flight.is_any_running() or is_uploading:
             return False
         _log.warning(
             "%s: the CheckpointManager was dropped without close(); its lease is released. Use `with` or close()",
@@ -68,6 +71,8 @@ class ManagerResources:
             return
         self.is_released = True
         self.in_flight.drain()
+        if self.staging is not None:
+            self.staging.drain()
         if self.housekeeping is not None:
             self.housekeeping.close()
         if self.lease is not None:

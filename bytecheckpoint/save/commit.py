@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
+from ..checkpoint import references
 from ..checkpoint.attempts import remove_attempt
-from ..checkpoint.manifest_file import commit, read_manifest, remove_files
+from ..checkpoint.manifest_file import adopt, commit, read_manifest, remove_files, rest_of_deadline
 from ..control.base import Operation
+from ..engine.resources import LastCommit
 from ..engine.writing import WrittenFile
-from ..errors import CheckpointError, CommitUnknownError, ControlError, DeadlineError, RankFailedError
-from ..format.manifest import Manifest
+from ..errors import (
+    CheckpointError,
+    CommitUnknownError,
+    ControlError,
+    DeadlineError,
+    RankFailedError,
+    StorageError,
+)
+from ..format.manifest import Manifest, encode
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import SAVE_STEPS, Timings
+from ..transfer.staged import remove_superseded
 from ..version import VERSION
 from .agreement import SaveShare
+from .incremental import Base
 from .options import SaveOptions
 from .record import Confirmations, WrittenFiles, build_manifest, pack_written
+from .uploading import SaveUpload
 
 __all__ = ["SaveCommit"]
 
@@ -45,27 +58,42 @@ class SaveCommit:
         timings: Timings,
         *,
         is_new: bool,
+        upload: SaveUpload | None,
     ) -> None:
         self._op, self._backend, self._options, self._timings = op, backend, options, timings
+        self._begun = time.monotonic()
         self.attempt, self._plan = share.attempt, share.planned.plan
         self.chunk_size = options.chunk_size_for(share.planned.nbytes)
         self._is_new = is_new
+        self._upload = upload
+        self.manifest = b""  # once it is committed; with an upload
         self._may_exist = False  # the checkpoint
         self._is_committed = False  # by this rank
         self._is_unknown = False  # whether it exists, because the store did not answer
         self._replaced: Manifest | None = None
+        self.base: Base | None = None
+        """The base of an incremental save, on rank 0."""
+        self.last_commit: LastCommit | None = None
+        """What this save has committed, on rank 0, if it is incremental."""
 
     # -- the steps -----------------------------------------------------------------------------------------------
 
     def confirm(self, written: WrittenFiles) -> list[list[WrittenFile]] | None:
         """Send rank 0 the checksums of this rank's files; on rank 0, return the files of every rank."""
+        if self._upload is not None:
+            self._upload.prepare(self.attempt)
         self._op.check()  # no manifest is written without this rank's checksums, which it has not sent yet
         self._may_exist = self._op.rank != 0
         received = self._op.gather("written", pack_written(written.planned))
         if received is None:
             return None
         assert self._plan is not None
-        confirmations = Confirmations(self._plan, attempt=self.attempt, chunk_size=self.chunk_size)
+        confirmations = Confirmations(
+            self._plan,
+            attempt=self.attempt,
+            chunk_size=self.chunk_size,
+            has_digests=self._options.base is not None,
+        )
         files = [confirmations.unpack(rank, message) for rank, message in enumerate(received)]
         files[0] += written.companions
         return files
@@ -73,7 +101,9 @@ class SaveCommit:
     def commit(self, confirmed: Sequence[Sequence[WrittenFile]] | None) -> None:
         """Write the manifest, on rank 0; on the other ranks, wait until it is written."""
         if confirmed is None:
-            self._op.broadcast("committed", None)
+            self.manifest = self._op.broadcast("committed", None)
+            if self.manifest:
+                self._replaced = adopt(self._backend, self.manifest)
             return
         assert self._plan is not None
         manifest = build_manifest(
@@ -83,18 +113,24 @@ class SaveCommit:
             step=self._options.step,
             metadata=dict(self._options.metadata),
             library_version=VERSION,
+            older=None if self.base is None else self.base.files,
         )
+        data = encode(manifest)
+        if self._upload is not None:
+            self.manifest = data
         try:
-            self._replaced = commit(self._backend, manifest, is_new=self._is_new, admit=self._admit)
+            self._replaced = commit(self._backend, data, is_new=self._is_new, admit=self._admit)
         except CommitUnknownError:
             raise
         except Exception:
             self._may_exist = False
             raise
         self._is_committed = True
+        if self._options.base is not None:
+            self.last_commit = LastCommit.of(self._backend.url, manifest, data)
         self._timings.point("commit.after")
         try:
-            self._op.broadcast("committed", b"")
+            self._op.broadcast("committed", self.manifest)
         except ControlError as error:
             _log.warning("%s is committed, but not every rank was notified: %s", self._backend.display_url, error)
 
@@ -102,6 +138,11 @@ class SaveCommit:
         self._timings.point("commit.before")
         self._op.check()
         self._options.guard()
+        if self.base is not None and not references.is_pinned(self._backend, self.attempt, self.base.older):
+            raise StorageError(
+                f"{self._backend.url}: another program has removed what protects the files of older checkpoints that "
+                f"this save refers to; save again"
+            )
         self._may_exist = True
 
     def clean(self) -> None:
@@ -109,7 +150,13 @@ class SaveCommit:
         try:
             with self._timings.step("clean"):
                 if self._replaced is not None and self._replaced.attempt != self.attempt:
-                    remove_files(self._backend, self._replaced.files.name)
+                    if self._upload is not None:
+                        remove_superseded(self._upload.staging, self._replaced.attempt)
+                    else:
+                        references.release(self._backend, self._replaced)
+                if self.base is not None and self.last_commit is not None:
+                    referred = references.older_attempts(self.last_commit.manifest)
+                    references.settle(self._backend, self.attempt, self.base.older, referred)
         except BaseException:  # noqa: BLE001 - the checkpoint is committed; housekeeping must not fail the save
             _log.warning(
                 "%s: cannot remove the overwritten checkpoint's files", self._backend.display_url, exc_info=True
@@ -125,6 +172,9 @@ class SaveCommit:
         if self._op.rank == 0:
             return self._is_committed
         if not self._may_exist or not isinstance(error, ControlError) or _failed_before_commit(error):
+            return False
+        if self._upload is not None:  # rank 0 may have committed on another machine
+            self._is_unknown = True
             return False
         try:
             return read_manifest(self._backend).attempt == self.attempt
@@ -157,13 +207,17 @@ class SaveCommit:
         if self._may_exist and not _failed_before_commit(error):
             return
         if self._op.rank != 0:
-            remove_files(self._backend, keys)
+            with rest_of_deadline(self._backend, self._begun):
+                remove_files(self._backend, keys)
             return
         # Other ranks may still be writing. A rank that writes later removes its own files, unless it is killed.
         is_late = isinstance(error, DeadlineError)
         timeout_s = _SWEEP_AFTER_LATE_S if is_late else min(_SWEEP_AFTER_S, self._options.deadline_s)
         self._op.wait_for_others_to_leave(timeout_s)
-        remove_attempt(self._backend, self.attempt)
+        with rest_of_deadline(self._backend, self._begun):
+            remove_attempt(self._backend, self.attempt)
+            if self.base is not None:
+                references.settle(self._backend, self.attempt, self.base.older, ())
 
 
 def _failed_before_commit(error: BaseException) -> bool:

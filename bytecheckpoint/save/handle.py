@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..engine.staging.staging import Staging
 from ..errors import without_userinfo
 from ..telemetry.trace import Timings
+from ..transfer.transfer import TransferReport
 from .lifecycle import SaveLifecycle, SaveState
 
 __all__ = ["SaveHandle", "SaveProgress", "SaveResult"]
@@ -53,8 +55,9 @@ class SaveResult:
 class SaveHandle:
     """A save in progress, or one that has ended. Thread-safe.
 
-    The checkpoint exists, durably and for every reader, once ``result`` returns. If ``result`` raises, it does not
-    exist, except after ``CommitUnknownError`` (the outcome is unknown) and ``SavePendingError`` (the save continues).
+    The checkpoint exists, durably and for every reader, once ``result`` returns; with ``staging``, it is in the staging
+    folders then, and at its path once ``uploaded`` returns. If ``result`` raises, it does not exist, except after
+    ``CommitUnknownError`` (the outcome is unknown) and ``SavePendingError`` (the save continues).
 
     Attributes:
         url: Where the checkpoint is saved.
@@ -73,6 +76,7 @@ class SaveHandle:
         self.timings = timings
         self._lifecycle = lifecycle
         self._staging: Staging | None = None
+        self._upload: SaveLifecycle[TransferReport] | None = None
         self._bytes_total = 0
 
     @property
@@ -146,6 +150,27 @@ class SaveHandle:
         """
         return self._lifecycle.result(timeout)
 
+    def uploaded(self, timeout: float | None = None) -> SaveResult:
+        """Wait until the checkpoint is committed at the path of the save, also with ``staging``.
+
+        Without ``staging``, the same as ``result``.
+
+        Args:
+            timeout: Seconds to wait; None waits without a limit.
+
+        Returns:
+            What was committed.
+
+        Raises:
+            SavePendingError: The upload has not ended after ``timeout`` seconds and continues.
+            BytecheckpointError: What ``result`` raises, or why the upload failed on any rank. The checkpoint is then
+                still in the staging folders, from where ``bcp upload`` continues.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        if self._upload is not None:
+            self._upload.result(timeout)
+        return self.result(None if end is None else max(0.0, end - time.monotonic()))
+
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until the save has ended, and return its error instead of raising it.
 
@@ -173,6 +198,19 @@ class SaveHandle:
     def __repr__(self) -> str:
         state = self._lifecycle.state
         return f"<SaveHandle {without_userinfo(self.url)} {state.name.lower() if state.is_final else 'pending'}>"
+
+    def is_uploaded(self) -> bool:
+        """Return whether ``uploaded`` returns, or raises, at once."""
+        return self.done() and (self._upload is None or self._upload.state.is_final)
+
+    def add_uploaded_callback(self, callback: Callable[[SaveHandle], None]) -> None:
+        """Call ``callback(handle)`` when ``uploaded`` returns or raises at once.
+
+        Args:
+            callback: As in ``add_done_callback``.
+        """
+        upload = self._upload
+        (self._lifecycle if upload is None else upload).add_done_callback(lambda: callback(self))
 
     def _watch(self, staging: Staging, bytes_total: int) -> None:
         """Answer ``staged`` from ``staging`` until the save has ended, and release ``staging`` then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import xxhash
 from ..checkpoint.selection import Selection
 from ..codecs import find_codec, list_codecs
 from ..engine.checksums import chunk_size_for
-from ..errors import UnsupportedVersionError, UsageError
+from ..errors import UnsupportedVersionError, UsageError, without_userinfo
 from ..format.manifest import MAX_ENCODED_CHUNK, pack_metadata
 from ..planners import Layout
 from ..runtime.arguments import check_arguments, choice
@@ -22,7 +23,7 @@ from .replicas import Replicas
 __all__ = ["AUTO", "SaveOptions", "WhenBusy"]
 
 AUTO = "auto"
-"""The value of ``codec`` that lets each rank choose."""
+"""The value of ``codec`` that lets each rank choose, and of ``base`` that takes the newest checkpoint."""
 
 _MAX_SHOWN = 100  # characters of a metadata value in a message
 
@@ -47,7 +48,11 @@ class SaveOptions:
         trainable_only: Leave out parameters that get no gradient, and their optimizer state.
         replicas: How tensors that several ranks hold are compared before one copy is stored.
         codec: Name of the codec of tensor files, ``AUTO``, or None.
+        base: Refer to the unchanged chunks of this checkpoint instead of writing them: a path, ``AUTO``, or None.
         gate: Copy parameters and optimizer state after the call has returned.
+        staging: The folder in which the checkpoint is committed first, and from which it is uploaded; None if it is
+            written to its path.
+        upload_rate: Bytes per second of the upload; None for no limit.
         job: Mark of the job that holds the lease of the root; part of the attempt's name.
         guard: Called on rank 0 right before the manifest is written. If it raises, the save fails.
     """
@@ -64,7 +69,10 @@ class SaveOptions:
     trainable_only: bool = False
     replicas: Replicas = "auto"
     codec: str | None = None
+    base: str | os.PathLike[str] | None = None
     gate: bool = False
+    staging: str | os.PathLike[str] | None = None
+    upload_rate: float | None = None
     job: bytes = b""
     guard: Callable[[], None] = field(default=lambda: None, compare=False)
 
@@ -77,6 +85,8 @@ class SaveOptions:
         )
         options.selection.check()
         options._check_codec()
+        options._check_base()
+        options._check_staging()
         pack_metadata(dict(options.metadata))
         return options
 
@@ -87,7 +97,13 @@ class SaveOptions:
     def chunk_size_for(self, nbytes: int) -> int:
         """Return the number of bytes under one checksum in a checkpoint of ``nbytes`` bytes."""
         size = self.chunk_size or chunk_size_for(nbytes)
-        return size if self.codec is None else min(size, MAX_ENCODED_CHUNK)
+        return size if self.codec is None and self.base is None else min(size, MAX_ENCODED_CHUNK)
+
+    def _check_staging(self) -> None:
+        if self.upload_rate is not None and self.staging is None:
+            raise UsageError("upload_rate needs staging: without it, the save itself writes to the path")
+        if self.base is not None and self.staging is not None:
+            raise UsageError("base and staging exclude each other: the older checkpoint may not be on this machine")
 
     def _check_codec(self) -> None:
         if self.codec is None:
@@ -104,6 +120,17 @@ class SaveOptions:
         if self.chunk_size is not None and self.chunk_size > MAX_ENCODED_CHUNK:
             raise UsageError(f"with a codec, chunk_size must be at most {MAX_ENCODED_CHUNK}, not {self.chunk_size}")
 
+    def _check_base(self) -> None:
+        if self.base is None:
+            return
+        if self.layout != "shards":
+            raise UsageError(
+                f"base={self.base!r} needs layout='shards': other layouts make safetensors files, which cannot refer "
+                f"to older files"
+            )
+        if self.chunk_size is not None and self.chunk_size > MAX_ENCODED_CHUNK:
+            raise UsageError(f"with a base, chunk_size must be at most {MAX_ENCODED_CHUNK}, not {self.chunk_size}")
+
     def shared_arguments(self, url: str, sections: Sequence[str]) -> dict[str, str]:
         """Return the arguments that must be equal on all ranks, for comparison and for messages."""
         return {
@@ -118,6 +145,8 @@ class SaveOptions:
             **{f"metadata[{key!r}]": _shortened(_canonical(value)) for key, value in self.metadata.items()},
             "replicas": self.replicas,
             "codec": str(self.codec),
+            "base": without_userinfo(str(self.base)),
+            "staging": str(self.staging is not None),
             "library version": VERSION,
         }
 

@@ -63,9 +63,9 @@ def save(
             run.check(state)
         with paused():
             with run.step("describe"):
-                local = describe_state(op, state, options, seed=backend.url)
+                local = describe_state(op, state, options, seed=run.handle.url)
             with run.step("agree"):
-                arguments = options.shared_arguments(backend.url, local.section_names)
+                arguments = options.shared_arguments(run.handle.url, local.section_names)
                 is_busy = is_async and options.when_busy == "skip" and would_wait(engine, engine.plans, local)
                 agreement = agree(op, engine.plans, local, arguments, is_busy=is_busy, job=options.job)
                 if isinstance(agreement, SaveShare):
@@ -78,6 +78,8 @@ def save(
                 else:
                     share = plan_save(op, engine.plans, local, agreement, job=options.job)
                     run.begin_attempt(share)
+                if options.base is not None:
+                    run.find_base(share)
                 run.check_space(share)
         if not engine.is_background_thread:
             pass_gates(engine)

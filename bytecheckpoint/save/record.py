@@ -13,7 +13,16 @@ from ..engine.encoding import Frames
 from ..engine.files import data_key
 from ..engine.writing import WrittenFile
 from ..errors import PlanError
-from ..format.manifest import FileTable, FrameTable, Manifest, SectionInfo, is_encoded, timestamp
+from ..format.manifest import (
+    FileTable,
+    FrameTable,
+    Manifest,
+    ReferenceTable,
+    SectionInfo,
+    UInt64,
+    is_encoded,
+    timestamp,
+)
 from ..format.safetensors import DATA_ALIGNMENT
 from ..planners import SavePlan
 from ..tensors.tables import Int64, ragged_positions
@@ -32,9 +41,12 @@ class WrittenFiles:
 
 
 def pack_written(files: Sequence[WrittenFile]) -> bytes:
-    """Encode what rank 0 cannot derive from the plan: header lengths and checksums of a rank's files, in plan order."""
+    """Encode what rank 0 cannot derive from the plan: header lengths and checksums of a rank's files, in plan order.
+
+    The digests, if there are any, follow the checksums.
+    """
     heads = np.array([file.head_checksum for file in files], np.uint64)
-    checksums = np.concatenate([heads, *(file.checksums for file in files)])
+    checksums = np.concatenate([heads, *(file.checksums for file in files), *(file.digests for file in files)])
     frames = [
         None
         if file.frames is None
@@ -42,6 +54,8 @@ def pack_written(files: Sequence[WrittenFile]) -> bytes:
             file.frames.codec,
             file.frames.length.astype("<u4").tobytes(),
             file.frames.checksum.astype("<u8").tobytes(),
+            file.frames.source.astype("<u4").tobytes(),
+            file.frames.offset.astype("<u8").tobytes(),
         ]
         for file in files
     ]
@@ -52,8 +66,8 @@ def pack_written(files: Sequence[WrittenFile]) -> bytes:
 class Confirmations:
     """Decodes what the ranks of one save sent about their files, according to its plan."""
 
-    def __init__(self, plan: SavePlan, *, attempt: str, chunk_size: int) -> None:
-        self._plan, self._attempt, self._chunk_size = plan, attempt, chunk_size
+    def __init__(self, plan: SavePlan, *, attempt: str, chunk_size: int, has_digests: bool = False) -> None:
+        self._plan, self._attempt, self._chunk_size, self._has_digests = plan, attempt, chunk_size, has_digests
         chunks = -(-plan.shards.nbytes(plan.tensors)[plan.order] // chunk_size)
         ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(chunks)))[plan.file_starts]
         self.chunk_counts: Int64 = ends[1:] - ends[:-1]
@@ -68,7 +82,8 @@ class Confirmations:
         planned = self._plan.files_of(rank)
         lengths, raw, packed = _unpack_written(rank, message)
         chunks = [0 if row is None else int(self.chunk_counts[row]) for _, _, row in planned]
-        if len(lengths) != len(planned) or len(raw) != 8 * (len(planned) + sum(chunks)):
+        counts = len(planned) + sum(chunks) * (2 if self._has_digests else 1)
+        if len(lengths) != len(planned) or len(raw) != 8 * counts:
             raise PlanError(
                 f"rank {rank} was assigned {len(planned)} files with {sum(chunks)} checksums, but confirmed "
                 f"{len(lengths)} files with {len(raw) // 8 - len(lengths)} checksums"
@@ -85,7 +100,7 @@ class Confirmations:
             frames = _unpack_frames(rank, packed[index], count) if index < len(packed) else None
             size = 0 if row is None else self._plan.files[row].data_size
             if frames is not None:
-                size = int(frames.length.sum())
+                size = frames.stored
             written.append(
                 WrittenFile(
                     key=data_key(self._attempt, section, rank, kind, "raw" if frames is None else frames.codec),
@@ -97,6 +112,7 @@ class Confirmations:
                     kind=kind,
                     checksums=words[at : at + count],
                     frames=frames,
+                    digests=words[at + sum(chunks) :][:count],
                 )
             )
             at += count
@@ -107,13 +123,22 @@ def _unpack_frames(rank: int, packed: object, count: int) -> Frames | None:
     """Return the frames of a file that has ``count`` chunks; None if it is not encoded."""
     if packed is None:
         return None
-    codec, length, checksum = packed if isinstance(packed, list) and len(packed) == 3 else (None, None, None)
-    if not isinstance(codec, str) or not isinstance(length, bytes) or not isinstance(checksum, bytes):
-        raise PlanError(f"rank {rank} confirmed a file with frames that cannot be decoded")
-    if len(length) != 4 * count or len(checksum) != 8 * count:
+    match packed:
+        case [str(codec), bytes(length), bytes(checksum), bytes(source), bytes(offset)]:
+            pass
+        case _:
+            raise PlanError(f"rank {rank} confirmed a file with frames that cannot be decoded")
+    if len(length) != 4 * count or len(checksum) != 8 * count or len(source) != 4 * count:
         raise PlanError(f"rank {rank} confirmed {len(length) // 4} frames of a file that has {count} chunks")
+    sources = np.frombuffer(source, "<u4").astype(np.int64)
+    if len(offset) != 8 * np.count_nonzero(sources):
+        raise PlanError(f"rank {rank} confirmed {len(offset) // 8} places of frames in older files")
     return Frames(
-        codec, np.frombuffer(length, "<u4").astype(np.int64), np.frombuffer(checksum, "<u8").astype(np.uint64)
+        codec,
+        np.frombuffer(length, "<u4").astype(np.int64),
+        np.frombuffer(checksum, "<u8").astype(np.uint64),
+        sources,
+        np.frombuffer(offset, "<u8").astype(np.int64),
     )
 
 
@@ -138,8 +163,11 @@ def build_manifest(
     step: int | None,
     metadata: dict[str, Any],
     library_version: str,
+    older: ReferenceTable | None = None,
 ) -> Manifest:
     """Build the manifest of a save whose files are all durable. ``confirmed`` is by rank.
+
+    ``older`` are the files to which frames may refer.
 
     Raises:
         PlanError: A rank did not write a file that it was assigned.
@@ -153,7 +181,8 @@ def build_manifest(
     section_index = {name: index for index, (name, _) in enumerate(plan.sections)}
     files = file_table(written, section_index)
     shard_file = file_row[plan.file] if len(plan.file) else plan.file
-    files.frames = _frame_table(plan, files, shard_file, written)
+    files.frames = _frame_table(plan, files, shard_file, written, older or ReferenceTable())
+    digests = [file.digests for _, file in written]
     return Manifest.assemble(
         library_version=library_version,
         step=step,
@@ -168,8 +197,9 @@ def build_manifest(
         shards=plan.shards,
         shard_file=shard_file,
         shard_offset=plan.offset,
-        checksums=_in_shard_order(plan, file_row, written),
+        checksums=_in_shard_order(plan, file_row, written, [file.checksums for _, file in written]),
         aliases=plan.aliases,
+        digests=_in_shard_order(plan, file_row, written, digests) if any(map(len, digests)) else None,
     )
 
 
@@ -189,14 +219,25 @@ def file_table(written: Sequence[tuple[int, WrittenFile]], section_index: Mappin
 
 
 def _frame_table(
-    plan: SavePlan, files: FileTable, shard_file: Int64, written: Sequence[tuple[int, WrittenFile]]
+    plan: SavePlan,
+    files: FileTable,
+    shard_file: Int64,
+    written: Sequence[tuple[int, WrittenFile]],
+    older: ReferenceTable,
 ) -> FrameTable | None:
     frames = [file.frames for _, file in written if file.frames is not None]
     if not frames:
         return None
+    source = np.concatenate([one.source for one in frames])
+    used = np.unique(source[source > 0])
+    if int(used.max(initial=0)) > len(older.name):
+        raise PlanError(f"a rank refers to file {int(used.max())} of {len(older.name)} files of the base")
     return FrameTable.build(
         np.concatenate([one.length for one in frames]),
         np.concatenate([one.checksum for one in frames]),
+        source=np.where(source > 0, np.searchsorted(used, source) + 1, 0),
+        offset=np.concatenate([one.offset for one in frames]),
+        references=ReferenceTable([older.name[row] for row in (used - 1).tolist()], older.size[used - 1]),
         encoded=is_encoded(files.codec),
         head_length=files.head_length,
         chunk_size=files.chunk_size,
@@ -207,14 +248,14 @@ def _frame_table(
 
 
 def _in_shard_order(
-    plan: SavePlan, file_row: Int64, written: Sequence[tuple[int, WrittenFile]]
-) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Reorder all checksums from the order of files and offsets to the plan's order of shards."""
+    plan: SavePlan, file_row: Int64, written: Sequence[tuple[int, WrittenFile]], by_file: Sequence[UInt64]
+) -> UInt64:
+    """Reorder all checksums, or all digests, from the order of files and offsets to the plan's order of shards."""
     if not len(plan.file):
         return np.empty(0, np.uint64)
     chunk = np.array([file.chunk_size for _, file in written], np.int64)[file_row[plan.file]]
     counts = -(-plan.shards.nbytes(plan.tensors) // chunk)
-    taken = np.concatenate([written[row][1].checksums for row in file_row.tolist()])
+    taken = np.concatenate([by_file[row] for row in file_row.tolist()])
     if len(taken) != int(counts.sum()):
         raise PlanError(f"ranks sent {len(taken)} checksums, the plan has {int(counts.sum())} chunks")
     starts = np.empty(len(counts), np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,11 +23,13 @@ from .codec_choice import choose_codec
 from .commit import SaveCommit
 from .companions import refuse_adapters
 from .handle import SaveHandle, SaveResult
+from .incremental import BaseShare, find_base, share_base
 from .lifecycle import SaveLifecycle, SaveState
 from .local_state import LocalState
 from .options import SaveOptions
 from .record import WrittenFiles
 from .staging import StateCopy
+from .uploading import SaveUpload
 
 __all__ = ["SaveRun"]
 
@@ -47,8 +50,10 @@ class SaveRun:
         self.timings = Timings("save", op.rank, backend.url)
         self.lifecycle: SaveLifecycle[SaveResult] = SaveLifecycle()
         self.handle = SaveHandle(backend.url, self.timings, self.lifecycle)
+        self.upload: SaveUpload | None = None
         self._commit: SaveCommit | None = None
         self._copy: StateCopy | None = None
+        self._base = None if options.base is None else BaseShare()
         self._is_new = False  # there was no checkpoint at the path
         self._keys: list[str] = []  # of the files that this rank may write
 
@@ -67,16 +72,29 @@ class SaveRun:
         refuse_adapters(state, self.options)
         if self.options.gate and (not self.is_async or self.engine.is_background_thread):
             raise UsageError("gate=True needs async_save=True and must be called from the training thread")
+        if self.options.staging is not None:
+            self._stage_in(self.options.staging)
         if self.op.rank == 0:
             self._is_new = not check_replaceable(self.backend)
 
     def begin_attempt(self, share: SaveShare) -> None:
         """From here on, a failure removes the files of this attempt."""
-        self._commit = SaveCommit(self.op, self.backend, self.options, share, self.timings, is_new=self._is_new)
+        self._commit = SaveCommit(
+            self.op, self.backend, self.options, share, self.timings, is_new=self._is_new, upload=self.upload
+        )
+
+    def find_base(self, share: SaveShare) -> None:
+        """Find out what an older checkpoint has of this rank's files."""
+        if self.op.rank == 0:
+            self.commit.base = find_base(self.engine, self.backend, self.options, share.attempt)
+        self._base = share_base(self.op, self.commit.base)
 
     def check_space(self, share: SaveShare) -> None:
-        """Check on rank 0 that the store has room for the checkpoint, if the store reports its free space."""
-        if self.op.rank == 0:
+        """Check on rank 0 that the store has room for the checkpoint, if the store reports its free space.
+
+        How much an incremental save needs is not known before. A staging folder holds only a part of the checkpoint.
+        """
+        if self.op.rank == 0 and self.commit.base is None and self.upload is None:
             check_space(self.backend, share.planned.nbytes)
 
     def prepare_copy(self, local: LocalState, share: SaveShare) -> StateCopy:
@@ -85,6 +103,8 @@ class SaveRun:
         shards = local.shards(planned.order)
         codec = choose_codec(self.engine, self.backend, self.options, planned.files)
         images = local.images(planned.files, planned.assignment, shards, share.attempt, codec)
+        if self._base is not None:
+            self._base.apply(images, planned.files, self.commit.chunk_size, self.op.rank)
         merge_files = [] if merge is None else merge.files
         merged = [file.section for file in merge_files]
         self._keys += [image.key for image in images]
@@ -112,12 +132,13 @@ class SaveRun:
         """End the save without saving anything; all ranks do the same."""
         _log.info("%s: skipped, earlier saves still hold the staging memory", self.backend.display_url)
         self.op.close()
-        self.lifecycle.skip(
-            SaveSkippedError(
-                f"{self.backend.url} was not saved: earlier saves still hold the staging memory, and the call used "
-                f"when_busy='skip'. Save less often, raise the memory budget, or use when_busy='wait'"
-            )
+        error = SaveSkippedError(
+            f"{self.handle.url} was not saved: earlier saves still hold the staging memory, and the call used "
+            f"when_busy='skip'. Save less often, raise the memory budget, or use when_busy='wait'"
         )
+        self.lifecycle.skip(error)
+        if self.upload is not None:
+            self.upload.cancel(error)
         return self.handle
 
     @contextmanager
@@ -164,11 +185,14 @@ class SaveRun:
 
     def succeed(self, written: WrittenFiles) -> None:
         """End a save whose checkpoint is committed."""
-        self.op.close()
+        self.engine.last_commit = self.commit.last_commit or self.engine.last_commit
         _log.info("committed %s (%s)", self.backend.display_url, self.timings)
+        if self.upload is not None:
+            self.upload.start(self.commit.manifest)
+        self.op.close()
         nbytes = sum(file.size for file in written.planned)
         result = SaveResult(
-            self.backend.url,
+            self.handle.url,
             self.options.step,
             self.commit.attempt,
             bytes_written=nbytes,
@@ -179,6 +203,14 @@ class SaveRun:
 
     # -- internals -----------------------------------------------------------------------------------------------
 
+    def _stage_in(self, staging: str | os.PathLike[str]) -> None:
+        """Save to a folder of this machine, and upload from there."""
+        self.upload = SaveUpload(self.engine, self.op, self.backend, staging, self.options)
+        self.handle._upload = self.upload.lifecycle
+        if self.op.rank == 0:
+            self.upload.check()
+        self.backend = self.upload.staging
+
     def _end_failed(self, error: BaseException) -> None:
         """Clean up, and end the save whatever happens: a handle that never ends would block its waiters for ever."""
         try:
@@ -187,6 +219,8 @@ class SaveRun:
             _log.warning("%s: cleaning up after a failed save failed", self.backend.display_url, exc_info=True)
         finally:
             self.lifecycle.end_failed()
+            if self.upload is not None:  # whose callbacks may ask for the result of the save
+                self.upload.cancel(error)
 
     def _clean_up(self, error: BaseException) -> None:
         """Release staging memory and remove the files that no manifest will ever refer to."""

@@ -34,7 +34,7 @@ class Span:
     """A step, or work inside a step, that one thread has finished.
 
     Attributes:
-        operation: ``save`` or ``load``.
+        operation: ``save``, ``load`` or ``push``.
         name: The name of the step or of the work.
         begin: When it began, in seconds on the clock of ``time.perf_counter``.
         seconds: How long it took.

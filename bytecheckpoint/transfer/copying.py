@@ -6,10 +6,8 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 
-import xxhash
-
 from ..checkpoint.attempts import ATTEMPT_PREFIX
-from ..checkpoint.manifest_file import decode_manifest, read_manifest, read_manifest_bytes, remove_files
+from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes, remove_files
 from ..errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -19,13 +17,13 @@ from ..errors import (
     NotACheckpointError,
     StorageError,
 )
-from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest
+from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, encode
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 from .journal import Journal, JournalHead, Progress
 from .transfer import WINDOW, Transfer, TransferReport
 
-__all__ = ["copy_checkpoint"]
+__all__ = ["copy_checkpoint", "discard_transfer"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +38,8 @@ def copy_checkpoint(
 ) -> TransferReport:
     """Copy a checkpoint exactly, and check every byte before it is sent.
 
+    The copy of an incremental checkpoint is complete: it has the frames that other checkpoints have of the source.
+
     If one side is a local directory, a journal there lets a later call continue after a failure. A damaged source, and
     without a journal any failure, leaves nothing at the target. ``rate_limit`` is in bytes per second; ``progress`` is
     called in another thread with the bytes done since the last call.
@@ -48,34 +48,38 @@ def copy_checkpoint(
     """
     data = read_manifest_bytes(source)
     manifest = decode_manifest(data, source.url)
+    stored = manifest
+    if manifest.references.name:
+        manifest = stored.flattened()
+        data = encode(manifest)
     if source.url == target.url:
         raise KeyExistsError(f"{target.url} is both source and target; give another target")
     is_there = _holds(target, manifest)
-    with _open_journal(source, target, data) or nullcontext() as journal:
+    with _open_journal(source, target, manifest.attempt) or nullcontext() as journal:
         if is_there:
             progress(manifest.file_bytes)
             report = TransferReport(len(manifest.files), manifest.file_bytes)
         else:
             if journal is not None and journal.outdated is not None:
-                _discard(target, journal.outdated)
+                discard_transfer(target, journal.outdated)
             try:
                 rows = range(len(manifest.files))
                 report = Transfer(
                     source,
                     target,
-                    manifest,
+                    stored,
                     rows=rows,
                     journal=journal,
                     window=window,
                     rate_limit=rate_limit,
                     progress=progress,
                 ).run()
-                _put_manifest(target, manifest, data)
+                commit(target, data, may_replace=False)
             except CommitUnknownError:
                 raise
             except BaseException as error:
                 if journal is not None and isinstance(error, (CheckpointError, KeyExistsError)):
-                    _discard(target, journal)
+                    discard_transfer(target, journal)
                     journal.remove()
                 if journal is None or isinstance(error, (CheckpointError, KeyExistsError)):
                     _remove_unless_committed(target, manifest)
@@ -85,16 +89,15 @@ def copy_checkpoint(
     return report
 
 
-def _open_journal(source: StorageBackend, target: StorageBackend, manifest: bytes) -> Journal | None:
+def _open_journal(source: StorageBackend, target: StorageBackend, attempt: str) -> Journal | None:
     """Open the journal of a transfer: at the target if that is a local directory, else at the source if that is one.
 
     Returns None, after a warning, if it cannot be written.
     """
-    digest = xxhash.xxh3_128_hexdigest(manifest)
     if isinstance(target, LocalBackend):
-        directory, head = target.url, JournalHead("from", source.display_url, digest)
+        directory, head = target.url, JournalHead("from", source.display_url, attempt)
     elif isinstance(source, LocalBackend):
-        directory, head = source.url, JournalHead("to", target.display_url, digest)
+        directory, head = source.url, JournalHead("to", target.display_url, attempt)
     else:
         return None
     try:
@@ -131,34 +134,7 @@ def _holds(target: StorageBackend, manifest: Manifest) -> bool:
     return True
 
 
-def _put_manifest(target: StorageBackend, manifest: Manifest, data: bytes) -> None:
-    """Commit the copy, unless another checkpoint was committed at the target in the meantime.
-
-    Raises ``KeyExistsError`` if one was, and ``CommitUnknownError`` if it is unknown whether the copy is committed.
-    """
-    has_condition = target.conditions().if_absent
-    if not has_condition and _holds(target, manifest):
-        return
-    try:
-        target.put(MANIFEST_KEY, data, if_absent=has_condition)
-    except KeyExistsError:
-        if not _holds(target, manifest):
-            raise
-    except StorageError as error:
-        try:
-            is_there = _holds(target, manifest)
-        except KeyExistsError:
-            raise
-        except StorageError as second:
-            raise CommitUnknownError(
-                f"{target.url}: writing the manifest failed ({error}), and reading it back failed too ({second}); the "
-                f"copy may or may not be committed. Copy again when the store responds"
-            ) from error
-        if not is_there:
-            raise
-
-
-def _discard(target: StorageBackend, done: Journal | Progress) -> None:
+def discard_transfer(target: StorageBackend, done: Journal | Progress) -> None:
     """End the uploads of a transfer, and remove its files; no manifest at the target names them."""
     for key, upload in done.uploads.items():
         try:

@@ -3,7 +3,7 @@
 The journal is next to the local copy of the checkpoint. Its name is that of a temporary file, so that no listing shows
 it, and it is removed with the checkpoint. It is a sequence of records, each a length, a checksum and a msgpack list:
 
-    ["transfer", version, direction, URL of the other side, digest of the manifest]     first, once
+    ["transfer", version, direction, URL of the other side, attempt, rank or nil]       first, once
     ["file", key, size, token, part size]                  an upload began; forgets an earlier one of this file
     ["part", key, number, tag, xxh3-64 of the bytes]       the store has acknowledged a part
     ["stored", key]                                        the file is complete and durable
@@ -27,12 +27,11 @@ import msgpack
 import xxhash
 from typing_extensions import Self
 
+from ..checkpoint.nearest import JOURNAL_PREFIX
 from ..errors import StorageError, UsageError
-from ..storage_backends.keys import TEMPORARY_PREFIX
 
 __all__ = ["FileUpload", "Journal", "JournalHead", "Progress", "find_journals"]
 
-_NAME = TEMPORARY_PREFIX + "transfer-"
 _VERSION = 1
 _FRAME = struct.Struct("<IQ")  # length and xxh3-64 of the record that follows
 _MAX_RECORD = 64 << 10
@@ -49,12 +48,14 @@ class JournalHead:
     Attributes:
         direction: Whether the local copy is sent "to" the other side, or comes "from" it.
         url: The other side, without user and password.
-        digest: The xxh3-128 of the checkpoint's manifest.
+        attempt: The attempt of the checkpoint.
+        rank: The rank whose files are transferred; None if all are.
     """
 
     direction: Direction
     url: str
-    digest: str
+    attempt: str
+    rank: int | None = None
 
 
 @dataclass
@@ -77,7 +78,10 @@ class Progress:
 
 def _journal_path(directory: str, head: JournalHead) -> str:
     """Return the path of the journal in a local directory."""
-    return os.path.join(directory, f"{_NAME}{head.direction}-{xxhash.xxh3_64_hexdigest(head.url.encode())}")
+    # A copy of another checkpoint to the same place finds the journal, and what remains to be removed. The uploads of
+    # a rank to one path, one after the other, have a journal each.
+    named = head.url if head.rank is None else f"{head.url} {head.attempt} {head.rank}"
+    return os.path.join(directory, f"{JOURNAL_PREFIX}{head.direction}-{xxhash.xxh3_64_hexdigest(named.encode())}")
 
 
 def find_journals(root: str) -> Iterator[tuple[str, JournalHead]]:
@@ -85,7 +89,7 @@ def find_journals(root: str) -> Iterator[tuple[str, JournalHead]]:
     for directory, folders, names in os.walk(root):
         folders.sort()
         for name in sorted(names):
-            if name.startswith(_NAME) and (head := _read_head(os.path.join(directory, name))) is not None:
+            if name.startswith(JOURNAL_PREFIX) and (head := _read_head(os.path.join(directory, name))) is not None:
                 yield os.path.join(directory, name), head
 
 
@@ -123,6 +127,10 @@ class Journal:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock. The file remains."""
         os.close(self._fd)
 
     def _begin(self, head: JournalHead) -> None:
@@ -148,7 +156,7 @@ class Journal:
             self.outdated = Progress(self.uploads, self.stored)
             self.uploads, self.stored = {}, set()
         os.ftruncate(self._fd, 0)
-        self._append(["transfer", _VERSION, head.direction, head.url, head.digest], durable=True)
+        self._append(["transfer", _VERSION, head.direction, head.url, head.attempt, head.rank], durable=True)
 
     def begin(self, key: str, upload: FileUpload) -> None:
         """Record a new upload. It is durable on return: a lost record would hide the upload, which costs money."""
@@ -223,6 +231,8 @@ def _read_head(path: str) -> JournalHead | None:
 
 def _head(record: Any) -> JournalHead | None:
     match record:
-        case ["transfer", int(version), "to" | "from" as direction, str(url), str(digest)] if version == _VERSION:
-            return JournalHead(direction, url, digest)
+        case ["transfer", int(version), "to" | "from" as direction, str(url), str(attempt), int() | None as rank] if (
+            version == _VERSION
+        ):
+            return JournalHead(direction, url, attempt, rank)
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ _MOST_PARTS = 2  # that a span may be long, so that it is read with each of its 
 class SourceFile:
     """One file of a committed checkpoint. Used in one event loop; blocking calls run in ``executor``.
 
+    An encoded file is read as if it had all of its frames itself.
+
     A checksum covers a *span*: the head of the file, or one chunk of a tensor, or the frame of one in an encoded file.
     A range, which is one part of the file, may begin or end inside a span; the rest of that span is then read as well,
     and only hashed. A span of many parts is read once more instead, before the first of them: what is compared for each
@@ -48,6 +50,8 @@ class SourceFile:
         self._hashing = asyncio.Lock()
         self._key = manifest.files.name[file]
         self._starts, self._stops, self._checksums, self._rows = _spans(manifest, file)
+        frames = manifest.files.frames
+        self._frames = None if frames is None or manifest.files.codec[file] == "raw" else frames
 
     async def read(self, begin: int, view: memoryview) -> None:
         """Fill ``view`` with the file's bytes from ``begin`` on, one part.
@@ -124,11 +128,43 @@ class SourceFile:
             begin += len(piece)
 
     async def _fill(self, begin: int, view: memoryview) -> None:
-        backend = self._source.backend
-        if not isinstance(backend, LocalBackend):
-            await self._run(backend.read_into, self._key, begin, view)
+        for source, at, part in self._places(begin, view):
+            try:
+                await self._fill_from(source, at, part)
+            except OSError as error:
+                if not source:
+                    raise
+                raise await self._run(self._unreadable_frame, source, at, error) from error
+
+    def _places(self, begin: int, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+        """Divide a range by the files that have it: a source (``FrameTable``), the first byte there, and the memory."""
+        if self._frames is None or not self._frames.source[self._frames.rows(self._file)].any():
+            yield 0, begin, view
             return
-        path = await self._run(backend.path_of, self._key)
+        first_frame = self._frames.rows(self._file).stop - len(self._rows)  # of span 0, if it were a frame
+        end, held = begin + len(view), (0, begin, begin)  # source, first byte there, where the range begins
+        past = 0  # in the source
+        for span in range(int(np.searchsorted(self._stops, begin, side="right")), len(self._starts)):
+            start = int(self._starts[span])
+            if start >= end:
+                break
+            is_frame, frame, inside = self._rows[span] >= 0, first_frame + span, max(begin - start, 0)
+            source = int(self._frames.source[frame]) if is_frame else 0
+            at = (int(self._frames.position[frame]) if is_frame else start) + inside
+            if (source, at) != (held[0], past) and start > begin:
+                yield held[0], held[1], view[held[2] - begin : start - begin]
+                held = source, at, start
+            elif start <= begin:
+                held = source, at, begin
+            past = at - inside + int(self._stops[span]) - start
+        yield held[0], held[1], view[held[2] - begin :]
+
+    async def _fill_from(self, source: int, begin: int, view: memoryview) -> None:
+        backend, key, _ = await self._run(self._source.holder, self._file, source)
+        if not isinstance(backend, LocalBackend):
+            await self._run(backend.read_into, key, begin, view)
+            return
+        path = await self._run(backend.path_of, key)
         async with aiofiles.open(path, "rb", buffering=0, opener=_open, executor=self._executor) as file:
             await file.seek(begin)
             while len(view):
@@ -136,6 +172,19 @@ class SourceFile:
                 if not count:
                     raise StorageError(f"the file ends at byte {begin}")
                 view, begin = view[count:], begin + count
+
+    def _unreadable_frame(self, source: int, at: int, error: OSError) -> CheckpointError | StorageError:
+        """Return the error for frames from byte ``at`` of another file, of which the first that is not there is at
+        fault."""
+        assert self._frames is not None
+        if not isinstance(error, StorageError):
+            error = map_os_error(error, f"reading {self._key!r}", absent_is_missing_key=True)
+        here, size = self._frames.rows(self._file), self._source.present_size(self._file, source=source)
+        position, end = self._frames.position[here], self._frames.position[here] + self._frames.length[here]
+        inside = np.flatnonzero((self._frames.source[here] == source) & (position >= at))
+        beyond = inside[end[inside] > size]
+        place = self._source.frame_place(self._file, here.start + int((beyond if len(beyond) else inside)[0]))
+        return self._source.read_error(self._file, *place, error, source=source)
 
     def _unreadable(self, begin: int, end: int, error: OSError) -> CheckpointError | StorageError:
         """Return the error for a range that cannot be read, which names a tensor in it."""
@@ -187,7 +236,8 @@ def _spans(manifest: Manifest, file: int) -> tuple[Int64, Int64, UInt64, Int64]:
         frames = files.frames
         assert frames is not None
         here, rows = frames.rows(file), rows[manifest.shard_nbytes[rows] > 0]
-        starts, stops = frames.position[here], frames.position[here] + frames.length[here]
+        stops = head + np.cumsum(frames.length[here])
+        starts = stops - frames.length[here]
         checksums = frames.checksum[here]
         rows = rows[np.searchsorted(manifest.shard_offset[rows], frames.begin[here], side="right") - 1]
     if not head:

@@ -74,6 +74,8 @@ class _File:
 class Transfer:
     """One transfer of the files ``rows`` of a checkpoint. ``run`` it once; ``stop`` it from any thread.
 
+    Of an incremental checkpoint, the target gets complete files (``Manifest.flattened``).
+
     Every byte is checked before it is sent. With a ``journal``, what the target has stored is not sent again by a later
     transfer. The manifest is not copied.
     """
@@ -93,7 +95,8 @@ class Transfer:
         """``rate_limit`` is in bytes per second; ``progress`` is called in another thread with stored bytes."""
         self._source, self._target, self._manifest, self._rows = source, target, manifest, rows
         self._journal, self._window, self._rate, self._progress = journal, window, rate_limit, progress
-        self._report = TransferReport(len(rows), sum(int(manifest.files.size[row]) for row in rows))
+        self._sizes = manifest.flattened().files.size.tolist()
+        self._report = TransferReport(len(rows), sum(self._sizes[row] for row in rows))
         self._open: list[_File] = []
         self._failure: BaseException | None = None
         self._ending = asyncio.Event()  # set when there is a failure
@@ -186,7 +189,7 @@ class Transfer:
 
     async def _begin(self, row: int) -> _File | None:
         """Open a file; None if it is stored already."""
-        key, size = self._manifest.files.name[row], int(self._manifest.files.size[row])
+        key, size = self._manifest.files.name[row], self._sizes[row]
         journal = self._journal
         if journal is not None and key in journal.stored:
             if await self._call(self._is_stored, key, size):

@@ -28,6 +28,7 @@ from bytecheckpoint import checkpointer, telemetry
 from bytecheckpoint.cli import cli
 from bytecheckpoint.codecs import find_codec
 from bytecheckpoint.convert.copy import copy
+from bytecheckpoint.engine.checksums import ChunkHasher
 from bytecheckpoint.engine.encoding import ChunkEncoder, EncodedPiece
 from bytecheckpoint.engine.files import FileImage
 from bytecheckpoint.engine.reading.reader import Reader, ReadPart
@@ -183,11 +184,13 @@ def test_pieces_encoded_in_any_order_are_the_file(seed: int) -> None:
     widths = [chance.choice([1, 2, 4]) for _ in sizes]
     image = FileImage("key", "s", "tensors", head, offsets, sizes, (), widths, "zstd-planes")
     codec = find_codec("zstd-planes")
-    encoder = ChunkEncoder(image, chunk, codec)
+    hasher = ChunkHasher([len(head) + offset for offset in offsets], sizes, chunk)
+    encoder = ChunkEncoder(image, chunk, codec, hasher)
     whole, pieces, released = bytearray(head + data), [], []
     at = 0
     while at < len(whole):
         step = chance.choice([1, 100, 4096, 20_000])
+        hasher.update(at, memoryview(whole)[at : at + step])
         piece = encoder.cut(at, memoryview(whole)[at : at + step], lambda at=at: released.append(at))
         at += step
         if piece is not None:

@@ -24,6 +24,7 @@ def main() -> None:
             for name in cases:
                 golden.write_case(pool, name, folder)
                 print(name, sum(file.stat().st_size for file in (folder / name).rglob("*.*")), "bytes")
+    golden.write_incremental(root / "v2")
 
 
 if __name__ == "__main__":

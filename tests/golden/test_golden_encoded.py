@@ -82,6 +82,30 @@ def test_the_current_library_writes_what_an_independent_reader_reads(
     assert payloads[0] == payloads[1]
 
 
+def test_an_incremental_checkpoint_contains_exactly_the_saved_state(tmp_path: Path) -> None:
+    golden.write_incremental(tmp_path)
+    for number, tree in enumerate(golden.incremental_trees(), 1):
+        path = ENCODED_ROOT / golden.INCREMENTAL / f"step-{number}"
+        checkpoint = bcp.open(path)
+        assert checkpoint.verify().ok
+        found = read_checkpoint(path)
+        assert found.keys() == {f"tree.{name}" for name in tree}
+        for name, tensor in tree.items():
+            assert torch.equal(checkpoint[f"tree.{name}"].load(), tensor)
+            assert found[f"tree.{name}"].tobytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        payloads = [
+            read_payload((root / path.name / MANIFEST).read_bytes())
+            for root in (path.parent, tmp_path / golden.INCREMENTAL)
+        ]
+        for payload in payloads:
+            del payload["library_version"]
+            for column in ("size", "head_length", "head_checksum"):  # the header names the library's version
+                del payload["files"][column]
+            del payload["references"]["size"], payload["frames"]["offset"]
+        assert payloads[0] == payloads[1]
+    assert names(payloads[0]["references"]["name"]) == ["../step-1/attempt-golden-1/tree-00000.safetensors"]
+
+
 # -- damage --------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +158,7 @@ def _encode_values(document: dict[str, Any]) -> None:
 
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[CheckpointError], str]] = {
     "no frames": (lambda document: document.pop("frames"), FormatError, "does not have exactly the fields"),
-    "a frame less": (_lengths(lambda all_: all_[:-1]), FormatError, "frames.checksum"),
+    "a frame less": (_lengths(lambda all_: all_[:-1]), FormatError, "frames.source"),
     "an empty frame": (_lengths(lambda all_: [0, *all_[1:]]), FormatError, "frame 0 has 0 bytes"),
     "a frame longer than its chunk": (_lengths(lambda all_: [1025, *all_[1:]]), FormatError, "frame 0 has 1025 bytes"),
     "a frame of 10 GB": (_lengths(lambda all_: [10 << 30, *all_[1:]]), FormatError, "has 10737418240 bytes"),
@@ -149,6 +173,87 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[CheckpointErro
     "raw": (_codec(b"raw"), FormatError, "frames, but the encoded files have 0 chunks"),
     "encoded values": (_encode_values, FormatError, "or it is no tensor file"),
 }
+
+
+def _reference(name: str) -> Callable[[dict[str, Any]], None]:
+    def edit(document: dict[str, Any]) -> None:
+        document["references"]["name"] = {"n": 1, "d": name.encode() + b"\0"}
+
+    return edit
+
+
+def _add_reference(document: dict[str, Any]) -> None:
+    name, size = document["references"]["name"]["d"], numbers(document["references"]["size"])
+    document["references"] = {"name": {"n": 2, "d": name + b"../other/attempt-1/file\0"}, "size": _column(size * 2)}
+
+
+def _repeat_reference(document: dict[str, Any]) -> None:
+    name, size = document["references"]["name"]["d"], numbers(document["references"]["size"])
+    document["references"] = {"name": {"n": 2, "d": name * 2}, "size": _column(size * 2)}
+    source = numbers(document["frames"]["source"])
+    source[source.index(1)] = 2
+    document["frames"]["source"] = _column(source)
+
+
+def _frames(column: str, change: Callable[[list[int]], list[int]]) -> Callable[[dict[str, Any]], None]:
+    def edit(document: dict[str, Any]) -> None:
+        document["frames"][column] = _column(change(numbers(document["frames"][column])))
+
+    return edit
+
+
+def _size(change: Callable[[int], int]) -> Callable[[dict[str, Any]], None]:
+    def edit(document: dict[str, Any]) -> None:
+        document["references"]["size"] = _column([change(numbers(document["references"]["size"])[0])])
+
+    return edit
+
+
+_NAME = "is not a file of an older checkpoint"
+
+REFERENCES: dict[str, tuple[Callable[[dict[str, Any]], None], type[CheckpointError], str]] = {
+    "two steps up": (_reference("../../etc/attempt-1/file"), FormatError, _NAME),
+    "up and up": (_reference("../../attempt-1/file"), FormatError, _NAME),
+    "one step up, and nothing": (_reference("../attempt-1/file"), FormatError, _NAME),
+    "an empty folder": (_reference("..//attempt-1/file"), FormatError, _NAME),
+    "this folder": (_reference(".././attempt-1/file"), FormatError, _NAME),
+    "up in the middle": (_reference("../step-1/../file"), FormatError, _NAME),
+    "up at the end": (_reference("../step-1/attempt-1/.."), FormatError, _NAME),
+    "four components": (_reference("../step-1/attempt-1/a/file"), FormatError, _NAME),
+    "absolute": (_reference("/etc/passwd"), FormatError, _NAME),
+    "a drive": (_reference("c:\\windows\\attempt-1/file"), FormatError, _NAME),
+    "a backslash": (_reference("../step\\1/attempt-1/file"), FormatError, _NAME),
+    "a line feed": (_reference("../step\n/attempt-1/file"), FormatError, _NAME),
+    "a long folder": (_reference(f"../{'x' * 256}/attempt-1/file"), FormatError, _NAME),
+    "its own attempt": (_reference("attempt-golden-2/tree-00000.frames"), FormatError, _NAME),
+    "one component": (_reference("file"), FormatError, _NAME),
+    "no name": (_reference(""), FormatError, _NAME),
+    "nothing refers to it": (_add_reference, FormatError, "no frame refers to one of the references"),
+    "the same file twice": (_repeat_reference, FormatError, "a reference occurs twice"),
+    "no references": (lambda document: document.pop("references"), FormatError, "exactly the fields"),
+    "a source that does not exist": (_frames("source", lambda all_: [9 * one for one in all_]), FormatError, "9 of 1"),
+    "a source of 2^63": (_frames("source", lambda all_: [one << 63 for one in all_]), FormatError, "over 2\\^63-1"),
+    "a source less": (_frames("source", lambda all_: all_[:-1]), FormatError, "frames.source"),
+    "an offset less": (_frames("offset", lambda all_: all_[:-1]), FormatError, "frames.offset"),
+    "an offset more": (_frames("offset", lambda all_: [*all_, 0]), FormatError, "frames.offset"),
+    "an offset after the end": (_frames("offset", lambda all_: [*all_[:-1], 1 << 40]), FormatError, "is outside"),
+    "an offset of 2^63-1": (_frames("offset", lambda all_: [(1 << 63) - 1, *all_[1:]]), FormatError, "is outside"),
+    "a short reference": (_size(lambda size: size // 2), FormatError, "is outside"),
+    "a reference of 2^62": (_size(lambda size: 1 << 62), FormatError, "size of reference"),
+    "digests of other chunks": (lambda document: document.update(digests=_column([1, 2])), FormatError, "2 digests of"),
+    "own frames that others have": (_files("size", lambda size: size + 1024), FormatError, "do not add up to its size"),
+}
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_a_hostile_reference_is_refused(case: str, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(ENCODED_ROOT / golden.INCREMENTAL, tmp_path / "root")) / "step-2"
+    change, error, message = REFERENCES[case]
+    document = read_payload((root / MANIFEST).read_bytes())
+    change(document)
+    (root / MANIFEST).write_bytes(_seal(document, 2))
+    with pytest.raises(error, match=message):
+        bcp.open(root)
 
 
 @pytest.fixture
@@ -171,7 +276,7 @@ def test_frames_are_no_part_of_version_1(root: Path) -> None:
     (root / MANIFEST).write_bytes(_seal(document, 1))
     with pytest.raises(FormatError, match="does not have exactly the fields"):
         bcp.open(root)
-    del document["frames"]
+    del document["frames"], document["references"], document["digests"]
     (root / MANIFEST).write_bytes(_seal(document, 1))
     with pytest.raises(UnsupportedVersionError, match="a file has codec 'zstd'"):
         bcp.open(root)
@@ -213,7 +318,7 @@ def test_a_hostile_frame_with_a_correct_checksum_is_refused(case: str, root: Pat
     content = content[:head] + frame + content[head + lengths[0] :]
     file.write_bytes(content)
     lengths[0], checksums[0] = len(frame), xxhash.xxh3_64_intdigest(frame)
-    document["frames"] = {"length": _column(lengths), "checksum": _column(checksums)}
+    document["frames"].update(length=_column(lengths), checksum=_column(checksums))
     _files("size", lambda _: len(content))(document)
     (root / MANIFEST).write_bytes(_seal(document, 2))
     target = {key: torch.zeros_like(tensor) for key, tensor in golden.compressible("zstd").items()}

@@ -24,14 +24,14 @@ PACKAGE = Path(bcp.__file__).parent
 MAY_PICKLE = {
     "bytecheckpoint.dcp.export",  # writes the metadata of DCP, which is a pickle
     "bytecheckpoint.format.values.pickled",
-    "bytecheckpoint.inference.push.engines.ipc_update",
+    "bytecheckpoint.inference.push.ipc.update",
     "bytecheckpoint.testing.rank_process",
     "bytecheckpoint.testing.ranks",
 }
 # CONTRIBUTING.md gives the reasons for these.
 MAY_HAVE_GLOBALS = {"bytecheckpoint.control.current", "bytecheckpoint.runtime.gc_pause"}
 MAY_PATCH = {"bytecheckpoint.inference.vllm.layout"}
-MAY_START_THREADS = ("bytecheckpoint.inference.push.",)
+MAY_START_THREADS = ("bytecheckpoint.inference.push.", "bytecheckpoint.runtime.daemon")
 SERIALISERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 
@@ -39,8 +39,11 @@ SERIALISERS = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
 NEEDS = {
     "bytecheckpoint.inference.vllm.adapters": "vllm",
     "bytecheckpoint.inference.vllm.layout": "vllm",
+    "bytecheckpoint.inference.vllm.peers": "vllm",
     "bytecheckpoint.inference.vllm.transfer": "vllm",
-    "bytecheckpoint.inference.vllm.worker": "vllm",
+    "bytecheckpoint.inference.vllm.trainer": "vllm",
+    "bytecheckpoint.inference.vllm.drafts": "vllm",
+    "bytecheckpoint.inference.vllm.model": "vllm",
     "bytecheckpoint.inference.vllm.loader": "vllm",
 }
 

@@ -397,6 +397,35 @@ def save_case(rank: int, world_size: int, name: str, path: str) -> None:
         bcp.save(path, case.state(), step=STEP, metadata=METADATA, **{"chunk_size": CHUNK_SIZE, **case.options})
 
 
+INCREMENTAL = "incremental"
+"""A folder of two checkpoints, of which the second refers to the first."""
+
+
+def incremental_trees() -> list[dict[str, torch.Tensor]]:
+    """Return the state of each save: of ``weight``, one chunk changes, and of ``half``, all of them."""
+    second = {"weight": torch.arange(1000.0), "half": torch.arange(700).bfloat16(), "step": torch.tensor(1)}
+    first = {"weight": second["weight"].clone(), "half": second["half"] + 1, "step": torch.tensor(0)}
+    first["weight"][500] = -1
+    return [first, second]
+
+
+def write_incremental(folder: Path) -> None:
+    """Generate the folder ``INCREMENTAL``."""
+    target = folder / INCREMENTAL
+    shutil.rmtree(target, ignore_errors=True)
+    with mock.patch("platform.node", return_value="golden"), bcp.Checkpointer() as checkpointer:
+        for number, tree in enumerate(incremental_trees(), 1):
+            attempt = mock.patch.object(save_planning, "attempt_name", return_value=f"attempt-golden-{number}")
+            path = target / f"step-{number}"
+            with attempt:
+                checkpointer.save(path, {"tree": tree}, step=number, base="auto", chunk_size=1024).result()
+            manifest = decode((path / "manifest.msgpack").read_bytes())
+            manifest.created = CREATED
+            (path / "manifest.msgpack").write_bytes(encode(manifest))
+            checkpointer.engine.last_commit = None
+            checkpointer.engine.plans = type(checkpointer.engine.plans)()  # a new plan names its attempt
+
+
 def write_case(pool: RankPool, name: str, folder: Path) -> None:
     """Generate a checkpoint and ``<name>.json`` with its expected contents.
 

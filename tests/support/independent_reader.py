@@ -53,7 +53,9 @@ def read_payload(data: bytes) -> dict[str, Any]:
         payload = zstandard.decompress(payload)
     assert len(payload) == raw_length
     document: dict[str, Any] = msgpack.unpackb(payload)
-    assert ("frames" in document) == (version == 2)
+    assert {"frames", "references", "digests"} & document.keys() == (
+        {"frames", "references", "digests"} if version == 2 else set()
+    )
     return document
 
 
@@ -70,8 +72,11 @@ def data_areas(root: Path, document: dict[str, Any]) -> list[bytes]:
     lengths = ragged(shards["lengths"], [ndim[row] for row in owner])
     itemsize = [numpy_dtype(dtype).itemsize for dtype in choices(tensors["dtype"])]
     nbytes = [math.prod(of_shard) * itemsize[row] for of_shard, row in zip(lengths, owner)]
-    frames = document.get("frames", {"length": {"w": 1, "d": b""}, "checksum": {"w": 1, "d": b""}})
-    rows = list(zip(numbers(frames["length"]), numbers(frames["checksum"])))
+    nothing = {"w": 1, "d": b""}
+    frames = document.get("frames", dict.fromkeys(("length", "checksum", "source", "offset"), nothing))
+    references = names(document["references"]["name"]) if "references" in document else []
+    rows = list(zip(numbers(frames["length"]), numbers(frames["checksum"]), numbers(frames["source"])))
+    offsets = numbers(frames["offset"])
     for file, codec in enumerate(choices(files["codec"])):
         if codec == "raw":
             continue
@@ -82,13 +87,18 @@ def data_areas(root: Path, document: dict[str, Any]) -> list[bytes]:
         inside = [row for row, other in enumerate(numbers(shards["file"])) if other == file and nbytes[row]]
         for row in sorted(inside, key=numbers(shards["offset"]).__getitem__):
             for at in range(0, nbytes[row], step):
-                length, checksum = rows.pop(0)
-                frame, stored = stored[:length], stored[length:]
+                length, checksum, source = rows.pop(0)
+                if source:
+                    begin = offsets.pop(0)
+                    frame = (root / references[source - 1]).read_bytes()[begin : begin + length]
+                else:
+                    frame, stored = stored[:length], stored[length:]
                 assert xxhash.xxh3_64_intdigest(frame) == checksum
                 data += decode_frame(codec, frame, min(step, nbytes[row] - at))
         assert stored == b""
         areas[file] = data
     assert rows == []
+    assert offsets == []
     return areas
 
 

@@ -55,8 +55,10 @@ def launcher() -> Iterator[Launcher]:
 
 def _serve() -> None:
     from bytecheckpoint.cli import cli
-    from bytecheckpoint.convert import copy
+    from bytecheckpoint.convert.copy import copy
     from bytecheckpoint.storage_backends.s3 import writers
+    from bytecheckpoint.transfer.copying import copy_checkpoint
+    from bytecheckpoint.transfer.transfer import Transfer
 
     writers.PART_BYTES = _CHILD_PART_BYTES
     for line in sys.stdin:
@@ -64,7 +66,8 @@ def _serve() -> None:
         pid = os.fork()
         if not pid:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            copy.copy.__kwdefaults__["window"] = window
+            for function in (copy, copy_checkpoint, Transfer.__init__):
+                function.__kwdefaults__["window"] = window
             try:
                 os._exit(cli(arguments, standalone_mode=False) or 0)
             except BaseException as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,15 @@ import fsspec
 import msgpack
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("s3fs")
 
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.convert.copy import unfinished_uploads
+from bytecheckpoint.cli import cli
+from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer.journal import find_journals
@@ -115,7 +120,7 @@ def test_ten_kills(source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, A
         known = acknowledged(source)
         begun |= upload_ids(source)
         total += len(gate.parts)
-        assert unfinished_uploads(str(source.parent)) == [(str(source), url)]
+        assert [(one.path, one.url) for one in unfinished_uploads(str(source.parent))] == [(str(source), url)]
     proxy.rule = gate = Gate("none", 0, target)
     bcp_processes.start("upload", source.parent, *options, window=WINDOW)
     assert bcp_processes.wait() == 0
@@ -131,16 +136,45 @@ def test_ten_kills(source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, A
     assert list(find_journals(str(source.parent))) == []
 
 
+def _kill_in_a_part(source: Path, url: str, options: list[str], proxy: FaultProxy, processes: Launcher) -> None:
+    """Begin a copy, and kill it while ``WINDOW`` parts are in flight."""
+    proxy.rule = Gate("part", 3, url.removeprefix("s3:/") + "/")
+    pid = processes.start("copy", source, url, *options, window=WINDOW)
+    for _ in range(WINDOW):
+        assert proxy.waiting.acquire(timeout=time_limit(60))
+    processes.kill(pid)
+
+
+def test_a_kill_before_the_id_of_the_upload_is_known(
+    source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher
+) -> None:
+    """The journal cannot name it, but the store lists it."""
+    url, options = (
+        f"s3://{bucket}/runs/step-7",
+        [f"-o{name}={v}" for name, v in {**s3, "endpoint_url": proxy.url}.items()],
+    )
+    proxy.rule = lambda exchange: "late" if exchange.kind == "begin" else None
+    pid = bcp_processes.start("copy", source, url, *options, window=WINDOW)
+    assert proxy.waiting.acquire(timeout=time_limit(60))
+    bcp_processes.kill(pid)
+    proxy.go_on.set()
+    assert upload_ids(source) == set()
+    lost = pending_ids(bucket, s3)
+    assert lost
+    proxy.rule = lambda exchange: None
+    bcp_processes.start("copy", source, url, *options, window=WINDOW)
+    assert bcp_processes.wait() == 0
+    shown = CliRunner().invoke(cli, ["ls", "--incomplete", "--json", f"s3://{bucket}/runs", *options])
+    assert {one["upload_id"] for one in json.loads(shown.stdout)["uploads"]} == lost == pending_ids(bucket, s3)
+    assert bcp.open(url, storage_options=s3).verify().ok
+
+
 def test_the_store_has_dropped_the_upload(
     source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher
 ) -> None:
-    url, target = f"s3://{bucket}/step-7", f"/{bucket}/step-7/"
+    url = f"s3://{bucket}/step-7"
     options = [f"-o{name}={value}" for name, value in {**s3, "endpoint_url": proxy.url}.items()]
-    proxy.rule = Gate("part", 3, target)
-    pid = bcp_processes.start("copy", source, url, *options, window=WINDOW)
-    for _ in range(WINDOW):
-        assert proxy.waiting.acquire(timeout=time_limit(60))
-    bcp_processes.kill(pid)
+    _kill_in_a_part(source, url, options, proxy, bcp_processes)
     proxy.go_on.set()
     fs = fsspec.filesystem("s3", **s3)
     for upload in fs.list_multipart_uploads(bucket):
@@ -155,13 +189,9 @@ def test_damage_after_a_kill_ends_the_upload(
     source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher
 ) -> None:
     """Nothing that costs money remains, and no damaged byte is stored."""
-    url, target = f"s3://{bucket}/step-7", f"/{bucket}/step-7/"
+    url = f"s3://{bucket}/step-7"
     options = [f"-o{name}={value}" for name, value in {**s3, "endpoint_url": proxy.url}.items()]
-    proxy.rule = Gate("part", 3, target)
-    pid = bcp_processes.start("copy", source, url, *options, window=WINDOW)
-    for _ in range(WINDOW):
-        assert proxy.waiting.acquire(timeout=time_limit(60))
-    bcp_processes.kill(pid)
+    _kill_in_a_part(source, url, options, proxy, bcp_processes)
     begun = upload_ids(source)
     proxy.go_on.set()
     proxy.rule = lambda exchange: None
@@ -175,3 +205,39 @@ def test_damage_after_a_kill_ends_the_upload(
     assert not begun & pending_ids(bucket, s3)
     assert fsspec.filesystem("s3", **s3).find(bucket) == []
     assert list(find_journals(str(source.parent))) == []
+
+
+_SAVE = """
+import json, sys
+import numpy, torch
+import bytecheckpoint as bcp
+from bytecheckpoint.storage_backends.s3 import writers
+
+writers.PART_BYTES = int(sys.argv[4])
+numbers = numpy.random.default_rng(0).integers(0, 255, 54 << 20, numpy.uint8)
+state = {"model": {"t": torch.from_numpy(numbers)}, "extra": {"step": 7}}
+bcp.save(sys.argv[1], state, staging=sys.argv[2], storage_options=json.loads(sys.argv[3])).uploaded()
+"""
+
+
+def test_a_killed_save_with_staging(tmp_path: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any]) -> None:
+    """The training job is killed twice while it uploads; what the store has confirmed is not sent again."""
+    url, staging = f"s3://{bucket}/runs/step-7", tmp_path / "staging"
+    options = {**s3, "endpoint_url": proxy.url}
+    proxy.rule = Gate("part", 3, f"/{bucket}/runs/step-7/")
+    with subprocess.Popen([sys.executable, "-c", _SAVE, url, staging, json.dumps(options), str(PART)]) as job:
+        for _ in range(8):
+            assert proxy.waiting.acquire(timeout=time_limit(60)), proxy.kinds
+        job.kill()
+    proxy.go_on.set()
+    folder = staging / "s3" / bucket / "runs" / "step-7"
+    known = acknowledged(folder)
+    assert len(known) >= 3
+    assert bcp.load(url, {"extra": {"step": 0}}, staging=staging, storage_options=s3).loaded
+    proxy.rule = gate = Gate("none", 0, f"/{bucket}/runs/step-7/")
+    [upload] = unfinished_uploads(str(staging))
+    report = finish_upload(upload, storage_options=options)
+    assert 0 < report.sent <= report.size - len(known) * PART
+    assert not known & set(gate.parts)
+    assert bcp.open(url, storage_options=s3).verify().ok
+    assert not pending_ids(bucket, s3)

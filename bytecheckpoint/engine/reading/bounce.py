@@ -11,8 +11,8 @@ from ..tensor_bytes import copy_memory
 
 __all__ = ["BOUNCE_BYTES", "BounceBuffer", "BouncePool"]
 
-BOUNCE_BYTES = 64 << 20
-"""Default limit for all bounce buffers of a process: eight reads of 8 MiB, one for each I/O thread."""
+BOUNCE_BYTES = 128 << 20
+"""Default limit for all bounce buffers of a process: eight reads of 16 MiB, one for each I/O thread."""
 
 
 class BounceBuffer(Block):

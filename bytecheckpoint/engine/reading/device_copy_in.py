@@ -40,7 +40,7 @@ class DeviceCopyIn:
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, buffer: BounceBuffer) -> None:
         """Start ``out[...] = source``. The elements of ``source`` are in ``buffer``, which waits for the copy."""
-        _pin(buffer)
+        _pin(buffer, out.device)
         stream = self._streams[out.device]
         with torch.cuda.stream(stream):
             if source.is_contiguous() and not (out.is_contiguous() and out.dtype == source.dtype):
@@ -53,11 +53,11 @@ class DeviceCopyIn:
         buffer.transfers.append(event.synchronize)
 
 
-def _pin(buffer: BounceBuffer) -> None:
+def _pin(buffer: BounceBuffer, device: torch.device) -> None:
     if buffer.pin_was_tried:
         return
     buffer.pin_was_tried = True
-    failed = buffer.pin()
+    failed = buffer.pin(device)
     if failed:
         # Copies from pageable memory are correct too: CUDA reads the bytes before the call returns.
         _log.debug("CUDA cannot pin a bounce buffer of %d bytes (error %d)", buffer.nbytes, failed)

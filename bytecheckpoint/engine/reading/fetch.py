@@ -67,7 +67,8 @@ class Fetcher:
             longest = max((plan.end[one[-1]] - plan.begin[one[0]] for one in blocks), default=0)
             memory = _Memory(self.bounce_pool, max(plan.max_bytes, longest), longest, stack)
             if longest:
-                opened = FrameReader(self.source, file, opened, memory.scratch, on_fault if self.checked else None)
+                on_frame = on_fault if self.checked else None
+                opened = stack.enter_context(FrameReader(self.source, file, opened, memory.scratch, on_frame))
             page = 0
             if not opened.is_cached(begin, length):
                 page = opened.direct_alignment() if length >= _MIN_DIRECT_BYTES else 0

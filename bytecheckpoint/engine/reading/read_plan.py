@@ -140,20 +140,15 @@ class _Shards:
         self.nbytes = manifest.shard_nbytes[rows]
         self.end = self.begin + self.nbytes
 
-    def extents(self, source: Int64, begin: Int64, end: Int64, size: int) -> Extents:
+    def extents(self, source: Int64, begin: Int64, end: Int64, size: int, gap: int = 0) -> Extents:
         """Plan extents for the ranges ``[begin, end)``; range ``i`` belongs to shard number ``source[i]``."""
         file, grain = self.file[source], self.grain[source]
-        return plan_extents(file, begin, end, grain, size=size, slack=_max_bytes(size) - size, gap=_gap(size))
+        return plan_extents(file, begin, end, grain, size=size, slack=_max_bytes(size) - size, gap=gap)
 
 
 def _max_bytes(size: int) -> int:
     """Return the limit of an extent: one eighth of slack avoids a small last extent."""
     return size + size // 8
-
-
-def _gap(size: int) -> int:
-    """Return the gap that is cheaper to read than to skip."""
-    return size // 32
 
 
 def plan_checks(manifest: Manifest, rows: Int64, size: int) -> ReadPlan:
@@ -164,9 +159,10 @@ def plan_checks(manifest: Manifest, rows: Int64, size: int) -> ReadPlan:
     return ReadPlan(shards.extents(every, shards.begin, shards.end, size), ranges, manifest, size, 0)
 
 
-def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, size: int) -> ReadPlan:
+def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, size: int, gap: int) -> ReadPlan:
     """Plan the reads for ``parts``, which may overlap; in whole chunks if they are ``checked``.
 
+    A read has about ``size`` bytes. Up to ``gap`` bytes between two ranges are read rather than skipped.
     Raises ``PlanError`` if a box is not inside its shard.
     """
     parts = [part for part in parts if part.out.numel()]
@@ -179,7 +175,7 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     found: list[_Range] = []
     device = DeviceCopyIn(part.out for part in parts) if any(parts[i].out.is_cuda for i in other.tolist()) else None
     for i in other.tolist():
-        found += _box_ranges(manifest, shards, i, parts[i], boxes, size, device, plain=bool(plain[i]))
+        found += _box_ranges(manifest, shards, i, parts[i], boxes, size, gap, device, plain=bool(plain[i]))
     rest = np.array(found, np.int64).reshape(-1, 5)
     source, begin, end, low, high = (
         np.concatenate([column, more])
@@ -191,7 +187,7 @@ def plan_reads(manifest: Manifest, parts: Sequence[ReadPart], *, checked: bool, 
     address = np.array(addresses, np.int64)[source]
     address[low == high] = 0
     ranges = _Ranges(parts, source, shards.rows[source], shards.begin[source], address, low, high, boxes)
-    extents = shards.extents(source, begin, end, size)
+    extents = shards.extents(source, begin, end, size, gap)
     return ReadPlan(extents, ranges, manifest, size, int(nbytes.sum()))
 
 
@@ -206,6 +202,7 @@ def _box_ranges(
     part: ReadPart,
     boxes: dict[int, BoxPlace],
     size: int,
+    gap: int,
     device: DeviceCopyIn | None,
     *,
     plain: bool,
@@ -223,7 +220,7 @@ def _box_ranges(
         meta = manifest.tensors.meta_of(int(manifest.shards.tensor[part.row]))
         boxes[i] = BoxPlace(begin, stored, meta, part, device)
     ranges: list[list[int]] = []
-    for box in [part.box] if is_contiguous else split_box(part.box, stored, itemsize, size, max(grain, _gap(size))):
+    for box in [part.box] if is_contiguous else split_box(part.box, stored, itemsize, size, max(grain, gap)):
         first, last = byte_span(box, stored, itemsize)
         first, last = first // grain * grain, min(-(-last // grain) * grain, length)
         if ranges and first <= ranges[-1][1]:

@@ -40,6 +40,11 @@ _DIRECT_THREADS = _CACHED_THREADS + 2
 _REMOTE_THREADS = 8
 
 _EXTENTS_PER_TASK = 2
+_MIN_REMOTE_BYTES = 8 << 20  # of a read; less would mostly be latency
+
+# Bytes between two ranges that are read rather than skipped, as a share of a read: a remote store's 1 to 2 MiB take as
+# much processor time as a request (benchmarks/object_store.py).
+_GAPS_PER_READ, _REMOTE_GAPS_PER_READ = 32, 8
 _SHARD_PIECE_BYTES = 8 << 20
 
 
@@ -105,12 +110,15 @@ class Reader:
         """
         if self._views is not None:
             parts = list(self._views.stored_parts(self.manifest.shards, parts))
-        plan = plan_reads(self.stored, parts, checked=self.verify, size=self.read_size)
+        is_remote, size = self.backend.is_remote, self._size_for(parts)
+        gap = size // (_REMOTE_GAPS_PER_READ if is_remote else _GAPS_PER_READ)
+        plan = plan_reads(self.stored, parts, checked=self.verify, size=size, gap=gap)
         used = sorted({int(self.stored.shard_file[part.row]) for part in parts})
         self.source.check_codecs(used)
         heads = self._heads(used)
-        groups = plan.groups(_EXTENTS_PER_TASK * plan.size)
-        files = OpenFiles(self.source, Counter(plan.file[plan.starts[group[0]]] for group in groups))
+        groups = plan.groups(size if is_remote else _EXTENTS_PER_TASK * size)
+        uses = Counter(plan.file[plan.starts[group[0]]] for group in groups)
+        files = OpenFiles(self.source, uses)
 
         own_check = self.crc_check() if crc_check is None else None
         fetcher = self.fetcher(plan, files, checked=self.verify, crc_check=crc_check or own_check)
@@ -119,11 +127,29 @@ class Reader:
         def task(index: int, queue: TaskQueue) -> None:
             if index < len(heads):
                 self._check_head(heads[index])
-            else:
-                fetcher.fetch(groups[index - len(heads)], _raise, partial(_widen, queue))
+                return
+            group = groups[index - len(heads)]
+            try:
+                fetcher.fetch(group, _raise, partial(_widen, queue))
+            except (CorruptionError, StorageError) as error:
+                other = self._fall_back(error)
+                if other is None:
+                    raise
+                with closing(OpenFiles(other, uses)) as files:
+                    Fetcher(
+                        other,
+                        plan,
+                        files,
+                        self.bounce_pool,
+                        checked=self.verify,
+                        on_read=self.count_read,
+                        timings=self.timings,
+                    ).fetch(group, _raise)
 
         with closing(files):
-            TaskQueue(self._executor, len(heads) + len(groups), task).run(_CACHED_THREADS)
+            TaskQueue(self._executor, len(heads) + len(groups), task).run(
+                _REMOTE_THREADS if is_remote else _CACHED_THREADS
+            )
         self.stats.add(requested=plan.requested)
         self._finish(own_check)
 
@@ -131,6 +157,13 @@ class Reader:
     def read_size(self) -> int:
         """Bytes that one read fetches; small enough that eight reads share the bounce buffers."""
         return min(self.backend.read_size, self.bounce_pool.limit // 8)
+
+    def _size_for(self, parts: Sequence[ReadPart]) -> int:
+        """Return the size of one read of ``parts``. From a remote store, each thread gets several of them."""
+        if not self.backend.is_remote:
+            return self.read_size
+        requested = sum(part.out.numel() * part.out.element_size() for part in parts)
+        return min(self.read_size, max(_MIN_REMOTE_BYTES, requested // (2 * _REMOTE_THREADS)))
 
     def shard(self, row: int) -> StoredShard:
         """Return shard ``row`` of ``stored``, to fetch its bytes unchanged. Call ``finish_shards`` after the last."""
@@ -168,6 +201,11 @@ class Reader:
             timings=self.timings,
         )
 
+    def _fall_back(self, error: CorruptionError | StorageError) -> StoredFiles | None:
+        """Return the files of another store to read instead, after ``error``; None if there is none."""
+        other = self.backend.fall_back(error)
+        return None if other is None else StoredFiles(other, self.stored)
+
     def _heads(self, files: Sequence[int]) -> list[int]:
         """Return the files whose header has not been checked yet. The header identifies a file that was swapped."""
         return [file for file in files if file not in self._heads_checked] if self.verify else []
@@ -200,29 +238,39 @@ class StoredShard:
         """
         reader, begin = self._reader, self._begin + start
         try:
-            if reader.source.is_encoded(self._file):
-                self._decode(begin, buffer)
+            self._fetch(reader.source, begin, buffer)
+        except (CorruptionError, StorageError) as error:
+            other = reader._fall_back(error)
+            if other is None:
+                raise
+            self._fetch(other, begin, buffer)
+
+    def _fetch(self, source: StoredFiles, begin: int, buffer: memoryview) -> None:
+        reader = self._reader
+        try:
+            if source.is_encoded(self._file):
+                self._decode(source, begin, buffer)
             else:
-                reader.backend.read_into(reader.stored.files.name[self._file], begin, buffer)
+                source.backend.read_into(reader.stored.files.name[self._file], begin, buffer)
         except CorruptionError:
             raise
         except StorageError as error:
             end = begin + len(buffer)
-            raise reader.source.read_error(self._file, self._row, begin, end, error) from error
+            raise source.read_error(self._file, self._row, begin, end, error) from error
         reader.count_read(len(buffer))
         if reader.shard_crcs is not None:
             reader.shard_crcs.feed(self._file, begin, buffer)
         if reader.verify:
-            ChunkCheck(reader.source, self._file, _raise).feed(self._row, self._begin, begin, buffer)
+            ChunkCheck(source, self._file, _raise).feed(self._row, self._begin, begin, buffer)
 
-    def _decode(self, begin: int, buffer: memoryview) -> None:
+    def _decode(self, source: StoredFiles, begin: int, buffer: memoryview) -> None:
         reader, longest = self._reader, max(len(buffer), self.chunk_size)
         with (
-            reader.source.open(self._file, self._row) as opened,
+            source.open(self._file, self._row) as opened,
             reader.bounce_pool.lend(longest) as scratch,
         ):
             frames = FrameReader(
-                reader.source, self._file, opened, lambda: scratch.view[:longest], _raise if reader.verify else None
+                source, self._file, opened, lambda: scratch.view[:longest], _raise if reader.verify else None
             )
             frames.read(begin, [buffer])
 

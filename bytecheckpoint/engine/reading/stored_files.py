@@ -11,7 +11,8 @@ import xxhash
 
 from ...codecs import Codec, find_codec
 from ...errors import CorruptionError, KeyNotFoundError, StorageError, UnsupportedVersionError
-from ...format.manifest import COMPANION, Manifest
+from ...format.manifest import COMPANION, Manifest, split_reference
+from ...storage_backends import folder_name, open_sibling
 from ...storage_backends.base import ObjectReader, StorageBackend
 
 __all__ = ["Fault", "OpenFiles", "StoredFiles", "read_stored_file"]
@@ -26,6 +27,16 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
     Raises ``CorruptionError`` if the file is missing, was changed, or (unless ``head_only``) has another size, and
     ``StorageError`` if the store fails.
     """
+    try:
+        return _read_stored_file(backend, manifest, row, head_only)
+    except (CorruptionError, StorageError) as error:
+        other = backend.fall_back(error)
+        if other is None:
+            raise
+    return _read_stored_file(other, manifest, row, head_only)
+
+
+def _read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, head_only: bool) -> bytes:  # noqa: FBT001
     files = manifest.files
     key, size, length = files.name[row], int(files.size[row]), int(files.head_length[row])
     head: bytes | bytearray
@@ -59,6 +70,7 @@ class StoredFiles:
     def __init__(self, backend: StorageBackend, manifest: Manifest) -> None:
         self.backend = backend
         self.manifest = manifest
+        self._sibling: dict[str, StorageBackend] = {"": backend}
 
     def codec(self, file: int) -> Codec:
         """Return the codec of an encoded file. Raises ``UnsupportedVersionError`` if it is not installed."""
@@ -86,14 +98,31 @@ class StoredFiles:
             raise self.read_error(file, row, begin, begin + int(self.manifest.shard_nbytes[row]), error) from error
 
     def read_error(
-        self, file: int, row: int, begin: int, end: int, error: StorageError
+        self, file: int, row: int, begin: int, end: int, error: StorageError, *, source: int = 0
     ) -> CorruptionError | StorageError:
-        """Return the error for bytes ``[begin, end)`` of a file, part of shard ``row``, that cannot be read."""
-        key = self.manifest.files.name[file]
+        """Return the error for bytes ``[begin, end)`` of a file, part of shard ``row``, that cannot be read.
+
+        If ``source`` is not 0, the file is that reference (see ``FrameTable``).
+        """
+        backend, key, size = self.holder(file, source)
         if isinstance(error, KeyNotFoundError):
-            return _missing(self.backend, key, self._where(row))
+            return _missing_reference(backend, key, self) if source else _missing(backend, key, self._where(row))
         what = f"bytes [{begin}, {end}) of {self._where(row)}"
-        return _unreadable(self.backend, key, int(self.manifest.files.size[file]), what, error)
+        return _unreadable(backend, key, size, what, error)
+
+    def open_source(self, source: int) -> ObjectReader:
+        """Open a reference. Raises ``StorageError``."""
+        backend, key, _ = self.holder(0, source)
+        return backend.open_object(key)
+
+    def holder(self, file: int, source: int) -> tuple[StorageBackend, str, int]:
+        """Return where a file or a reference is, and its size."""
+        if not source:
+            return self.backend, self.manifest.files.name[file], int(self.manifest.files.size[file])
+        folder, key = split_reference(self.manifest.references.name[source - 1])
+        if folder not in self._sibling:
+            self._sibling[folder] = open_sibling(self.backend, folder)
+        return self._sibling[folder], key, int(self.manifest.references.size[source - 1])
 
     def mismatch(self, file: int, row: int, begin: int, end: int) -> CorruptionError:
         """Return the error for bytes of shard ``row`` whose checksum differs from the manifest's."""
@@ -122,8 +151,11 @@ class StoredFiles:
     def frame_fault(self, file: int, frame: int, problem: str) -> tuple[int, CorruptionError]:
         """Return the shard of a frame, and the error for a ``problem`` with its stored bytes."""
         row, begin, end = self.frame_place(file, frame)
+        frames = self.manifest.files.frames
+        assert frames is not None
+        backend, key, _ = self.holder(file, int(frames.source[frame]))
         return row, CorruptionError(
-            f"{self.backend.url}/{self.manifest.files.name[file]}: {problem} in {self._where(row)}, bytes "
+            f"{backend.url}/{key}: {problem} in {self._where(row)}, bytes "
             f"[{begin}, {end}): the stored bytes changed after they were written; restore the file or load an earlier "
             f"checkpoint"
         )
@@ -138,12 +170,13 @@ class StoredFiles:
             f"the stored bytes changed after they were written; restore the file or load an earlier checkpoint"
         )
 
-    def present_size(self, file: int) -> int:
-        """Return the file's current size, or the manifest's if the store fails."""
+    def present_size(self, file: int, *, source: int = 0) -> int:
+        """Return the current size of the file or the reference, or the manifest's if the store fails."""
+        backend, key, size = self.holder(file, source)
         try:
-            return self.backend.stat(self.manifest.files.name[file]).size
+            return backend.stat(key).size
         except StorageError:
-            return int(self.manifest.files.size[file])
+            return size
 
     def _where(self, row: int) -> str:
         tensors, shards = self.manifest.tensors, self.manifest.shards
@@ -192,6 +225,13 @@ def _missing(backend: StorageBackend, key: str, where: str) -> CorruptionError:
     )
 
 
+def _missing_reference(backend: StorageBackend, key: str, source: StoredFiles) -> CorruptionError:
+    return CorruptionError(
+        f"{backend.url}/{key}: file is missing, but the incremental checkpoint {source.backend.url} refers to it. Move "
+        f"or copy {folder_name(source.backend)} together with {folder_name(backend)}, or make a full copy with bcp copy"
+    )
+
+
 def _wrong_size(backend: StorageBackend, key: str, found: int, size: int) -> CorruptionError:
     return CorruptionError(f"{backend.url}/{key}: the file has {found} bytes, but the manifest states {size}")
 
@@ -201,7 +241,7 @@ def _unreadable(
 ) -> CorruptionError | StorageError:
     """Return ``CorruptionError`` for a truncated file, and ``error`` with its context if the store failed."""
     try:
-        found = backend.stat(key).size
+        found = size if error.is_late else backend.stat(key).size
     except StorageError:
         found = size
     if found == size:

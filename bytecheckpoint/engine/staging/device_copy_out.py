@@ -49,7 +49,8 @@ class DeviceCopyOut:
         only: Callable[[torch.Tensor], bool] | None = None,
     ) -> list[torch.cuda.Event]:
         """Like ``piece_copy.copy_piece``, but device bytes have arrived only when the returned events are done."""
-        pin(block)
+        if self._streams:
+            pin(block, next(iter(self._streams)))
         copy_head(image, start, stop, block, offset)
         small: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         touched: set[torch.device] = set()
@@ -96,12 +97,14 @@ class DeviceCopyOut:
                 block.tensor[start : start + len(packed)].copy_(packed, non_blocking=True)
 
 
-def pin(block: Block) -> None:
+def pin(block: Block, device: torch.device) -> None:
     """Register a block's memory with CUDA, so that copies from devices run by themselves; once for each block.
+
+    ``device`` is one of those that are copied (see ``Block.pin``).
 
     Raises ``StateError`` where the system does not let so much memory be pinned.
     """
-    failed = block.pin()
+    failed = block.pin(device)
     if failed:
         raise StateError(
             f"CUDA cannot pin {block.nbytes} bytes of staging memory (error {failed}); raise the limit of locked "
@@ -115,8 +118,4 @@ def block_preparation(images: Sequence[FileImage]) -> Callable[[Block], None] | 
     if not devices:
         return None
 
-    def prepare(block: Block) -> None:
-        with torch.cuda.device(devices[0]):  # else a thread of the library would create a context on device 0
-            pin(block)
-
-    return prepare
+    return lambda block: pin(block, devices[0])

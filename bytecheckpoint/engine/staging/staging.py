@@ -234,6 +234,10 @@ class Staging:
         events = self._copy_into(piece, self._is_late)
         with self._changed:
             self._events.setdefault(piece.index, []).extend(events)
+        self._note_copied(piece)
+
+    def _note_copied(self, piece: Piece) -> None:
+        with self._changed:
             self._copied[piece.index] = True
             is_last = self._uncopied == 1
             if not is_last:
@@ -282,6 +286,11 @@ class Staging:
         for event in self._events.get(piece.index, ()):
             event.synchronize()
         return self._blocks[piece.block].view[piece.offset : piece.offset + piece.nbytes]
+
+    def skip(self, piece: Piece) -> None:
+        """Treat a piece whose content is not needed as written. Only with ``on_demand``."""
+        self._note_copied(piece)
+        self.release(piece)
 
     def release(self, piece: Piece) -> None:
         """Release a piece that is written, or never will be. A block returns to the arena with its last piece."""

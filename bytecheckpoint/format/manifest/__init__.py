@@ -7,9 +7,17 @@ files.
 
 from __future__ import annotations
 
-from .codec import FORMAT_VERSION, MANIFEST_KEY, MAX_MANIFEST_BYTES, START, decode, encode
+from .codec import FORMAT_VERSION, MANIFEST_KEY, MANIFEST_TRAILER, MAX_MANIFEST_BYTES, START, decode, encode
 from .document import COMPANION, FileTable, Manifest, SectionInfo, UInt64, timestamp
-from .frames import MAX_ENCODED_CHUNK, FrameTable, encoded_head, is_encoded
+from .frames import (
+    MAX_ENCODED_CHUNK,
+    PARENT,
+    FrameTable,
+    ReferenceTable,
+    encoded_head,
+    is_encoded,
+    split_reference,
+)
 from .validation import validate, validate_foreign
 from .version1 import ManifestV1, pack_metadata
 from .version2 import ManifestV2
@@ -18,14 +26,17 @@ __all__ = [
     "COMPANION",
     "FORMAT_VERSION",
     "MANIFEST_KEY",
+    "MANIFEST_TRAILER",
     "MAX_ENCODED_CHUNK",
     "MAX_MANIFEST_BYTES",
+    "PARENT",
     "START",
     "FileTable",
     "FrameTable",
     "Manifest",
     "ManifestV1",
     "ManifestV2",
+    "ReferenceTable",
     "SectionInfo",
     "UInt64",
     "decode",
@@ -33,6 +44,7 @@ __all__ = [
     "encoded_head",
     "is_encoded",
     "pack_metadata",
+    "split_reference",
     "timestamp",
     "validate",
     "validate_foreign",

@@ -17,7 +17,7 @@ from .validation import validate
 from .version1 import ManifestV1
 from .version2 import ManifestV2
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "MAX_MANIFEST_BYTES", "START", "decode", "encode"]
+__all__ = ["FORMAT_VERSION", "MANIFEST_KEY", "MANIFEST_TRAILER", "MAX_MANIFEST_BYTES", "START", "decode", "encode"]
 
 FORMAT_VERSION = 2
 """The newest version that this library reads and writes. It writes version 1 wherever that suffices."""
@@ -32,7 +32,10 @@ _MAGIC = "bytecheckpoint"
 START = b"\x96\xae" + _MAGIC.encode()
 """The first bytes of every manifest: an array of six, then the magic string."""
 
-_TRAILER = 18  # bytes: msgpack's header of a 16-byte bin, and the checksum
+MANIFEST_TRAILER = 16
+"""Bytes of the checksum at the end of every manifest."""
+
+_TRAILER = 2 + MANIFEST_TRAILER  # bytes: msgpack's header of a 16-byte bin, and the checksum
 _FREE_EXPANSION = 1 << 20  # bytes; up to this size any compression ratio is harmless
 _MAX_RATIO = 256
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...tensors.metadata import ByteMeta
 from ...tensors.tables import BoxTable, Int64, TensorTable, ragged_positions, ragged_starts
-from .frames import FrameTable, is_encoded
+from .frames import FrameTable, ReferenceTable, is_encoded
 
 __all__ = ["COMPANION", "FILE_KINDS", "FileTable", "Manifest", "SectionInfo", "UInt64", "timestamp"]
 
@@ -82,7 +82,7 @@ class Manifest:
     user's plain values. ``tensors`` are sorted by full name; ``scope`` is -1 for a tensor of the whole job, else the
     rank that alone has it. ``shards`` are sorted by (tensor, offsets); ``shard_offset`` counts bytes from the data
     start of file ``shard_file``, as if it were not encoded. ``checksums`` are the xxh3-64 values of all shards' chunks,
-    in shard order.
+    in shard order; ``digests``, if there are any, are the high halves of their strong checksums (``strong_checksum``).
     ``aliases`` are pairs of full names (alias, tensor that stores its bytes), sorted.
     """
 
@@ -101,6 +101,7 @@ class Manifest:
     shard_offset: Int64
     checksums: UInt64
     aliases: list[tuple[str, str]] = field(default_factory=list)
+    digests: UInt64 = field(default_factory=lambda: np.empty(0, np.uint64))
 
     @classmethod
     def assemble(
@@ -121,11 +122,12 @@ class Manifest:
         shard_offset: Int64,
         checksums: UInt64,
         aliases: list[tuple[str, str]],
+        digests: UInt64 | None = None,
     ) -> Manifest:
         """Create a manifest from tables in any row order: sort them, and point ``tensors.section`` to ``sections``.
 
-        ``checksums`` are in the order of ``shards``. Raises ``KeyError`` for a tensor whose section is not listed;
-        ``validate`` checks everything else.
+        ``checksums`` and ``digests`` are in the order of ``shards``. Raises ``KeyError`` for a tensor whose section is
+        not listed; ``validate`` checks everything else.
         """
         index = {section.name: i for i, section in enumerate(sections)}
         section = np.array([index[name] for name in tensors.sections], np.int64)
@@ -143,7 +145,7 @@ class Manifest:
         moved = BoxTable(new_row[shards.tensor], shards.offsets, shards.lengths, shards.starts)
         rows = _shard_order(moved)
         counts = _chunks(moved.nbytes(sorted_tensors), files.chunk_size[shard_file])
-        starts = np.cumsum(counts) - counts
+        chunks = ragged_positions((np.cumsum(counts) - counts)[rows], counts[rows])
         return cls(
             library_version,
             step,
@@ -158,8 +160,9 @@ class Manifest:
             moved.take(rows),
             shard_file[rows],
             shard_offset[rows],
-            checksums[ragged_positions(starts[rows], counts[rows])],
+            checksums[chunks],
             sorted(aliases),
+            np.empty(0, np.uint64) if digests is None else digests[chunks],
         )
 
     @cached_property
@@ -192,9 +195,35 @@ class Manifest:
         return int(self.files.size.sum())
 
     @property
+    def references(self) -> ReferenceTable:
+        """The files of older checkpoints that hold bytes of this one."""
+        return ReferenceTable() if self.files.frames is None else self.files.frames.references
+
+    @property
     def version(self) -> int:
         """The format version that can express the manifest."""
-        return 1 if self.files.frames is None else 2
+        return 1 if self.files.frames is None and not len(self.digests) else 2
+
+    def flattened(self) -> Manifest:
+        """Return the manifest of a full copy, whose files have all frames themselves."""
+        files, frames = self.files, self.files.frames
+        if frames is None or not frames.references.name:
+            return self
+        length = np.where(is_encoded(files.codec), frames.sums(frames.length), files.size - files.head_length)
+        own = FrameTable.build(
+            frames.length,
+            frames.checksum,
+            source=np.zeros_like(frames.source),
+            offset=frames.source[:0],
+            references=ReferenceTable(),
+            encoded=is_encoded(files.codec),
+            head_length=files.head_length,
+            chunk_size=files.chunk_size,
+            shard_file=self.shard_file,
+            shard_offset=self.shard_offset,
+            shard_nbytes=self.shard_nbytes,
+        )
+        return replace(self, files=replace(files, size=files.head_length + length, frames=own))
 
     def tensor_row(self, name: str) -> int | None:
         """Return the row of the tensor with this full name; None if there is none (the name may be an alias)."""

@@ -1,9 +1,12 @@
-"""The frames of encoded files: where the stored bytes of each chunk are, and what they decode to."""
+"""The frames of encoded files: where the stored bytes of each chunk are, and what they decode to.
+
+A frame is in the encoded file itself, or in a file of an older checkpoint, a *reference*, which has the same bytes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +14,25 @@ import numpy.typing as npt
 from ...errors import FormatError
 from ...tensors.tables import Int64, ragged_positions
 
-__all__ = ["ENCODED_START", "MAX_ENCODED_CHUNK", "FrameTable", "encoded_head", "is_encoded"]
+__all__ = [
+    "ENCODED_START",
+    "MAX_ENCODED_CHUNK",
+    "PARENT",
+    "FrameTable",
+    "ReferenceTable",
+    "encoded_head",
+    "is_encoded",
+    "split_reference",
+]
 
 MAX_ENCODED_CHUNK = 16 << 20
 """The largest chunk of an encoded file in bytes: what a reader must hold to decode a frame."""
 
 ENCODED_START = b"bcp\xffenc1"
 """The first bytes of an encoded file, in the place of a safetensors header length, which can never be that large."""
+
+PARENT = "../"
+"""The start of the name of a file in another folder with the same parent."""
 
 
 def encoded_head(head: bytes) -> bytes:
@@ -30,6 +45,27 @@ def is_encoded(codec: Sequence[str]) -> npt.NDArray[np.bool_]:
     return np.array([name != "raw" for name in codec], bool)
 
 
+def split_reference(name: str) -> tuple[str, str]:
+    """Return the folder of a referenced file and its key there; no folder if it is the checkpoint's own."""
+    if not name.startswith(PARENT):
+        return "", name
+    folder, _, key = name.removeprefix(PARENT).partition("/")
+    return folder, key
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceTable:
+    """Files of older checkpoints that hold frames of this one.
+
+    Attributes:
+        name: ``<older attempt>/<file>`` in the same folder, or ``../<folder>/<attempt>/<file>``.
+        size: Bytes of the whole file.
+    """
+
+    name: list[str] = field(default_factory=list)
+    size: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+
+
 @dataclass(frozen=True, eq=False)
 class FrameTable:
     """The frames of all encoded files, in the order of the files and of their bytes. Each holds one chunk of a shard.
@@ -40,7 +76,9 @@ class FrameTable:
         starts: File ``i`` has the frames ``[starts[i], starts[i + 1])``.
         begin: The chunk's first byte, counted from the file's data start as if the file were not encoded.
         nbytes: Bytes of the chunk.
-        position: The frame's first byte in the file.
+        position: The frame's first byte in the file that holds it.
+        source: 0 if the encoded file holds the frame itself, ``i + 1`` if row ``i`` of ``references`` does.
+        references: The other files that hold frames.
     """
 
     length: Int64
@@ -49,6 +87,8 @@ class FrameTable:
     begin: Int64
     nbytes: Int64
     position: Int64
+    source: Int64
+    references: ReferenceTable
 
     @classmethod
     def build(
@@ -56,6 +96,9 @@ class FrameTable:
         length: Int64,
         checksum: npt.NDArray[np.uint64],
         *,
+        source: Int64,
+        offset: Int64,
+        references: ReferenceTable,
         encoded: npt.NDArray[np.bool_],
         head_length: Int64,
         chunk_size: Int64,
@@ -65,7 +108,8 @@ class FrameTable:
     ) -> FrameTable:
         """Find the chunk of each frame. ``encoded``, ``head_length`` and ``chunk_size`` are by file.
 
-        Raises ``FormatError`` if the frames are not those of the shards. The numbers are untrusted.
+        ``offset`` are the positions of the frames that references hold, in order. Raises ``FormatError`` if the frames
+        are not those of the shards, or outside their references. The numbers are untrusted.
         """
         files = len(encoded)
         if len(shard_file) and int(shard_file.max()) >= files:
@@ -74,15 +118,15 @@ class FrameTable:
             raise FormatError(f"manifest: the chunk size of an encoded file is not from 1 to {MAX_ENCODED_CHUNK}")
         rows = np.flatnonzero(encoded[shard_file] & (shard_nbytes != 0)) if files else shard_file[:0]
         rows = rows[np.lexsort((shard_offset[rows], shard_file[rows]))]
-        file, offset, nbytes = shard_file[rows], shard_offset[rows], shard_nbytes[rows]
+        file, nbytes = shard_file[rows], shard_nbytes[rows]
         counts = -(-nbytes // chunk_size[file])
         # The maximum is compared first, because hostile counts may have a sum that wraps around.
         if (nbytes < 0).any() or int(counts.max(initial=0)) > len(length) or int(counts.sum()) != len(length):
             raise FormatError(f"manifest: {len(length)} frames, but the encoded files have {int(counts.sum())} chunks")
         skipped = ragged_positions(np.zeros_like(counts), counts) * np.repeat(chunk_size[file], counts)
-        stored = np.repeat(nbytes, counts) - skipped
+        rest = np.repeat(nbytes, counts) - skipped
         of_file = np.repeat(file, counts)
-        found = np.minimum(stored, chunk_size[of_file])
+        found = np.minimum(rest, chunk_size[of_file])
         bad = (length < 1) | (length > found)
         if bad.any():
             at = int(np.argmax(bad))
@@ -90,10 +134,19 @@ class FrameTable:
                 f"manifest: frame {at} has {length[at]} bytes, not from 1 to the {found[at]} of its chunk"
             )
         starts = np.searchsorted(of_file, np.arange(files + 1))
-        ends = np.cumsum(length)
+        stored = np.where(source == 0, length, 0)
+        ends = np.cumsum(stored)
         before = np.append(0, ends)[starts[:-1]]
-        position = ends - length - before[of_file] + head_length[of_file]
-        return cls(length, checksum, starts, np.repeat(offset, counts) + skipped, found, position)
+        position = ends - stored - before[of_file] + head_length[of_file]
+        _check_references(length, source, offset, references)
+        position[source != 0] = offset
+        begin = np.repeat(shard_offset[rows], counts) + skipped
+        return cls(length, checksum, starts, begin, found, position, source, references)
+
+    @property
+    def stored(self) -> Int64:
+        """Bytes of each frame in the encoded file itself: 0 if a reference holds it."""
+        return np.where(self.source == 0, self.length, 0)
 
     def rows(self, file: int) -> slice:
         """Return the frames of one file."""
@@ -103,3 +156,22 @@ class FrameTable:
         """Return the sum of a column's numbers for each file."""
         total: Int64 = np.append(0, np.cumsum(column))[self.starts]
         return np.diff(total)
+
+
+def _check_references(length: Int64, source: Int64, offset: Int64, references: ReferenceTable) -> None:
+    """Check that every reference holds frames, and that they are inside it."""
+    count, shared = len(references.name), np.flatnonzero(source)
+    if len(source) != len(length) or len(offset) != len(shared) or len(references.size) != count:
+        raise FormatError("manifest: columns of frames or references differ in length")
+    if ((source < 0) | (source > count)).any():
+        raise FormatError(f"manifest: a frame refers to file {int(source.max(initial=0))} of {count} references")
+    row = source[shared] - 1
+    if (np.bincount(row, minlength=count) == 0).any():
+        raise FormatError("manifest: no frame refers to one of the references")
+    bad = (offset < 0) | (offset > references.size[row] - length[shared])
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise FormatError(
+            f"manifest: frame {shared[at]} of {length[shared[at]]} bytes at {offset[at]} is outside "
+            f"{references.name[row[at]]!r:.200} of {references.size[row[at]]}"
+        )

@@ -16,7 +16,7 @@ from ...errors import UnsupportedVersionError
 from ...tensors.dtypes import DTYPES
 from ...tensors.tables import Int64, ragged_positions
 from .document import FILE_KINDS, Manifest
-from .frames import is_encoded
+from .frames import PARENT, is_encoded, split_reference
 from .tiling import check_tilings, reject, tensor_of_shard
 
 __all__ = ["MAX_NDIM", "validate", "validate_foreign"]
@@ -30,6 +30,7 @@ _SECTION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@-]{0,254}")
 _CODEC = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+_FOLDER = re.compile(r"(?!\.\.?$)[^/\\\x00-\x1f\x7f]{1,255}")
 _CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
@@ -38,6 +39,7 @@ def validate(manifest: Manifest) -> None:
     _check_job(manifest)
     _check_sections(manifest)
     _check_files(manifest)
+    _check_references(manifest)
     _check_tensors(manifest)
     _check_boxes(manifest)
     check_tilings(manifest)
@@ -132,10 +134,24 @@ def _check_codecs(manifest: Manifest) -> None:
             reject(f"codec name {codec!r:.80} is not allowed")
     encoded = is_encoded(files.codec)
     bad = encoded & np.array([kind != "tensors" for kind in files.kind], bool)
-    bad |= encoded & (files.frames.sums(files.frames.length) != files.size - files.head_length)
+    bad |= encoded & (files.frames.sums(files.frames.stored) != files.size - files.head_length)
     if bad.any():
         name = files.name[int(np.argmax(bad))]
         reject(f"file {name}: its frames and its head do not add up to its size, or it is no tensor file")
+
+
+def _check_references(manifest: Manifest) -> None:
+    """Check the names of files of older checkpoints: that they are two or three plain components, and no others."""
+    names, size = manifest.references.name, manifest.references.size
+    if len(set(names)) != len(names):
+        reject("a reference occurs twice")
+    for name in names:
+        folder, key = split_reference(name)
+        attempt, _, file = key.partition("/")
+        is_older = bool(_FOLDER.fullmatch(folder)) if name.startswith(PARENT) else attempt != manifest.attempt
+        if not (is_older and _ATTEMPT.fullmatch(attempt) and _FILE.fullmatch(file)):
+            reject(f"reference {name!r:.200} is not a file of an older checkpoint in this folder or a sibling")
+    _check_column("size of reference", size, 0, _MAX_BYTES, names)
 
 
 def _check_column(what: str, column: Int64, low: int, high: int, names: list[str]) -> None:
@@ -270,6 +286,8 @@ def _check_checksums(manifest: Manifest) -> None:
     have = len(manifest.checksums)
     if int(counts.max(initial=0)) > have or int(counts.sum()) != have:
         reject(f"{have} chunk checksums, but the shards have {int(counts.sum())} chunks")
+    if len(manifest.digests) not in (0, have):
+        reject(f"{len(manifest.digests)} digests of {have} chunks")
 
 
 def _check_aliases(manifest: Manifest) -> None:

@@ -16,7 +16,7 @@ from .columns import count_of, pack_names, pack_numbers, unpack_names, unpack_nu
 from .document import FileTable, Manifest, SectionInfo
 from .validation import MAX_NDIM
 
-__all__ = ["ManifestV1", "pack_metadata"]
+__all__ = ["ManifestV1", "fields", "pack_metadata"]
 
 _MAX_METADATA = 64 << 20
 
@@ -39,7 +39,7 @@ class ManifestV1:
     def unpack(cls, payload: bytes) -> Manifest:
         """Return the manifest. Raises ``FormatError`` for anything but a map of columns whose lengths agree."""
         document = unpack_plain("manifest payload", payload, max_depth=4)
-        return cls.manifest(_fields("manifest", document, cls.top))
+        return cls.manifest(fields("manifest", document, cls.top))
 
     @staticmethod
     def columns(manifest: Manifest) -> dict[str, Any]:
@@ -92,11 +92,11 @@ class ManifestV1:
         sections = [
             SectionInfo(name, kind) for name, kind in _same_length("sections", *_names(top, "sections", "name", "kind"))
         ]
-        files = _unpack_files(_fields("files", top["files"], ("name", *_FILES)))
+        files = _unpack_files(fields("files", top["files"], ("name", *_FILES)))
         tensors, scope, counts = _unpack_tensors(
-            _fields("tensors", top["tensors"], _TENSORS), [section.name for section in sections]
+            fields("tensors", top["tensors"], _TENSORS), [section.name for section in sections]
         )
-        column = _fields("shards", top["shards"], _SHARDS)
+        column = fields("shards", top["shards"], _SHARDS)
         total = count_of("shards.file", column["file"])
         if int(counts.max(initial=0)) > total or int(counts.sum()) != total:
             raise FormatError(f"manifest: the tensors have {counts.sum()} shards, but {total} are listed")
@@ -141,7 +141,7 @@ def _unpack_files(column: Mapping[str, Any]) -> FileTable:
 def _unpack_tensors(column: Mapping[str, Any], sections: list[str]) -> tuple[TensorTable, Int64, Int64]:
     names = unpack_names("tensors.name", column["name"])
     count = len(names)
-    dtypes = _fields("tensors.dtype", column["dtype"], ("of", "index"))
+    dtypes = fields("tensors.dtype", column["dtype"], ("of", "index"))
     codes = np.array([find_dtype(name).code for name in unpack_names("tensors.dtype.of", dtypes["of"])], np.int64)
     index = unpack_numbers("tensors.dtype.index", dtypes["index"], count)
     ndim = unpack_numbers("tensors.ndim", column["ndim"], count)
@@ -163,9 +163,9 @@ def _pack_choices(values: list[str]) -> dict[str, Any]:
 
 
 def _unpack_choices(what: str, column: object, count: int) -> list[str]:
-    fields = _fields(what, column, ("of", "index"))
-    of = unpack_names(what, fields["of"])
-    index = unpack_numbers(what, fields["index"], count)
+    found = fields(what, column, ("of", "index"))
+    of = unpack_names(what, found["of"])
+    index = unpack_numbers(what, found["index"], count)
     if int(index.max(initial=-1)) >= len(of):
         raise FormatError(f"manifest column {what}: choice {int(index.max())} of {len(of)}")
     return [of[i] for i in index.tolist()]
@@ -225,15 +225,16 @@ def _packed(value: object) -> bytes:
     return packed
 
 
-def _fields(what: str, found: object, names: tuple[str, ...]) -> Mapping[str, Any]:
+def fields(what: str, found: object, names: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return ``found`` if it is a map of exactly these keys. Raises ``FormatError``."""
     if not isinstance(found, dict) or set(found) != set(names):
         raise FormatError(f"manifest: {what} does not have exactly the fields {', '.join(names)}")
     return found
 
 
 def _names(top: Mapping[str, Any], what: str, first: str, second: str) -> tuple[list[str], list[str]]:
-    fields = _fields(what, top[what], (first, second))
-    return unpack_names(f"{what}.{first}", fields[first]), unpack_names(f"{what}.{second}", fields[second])
+    found = fields(what, top[what], (first, second))
+    return unpack_names(f"{what}.{first}", found[first]), unpack_names(f"{what}.{second}", found[second])
 
 
 def _same_length(what: str, first: list[str], second: list[str]) -> list[tuple[str, str]]:

@@ -1,0 +1,219 @@
+"""Read a checkpoint from its copy in a staging folder of this machine, where there is one.
+
+A save with ``staging`` commits a checkpoint to a folder of each machine, and uploads it from there. A machine's folder
+has the files of its own ranks only. The names of data files are never used twice, so a file that is there is a copy of
+the one in the store; the manifest in the store decides which checkpoint is at a path, unless the upload of a later one
+is unfinished, or the store cannot be reached.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from typing_extensions import Buffer
+
+from ..errors import HIDDEN_PASSWORD, BytecheckpointError, CheckpointError, KeyNotFoundError, StorageError, UsageError
+from ..format.manifest import MANIFEST_KEY
+from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, open_backend
+from ..storage_backends.base import Conditions, ObjectReader
+from ..storage_backends.keys import TEMPORARY_PREFIX
+from ..storage_backends.local.backend import LocalBackend
+from .attempts import ATTEMPT_PREFIX
+from .manifest_file import decode_manifest
+
+__all__ = ["JOURNAL_PREFIX", "NearestBackend", "nearest", "open_nearest", "open_staging", "with_staging"]
+
+JOURNAL_PREFIX = TEMPORARY_PREFIX + "transfer-"
+"""The prefix of the names of journals; that of an upload goes on with ``to-``."""
+
+_STAGING = "staging"  # the storage option that ``with_staging`` adds
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+
+def open_staging(staging: str | os.PathLike[str], store: StorageBackend) -> LocalBackend:
+    """Return the folder below ``staging`` for what ``store`` holds: its URL as a path, without user and password.
+
+    So one staging folder serves all paths, and ``join`` of names below the URL is ``join`` of folders.
+
+    Raises ``UsageError`` if ``staging`` is not a local folder.
+    """
+    root = open_backend(staging)
+    if not isinstance(root, LocalBackend):
+        raise UsageError(f"staging must be a local folder, not {root.display_url}")
+    scheme, _, path = store.display_url.replace(HIDDEN_PASSWORD, "").rpartition("://")
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    return LocalBackend(os.path.join(root.url, scheme.replace("/", "-") or "file", *parts), direct_io=root.direct_io)
+
+
+def with_staging(options: Mapping[str, Any], staging: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return storage options with which ``open_nearest`` prefers copies in the folder ``staging``, if it is given."""
+    return dict(options) if staging is None else {**options, _STAGING: os.fspath(staging)}
+
+
+def open_nearest(url: str | os.PathLike[str], options: Mapping[str, Any]) -> StorageBackend:
+    """Return the backend of ``url``, for reading, with options that ``with_staging`` may have made."""
+    options = dict(options)
+    staging = options.pop(_STAGING, None)
+    return nearest(open_backend(url, **options), staging)
+
+
+def nearest(store: StorageBackend, staging: str | os.PathLike[str] | None) -> StorageBackend:
+    """Return a backend that reads copies in the folder ``staging`` where it can; ``store`` itself if that is None."""
+    return store if staging is None else NearestBackend(open_staging(staging, store), store)
+
+
+class NearestBackend(StorageBackend):
+    """Reads data files in ``near`` where they are there, and everything else in ``far``. Writes nothing to ``near``."""
+
+    def __init__(self, near: LocalBackend, far: StorageBackend) -> None:
+        self._near, self._far, self.options = near, far, far.options
+        self.is_remote, self.read_size, self.atomic_writer = far.is_remote, far.read_size, far.atomic_writer
+        self._lock = threading.Lock()
+        self._elsewhere: set[str] = set()  # data files that are not in near
+        self._damaged: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return self._far.url
+
+    @property
+    def deadline_s(self) -> float:
+        return self._far.deadline_s
+
+    @deadline_s.setter
+    def deadline_s(self, value: float) -> None:
+        self._far.deadline_s = value
+
+    def fall_back(self, error: BytecheckpointError) -> StorageBackend | None:
+        """Return the store, if the copy on this machine may be what is damaged."""
+        with self._lock:
+            self._damaged.add(str(error))
+        _log.warning("the copy in %s cannot be used, reading %s instead: %s", self._near.url, self.display_url, error)
+        return self._far
+
+    def remarks(self) -> Sequence[str]:
+        """Describe which files were not read on this machine."""
+        found = []
+        if self._elsewhere:
+            found.append(f"{len(self._elsewhere)} file(s) are not in {self._near.url} and were read from the store")
+        if self._damaged:
+            found.append(f"{len(self._damaged)} range(s) in {self._near.url} are damaged and were read from the store")
+        return found
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, *, max_size: int | None = None) -> bytes:
+        if key == MANIFEST_KEY:
+            return self._manifest(max_size)
+        return self._read(key, lambda store: store.get(key, max_size=max_size))
+
+    def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
+        if key == MANIFEST_KEY:
+            self._far.read_into(key, offset, buffer)
+        else:
+            self._read(key, lambda store: store.read_into(key, offset, buffer))
+
+    def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
+        self._read(key, lambda store: store.read_scattered(key, offset, buffers))
+
+    def open_object(self, key: str) -> ObjectReader:
+        return self._read(key, lambda store: store.open_object(key))
+
+    def stat(self, key: str) -> ObjectStat:
+        return self._far.stat(key) if key == MANIFEST_KEY else self._read(key, lambda store: store.stat(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectStat]:
+        found = {one.key: one for one in self._near.list(prefix) if one.key.startswith(ATTEMPT_PREFIX)}
+        far = self._of_store(lambda: tuple(self._far.list(prefix)), tuple[ObjectStat, ...]())
+        found |= {one.key: one for one in far}
+        return iter(sorted(found.values(), key=lambda one: one.key))
+
+    def list_children(self, prefix: str = "") -> Sequence[str]:
+        far = self._of_store(lambda: self._far.list_children(prefix), None)
+        near = self._near.list_children(prefix)
+        if far is not None and not prefix:
+            # A checkpoint that is here and not in the store was removed there, unless its upload is unfinished.
+            near = [name for name in near if name in far or _is_pending(os.path.join(self._near.url, name))]
+        return sorted({*near, *(far or ())})
+
+    def _read(self, key: str, read: Callable[[StorageBackend], _T]) -> _T:
+        if not key.startswith(ATTEMPT_PREFIX):
+            return read(self._far)
+        try:
+            return read(self._near)
+        except KeyNotFoundError:
+            with self._lock:
+                self._elsewhere.add(key)
+        except StorageError as error:
+            self.fall_back(error)
+        return read(self._far)
+
+    def _manifest(self, max_size: int | None) -> bytes:
+        try:
+            near = self._near.get(MANIFEST_KEY, max_size=max_size)
+        except StorageError:
+            return self._far.get(MANIFEST_KEY, max_size=max_size)
+        is_pending = _is_pending(self._near.url)
+        try:
+            far = self._far.get(MANIFEST_KEY, max_size=max_size)
+        except KeyNotFoundError:
+            if not is_pending:
+                raise
+            return near
+        except StorageError as error:
+            _log.warning("%s cannot be read; using the copy in %s: %s", self.display_url, self._near.url, error)
+            return near
+        return near if is_pending and _is_later(near, far) else far
+
+    def _of_store(self, read: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return read()
+        except StorageError as error:
+            if not os.path.isdir(self._near.url):
+                raise
+            _log.warning("%s cannot be listed; using the copies in %s: %s", self.display_url, self._near.url, error)
+            return otherwise
+
+    # -- the store alone -----------------------------------------------------------------------------------------
+
+    def conditions(self) -> Conditions:
+        return self._far.conditions()
+
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False, if_version: str = "") -> str:
+        return self._far.put(key, data, if_absent=if_absent, if_version=if_version)
+
+    def create(self, key: str, size: int) -> ObjectWriter:
+        return self._far.create(key, size)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._far.delete(keys)
+
+    def close(self) -> None:
+        self._far.close()
+
+
+def _is_pending(folder: str) -> bool:
+    """Whether a checkpoint in a staging folder has files that are not uploaded."""
+    try:
+        return any(name.startswith(JOURNAL_PREFIX + "to-") for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def _is_later(one: bytes, other: bytes) -> bool:
+    """Whether the first of two manifests is of a later save; false if it cannot be decoded."""
+    try:
+        created = decode_manifest(one, "").created
+    except CheckpointError:
+        return False
+    try:
+        return created > decode_manifest(other, "").created
+    except CheckpointError:
+        return True

@@ -1,0 +1,244 @@
+"""Files that several checkpoints share, and the removal of what no checkpoint needs.
+
+An incremental checkpoint, the *referrer*, refers to files in the folders of older checkpoints, its own folder among
+them. Before a save writes data, it puts a *pin* into each of these folders: an object whose name has the save's
+attempt, and whose content is where its manifest will be. Then it checks that its base is still committed; if not, it
+saves everything. A removal first deletes, or has replaced, the manifest that named the files, and then looks for pins.
+So either the save finds that its base is gone, or the removal finds the pin, whatever their order.
+
+A pin of a committed referrer protects the files that the referrer's manifest names. A pin of a save that may still be
+running protects all files of the folder. Whether a save has ended can only be known to others by its lease or its age.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+
+from ..errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    KeyNotFoundError,
+    NotACheckpointError,
+    StorageError,
+)
+from ..format.manifest import MANIFEST_KEY, PARENT, Manifest, split_reference
+from ..storage_backends import folder_name, open_like, open_sibling, parent_url
+from ..storage_backends.base import StorageBackend
+from .attempts import PIN_PREFIX, attempt_time
+from .manifest_file import read_manifest
+
+__all__ = [
+    "holds_only_pinned",
+    "is_pinned",
+    "older_attempts",
+    "pin",
+    "pins_of",
+    "release",
+    "remove_checkpoint",
+    "settle",
+    "sweep",
+]
+
+_MAX_PIN_BYTES = 4096
+_LONGEST_SAVE_S = 24 * 3600.0  # an older pin without a committed referrer was left by a save that was killed
+_MAX_TRIES = 16  # to look at pins while other saves put new ones
+
+_log = logging.getLogger(__name__)
+
+
+def pin(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> None:
+    """Protect all files in these folders until the save of ``attempt`` to ``backend`` has ended.
+
+    ``folders`` are siblings of the root of ``backend``; "" is the root itself. Raises ``StorageError``.
+    """
+    for folder in folders:
+        where = f"{PARENT}{folder_name(backend)}/{MANIFEST_KEY}" if folder else MANIFEST_KEY
+        _sibling(backend, folder).put(PIN_PREFIX + attempt, where.encode())
+
+
+def settle(
+    backend: StorageBackend, attempt: str, older: Mapping[str, Collection[str]], referred: Container[str]
+) -> None:
+    """After a save has ended, remove its pins but those of the folders ``referred``, and what remained only for it.
+
+    ``older`` maps each folder that the save pinned to the attempts that its base names there. Logs a failure and never
+    raises.
+    """
+    for folder, attempts in older.items():
+        try:
+            holder = _sibling(backend, folder)
+            if not folder or folder not in referred:
+                _delete(holder, [PIN_PREFIX + attempt])
+            if MANIFEST_KEY not in holder.list_children(""):
+                sweep(holder, attempts, lambda one: one == attempt)
+        except StorageError as error:
+            _log.warning("%s: cannot clean up after %s: %s", backend.display_url, attempt, error)
+
+
+def is_pinned(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> bool:
+    """Return whether all pins of a save are there. Raises ``StorageError``."""
+    try:
+        for folder in folders:
+            _sibling(backend, folder).stat(PIN_PREFIX + attempt)
+    except KeyNotFoundError:
+        return False
+    return True
+
+
+def pins_of(children: Iterable[str]) -> list[str]:
+    """Return the pins among the names in a folder."""
+    return [name for name in children if name.startswith(PIN_PREFIX)]
+
+
+def holds_only_pinned(children: Collection[str]) -> bool:
+    """Return whether a folder with these names is a removed checkpoint of which other ones still need files."""
+    return MANIFEST_KEY not in children and bool(pins_of(children))
+
+
+def remove_checkpoint(
+    backend: StorageBackend, manifest: Manifest, *, has_ended: Callable[[str], bool] = lambda attempt: False
+) -> list[str]:
+    """Remove a checkpoint: its manifest, and then the files that no other checkpoint refers to.
+
+    ``has_ended`` states whether the save of an attempt has certainly ended. Returns the folders in which files remain
+    for saves that may still be running. Raises ``StorageError``; then files may remain.
+    """
+    _delete(backend, [MANIFEST_KEY])
+    return release(backend, manifest, has_ended=has_ended)
+
+
+def release(
+    backend: StorageBackend, manifest: Manifest, *, has_ended: Callable[[str], bool] = lambda attempt: False
+) -> list[str]:
+    """Remove the files that a removed or replaced manifest named and that no other checkpoint refers to.
+
+    Arguments and result are those of ``remove_checkpoint``.
+    """
+    if not len(manifest.digests):
+        _delete(backend, manifest.files.name)  # no save has used it as its base, so nothing refers to its files
+        return []
+    older = {"": set(), **older_attempts(manifest)}
+    remaining = []
+    for folder, attempts in older.items():
+        holder = _sibling(backend, folder)
+
+        def is_over(attempt: str, attempts: set[str] = attempts) -> bool:
+            return attempt in attempts or attempt == manifest.attempt or has_ended(attempt)
+
+        if folder:
+            holder.delete([PIN_PREFIX + manifest.attempt])
+        if not sweep(holder, attempts, is_over, files=() if folder else manifest.files.name):
+            remaining.append(folder or folder_name(backend))
+    return remaining
+
+
+def older_attempts(manifest: Manifest) -> dict[str, set[str]]:
+    """Return the attempts to whose files a manifest refers, by folder; "" is its own."""
+    found: dict[str, set[str]] = {}
+    for name in manifest.references.name:
+        folder, key = split_reference(name)
+        found.setdefault(folder, set()).add(key.partition("/")[0])
+    return found
+
+
+def sweep(
+    folder: StorageBackend,
+    attempts: Collection[str],
+    has_ended: Callable[[str], bool],
+    *,
+    files: Collection[str] = (),
+) -> bool:
+    """Remove, of old attempts in a folder and of ``files``, what no committed checkpoint needs.
+
+    Args:
+        folder: The folder of a checkpoint, committed or removed.
+        attempts: The old attempts. Nothing writes them any more.
+        has_ended: Whether the save of an attempt has certainly ended.
+        files: Other files that have become unnecessary.
+
+    Returns:
+        False if everything remains, because a save that may still be running may refer to it.
+
+    Raises:
+        StorageError: The store failed. Files may remain.
+    """
+    children = folder.list_children("")
+    for _ in range(_MAX_TRIES):
+        pins = pins_of(children)
+        try:
+            by_pin = {name: _needed_by(folder, name) for name in pins}
+            manifest = _committed(folder) if pins or MANIFEST_KEY in children else None  # read after the pins
+        except CheckpointError as error:
+            _log.warning("%s: nothing is removed, because it is unknown what needs it: %s", folder.display_url, error)
+            return False
+        pending = [name for name, needed in by_pin.items() if needed is None]
+        if not all(has_ended(name.removeprefix(PIN_PREFIX)) or _is_stale(name) for name in pending):
+            return False
+        # A save that has pinned the folder since then may have found a manifest that was removed before it was read
+        # above.
+        children = folder.list_children("") if pins else children
+        if set(pins_of(children)) <= set(pins):
+            break
+    else:
+        return False
+    needed = set().union(*(found for found in by_pin.values() if found), _named(manifest, "") if manifest else ())
+    unneeded = set(files)
+    for attempt in attempts:
+        if manifest is None or attempt != manifest.attempt:
+            folder.abort_incomplete([*folder.incomplete(f"{attempt}/")])
+            unneeded |= {stat.key for stat in folder.list(f"{attempt}/")}
+    _delete(folder, [*sorted(unneeded - needed), *(name for name, found in by_pin.items() if not found)])
+    return True
+
+
+def _delete(folder: StorageBackend, keys: Sequence[str]) -> None:
+    """Delete through the parent, so that a store with directories also removes the folder when it is empty."""
+    parent, name = parent_url(folder), folder_name(folder)
+    if parent:
+        open_like(folder, parent).delete([f"{name}/{key}" for key in keys])
+    else:
+        folder.delete(keys)
+
+
+def _needed_by(folder: StorageBackend, pin: str) -> set[str] | None:
+    """Return the files that the committed referrer of a pin names in this folder; None if it is not committed.
+
+    That is nothing for a pin of the folder's own manifest. Raises ``CheckpointError`` if that cannot be found out.
+    """
+    try:
+        where = folder.get(pin, max_size=_MAX_PIN_BYTES).decode(errors="replace")
+    except KeyNotFoundError:
+        return set()  # its save has ended
+    name, key = split_reference(where)
+    if key != MANIFEST_KEY:
+        raise FormatError(f"{folder.url}/{pin} is not a pin of this library")
+    manifest = _committed(_sibling(folder, name))
+    if manifest is None or PIN_PREFIX + manifest.attempt != pin:
+        return None
+    return _named(manifest, folder_name(folder)) if name else set()
+
+
+def _named(manifest: Manifest, folder: str) -> set[str]:
+    """Return the files in a folder that a manifest names; "" is the manifest's own."""
+    references = [split_reference(name) for name in manifest.references.name]
+    return {key for where, key in references if where == folder} | set(() if folder else manifest.files.name)
+
+
+def _committed(folder: StorageBackend) -> Manifest | None:
+    """Return the manifest in a folder; None if there is none. Raises ``CheckpointError`` if it cannot be read."""
+    try:
+        return read_manifest(folder)
+    except (CheckpointNotFoundError, NotACheckpointError):
+        return None
+
+
+def _is_stale(pin: str) -> bool:
+    begun = attempt_time(pin.removeprefix(PIN_PREFIX))
+    return begun is not None and time.time() - begun > _LONGEST_SAVE_S
+
+
+def _sibling(backend: StorageBackend, folder: str) -> StorageBackend:
+    return open_sibling(backend, folder) if folder else backend

@@ -1,0 +1,192 @@
+"""What a manager with ``staging`` does in the folder of its machine: continue uploads, and remove what was uploaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
+from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.nearest import open_staging
+from ..errors import BytecheckpointError, CheckpointError, StorageError, UsageError
+from ..format.manifest import MANIFEST_KEY
+from ..save.handle import SaveHandle
+from ..storage_backends import join, open_backend
+from ..storage_backends.local.backend import LocalBackend
+from ..transfer.journal import find_journals
+from ..transfer.staged import continue_upload, remove_superseded
+from .housekeeping import StepNames
+
+__all__ = ["StagingFolder"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class StagingFolder:
+    """The staging folder of the manager's root, on each rank. Several ranks of a machine may share it.
+
+    ``uploads`` is the thread that uploads. The newest ``keep`` checkpoints stay, and all that are not uploaded yet.
+    ``job`` marks the attempts of this job; ``guard`` raises if it has lost the root.
+    """
+
+    root: str
+    path: str | os.PathLike[str]
+    storage_options: Mapping[str, Any]
+    uploads: ThreadPoolExecutor
+    names: StepNames
+    keep: int
+    rate: float | None
+    deadline_s: float
+    job: bytes
+    guard: Callable[[], None]
+    _unfinished: list[SaveHandle] = field(default_factory=list)
+    _expected: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _begun: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self._folder = open_staging(self.path, open_backend(self.root, **self.storage_options))
+
+    def begin(self) -> None:
+        """Continue, in the background, what earlier jobs have not uploaded from this machine."""
+        self._begun = self.uploads.submit(self._begin)
+
+    def lacks_files(self) -> bool:
+        """Whether a checkpoint that is not uploaded has files on other machines, so that no load finds all of it."""
+        for path in {os.path.dirname(path) for path, _ in find_journals(self._folder.url)}:
+            folder = LocalBackend(path)
+            with suppress(CheckpointError, StorageError):
+                manifest = read_manifest(folder)
+                here = {stat.key for stat in folder.list(f"{manifest.attempt}/")}
+                if not here.issuperset(manifest.files.name):
+                    return True
+        return False
+
+    def wait_begun(self, timeout_s: float) -> None:
+        """Wait until the uploads of earlier jobs have ended, or ``timeout_s`` have passed."""
+        _, unfinished = wait([self._begun], timeout_s)
+        if unfinished:
+            _log.warning("%s: uploads of earlier jobs go on; they are not waited for any longer", self._folder.url)
+
+    def expect(self, name: str) -> None:
+        """Protect the checkpoint ``name``, into which this job is about to save, until ``follow`` or ``forget``."""
+        with self._lock:
+            self._expected[name] += 1
+
+    def forget(self, name: str) -> None:
+        """End the protection of ``name``: the save into it has failed, or is uploaded."""
+        with self._lock:
+            self._expected[name] -= 1
+
+    def follow(self, save: SaveHandle, name: str) -> None:
+        """Once this save is uploaded, remove earlier checkpoints from the folder."""
+        self._unfinished = [one for one in self._unfinished if not one.is_uploaded()]
+        self._unfinished.append(save)
+        save.add_uploaded_callback(partial(self._after_upload, name))
+
+    def is_busy(self) -> bool:
+        """Whether a save is not uploaded yet."""
+        return any(not save.is_uploaded() for save in self._unfinished)
+
+    def wait(self) -> None:
+        """Wait until all saves are uploaded. Raises the failure of the first one that failed since the last call."""
+        saves, self._unfinished = self._unfinished, []
+        failures = []
+        for save in saves:
+            try:
+                save.uploaded()
+            except BytecheckpointError as error:
+                failures.append(error)
+        with suppress(RuntimeError):  # the checkpointer is closed, which has waited
+            self.uploads.submit(int).result()  # after the removals that follow the uploads
+        if failures:
+            raise failures[0]
+
+    def drain(self) -> None:
+        """Wait until all uploads have ended. Their failures are logged already."""
+        try:
+            self.wait()
+        except BytecheckpointError:
+            return
+
+    # -- in the thread that uploads ------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        try:
+            self._continue(awaits_others=True)
+            for name in self._staged():
+                self._remove_unfinished(name)
+            self._remove_old()
+        except Exception as error:  # noqa: BLE001 - training goes on without it
+            _log.warning("%s: the staging folder could not be tidied: %s", self._folder.url, error, exc_info=True)
+
+    def _continue(self, *, awaits_others: bool) -> None:
+        """Continue every upload that no process is at work on."""
+        for path, head in list(find_journals(self._folder.url)):
+            name = os.path.relpath(os.path.dirname(path), self._folder.url)
+            if head.rank is None or head.direction != "to" or not self.names.is_managed(name):
+                continue
+            store = open_backend(join(self.root, name), **self.storage_options)
+            store.deadline_s = self.deadline_s
+            try:
+                continue_upload(
+                    LocalBackend(os.path.dirname(path)),
+                    store,
+                    head,
+                    rate_limit=self.rate,
+                    admit=self.guard,
+                    awaits_others=awaits_others,
+                )
+            except UsageError:
+                continue  # another rank of this machine does it
+            except BytecheckpointError as error:
+                _log.warning("%s: an earlier job's upload could not be continued: %s", path, error)
+            else:
+                _log.info("%s: this machine's part of an earlier upload is complete", os.path.dirname(path))
+
+    def _after_upload(self, name: str, save: SaveHandle) -> None:
+        self.forget(name)
+        try:
+            save.uploaded()
+            self._continue(awaits_others=False)  # the checkpoint that is uploaded now is later than all of them
+            self._remove_old()
+        except (BytecheckpointError, OSError) as error:
+            _log.warning("%s: nothing was removed: %s", self._folder.url, error)
+
+    def _remove_old(self) -> None:
+        found = []
+        for name in self._staged():
+            folder = LocalBackend(os.path.join(self._folder.url, name))
+            try:
+                manifest = read_manifest(folder)
+            except (CheckpointError, StorageError):
+                continue  # it was never committed, or another rank has removed it
+            found.append((manifest.created, name, manifest.attempt))
+        for _, name, attempt in sorted(found)[: -self.keep]:
+            folder = LocalBackend(os.path.join(self._folder.url, name))
+            with self._lock:
+                if self._expected[name] or any(True for _ in find_journals(folder.url)):
+                    continue
+                _log.info("removing %s, which is uploaded", folder.url)
+                folder.delete([MANIFEST_KEY])
+            remove_superseded(folder, attempt)
+
+    def _remove_unfinished(self, name: str) -> None:
+        """Remove attempts of ended jobs that were never committed."""
+        folder = LocalBackend(os.path.join(self._folder.url, name))
+        for child in folder.list_children(""):
+            if child.startswith(ATTEMPT_PREFIX) and job_mark_of(child.rstrip("/")) not in (b"", self.job):
+                remove_superseded(folder, child.rstrip("/"))
+
+    def _staged(self) -> list[str]:
+        children = (child for child in self._folder.list_children("") if child.endswith("/"))
+        return [child[:-1] for child in children if self.names.is_managed(child[:-1])]

@@ -1,0 +1,239 @@
+"""Incremental saves: find the older checkpoint, the *base*, and what it has of the files that each rank writes.
+
+Rank 0 chooses the base, pins what it may refer to (``checkpoint.references``), and sends each rank the checksums and
+places of the chunks in the base's files of that rank. A file with the same layout then refers to the chunks that are
+equal; any other file is written completely. References are never chains: where the base itself refers to an older file,
+so does the new checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from ..checkpoint import references
+from ..checkpoint.discovery import find_newest
+from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
+from ..codecs import PlainCodec
+from ..control.base import Operation
+from ..engine.checksums import MAX_WEAK_BYTES, chunk_bounds
+from ..engine.files import BaseChunks, FileImage, FileLayout, data_key
+from ..engine.resources import IOEngine, LastCommit
+from ..errors import CheckpointError, StorageError, UsageError
+from ..format.manifest import (
+    MANIFEST_KEY,
+    MANIFEST_TRAILER,
+    PARENT,
+    Manifest,
+    ReferenceTable,
+    encoded_head,
+    split_reference,
+)
+from ..storage_backends import folder_name, open_like, open_sibling, parent_url
+from ..storage_backends.base import StorageBackend
+from ..tensors.tables import ragged_positions
+from .options import AUTO, SaveOptions
+
+__all__ = ["Base", "BaseShare", "find_base", "share_base"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Base:
+    """The base of a save, on rank 0.
+
+    Attributes:
+        manifest: The base's manifest.
+        files: The files to which the new checkpoint may refer, under its names for them: the base's own, and then
+            those to which the base refers.
+        older: The attempts that these files belong to, by folder; all of these folders are pinned.
+    """
+
+    manifest: Manifest
+    files: ReferenceTable
+    older: Mapping[str, set[str]]
+
+    @classmethod
+    def of(cls, manifest: Manifest, base_folder: str, own_folder: str) -> Base:
+        """``base_folder`` is empty if the base is at the path of the save."""
+        names = [
+            _seen_from(own_folder, base_folder, name) for name in (*manifest.files.name, *manifest.references.name)
+        ]
+        older: dict[str, set[str]] = {}
+        for name in names:
+            folder, key = split_reference(name)
+            older.setdefault(folder, set()).add(key.partition("/")[0])
+        size = np.concatenate([manifest.files.size, manifest.references.size])
+        return cls(manifest, ReferenceTable(names, size), older)
+
+    def message(self, rank: int) -> bytes:
+        """Return what ``BaseShare.unpack`` needs on a rank."""
+        files = self.manifest.files
+        rows = np.flatnonzero(files.rank == rank).tolist()
+        packed: bytes = msgpack.packb([self._file(row) for row in rows if files.kind[row] == "tensors"])
+        return packed
+
+    def _file(self, row: int) -> list[Any]:
+        manifest, files = self.manifest, self.manifest.files
+        shards = manifest.shards_in(row)
+        shards = shards[manifest.shard_nbytes[shards] > 0]
+        first = manifest.checksum_starts[shards]
+        chunks = ragged_positions(first, manifest.checksum_starts[shards + 1] - first)
+        checksum = frame_checksum = manifest.checksums[chunks]
+        if files.codec[row] == "raw":
+            begin = files.head_length[row] + manifest.shard_offset[shards]
+            offset, stop = chunk_bounds(begin, manifest.shard_nbytes[shards], int(files.chunk_size[row]))
+            length, source = stop - offset, np.full(len(offset), row + 1)
+        else:
+            frames = files.frames
+            assert frames is not None
+            here = frames.rows(row)
+            offset, length, frame_checksum = frames.position[here], frames.length[here], frames.checksum[here]
+            source = np.where(frames.source[here] == 0, row + 1, len(files) + frames.source[here])
+        columns = (checksum, manifest.digests[chunks], length, frame_checksum, source, offset)
+        return [
+            manifest.section_name(int(files.section[row])),
+            files.codec[row],
+            int(files.head_length[row]),
+            int(files.head_checksum[row]),
+            int(files.chunk_size[row]),
+            *(column.astype("<u8").tobytes() for column in columns),
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class BaseShare:
+    """What the base has of one rank's files, by section: their description, and the columns of ``BaseChunks``."""
+
+    files: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def unpack(cls, message: bytes) -> BaseShare:
+        """Unpack what rank 0 has sent; nothing if there is no base."""
+        return cls({name: described for name, *described in msgpack.unpackb(message)} if message else {})
+
+    def apply(self, images: Sequence[FileImage], layouts: Sequence[FileLayout], chunk_size: int, rank: int) -> None:
+        """Give the images of tensor files, which have these layouts, strong checksums, and refer them to the base."""
+        for image, layout in zip(images, layouts):
+            image.has_digests = True
+            base = self._chunks(image, layout, chunk_size)
+            if base is not None:
+                image.base = base
+                if image.codec == "raw":
+                    image.codec, image.head = PlainCodec.name, encoded_head(image.head)
+                    attempt = image.key.partition("/")[0]
+                    image.key = data_key(attempt, image.section, rank, image.kind, image.codec)
+
+    def _chunks(self, image: FileImage, layout: FileLayout, chunk_size: int) -> BaseChunks | None:
+        """Return the base's chunks of a file; None unless the base's file has the same layout."""
+        codec, head_length, head_checksum, base_chunk_size, *columns = self.files.get(image.section, [None] * 4)
+        heads = map(xxhash.xxh3_64_intdigest, (layout.head, encoded_head(layout.head)))
+        if (head_length, base_chunk_size) != (len(layout.head), chunk_size) or head_checksum not in heads:
+            return None
+        checksum, digest, length, frame_checksum, source, offset = (np.frombuffer(one, "<u8") for one in columns)
+        begin, end = chunk_bounds(np.array(layout.offsets, np.int64), np.array(layout.nbytes, np.int64), chunk_size)
+        if len(checksum) != len(begin):
+            return None
+        # An encoded frame is decoded with the codec of the file that refers to it.
+        is_usable = (end - begin > MAX_WEAK_BYTES) & ((length == end - begin) | (codec == image.codec))
+        nbytes, file, position = (column.astype(np.int64) for column in (length, source, offset))
+        return BaseChunks(checksum, digest, nbytes, frame_checksum, file, position, is_usable)
+
+
+def find_base(engine: IOEngine, backend: StorageBackend, options: SaveOptions, attempt: str) -> Base | None:
+    """Choose the base of a save on rank 0, and pin it. Returns None if everything must be written.
+
+    Raises:
+        UsageError: The base is not in the same folder as the path of the save.
+        CheckpointError: ``options.base`` is a path, and no checkpoint can be read there.
+        StorageError: A pin could not be put.
+    """
+    own = folder_name(backend)
+    found = _named_base(backend, options) if options.base != AUTO else _newest(engine, backend)
+    if found is None or not len(found.manifest.digests):
+        return None
+    folder = folder_name(open_like(backend, found.url))
+    base = Base.of(found.manifest, "" if folder == own else folder, own)
+    try:
+        references.pin(backend, attempt, base.older)
+        if _is_current(open_like(backend, found.url), found):
+            return base
+    except BaseException:
+        references.settle(backend, attempt, base.older, ())
+        raise
+    _log.info("%s: the base %s was removed or replaced; everything is written", backend.display_url, folder)
+    references.settle(backend, attempt, base.older, ())
+    return None
+
+
+def share_base(op: Operation, base: Base | None) -> BaseShare:
+    """Send each rank what the base has of its files; only rank 0 passes the base. All ranks call it."""
+    messages = [b""] * op.world_size if base is None else [base.message(rank) for rank in range(op.world_size)]
+    return BaseShare.unpack(op.scatter("base", messages if op.rank == 0 else None))
+
+
+def _named_base(backend: StorageBackend, options: SaveOptions) -> LastCommit:
+    """Return the checkpoint that the caller names as the base."""
+    base = open_like(backend, str(options.base))
+    folder = folder_name(base)
+    is_sibling = folder and folder_name(backend) and _sibling(base, folder).url == _sibling(backend, folder).url
+    if not is_sibling and base.url != backend.url:
+        raise UsageError(
+            f"the base {base.display_url} and the checkpoint {backend.display_url} must be in the same folder, because "
+            f"a checkpoint refers to older files by relative names"
+        )
+    return _read(base)
+
+
+def _newest(engine: IOEngine, backend: StorageBackend) -> LastCommit | None:
+    """Return the newest checkpoint in the parent of the path, or at the path; None if there is none.
+
+    Usually this process has committed it, and nothing is read.
+    """
+    own, last = folder_name(backend), engine.last_commit
+    try:
+        if last is not None:
+            known = open_like(backend, last.url)
+            here = _sibling(backend, folder_name(known)).url if own else backend.url
+            if _sibling(known, folder_name(known)).url == here and _is_current(known, last):
+                return last
+        if not own:
+            return _read(backend)
+        newest = find_newest(parent_url(backend), allow_fresh=True, storage_options=backend.options)
+        return None if newest is None else _read(newest.backend)
+    except (CheckpointError, UsageError) as error:
+        _log.info("%s: no base, everything is written: %s", backend.display_url, error)
+        return None
+
+
+def _sibling(backend: StorageBackend, folder: str) -> StorageBackend:
+    return open_sibling(backend, folder) if folder else backend
+
+
+def _read(backend: StorageBackend) -> LastCommit:
+    data = read_manifest_bytes(backend)
+    return LastCommit.of(backend.url, decode_manifest(data, backend.url), data)
+
+
+def _is_current(backend: StorageBackend, found: LastCommit) -> bool:
+    """Whether this manifest is still in place. Reads its checksum only."""
+    trailer = bytearray(MANIFEST_TRAILER)
+    try:
+        backend.read_into(MANIFEST_KEY, found.size - MANIFEST_TRAILER, trailer)
+    except StorageError:
+        return False  # it is missing, or shorter
+    return bytes(trailer) == found.trailer
+
+
+def _seen_from(own: str, base: str, name: str) -> str:
+    """Return the name in the folder ``own`` of a file that has this name in ``base``, a sibling or itself."""
+    folder, key = split_reference(name)
+    folder = folder or base
+    return key if folder in ("", own) else f"{PARENT}{folder}/{key}"

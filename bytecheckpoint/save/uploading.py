@@ -1,0 +1,144 @@
+"""The upload of a save with ``staging``: it begins when the checkpoint is committed in the staging folder.
+
+Each rank uploads its own files, in a background thread that serves one upload after the other. Rank 0 writes the
+manifest when all ranks are done. A failure leaves the checkpoint in the staging folder, with the journals from which
+another process can continue.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import partial
+
+from ..checkpoint.manifest_file import check_replaceable, decode_manifest
+from ..checkpoint.nearest import open_staging
+from ..control.base import Operation
+from ..engine.resources import IOEngine
+from ..errors import StorageError
+from ..storage_backends.base import StorageBackend
+from ..telemetry.trace import Timings
+from ..transfer.journal import Journal, JournalHead
+from ..transfer.staged import commit_upload, remove_superseded, upload_files
+from ..transfer.transfer import TransferReport
+from .lifecycle import SaveLifecycle
+from .options import SaveOptions
+
+__all__ = ["SaveUpload"]
+
+_SLOWEST = 4  # times as long as this rank may another one upload, before this one stops waiting for it
+
+_log = logging.getLogger(__name__)
+
+
+class SaveUpload:
+    """The upload of one save on one rank.
+
+    Attributes:
+        staging: The folder of this machine in which the checkpoint is committed.
+        lifecycle: Whether the upload has ended. Its result counts what this rank sent.
+    """
+
+    def __init__(
+        self,
+        engine: IOEngine,
+        op: Operation,
+        store: StorageBackend,
+        staging: str | os.PathLike[str],
+        options: SaveOptions,
+    ) -> None:
+        self._engine, self._op, self._store, self._options = engine, op, store, options
+        self.staging = open_staging(staging, store)
+        self.staging.deadline_s = options.deadline_s
+        self.lifecycle: SaveLifecycle[TransferReport] = SaveLifecycle()
+        self._attempt = ""
+        self._journal: Journal | None = None
+
+    def check(self) -> None:
+        """Check on rank 0 that the path can be read, and that a checkpoint may be put there."""
+        check_replaceable(self._store)
+
+    def prepare(self, attempt: str) -> None:
+        """Record on disk that this rank's files must be uploaded. Call it before the commit in the folder."""
+        self._attempt = attempt
+        try:
+            self._journal = Journal(
+                self.staging.url, JournalHead("to", self._store.display_url, attempt, self._op.rank)
+            )
+        except StorageError as error:
+            _log.warning("%s; an upload that is interrupted cannot be continued", error)
+
+    def start(self, manifest: bytes) -> None:
+        """Upload in the background. The save is committed in the folder."""
+        self.lifecycle.queue()
+        try:
+            self._engine.uploads.submit(self._run, manifest)
+        except RuntimeError as error:
+            self.lifecycle.withdraw(StorageError(f"the upload cannot begin: {error}; run bcp upload to make it"))
+            self._end_failed()
+
+    def cancel(self, error: BaseException) -> None:
+        """The save has failed: there is nothing to upload."""
+        if self.lifecycle.withdraw(error):
+            if self._journal is not None:
+                self._journal.remove()
+            self._end_failed()
+
+    def _run(self, data: bytes) -> None:
+        if not self.lifecycle.start():
+            return
+        self.lifecycle.finish_merge()
+        store, rank, begun = self._store, self._op.rank, time.monotonic()
+        timings = Timings("upload", rank, store.url)
+        failure: BaseException | None = None
+        try:
+            manifest = decode_manifest(data, self.staging.url)
+            try:
+                with timings.step("transfer"):
+                    report = upload_files(
+                        self.staging, store, manifest, self._journal, rank=rank, rate_limit=self._options.upload_rate
+                    )
+                    timings.count("transfer", report.sent)
+            except BaseException as error:  # noqa: BLE001 - raised below, where the other ranks learn of it
+                failure = error
+            limit_s = self._options.deadline_s + _SLOWEST * (time.monotonic() - begun)
+            with self._op.follow("upload", deadline_s=limit_s) as op:
+                with op.phase("transfer"):
+                    if failure is not None:
+                        raise failure
+                op.gather("transferred", b"")
+                if rank == 0:
+                    with op.phase("commit"), timings.step("commit"):
+                        commit_upload(store, manifest, data, admit=partial(self._admit, timings))
+                op.broadcast("uploaded", b"" if rank == 0 else None)
+            if self._journal is not None:
+                self._journal.remove()
+        except BaseException as error:  # noqa: BLE001 - the handle raises it
+            _log.error(
+                "the upload from %s to %s failed; bcp upload continues it: %s",
+                self.staging.url,
+                store.display_url,
+                error,
+            )
+            self.lifecycle.fail(error)
+            self._end_failed()
+        else:
+            _log.info("uploaded %s (%s)", store.display_url, timings)
+            self._close()
+            self.lifecycle.commit(report)
+        finally:
+            del failure
+        remove_superseded(self.staging, self._attempt)
+
+    def _admit(self, timings: Timings) -> None:
+        timings.point("commit.before")
+        self._options.guard()
+
+    def _end_failed(self) -> None:
+        self._close()
+        self.lifecycle.end_failed()
+
+    def _close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()

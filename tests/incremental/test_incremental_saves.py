@@ -1,0 +1,394 @@
+"""Save a second time with ``base``: only what changed is written, and every checkpoint keeps its own content."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from independent_reader import read_checkpoint
+from torch import nn
+
+import bytecheckpoint as bcp
+from bytecheckpoint.convert.copy import copy, remove
+from bytecheckpoint.convert.diff import diff
+from bytecheckpoint.convert.reshard import reshard
+from bytecheckpoint.engine.checksums import ChunkHasher
+from bytecheckpoint.errors import CorruptionError, StorageError, UsageError
+from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+
+CHUNK = 1024
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_of_other_tests() -> None:
+    bcp.checkpointer.default_checkpointer().engine.last_commit = None
+
+
+def tensors(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "frozen": torch.randn(100, 33, generator=generator),
+        "half": torch.randn(701, generator=generator).bfloat16(),
+        "step": torch.tensor(seed),
+        "table": torch.arange(5000),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def save(path: Path | str, tree: dict[str, Any], **options: Any) -> int:
+    options = {"base": "auto", "chunk_size": CHUNK, **options}
+    return bcp.save(path, {"tree": tree, "extra_state": {"n": 1}}, **options).result().bytes_written
+
+
+def check(path: Path | str, tree: dict[str, Any], **storage: Any) -> None:
+    checkpoint = bcp.open(path, **storage)
+    assert checkpoint.verify().problems == ()
+    assert {f"tree.{name}" for name in tree} == set(checkpoint)
+    for name, tensor in tree.items():
+        assert torch.equal(checkpoint[f"tree.{name}"].load(), tensor), name
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tree.items()}
+    bcp.load(path, {"tree": loaded}, **storage)
+    assert all(torch.equal(loaded[name], tree[name]) for name in tree)
+
+
+def clone(tree: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in tree.items()}
+
+
+def head_length(path: Path) -> int:
+    manifest = bcp.open(path).manifest
+    return int(manifest.files.head_length[manifest.files.kind.index("tensors")])
+
+
+def test_the_first_save_writes_plain_safetensors_files_with_digests(tmp_path: Path) -> None:
+    tree = tensors()
+    save(tmp_path / "step-1", tree)
+    manifest = bcp.open(tmp_path / "step-1").manifest
+    assert manifest.version == 2
+    assert set(manifest.files.codec) == {"raw"}
+    assert next(tmp_path.rglob("*.safetensors"))
+    at = 0
+    for row in range(len(manifest.shards)):
+        name = manifest.tensors.names[int(manifest.shards.tensor[row])].partition(".")[2]
+        data = tree[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+        for begin in range(0, len(data), CHUNK):
+            chunk = data[begin : begin + CHUNK]
+            assert int(manifest.checksums[at]) == xxhash.xxh3_64_intdigest(chunk)
+            strong = xxhash.xxh3_128_intdigest(chunk)
+            assert int(manifest.digests[at]) == (strong >> 64 if len(chunk) > 240 else 0)
+            at += 1
+    assert at == len(manifest.digests)
+    check(tmp_path / "step-1", tree)
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 128, 129, 240, 241, 256, 1024, 100_003])
+def test_the_low_half_of_a_strong_checksum_is_the_checksum(length: int) -> None:
+    """The format needs both, and one pass computes them. Also if the chunk arrives in pieces."""
+    data = np.random.default_rng(length).integers(0, 256, length, np.uint8).tobytes()
+    for cut in {length, 1, length // 2}:
+        hasher = ChunkHasher([0], [length], length, has_digests=True)
+        for begin, part in ((0, data[:cut]), (cut, data[cut:])):
+            if part:
+                hasher.update(begin, memoryview(part))
+        assert hasher.checksums().tolist() == [xxhash.xxh3_64_intdigest(data)]
+        assert hasher.digests.tolist() == [xxhash.xxh3_128_intdigest(data) >> 64 if length > 240 else 0]
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_an_unchanged_state_writes_heads_values_and_short_chunks_only(tmp_path: Path, use_async: bool) -> None:
+    tree = tensors()
+    full = save(tmp_path / "step-1", tree, async_save=use_async)
+    nbytes = save(tmp_path / "step-2", tree, async_save=use_async)
+    sizes = [tensor.nbytes % CHUNK for tensor in tree.values()]
+    short = sum(size for size in sizes if size <= 240)
+    assert nbytes - head_length(tmp_path / "step-2") - short < 200 < full // 100, "values only"
+    check(tmp_path / "step-2", tree)
+
+
+def test_only_changed_chunks_are_written(tmp_path: Path) -> None:
+    first = tensors()
+    save(tmp_path / "step-1", first)
+    unchanged = save(tmp_path / "step-2", first)
+    second = clone(first)
+    second["table"][::1000] += 1  # of 128 in a chunk
+    assert save(tmp_path / "step-3", second) == unchanged + 5 * CHUNK
+    third = clone(second)
+    third["frozen"] += 1
+    assert save(tmp_path / "step-4", third) > unchanged + third["frozen"].nbytes - CHUNK
+    for step, tree in ((1, first), (2, first), (3, second), (4, third)):
+        check(tmp_path / f"step-{step}", tree)
+
+
+def test_references_are_never_chains(tmp_path: Path) -> None:
+    tree = tensors()
+    for step in range(1, 6):
+        tree["step"] += 1
+        save(tmp_path / f"step-{step}", tree)
+    (only,) = bcp.open(tmp_path / "step-5").manifest.references.name
+    assert only.startswith("../step-1/attempt-")
+    for step in (2, 3, 4):
+        shutil.rmtree(tmp_path / f"step-{step}")
+    check(tmp_path / "step-5", tree)
+
+
+def test_a_new_process_finds_the_newest_checkpoint(tmp_path: Path) -> None:
+    tree = tensors()
+    save(tmp_path / "step-1", tree)
+    engine = bcp.checkpointer.default_checkpointer().engine
+    engine.last_commit = None
+    assert save(tmp_path / "step-2", tree) < 6000
+    with mock.patch.object(LocalBackend, "get", side_effect=AssertionError("the manifest is in memory")):
+        assert save(tmp_path / "step-3", tree) < 6000
+
+
+def test_a_base_in_another_folder_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "step-1", tensors())
+    with pytest.raises(UsageError, match="must be in the same folder"):
+        save(tmp_path / "b" / "step-2", tensors(), base=tmp_path / "a" / "step-1")
+    with pytest.raises(bcp.errors.CheckpointError, match="nothing is stored there"):
+        save(tmp_path / "a" / "step-2", tensors(), base=tmp_path / "a" / "step-9")
+    assert not (tmp_path / "b").exists()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["step-1"]
+    assert not [*tmp_path.rglob("pin-*")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "whole"}, "needs layout='shards'"),
+        ({"layout": "merged"}, "needs layout='shards'"),
+        ({"chunk_size": 1 << 25}, "chunk_size must be at most 16777216"),
+        ({"base": 3}, "base must be a path"),
+        ({"staging": "staging"}, "base and staging exclude each other"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        save(tmp_path / "step-1", tensors(), **options)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_base_may_be_named(tmp_path: Path) -> None:
+    tree, other = tensors(), tensors(1)
+    save(tmp_path / "step-1", tree)
+    save(tmp_path / "step-2", other)
+    assert save(tmp_path / "step-3", tree, base=str(tmp_path / "step-1")) < 6000
+    check(tmp_path / "step-3", tree)
+
+
+def test_a_base_without_digests_or_with_another_layout_is_written_completely(tmp_path: Path) -> None:
+    tree = tensors()
+    bcp.save(tmp_path / "step-1", {"tree": tree}, chunk_size=CHUNK)
+    full = sum(tensor.nbytes for tensor in tree.values())
+    assert save(tmp_path / "step-2", tree) > full
+    assert save(tmp_path / "step-3", tree, chunk_size=2 * CHUNK) > full
+    tree["new"] = torch.ones(1)
+    assert save(tmp_path / "step-4", tree) > full
+    for step in (2, 3, 4):
+        assert bcp.open(tmp_path / f"step-{step}").manifest.references.name == []
+    assert not [*tmp_path.rglob("*.frames")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shares"),
+    [
+        ("zstd", "zstd", True),
+        ("zstd", None, False),
+        ("zstd", "zstd-planes", False),
+        (None, "zstd", True),
+        (None, "zstd-planes", True),
+    ],
+)
+def test_an_encoded_chunk_is_shared_with_the_same_codec_only(
+    tmp_path: Path, first: str | None, second: str | None, shares: bool
+) -> None:
+    tree = {"zeros": torch.zeros(10 * CHUNK)}
+    save(tmp_path / "step-1", tree, codec=first)
+    save(tmp_path / "step-2", tree, codec=second)
+    assert bool(bcp.open(tmp_path / "step-2").manifest.references.name) == shares
+    tree["zeros"][0] = 1
+    save(tmp_path / "step-3", tree, codec=second)
+    check(tmp_path / "step-3", tree)
+
+
+def test_an_independent_reader_reads_the_same(tmp_path: Path) -> None:
+    tree = tensors()
+    for step, codec in enumerate((None, None, "zstd", "zstd"), 1):
+        tree["table"][step * 100] = -1
+        save(tmp_path / f"step-{step}", tree, codec=codec)
+        found = read_checkpoint(tmp_path / f"step-{step}")
+        for name, tensor in tree.items():
+            assert found[f"tree.{name}"].tobytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_repeated_saves_to_one_path_keep_what_they_need(tmp_path: Path) -> None:
+    tree = tensors()
+    save(tmp_path / "last", tree)
+    for _ in range(4):
+        tree["half"] += 1
+        assert save(tmp_path / "last", tree) < 9000
+        check(tmp_path / "last", tree)
+        attempts = {path.parent.name for path in tmp_path.rglob("attempt-*/*")}
+        assert len(attempts) == 2, "the first one, and the last one"
+        assert not [*tmp_path.rglob("pin-*")]
+    for tensor in tree.values():
+        tensor += 1
+    save(tmp_path / "last", tree)
+    assert len({path.parent.name for path in tmp_path.rglob("attempt-*/*")}) == 1
+    check(tmp_path / "last", tree)
+
+
+def test_a_pin_and_a_reference_have_exactly_these_bytes(tmp_path: Path) -> None:
+    tree = tensors()
+    save(tmp_path / "step-1", tree)
+    save(tmp_path / "step 2", tree)
+    base, referrer = (bcp.open(tmp_path / name).manifest for name in ("step-1", "step 2"))
+    assert (tmp_path / "step-1" / f"pin-{referrer.attempt}").read_bytes() == b"../step 2/manifest.msgpack"
+    assert referrer.references.name == [f"../step-1/{base.attempt}/tree-00000.safetensors"]
+    frames = referrer.files.frames
+    assert frames is not None
+    head = int(base.files.head_length[base.files.kind.index("tensors")])
+    shared = np.flatnonzero(frames.source)
+    assert frames.position[shared].tolist() == (head + frames.begin[shared]).tolist()
+    assert set(frames.source.tolist()) == {0, 1}
+
+
+def test_a_copied_root_is_equivalent_and_a_copied_folder_says_what_is_missing(tmp_path: Path) -> None:
+    tree = tensors()
+    save(tmp_path / "root" / "step-1", tree)
+    save(tmp_path / "root" / "step-2", tree)
+    shutil.copytree(tmp_path / "root", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "root" / "step-1")
+    check(tmp_path / "copy" / "step-2", tree)
+    with pytest.raises(CorruptionError, match=r"step-1/attempt-.*/tree-00000.safetensors: file is missing.*bcp copy"):
+        bcp.load(tmp_path / "root" / "step-2", {"tree": clone(tree)})
+    assert not bcp.open(tmp_path / "root" / "step-2").verify().ok
+    with pytest.raises(bcp.errors.NoValidCheckpointError, match=r"\.\./step-1/attempt-.*is missing"):
+        bcp.latest(tmp_path / "root")
+
+
+def _flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_damage_in_a_referenced_file_names_the_file_the_tensor_and_the_range(tmp_path: Path, damage: str) -> None:
+    tree = tensors()
+    save(tmp_path / "step-1", tree)
+    tree["step"] += 1
+    save(tmp_path / "step-2", tree)
+    file = next((tmp_path / "step-1").rglob("*.safetensors"))
+    manifest = bcp.open(tmp_path / "step-1").manifest
+    row = int(np.flatnonzero(manifest.shards.tensor == manifest.tensor_row("tree.frozen"))[0])
+    offset = manifest.byte_meta(row).offset + 3 * CHUNK
+    if damage == "flip":
+        _flip(file, offset + 5)
+    else:
+        file.write_bytes(file.read_bytes()[: offset + 5])
+    place = rf"step-1/attempt-.*/tree-00000.safetensors: (?=.*tree\.frozen).*\[{offset}, {offset + CHUNK}\)"
+    with pytest.raises(CorruptionError, match=place):
+        bcp.open(tmp_path / "step-2")["tree.frozen"].load()
+    with pytest.raises(CorruptionError, match=place):
+        copy(bcp.open(tmp_path / "step-2"), str(tmp_path / "copy"))
+    assert any("tree.frozen" in problem for problem in bcp.open(tmp_path / "step-2").verify().problems)
+    assert not [*(tmp_path / "copy").rglob("*.*")]
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_a_copy_is_complete(tmp_path: Path, codec: str | None) -> None:
+    tree = tensors()
+    for step in range(1, 5):
+        tree["table"][step * 777] = -step
+        save(tmp_path / "root" / f"step-{step}", tree, codec=codec)
+    report = copy(bcp.open(tmp_path / "root" / "step-4"), str(tmp_path / "copy"))
+    shutil.rmtree(tmp_path / "root")
+    check(tmp_path / "copy", tree)
+    assert bcp.open(tmp_path / "copy").manifest.references.name == []
+    assert report.size == report.sent == sum(path.stat().st_size for path in (tmp_path / "copy").rglob("attempt*/*"))
+
+
+def test_other_operations_work_on_incremental_checkpoints(tmp_path: Path) -> None:
+    tree = tensors()
+    save(tmp_path / "step-1", tree)
+    tree["table"][7] = 9
+    save(tmp_path / "step-2", tree)
+    bcp.save(tmp_path / "full", {"tree": tree, "extra_state": {"n": 1}})
+    found = bcp.open(tmp_path / "step-2")
+    assert diff(found, bcp.open(tmp_path / "full")).same
+    reshard(found, str(tmp_path / "resharded"), files=3, layout="sharded")
+    assert diff(bcp.open(tmp_path / "resharded"), found).same
+    assert torch.equal(found["tree.table"][5:2000:3], tree["table"][5:2000:3])
+    assert bcp.latest(tmp_path).verify().ok  # type: ignore[union-attr]
+
+
+def test_lora_on_a_frozen_base_writes_the_adapter_and_its_state_only(tmp_path: Path) -> None:
+    frozen = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
+    adapter = nn.ModuleDict({"down": nn.Linear(64, 2, bias=False), "up": nn.Linear(2, 64, bias=False)})
+    model = nn.ModuleDict({"base": frozen, "adapter": adapter})
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.1)
+    sizes = []
+    for step in range(3):
+        hidden = torch.randn(4, 64)
+        (frozen(hidden) + adapter["up"](adapter["down"](hidden))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = {"model": model, "optimizer": optimizer}
+        sizes.append(bcp.save(tmp_path / f"step-{step}", state, base="auto", chunk_size=CHUNK).result().bytes_written)
+    trained = 3 * sum(parameter.nbytes for parameter in adapter.parameters())
+    heads = 3 * 4096 + 3000  # two heads, and the hyper-parameters
+    assert sizes[1] <= trained + heads < sizes[0] / 4
+    assert sizes[2] <= trained + heads
+    assert bcp.open(tmp_path / "step-2").verify().ok
+
+
+@pytest.mark.parametrize("make", [lambda tmp_path: "memory://incremental/runs"], ids=["memory"])
+def test_other_stores(make: Callable[[Path], str], tmp_path: Path) -> None:
+    _save_remove_and_copy(make(tmp_path), {})
+
+
+@pytest.mark.s3
+def test_s3(s3: dict[str, Any], bucket: str) -> None:
+    _save_remove_and_copy(f"s3://{bucket}/runs", s3)
+
+
+def _save_remove_and_copy(root: str, options: dict[str, Any]) -> None:
+    tree = tensors()
+    save(f"{root}/step-1", tree, storage_options=options)
+    tree["table"][7] = -1
+    assert save(f"{root}/step-2", tree, storage_options=options) < 8000
+    assert save(f"{root}/step-2", tree, storage_options=options) < 8000
+    remove(f"{root}/step-1", storage_options=options)
+    check(f"{root}/step-2", tree, storage_options=options)
+    copy(bcp.open(f"{root}/step-2", storage_options=options), f"{root}/full", storage_options=options)
+    remove(f"{root}/step-2", storage_options=options)
+    check(f"{root}/full", tree, storage_options=options)
+    names = {stat.key.partition("/")[0] for stat in open_backend(root, **options).list()}
+    assert names == {"full"}
+
+
+def test_a_save_whose_pin_is_gone_does_not_commit(tmp_path: Path) -> None:
+    tree = tensors()
+    save(tmp_path / "step-1", tree)
+
+    def unpin(name: str, event: str) -> None:
+        if name == "save.confirm" and event == "enter":
+            for pin in tmp_path.rglob("pin-*"):
+                pin.unlink()
+
+    stop = bcp.telemetry.observe(unpin)
+    try:
+        with pytest.raises(StorageError, match="save again"):
+            save(tmp_path / "step-2", tree)
+    finally:
+        stop()
+    assert not [*(tmp_path / "step-2").rglob("*")]

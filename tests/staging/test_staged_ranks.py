@@ -1,0 +1,261 @@
+"""Staging folders of several machines, which are a folder for each rank here, and what restarted jobs make of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import bytecheckpoint as bcp
+from bytecheckpoint import telemetry
+from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
+from bytecheckpoint.errors import BytecheckpointError, StorageError
+from bytecheckpoint.testing import time_limit
+from bytecheckpoint.testing.ranks import RankPool
+from bytecheckpoint.transfer.journal import find_journals
+
+WORLD = 3
+DEADLINE_S = time_limit(20)
+WAIT_S = time_limit(60)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(WORLD) as ranks:
+        yield ranks
+
+
+def _state(value: float) -> dict[str, Any]:
+    model = nn.Linear(50, 70)
+    nn.init.constant_(model.weight, value)
+    nn.init.constant_(model.bias, value)
+    return {"model": fully_shard(model), "extra_state": {"value": value}}
+
+
+def _value(state: dict[str, Any]) -> float:
+    values = {*state["model"].weight.to_local().flatten().tolist(), state["extra_state"]["value"]}
+    assert len(values) == 1, f"a mixture of {values}"
+    return float(values.pop())
+
+
+def _machine(root: str, rank: int) -> str:
+    return os.path.join(root, f"machine-{rank}")
+
+
+def _store(root: str) -> str:
+    return os.path.join(root, "store")
+
+
+def _folder(root: str, rank: int, name: str) -> Path:
+    return Path(f"{_machine(root, rank)}/file{_store(root)}/{name}")
+
+
+def _manager(root: str, rank: int, **options: Any) -> bcp.CheckpointManager:
+    options = {"deadline_s": DEADLINE_S, "coordinate_every_s": 0.05, "lease_s": 2.0, "cadence": 1, **options}
+    return bcp.CheckpointManager(_store(root), staging=_machine(root, rank), **options)
+
+
+def _fail_uploads_on(bad: int | None, rank: int, at: str = "transfer") -> Any:
+    def observe(name: str, event: str) -> None:
+        if rank == bad and (name, event) == (f"upload.{at}", "enter"):
+            raise StorageError("the store is broken")
+
+    return telemetry.observe(observe)
+
+
+def _save(rank: int, world_size: int, root: str, name: str, value: float, bad: int | None) -> str:
+    stop = _fail_uploads_on(bad, rank)
+    try:
+        handle = bcp.save(f"{_store(root)}/{name}", _state(value), staging=_machine(root, rank), deadline_s=DEADLINE_S)
+        try:
+            handle.uploaded(WAIT_S)
+        except BytecheckpointError as error:
+            return str(error)
+        return ""
+    finally:
+        stop()
+
+
+def _load(rank: int, world_size: int, root: str, name: str) -> tuple[float, list[str]]:
+    state = _state(-1.0)
+    report = bcp.load(f"{_store(root)}/{name}", state, staging=_machine(root, rank), deadline_s=DEADLINE_S)
+    return _value(state), report.notes
+
+
+def test_each_machine_holds_its_own_files(pool: RankPool, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    assert pool.run(_save, root, "step-1", 1.0, None) == [""] * WORLD
+    for rank in range(WORLD):
+        files = {path.name for path in _folder(root, rank, "step-1").rglob("*") if path.is_file()}
+        assert {name for name in files if name.endswith(".safetensors")} == {f"model-{rank:05d}.safetensors"}
+        assert "manifest.msgpack" in files
+    assert bcp.open(f"{_store(root)}/step-1").verify().ok
+    assert list(find_journals(root)) == []
+    for value, notes in pool.run(_load, root, "step-1"):
+        assert value == 1.0
+        assert not any("damaged" in note for note in notes)
+    # Two ranks need what the third one has saved.
+    results = pool.run(_load, root, "step-1", world_size=2)
+    assert [value for value, _ in results] == [1.0] * 2
+    assert any("were read from the store" in note for _, notes in results for note in notes)
+
+
+def _load_replicas(rank: int, world_size: int, root: str) -> tuple[bool, list[str]]:
+    """Load what every rank needs completely, and which is read once for all."""
+    state = {"model": nn.Linear(500, 700)}
+    options = {"staging": _machine(root, 0), "share_reads": "always", "deadline_s": DEADLINE_S}
+    report = bcp.load(f"{_store(root)}/step-1", state, **options)
+    return bool((state["model"].weight == 3.0).all()) and report.bytes_received > 0, report.notes
+
+
+def test_damage_where_ranks_share_reads(pool: RankPool, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    model = nn.Linear(500, 700)
+    nn.init.constant_(model.weight, 3.0)
+    bcp.save(f"{_store(root)}/step-1", {"model": model}, staging=_machine(root, 0)).uploaded(WAIT_S)
+    [path] = _folder(root, 0, "step-1").rglob("model-*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    results = pool.run(_load_replicas, root)
+    assert [is_equal for is_equal, _ in results] == [True] * WORLD
+    assert sum("damaged" in note for _, notes in results for note in notes) >= 1
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_one_rank_cannot_upload(pool: RankPool, tmp_path: Path, bad: int) -> None:
+    """All ranks raise its cause. The upload is completed on each machine alone, in any order."""
+    root = str(tmp_path)
+    for failure in pool.run(_save, root, "step-1", 1.0, bad):
+        assert "the store is broken" in failure
+    assert not os.path.exists(f"{_store(root)}/step-1/manifest.msgpack")
+    order = [1, 2, 0] if bad == 0 else [2, 0, 1]
+    for number, rank in enumerate(order, 1):
+        [upload] = unfinished_uploads(_machine(root, rank))
+        report = finish_upload(upload)
+        assert report.sent == (report.size if rank == bad else 0)
+        assert unfinished_uploads(_machine(root, rank)) == []
+        # The last file is there when the rank that could not upload is done.
+        is_complete = bad in order[:number]
+        assert os.path.exists(f"{_store(root)}/step-1/manifest.msgpack") == is_complete
+        if is_complete:
+            break
+    assert bcp.open(f"{_store(root)}/step-1").verify().ok
+
+
+def _train(
+    rank: int,
+    world_size: int,
+    root: str,
+    first: int,
+    last: int,
+    bad: int | None,
+    keep: int | None = None,
+    staged: int = 1,
+) -> float:
+    """Resume, train some steps, and return the value that the state had after the resume."""
+    stop = _fail_uploads_on(bad, rank)
+    try:
+        with _manager(root, rank, keep=keep, keep_staged=staged) as manager:
+            state = _state(-1.0)
+            found = manager.resume(state, allow_fresh=True)
+            for step in range(first, last + 1):
+                dist.all_reduce(torch.ones(1))
+                manager.save(step, lambda step=step: _state(float(step)))
+    except StorageError:
+        assert bad is not None
+    finally:
+        stop()
+    return _value(state) if found is not None else -1.0
+
+
+def _staged(root: str, rank: int) -> list[str]:
+    return sorted(path.parent.name for path in _folder(root, rank, "").glob("step-*/manifest.msgpack"))
+
+
+def _names(folder: Path) -> set[str]:
+    """The folders that hold files."""
+    return {path.relative_to(folder).parts[0] for path in folder.rglob("*") if path.is_file()}
+
+
+def _stored(root: str) -> list[str]:
+    return sorted(path.parent.name for path in Path(_store(root)).glob("step-*/manifest.msgpack"))
+
+
+def test_retention_in_both_places(pool: RankPool, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    assert pool.run(_train, root, 1, 5, None, 3, 2) == [-1.0] * WORLD
+    assert _stored(root) == ["step-3", "step-4", "step-5"]
+    for rank in range(WORLD):
+        assert _staged(root, rank) == ["step-4", "step-5"]
+        assert _names(_folder(root, rank, "")) == {"step-4", "step-5"}
+
+
+def test_a_restarted_job_completes_the_uploads(pool: RankPool, tmp_path: Path) -> None:
+    """What is not uploaded stays in the folders, whatever the retention; each machine needs its files at the resume."""
+    root = str(tmp_path)
+    pool.run(_train, root, 1, 2, None)
+    pool.run(_train, root, 3, 4, 1)
+    assert _stored(root) == ["step-1", "step-2"]
+    for rank in range(WORLD):
+        assert _staged(root, rank)[-2:] == ["step-3", "step-4"]
+    resumed = pool.run(_train, root, 5, 5, None)
+    assert len(set(resumed)) == 1
+    assert resumed[0] == 4.0
+    assert _stored(root) == ["step-1", "step-2", "step-3", "step-4", "step-5"]
+    for rank in range(WORLD):
+        assert _staged(root, rank) == ["step-5"]
+    assert list(find_journals(root)) == []
+    for name in _stored(root):
+        assert bcp.open(f"{_store(root)}/{name}").verify().ok
+
+
+def _save_until_killed(rank: int, world_size: int, root: str, victim: int, point: str, event: str) -> None:
+    def observe(name: str, what: str) -> None:
+        if rank == victim and (name, what) == (point, event):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    telemetry.observe(observe)
+    with _manager(root, rank) as manager:
+        manager.save(1, _state(1.0))
+        manager.wait()
+
+
+KILLS = [
+    ("save.confirm", "enter"),
+    ("save.commit.after", "point"),
+    ("upload.transfer", "enter"),
+    ("upload.transfer", "exit"),
+    ("upload.commit.before", "point"),
+    ("upload.commit", "exit"),
+]
+
+
+@pytest.mark.parametrize(("point", "event"), KILLS, ids=lambda value: value)
+def test_a_killed_job(tmp_path: Path, point: str, event: str) -> None:
+    """The restarted job finds the checkpoint where its files are, or none; nothing remains to be uploaded."""
+    root = str(tmp_path)
+    victim = 0 if "commit" in point else 1
+    with RankPool(2) as pool:
+        with pytest.raises(Exception, match=r"killed|SIGKILL|died|ended"):
+            pool.run(_save_until_killed, root, victim, point, event, expect_death={victim: signal.SIGKILL})
+    with RankPool(2) as pool:
+        values = pool.run(_train, root, 2, 2, None)
+    assert len(set(values)) == 1
+    assert values[0] in (1.0, -1.0)
+    assert _stored(root)[-1] == "step-2"
+    for name in _stored(root):
+        assert bcp.open(f"{_store(root)}/{name}").verify().ok
+    assert list(find_journals(root)) == []
+    if point.startswith("upload"):
+        assert _stored(root) == ["step-1", "step-2"]
+    for rank in range(2):
+        assert _staged(root, rank) == ["step-2"]
+        assert _names(_folder(root, rank, "")) == {"step-2"}

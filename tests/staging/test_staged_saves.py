@@ -1,0 +1,329 @@
+"""Saves to a staging folder, from which the checkpoint is uploaded; and loads of the nearest copy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint.nearest import open_staging
+from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageError, UsageError
+from bytecheckpoint.storage_backends import base, open_backend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.testing import time_limit
+from bytecheckpoint.testing.faults import CountingBackend
+from bytecheckpoint.transfer.journal import find_journals
+
+WAIT_S = time_limit(60)
+SIZE = 1_500_000  # several chunks, and several reads
+
+
+def state(value: float) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(int(value))
+    model = {"weight": torch.randn(SIZE, generator=generator), "bias": torch.full((5,), value)}
+    return {"model": model, "extra_state": {"value": value}}
+
+
+def empty() -> dict[str, Any]:
+    return {"model": {"weight": torch.zeros(SIZE), "bias": torch.zeros(5)}, "extra_state": {"value": -1.0}}
+
+
+def check(loaded: dict[str, Any], value: float) -> None:
+    expected = state(value)
+    assert loaded["extra_state"]["value"] == value
+    for name, tensor in expected["model"].items():
+        assert torch.equal(loaded["model"][name], tensor), name
+
+
+class Places:
+    """A store and a staging folder, both local, and the checkpoint's folder in each."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.store, self.staging = tmp_path / "store", tmp_path / "staging"
+
+    def path(self, name: str = "step-1") -> Path:
+        return self.store / name
+
+    def staged(self, name: str = "step-1") -> Path:
+        return self.staging / "file" / str(self.store).lstrip("/") / name
+
+    def save(self, value: float, name: str = "step-1", **options: Any) -> bcp.SaveHandle:
+        return bcp.save(self.path(name), state(value), staging=self.staging, **options)
+
+    def load(self, name: str = "step-1", **options: Any) -> tuple[dict[str, Any], bcp.LoadReport]:
+        loaded = empty()
+        return loaded, bcp.load(self.path(name), loaded, staging=self.staging, **options)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places(tmp_path)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    backend = open_backend(folder)
+    return {stat.key: backend.get(stat.key) for stat in backend.list()}
+
+
+@contextmanager
+def held_uploads() -> Iterator[None]:
+    """Keep uploads from beginning until the block ends."""
+    go_on = threading.Event()
+
+    def observe(name: str, event: str) -> None:
+        if (name, event) == ("upload.transfer", "enter"):
+            assert go_on.wait(WAIT_S)
+
+    stop = telemetry.observe(observe)
+    try:
+        yield
+    finally:
+        go_on.set()
+        stop()
+
+
+def fail_upload(places: Places, value: float, at: str = "transfer") -> str:
+    """Save, and let the upload fail in this step; return the attempt."""
+
+    def observe(name: str, event: str) -> None:
+        if (name, event) == (f"upload.{at}", "enter"):
+            raise StorageError("the store is broken")
+
+    stop = telemetry.observe(observe)
+    try:
+        handle = places.save(value)
+        with pytest.raises(StorageError, match="the store is broken"):
+            handle.uploaded(WAIT_S)
+        return handle.result().attempt
+    finally:
+        stop()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_is_in_both_places(places: Places, is_async: bool) -> None:
+    with held_uploads():
+        handle = places.save(1.0, async_save=is_async)
+        handle.result(WAIT_S)
+        assert not handle.is_uploaded()
+        assert not (places.path() / "manifest.msgpack").exists()
+        check(places.load()[0], 1.0)
+        with pytest.raises(CheckpointNotFoundError):
+            bcp.open(places.path())
+    assert handle.uploaded(WAIT_S) == handle.result()
+    assert handle.result().url == handle.url == str(places.path())
+    assert contents(places.path()) == contents(places.staged())
+    assert bcp.open(places.path()).verify().ok
+    assert list(find_journals(str(places.staging))) == []
+
+
+def test_without_staging_a_save_is_uploaded_when_it_is_committed(tmp_path: Path) -> None:
+    called = []
+    handle = bcp.save(tmp_path / "step-1", state(1.0))
+    handle.add_uploaded_callback(called.append)
+    assert handle.is_uploaded()
+    assert handle.uploaded() == handle.result()
+    assert called == [handle]
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "zstd"}, {"layout": "whole"}], ids=str)
+def test_a_load_reads_what_is_near(places: Places, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    places.save(1.0, **options).uploaded(WAIT_S)
+    opened: list[str] = []
+    original = LocalBackend.open_object
+
+    def open_object(self: LocalBackend, key: str) -> Any:
+        opened.append(self.url)
+        return original(self, key)
+
+    monkeypatch.setattr(LocalBackend, "open_object", open_object)
+    loaded, report = places.load()
+    check(loaded, 1.0)
+    assert set(opened) == {str(places.staged())}
+    assert report.notes == []
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_is_not_near_is_read_from_the_store(places: Places, verify: bool) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+    for path in places.staged().rglob("model-*"):
+        path.unlink()
+    loaded, report = places.load(verify=verify)
+    check(loaded, 1.0)
+    assert [note for note in report.notes if "were read from the store" in note]
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "zstd"}], ids=str)
+@pytest.mark.parametrize("damage", ["head", "middle", "short", "values"])
+def test_damaged_ranges_are_read_from_the_store(
+    places: Places, damage: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    places.save(1.0, **options).uploaded(WAIT_S)
+    pattern = "extra_state-*.msgpack" if damage == "values" else "model-*"
+    path = next(path for path in places.staged().rglob(pattern) if damage == "values" or path.stat().st_size > 1e6)
+    data = bytearray(path.read_bytes())
+    data[{"head": 9, "middle": len(data) // 2, "short": 0, "values": 40}[damage]] ^= 0 if damage == "short" else 1
+    path.write_bytes(data[: len(data) // 2] if damage == "short" else data)
+    with caplog.at_level(logging.WARNING):
+        loaded, report = places.load()
+    check(loaded, 1.0)
+    assert "cannot be used" in caplog.text
+    assert [note for note in report.notes if "damaged" in note]
+    if damage == "middle":  # the other ranges are read near
+        assert report.bytes_read < 1.5 * report.bytes_requested
+    # The same bytes, damaged in both places, are an error.
+    there = places.path() / path.relative_to(places.staged())
+    there.write_bytes(path.read_bytes())
+    with pytest.raises((bcp.errors.CorruptionError, bcp.errors.StorageError)):
+        places.load()
+
+
+def test_a_failed_upload_is_continued(places: Places) -> None:
+    fail_upload(places, 1.0)
+    check(places.load()[0], 1.0)
+    [upload] = unfinished_uploads(str(places.staging))
+    assert (upload.path, upload.url, upload.head.rank) == (str(places.staged()), str(places.path()), 0)
+    report = finish_upload(upload)
+    assert report.sent == report.size == upload.size
+    assert contents(places.path()) == contents(places.staged())
+    assert unfinished_uploads(str(places.staging)) == []
+
+
+def test_a_failed_commit_is_continued_without_sending_anything_again(places: Places) -> None:
+    fail_upload(places, 1.0, at="commit")
+    assert not (places.path() / "manifest.msgpack").exists()
+    report = finish_upload(*unfinished_uploads(str(places.staging)))
+    assert report.sent == 0
+    check(places.load()[0], 1.0)
+
+
+def test_a_failed_save_leaves_nothing_to_upload(places: Places) -> None:
+    def observe(name: str, event: str) -> None:
+        if name == "save.commit.before":
+            raise StorageError("the disk is broken")
+
+    stop = telemetry.observe(observe)
+    try:
+        handle = places.save(1.0, async_save=True)
+        with pytest.raises(StorageError, match="the disk is broken"):
+            handle.uploaded(WAIT_S)
+        assert handle.is_uploaded()
+    finally:
+        stop()
+    assert unfinished_uploads(str(places.staging)) == []
+    assert not places.staged().exists() or contents(places.staged()) == {}
+
+
+def test_overwritten_while_it_is_uploaded(places: Places) -> None:
+    """The store ends with the last save, and neither place keeps files of the first one."""
+    with held_uploads():
+        first = places.save(1.0)
+        second = places.save(2.0)
+        assert len(list(find_journals(str(places.staging)))) == 2
+        check(places.load()[0], 2.0)
+    first.uploaded(WAIT_S)
+    second.uploaded(WAIT_S)
+    check(places.load()[0], 2.0)
+    assert contents(places.path()) == contents(places.staged())
+    assert {key.partition("/")[0] for key in contents(places.path())} == {"manifest.msgpack", second.result().attempt}
+
+
+def test_an_upload_of_an_overwritten_checkpoint_is_discarded(places: Places) -> None:
+    fail_upload(places, 1.0, at="commit")
+    attempt = fail_upload(places, 2.0)
+    by_attempt = {one.head.attempt: one for one in unfinished_uploads(str(places.staging))}
+    last = by_attempt.pop(attempt)
+    assert finish_upload(*by_attempt.values()).files == 0
+    assert contents(places.path()) == {}
+    finish_upload(last)
+    assert contents(places.path()) == contents(places.staged())
+    check(places.load()[0], 2.0)
+
+
+def test_a_later_checkpoint_in_the_store_is_not_replaced(places: Places, tmp_path: Path) -> None:
+    fail_upload(places, 1.0, at="commit")
+    bcp.save(places.path(), state(3.0))
+    check(places.load()[0], 3.0)
+    assert finish_upload(*unfinished_uploads(str(places.staging))).files == 0
+    check(places.load()[0], 3.0)
+    assert {key.partition("/")[0] for key in contents(places.path())} == {
+        "manifest.msgpack",
+        bcp.open(places.path()).manifest.attempt,
+    }
+
+
+def test_a_checkpoint_that_was_removed_in_the_store_is_not_loaded(places: Places) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+    places.save(2.0, "step-2").uploaded(WAIT_S)
+    remove(str(places.path("step-2")))
+    newest = bcp.latest(places.store, staging=places.staging)
+    assert newest is not None
+    assert newest.url == str(places.path("step-1"))
+    with pytest.raises(CheckpointNotFoundError):
+        places.load("step-2")
+
+
+def test_latest_finds_what_is_not_uploaded(places: Places) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+    with held_uploads():
+        last = places.save(2.0, "step-2")
+        newest = bcp.latest(places.store, staging=places.staging)
+        assert newest is not None
+        assert newest.url == str(places.path("step-2"))
+        assert torch.equal(newest["model.weight"].load(), state(2.0)["model"]["weight"])
+        only_store = bcp.latest(places.store)
+        assert only_store is not None
+        assert only_store.url == str(places.path())
+    last.uploaded(WAIT_S)
+
+
+def test_a_store_that_cannot_be_read(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+    url = str(places.path())
+
+    class Broken(CountingBackend):
+        def get(self, key: str, *, max_size: int | None = None) -> bytes:
+            raise StorageError("no connection")
+
+    monkeypatch.setattr(
+        "bytecheckpoint.checkpointer.open_backend",
+        lambda path, **options: Broken(open_backend(path)) if os.fspath(path) == url else open_backend(path),
+    )
+    check(places.load()[0], 1.0)
+
+
+def test_the_rate_is_limited(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six parts, of which the first is sent at once."""
+    monkeypatch.setattr(base._PiecewiseWriter, "part_bytes", 1 << 20)
+    begun = time.monotonic()
+    places.save(1.0, upload_rate=10 << 20).uploaded(WAIT_S)
+    assert time.monotonic() - begun > 0.5
+
+
+def test_invalid_arguments(places: Places) -> None:
+    with pytest.raises(UsageError, match="upload_rate needs staging"):
+        bcp.save(places.path(), state(1.0), upload_rate=1e6)
+    with pytest.raises(UsageError, match="upload_rate must be a positive number"):
+        places.save(1.0, upload_rate=-1)
+    with pytest.raises(UsageError, match="staging must be a local folder"):
+        bcp.save(places.path(), state(1.0), staging="memory://x")
+    with pytest.raises(UsageError, match="staging must be a path"):
+        bcp.save(places.path(), state(1.0), staging=3)  # type: ignore[arg-type]
+    assert not places.store.exists()
+    assert not places.staging.exists()
+
+
+def test_a_user_and_a_password_are_no_folder(tmp_path: Path) -> None:
+    folder = open_staging(tmp_path, MemoryBackend("user:secret@runs", "7b"))
+    assert folder.url == str(tmp_path / "memory" / "runs" / "7b")
