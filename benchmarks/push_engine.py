@@ -71,6 +71,9 @@ class _Worker:
     def restore(self) -> bool:
         return False
 
+    def clear_caches(self) -> None:
+        """Does nothing: there are no caches."""
+
 
 class PipeEngine(Engine):
     """``tp`` processes, which answer through pipes. Their layers are on the CPU or, by "cuda", on all GPUs in turn."""

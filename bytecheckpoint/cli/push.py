@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import click
 
 from .. import api
+from ..checkpoint.checkpoint import Checkpoint
+from ..errors import DeadlineError, EngineError
 from ..inference.push import (
     AdapterEngine,
     Engine,
@@ -17,20 +19,40 @@ from ..inference.push import (
     NativeEngine,
     Pusher,
     PushReport,
+    SglangEngine,
     adapter_config,
 )
-from ..inference.push.engines.vllm import PauseMode
+from ..inference.push.engines.rpc import PauseMode
+from ..inference.push.sglang import SglangPause
 from ..inference.push.transports.group import GroupBackend
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from .options import checked, command, options_for, rename_option
-from .output import Output, size_text
+from .output import Output, printable, size_text
 
 __all__ = ["push_command"]
 
+_POLL_S = 2.0
+_SGLANG_PAUSES: dict[PauseMode, SglangPause] = {"wait": "retract", "abort": "abort", "keep": "in_place"}
+
 
 @command("push")
-@click.argument("source")
-@click.option("--to", "urls", multiple=True, required=True, metavar="URL", help="The address of an engine. Repeatable.")
+@click.argument("source", required=False)
+@click.option("--to", "urls", multiple=True, metavar="URL", help="The address of an engine. Repeatable.")
+@click.option("--watch", "root", metavar="ROOT", help="Push the newest checkpoint below ROOT, and each newer one.")
+@click.option(
+    "--watch-timeout",
+    "watch_s",
+    type=float,
+    metavar="SECONDS",
+    help="With --watch, end when no new checkpoint has come for this long.",
+)
+@click.option(
+    "--resume",
+    "resumed",
+    multiple=True,
+    metavar="URL",
+    help="Push nothing: resume an engine that a killed sender left paused. Repeatable.",
+)
 @click.option(
     "--version",
     "version",
@@ -61,15 +83,15 @@ __all__ = ["push_command"]
 )
 @click.option(
     "--protocol",
-    type=click.Choice(["checkpoint-engine"]),
-    help="The protocol of engines on this host that run without bytecheckpoint.",
+    type=click.Choice(["checkpoint-engine", "sglang"]),
+    help="The engines are on this host, and run without bytecheckpoint.",
 )
 @click.option(
     "--device",
     "devices",
     multiple=True,
     metavar="GPU-UUID",
-    help="A worker's GPU, with --protocol; by default all. Repeatable.",
+    help="A worker's GPU, with --protocol checkpoint-engine; by default all. Repeatable.",
 )
 @click.option(
     "--deadline",
@@ -80,13 +102,17 @@ __all__ = ["push_command"]
     callback=checked,
     help="Limit of each wait, in seconds.",
 )
+@click.option("--allow-nonfinite", is_flag=True, help="Push even if values are NaN or infinite.")
 @click.option("--partial", is_flag=True, help="Push even if SOURCE does not fill all parameters of the engine.")
 def push_command(
     out: Output,
     options: Mapping[str, Any],
-    source: str,
+    source: str | None,
     *,
     urls: tuple[str, ...],
+    root: str | None,
+    watch_s: float | None,
+    resumed: tuple[str, ...],
     version: str | None,
     section: str,
     rename: Callable[[str], str] | None,
@@ -98,6 +124,7 @@ def push_command(
     protocol: str | None,
     devices: tuple[str, ...],
     deadline_s: float,
+    allow_nonfinite: bool,
     partial: bool,
 ) -> None:
     """Push the weights of SOURCE into running engines. Each worker receives only its own part of them.
@@ -108,11 +135,28 @@ def push_command(
     Every byte is verified before weights change, and after a failure the engines keep serving the previous weights.
     If weights are streamed, a failure can leave an engine paused until the next push.
 
+    --watch ROOT follows a training job: it pushes the newest checkpoint below ROOT, and each newer one when it is
+    committed. An engine that fails gets the next one.
+
+    --resume URL ends a push whose sender was killed, and resumes the engine if it serves one complete version.
+
     Start vLLM with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
     bytecheckpoint.inference.vllm.worker.WorkerExtension, or for --native with --weight-transfer-config
     '{"backend": "bcp"}'. For --protocol checkpoint-engine, use checkpoint-engine's own extension.
+    For --protocol sglang, nothing; by default running requests are computed again with the new weights.
     """
-    from_engine = source.startswith(("http://", "https://"))
+    if resumed:
+        if source is not None or urls or root is not None or protocol is not None:
+            raise click.UsageError("--resume pushes nothing; use it without SOURCE, --to, --watch and --protocol")
+        _resume(out, [_engine(url, pause, native=native) for url in resumed], deadline_s)
+        return
+    if (source is None) == (root is None) or not urls:
+        raise click.UsageError("name what to push (SOURCE or --watch ROOT) and the engines (--to URL)")
+    if root is not None and (adapter is not None or version is not None):
+        raise click.UsageError("--watch pushes models under their steps; use it without --adapter and --version")
+    source = source if root is None else root
+    assert source is not None
+    from_engine = root is None and source.startswith(("http://", "https://"))
     if from_engine and (rename or adapter is not None or group is not None or cuda_ipc):
         raise click.UsageError(
             "--rename, --adapter, --group and --cuda-ipc apply to checkpoints; an engine sends what it received"
@@ -127,12 +171,24 @@ def push_command(
     config = None if adapter is None else adapter_config(source, storage_options=storage_options)
     engines: list[Engine] = []
     for url in urls:
-        engine = (
-            _engine(url, pause, native=native)
-            if protocol is None
-            else IpcEngine(url, devices=devices or None, pause=pause)
-        )
+        engine: Engine
+        if protocol is None:
+            engine = _engine(url, pause, native=native)
+        elif protocol == "sglang":
+            engine = SglangEngine(url, pause=_SGLANG_PAUSES[pause])
+        else:
+            engine = IpcEngine(url, devices=devices or None, pause=pause)
         engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
+    if root is not None:
+        with Pusher(engines, deadline_s=deadline_s, group=group, cuda_ipc=cuda_ipc) as pusher:
+            for checkpoint in _newest(root, watch_s, storage_options):
+                report = _push_one(
+                    pusher, checkpoint, section, rename, strict=not partial, check_finite=not allow_nonfinite
+                )
+                if report is not None:
+                    out.document({"source": checkpoint.url, **report.plain(), "total_s": report.total_s})
+                    out.line(f"the engines serve version {report.version} after {report.total_s:.2f} s")
+        return
     with ExitStack() as stack:
         pusher = stack.enter_context(Pusher(engines, deadline_s=deadline_s, group=group, cuda_ipc=cuda_ipc))
         what: Any
@@ -143,15 +199,61 @@ def push_command(
             what = api.open(source, storage_options=storage_options)
         with out.stages() as progress:
             report = pusher.push(
-                what, version=version, section=section, rename=rename, strict=not partial, progress=progress
+                what,
+                version=version,
+                section=section,
+                rename=rename,
+                strict=not partial,
+                check_finite=not allow_nonfinite,
+                progress=progress,
             )
     out.document({"source": what.name if from_engine else what.url, **report.plain(), "total_s": report.total_s})
     _show(out, report)
 
 
+def _newest(root: str, timeout_s: float | None, storage_options: Mapping[str, Any]) -> Iterator[Checkpoint]:
+    """Yield the newest checkpoint, and then each one that is the newest when it is found."""
+    options: dict[str, Any] = {"storage_options": storage_options}
+    found = api.watch(root, poll_s=_POLL_S, timeout_s=timeout_s, **options)
+    pushed = api.latest(root, allow_fresh=True, **options)
+    if pushed is not None:
+        yield pushed
+    for checkpoint in found:
+        newest = api.latest(root, allow_fresh=True, **options) or checkpoint
+        if pushed is None or newest.manifest.attempt != pushed.manifest.attempt:
+            pushed = newest
+            yield newest
+
+
+def _push_one(
+    pusher: Pusher,
+    checkpoint: Checkpoint,
+    section: str,
+    rename: Callable[[str], str] | None,
+    *,
+    strict: bool,
+    check_finite: bool,
+) -> PushReport | None:
+    """Push a checkpoint. An engine that fails gets the next one."""
+    try:
+        return pusher.push(checkpoint, section=section, rename=rename, strict=strict, check_finite=check_finite)
+    except (EngineError, DeadlineError) as error:
+        click.echo(f"bcp: step {checkpoint.step} was not pushed: {printable(str(error))}", err=True)
+        return None
+
+
 def _engine(url: str, pause: PauseMode, *, native: bool) -> Engine:
     engine = HttpEngine(url, pause=pause)
     return NativeEngine(engine) if native else engine
+
+
+def _resume(out: Output, engines: list[Engine], deadline_s: float) -> None:
+    with Pusher(engines, deadline_s=deadline_s) as pusher:
+        served = pusher.resume()
+    versions = {engine.name: version for engine, version in zip(engines, served, strict=True)}
+    out.document({"resumed": versions})
+    for name, version in versions.items():
+        out.line(f"{name} serves {'what it started with' if version is None else f'version {version}'}")
 
 
 def _show(out: Output, report: PushReport) -> None:

@@ -15,7 +15,7 @@ from ..load.shared_reads.negotiation import ShareReads
 from ..load.shared_reads.run import read_together
 from ..tensors.geometry import Box
 from ..tensors.shards import torch_dtype
-from .layouts.recording import Copy, Recorder
+from .layouts.recording import Copy, ReadView, Recorder
 from .layouts.strided import StridedView, box_of
 
 __all__ = ["DeliveryReport", "StoredWeights"]
@@ -44,6 +44,20 @@ class DeliveryReport:
     seen: tuple[str, ...]
 
 
+class _ReadingRecorder(Recorder):
+    """Runs each copy at once."""
+
+    def __init__(self, read: ReadView) -> None:
+        super().__init__(read)
+        self._read_now = read
+
+    def add_copy(self, copy: Copy) -> None:
+        if copy.target.is_meta:
+            return  # the engine only counts elements
+        with torch.no_grad():
+            copy.target.copy_(self._read_now(copy.name, copy.view))
+
+
 class StoredWeights:
     """The tensors of one section of a checkpoint, under the model's own names.
 
@@ -70,11 +84,16 @@ class StoredWeights:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """``(name, recorded tensor)`` pairs for a model's ``load_weights``, including tied names. Reads nothing."""
+        return self._recorded(self.recorder)
+
+    def tensors_read_by_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same pairs, for a loader that is not followed by ``deliver``: each of its copies reads what it needs."""
+        return self._recorded(_ReadingRecorder(self._read_view))
+
+    def _recorded(self, recorder: Recorder) -> Iterator[tuple[str, torch.Tensor]]:
         names = (name for name in self._checkpoint if name.startswith(self._prefix))
         metas = ((name, self._checkpoint[name]) for name in names)
-        return self.recorder.tensors(
-            (name.removeprefix(self._prefix), stored.shape, stored.dtype) for name, stored in metas
-        )
+        return recorder.tensors((name.removeprefix(self._prefix), stored.shape, stored.dtype) for name, stored in metas)
 
     def deliver(self, op: Operation, share_reads: ShareReads = "auto") -> DeliveryReport:
         """Read what the loader copied into the parameters.

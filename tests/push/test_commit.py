@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bytecheckpoint.errors import BytecheckpointError, DeadlineError
-from bytecheckpoint.inference.push.commit import apply_on
+from bytecheckpoint.errors import BytecheckpointError, DeadlineError, EngineError
+from bytecheckpoint.inference.push.commit import EngineCommit
 from bytecheckpoint.inference.push.engines.base import Budget, Engine
 from bytecheckpoint.inference.push.messages import encode
 
@@ -23,7 +23,7 @@ class Recorded(Engine):
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         self.calls.append("call")
-        return [encode({"version": 2, "inconsistent_reason": "", "applied_by": "t"})]
+        return [encode({"version": 2, "inconsistent_reason": "", "applied_by": "t", "transaction": "t"})]
 
     def pause(self, timeout_s: float) -> None:
         self.calls.append("pause")
@@ -35,9 +35,8 @@ class Recorded(Engine):
 
 
 def _apply(engine: Engine, *, was_inconsistent: bool = False, is_abandoned: bool = False) -> BytecheckpointError | None:
-    return apply_on(
-        engine, MESSAGE, 2, Budget(1.0), "stream", was_inconsistent=was_inconsistent, is_abandoned=lambda: is_abandoned
-    )
+    commit = EngineCommit(engine, MESSAGE, "", was_inconsistent, lambda: is_abandoned)
+    return commit.load("stream", Budget(1.0)) or commit.finish(Budget(1.0))
 
 
 def test_an_engine_resumes_after_applying() -> None:
@@ -59,3 +58,12 @@ def test_an_engine_that_cannot_pause_is_resumed_unless_it_was_inconsistent(was_i
     engine = Recorded(pauses=False)
     assert isinstance(_apply(engine, was_inconsistent=was_inconsistent), DeadlineError)
     assert engine.calls == (["pause"] if was_inconsistent else ["pause", "resume"])
+
+
+def test_engines_that_cannot_be_reached_by_a_worker_resume_after_an_interrupt() -> None:
+    engine = Recorded()
+    commit = EngineCommit(engine, MESSAGE, "")
+    assert commit.load("apply", Budget(1.0)) is None
+    commit.interrupt(is_complete=False)
+    assert engine.calls == ["pause", "call", "call", "call", "resume"]
+    assert isinstance(commit.undo(Budget(1.0)), EngineError)  # it serves the version that it reverts to

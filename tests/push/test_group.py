@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,9 +92,11 @@ def test_a_sender_killed_while_it_sends(engine: ToyEngine, faulty: int) -> None:
     survivor = found[1 - faulty]
     assert survivor[0] == RankFailedError.__name__
     assert f"rank {faulty}" in survivor[1]
-    if faulty:  # otherwise no rank is left that talks to the engine
+    if faulty:
         assert "is left paused; push again, or restart it" in survivor[1]
-    assert engine.paused
+        assert engine.paused
+    else:  # rank 0 may have been killed before it paused the engine
+        assert engine.paused or engine.look()["digests"] == expected_digests(1, 2)
     _push(engine, 3)
 
 
@@ -226,6 +229,7 @@ def test_waiting_for_nccl_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Connecting, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
     gathering = GroupRendezvous("nccl", 0.5)
     with pytest.raises(EngineError, match=r"cannot join the group of 1 members .* NCCL took longer than 0\.5 s"):
         join_group(gathering.address([""], [], []), 0)

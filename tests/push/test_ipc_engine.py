@@ -29,10 +29,11 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 from toy_ipc_engine import toy_ipc_engine
 
 import bytecheckpoint as bcp
+from bytecheckpoint import telemetry
 from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import BytecheckpointError, DeadlineError, EngineError, StateError
 from bytecheckpoint.inference.push import DraftEngine, HttpEngine, IpcEngine, Pusher
-from bytecheckpoint.inference.push.engines.ipc_update import Update
+from bytecheckpoint.inference.push.ipc.update import Update
 from bytecheckpoint.inference.push.memory import DOUBLE, STREAMED
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -271,6 +272,21 @@ def test_a_killed_sender(engine: ToyEngine, pool: RankPool) -> None:
         time.sleep(0.05)
     pool.run(_push_and_look, engine.url, [3], WHOLE)
     _assert_serves(engine, 3)
+
+
+def _die_at(rank: int, world_size: int, url: str, point: str) -> None:
+    with _pusher(url) as pusher:
+        pusher.push(ToyTrainee(1), version=1)
+        telemetry.observe(lambda name, event: os.kill(os.getpid(), signal.SIGKILL) if name == point else None)
+        pusher.push(ToyTrainee(2), version=2)
+
+
+@pytest.mark.parametrize(("point", "served"), [("push.apply.paused", 1), ("push.apply.loaded", 2)])
+def test_a_sender_killed_while_the_engine_is_paused(engine: ToyEngine, point: str, served: int) -> None:
+    with RankPool(1) as other:
+        other.run(_die_at, engine.url, point, expect_death={0: signal.SIGKILL})
+        until(lambda: not engine.paused, "the guard has resumed the engine")
+    _assert_serves(engine, served)
 
 
 def test_from_an_engine_that_was_pushed_to(engine: ToyEngine) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push.engines.vllm import HttpEngine, NativeEngine, post_answer
+from bytecheckpoint.inference.push.engines.answers import post_answer
+from bytecheckpoint.inference.push.engines.vllm import HttpEngine, NativeEngine
 from bytecheckpoint.testing import time_limit
 
 
@@ -18,6 +20,7 @@ class _Engine(HttpEngine):
         super().__init__("http://127.0.0.1:1")
         self.requests: list[dict[str, Any]] = []
         self.late: Exception | None = None
+        self.idle: list[socket.socket] = []
 
     def transfer_step(self, step: str, document: Any, timeout_s: float) -> None:
         if step != "update_weights":
@@ -26,6 +29,8 @@ class _Engine(HttpEngine):
         self.requests.append(info)
         if len(self.requests) == 1:
             raise EngineError("the engine did not respond")
+        for _ in range(3):  # of strangers, who say nothing
+            self.idle.append(socket.create_connection(("127.0.0.1", info["port"])))
         for request, answer in zip(self.requests, ("late", "present")):
             try:
                 post_answer(request["hosts"], request["port"], request["key"], 0, 1, answer)
@@ -33,7 +38,7 @@ class _Engine(HttpEngine):
                 self.late = error
 
 
-def test_a_late_answer_is_not_taken_for_the_present_one() -> None:
+def test_neither_late_answers_nor_idle_connections_disturb_the_present_one() -> None:
     engine = _Engine()
     native = NativeEngine(engine)
     with pytest.raises(EngineError, match="did not respond"):
@@ -41,3 +46,5 @@ def test_a_late_answer_is_not_taken_for_the_present_one() -> None:
     assert native.call("second", time_limit(10)) == ["present"]
     assert engine.late is not None
     native.close()
+    for connection in engine.idle:
+        connection.close()

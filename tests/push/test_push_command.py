@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from host_device import host_device
+from join_probes import until
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
+from bytecheckpoint.inference.push import HttpEngine
+from bytecheckpoint.testing import time_limit
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,39 @@ def test_by_cuda_ipc(tmp_path: Path) -> None:
         done = CliRunner().invoke(cli, [*push, "http://127.0.0.1:9", *others])
         assert done.exit_code == 2
         assert "--cuda-ipc" in done.stderr
+
+
+def test_an_engine_that_was_left_paused_resumes(engine: ToyEngine, tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(13)}, step=130)
+    done = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", engine.url])
+    assert done.exit_code == 0, done.output
+    HttpEngine(engine.url).pause(time_limit(10))
+    assert engine.paused
+    done = CliRunner().invoke(cli, ["push", "--resume", engine.url])
+    assert done.exit_code == 0, done.output
+    assert f"{engine.url} serves version 130" in done.output
+    assert not engine.paused
+    for wrong in (["--resume", engine.url, "--to", engine.url], ["--resume", "a:1"], [str(tmp_path / "c")], []):
+        done = CliRunner().invoke(cli, ["push", *wrong])
+        assert done.exit_code == 2, (wrong, done.output)
+
+
+def test_the_commits_of_a_job_are_followed(engine: ToyEngine, tmp_path: Path) -> None:
+    for step in (1, 2):
+        bcp.save(tmp_path / f"step-{step}", {"model": ToyTrainee(20 + step)}, step=step)
+    before = engine.look()["log"].count("/pause")
+    command = ["push", "--watch", str(tmp_path), "--to", engine.url, "--watch-timeout", str(time_limit(3))]
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(CliRunner().invoke, cli, command)
+        until(lambda: engine.look()["digests"] == expected_digests(22, 2), "the newest is served")
+        bcp.save(tmp_path / "step-3", {"model": ToyTrainee(23)}, step=3)
+        done = following.result()
+    assert done.exit_code == 0, done.output
+    assert engine.look()["digests"] == expected_digests(23, 2)
+    assert engine.look()["log"].count("/pause") == before + 2
+    assert "the engines serve version 3" in done.output
+    done = CliRunner().invoke(cli, ["push", "--watch", str(tmp_path), str(tmp_path), "--to", engine.url])
+    assert done.exit_code == 2
 
 
 def test_no_engine(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ class _Model:
     def restore(self) -> bool:
         raise AssertionError
 
+    def clear_caches(self) -> None:
+        """Does nothing: there are no caches."""
+
 
 class _Engine(Engine):
     def __init__(self, *models: _Model) -> None:

@@ -65,6 +65,9 @@ class _Stage:
     def restore(self) -> bool:
         return False
 
+    def clear_caches(self) -> None:
+        """Does nothing: there are no caches."""
+
 
 class _Engine(Engine):
     """An engine with a thread per worker."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ import torch
 import xxhash
 
 from bytecheckpoint.engine.tensor_bytes import byte_view
-from bytecheckpoint.errors import DeadlineError, EngineError
+from bytecheckpoint.errors import DeadlineError, EngineError, UsageError
 from bytecheckpoint.inference.layouts.parts import Part
 from bytecheckpoint.inference.push.layout import Layout
+from bytecheckpoint.inference.push.transports import connection as connection_module
 from bytecheckpoint.inference.push.transports.base import Place
 from bytecheckpoint.inference.push.transports.connection import (
     FAILED,
@@ -25,6 +27,7 @@ from bytecheckpoint.inference.push.transports.connection import (
     connect,
     receive,
 )
+from bytecheckpoint.inference.push.transports.listening import ADDRESS_VARIABLE, PORTS_VARIABLE, listen
 from bytecheckpoint.inference.push.transports.shared_memory import Arena, ArenaChunks, SharedMemoryTransport, attach
 from bytecheckpoint.inference.push.transports.tcp import ChunkServer, TcpTransport
 from bytecheckpoint.tensors.dtypes import find_dtype
@@ -113,6 +116,73 @@ def test_a_client_without_the_key(server: ChunkServer, memory: torch.Tensor) -> 
         connection.sendall(b"\0" * 2 * NONCE_BYTES)
         assert connection.recv(1) == b""
     assert not memory.any()
+
+
+def test_strangers_do_not_keep_senders_out(server: ChunkServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.endpoint.port)))
+        transport = _transport(server)
+        transport.write([Place(0, 64, 1)], DATA, DIGEST)
+        transport.finish()
+        transport.close()
+
+
+def test_a_handshake_may_not_take_long(server: ChunkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when a byte arrives now and then."""
+    monkeypatch.setattr(connection_module, "_HANDSHAKE_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.endpoint.port)) as connection:
+        receive(connection, NONCE_BYTES)
+        connection.settimeout(0.05)
+        for _ in range(2 * NONCE_BYTES - 1):
+            try:
+                connection.sendall(b"x")
+                assert connection.recv(1) == b""
+            except TimeoutError:
+                continue
+            except (ConnectionResetError, BrokenPipeError):
+                pass  # it closed before it had read the last byte
+            return
+    raise AssertionError("the handshake did not end")
+
+
+@pytest.mark.parametrize(("address", "found"), [("127.0.0.1", "127.0.0.1"), ("lo", "127.0.0.1"), ("::1", "::1")])
+def test_a_configured_address(memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch, address: str, found: str) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, address)
+    if ":" in address:
+        try:
+            socket.create_server((address, 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this host has no IPv6")
+    server = ChunkServer(ArenaChunks(LAYOUT, memory), time_limit(5))
+    assert server.endpoint.hosts == (found,)
+    assert server._listener.getsockname()[0] == found
+    transport = _transport(server)
+    transport.write([Place(0, 64, 1)], DATA, DIGEST)
+    transport.finish()
+    transport.close()
+    server.close()
+
+
+def test_a_configured_range_of_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        taken = first.getsockname()[1]
+        monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1")
+        monkeypatch.setenv(PORTS_VARIABLE, str(taken))
+        with pytest.raises(EngineError, match=f"no port of {PORTS_VARIABLE}={taken} is free"):
+            listen(1)
+    with listen(1) as listener:
+        assert listener.getsockname()[1] == taken
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [(PORTS_VARIABLE, "a-b"), (PORTS_VARIABLE, "9-1"), (PORTS_VARIABLE, "70000"),
+                            (ADDRESS_VARIABLE, "no.such.host.invalid")]
+)  # fmt: skip
+def test_an_invalid_variable(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UsageError, match=f"{variable}={value}"):
+        listen(1)
 
 
 def test_a_worker_that_does_not_answer() -> None:

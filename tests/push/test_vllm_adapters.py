@@ -68,7 +68,7 @@ def test_tokens_after_each_push(tmp_path: Path) -> None:
         (["push", "second", 6], None),
         (["generate", "second"], _tokens(0, 6)),
         (["generate", "policy"], _tokens(0, 3)),
-        # Another base model, after which vLLM drops all adapters.
+        # Another base model.
         (["push base", 1], None),
         (["generate"], _tokens(1, None)),
         (["generate", "policy"], _tokens(1, 3)),

@@ -16,6 +16,8 @@ from leak_watch import shared_memory_names
 from sampling import sample
 from vllm_pushes import made, reference_tokens, run_pushes
 
+import bytecheckpoint as bcp
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 _RING = 100_000  # bytes that a worker may take: a few chunks
@@ -76,10 +78,12 @@ def test_failures_leave_the_old_version(tmp_path: Path) -> None:
         ["push without", 3, name], ["generate"],
         ["fail next load", 1], ["push", 3], ["generate"],
         ["push", 3], ["generate"],
+        ["push nan", 4, name], ["generate"], ["push", 5], ["generate"],
     ]  # fmt: skip
     found = _run(tmp_path / "hf", "llama", steps, tensor_parallel_size=2, **_EXTENSION)
-    tokens = [reference_tokens(made("llama", seed)) for seed in range(4)]
-    assert [found[at] for at in (1, 4, 6, 8, 11, 13)] == [tokens[seed] for seed in (0, 0, 2, 2, 2, 3)]
+    tokens = [reference_tokens(made("llama", seed)) for seed in range(6)]
+    # After 13, values that are not finite were allowed. They leave nothing in the caches.
+    assert [found[at] for at in (1, 4, 6, 8, 11, 13, 17)] == [tokens[seed] for seed in (0, 0, 2, 2, 2, 3, 5)]
     for missing in (found[0], found[7]):
         assert missing["error"] == "MismatchError"
         assert "model.layers.1.self_attn.qkv_proj.weight" in missing["message"]
@@ -89,6 +93,27 @@ def test_failures_leave_the_old_version(tmp_path: Path) -> None:
         assert "worker 1 of" in broken["message"]
     assert "serves what it started with" in found[3]["message"]
     assert "serves version 2" in found[10]["message"]
+
+
+def test_reloads_and_sleep_between_pushes(tmp_path: Path) -> None:
+    """From a checkpoint, which a reload and the rollback of the first push read again. On CPUs, vLLM only pretends to
+    sleep."""
+    bcp.save(tmp_path / "c", {"model": made("llama", 0)})
+    steps: list[Any] = [
+        ["fail next load", 1], ["push", 1], ["generate"],
+        ["reload"], ["generate"],
+        ["push", 1], ["generate"],
+        ["sleep"], ["wake up", ["weights"]], ["reload"], ["wake up", ["kv_cache"]], ["generate"],
+        ["push", 2], ["generate"],
+        ["sleep"], ["wake up", ["weights"]], ["push", 3], ["wake up", ["kv_cache"]], ["generate"],
+    ]  # fmt: skip
+    options = {"path": str(tmp_path / "c")}
+    loader = {"load_format": "bcp", "model_loader_extra_config": options, "tensor_parallel_size": 2}
+    found = _run(tmp_path / "hf", "llama", steps, **loader, **_EXTENSION)
+    assert "serves what it started with" in found[1]["message"]
+    tokens = [found[number] for number, step in enumerate(steps) if step == ["generate"]]
+    assert tokens == [reference_tokens(made("llama", seed)) for seed in (0, 0, 1, 0, 2, 3)]
+    assert not [result for result in found[2:] if isinstance(result, dict) and "error" in result]
 
 
 def test_by_its_own_weight_transfer_and_its_draft_model(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
     from bytecheckpoint.inference.vllm import layout as vllm_layout
     from bytecheckpoint.inference.vllm.layout import EngineRank
-    from bytecheckpoint.inference.vllm.worker import VllmModel
+    from bytecheckpoint.inference.vllm.model import VllmModel
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
 

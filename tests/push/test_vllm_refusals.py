@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ with warnings.catch_warnings():
     from bytecheckpoint.inference.push.engine_model import record_load
     from bytecheckpoint.inference.push.messages import Table
     from bytecheckpoint.inference.vllm import layout as vllm_layout
+    from bytecheckpoint.inference.vllm import model as vllm_model
     from bytecheckpoint.inference.vllm import worker as vllm_worker
     from bytecheckpoint.inference.vllm.layout import EngineRank
     from bytecheckpoint.tensors.shards import basic_meta
@@ -55,9 +57,10 @@ class _Engine(Engine):
 
     def __init__(self, vllm_config: Any, model: nn.Module) -> None:
         self.config, self._model = vllm_config, model
+        self.runner: Any = None
 
     def call(self, request: str, timeout_s: float) -> list[str]:
-        return [vllm_worker.answer(self.config, self._model, request)]
+        return [vllm_worker.answer(self.config, self._model, request, self.runner)]
 
     def pause(self, timeout_s: float) -> None:
         raise AssertionError
@@ -81,6 +84,14 @@ def test_experts_that_move(tmp_path: Path) -> None:
             pusher.push(made("mixtral", 1))
 
 
+def test_replicas_of_which_a_worker_does_not_know_the_number(tmp_path: Path) -> None:
+    made("llama", 0).save_pretrained(tmp_path)
+    with _worker(tmp_path, EngineRank()) as engine, Pusher(engine) as pusher:
+        engine.config.parallel_config.data_parallel_hybrid_lb = True
+        with pytest.raises(StateError, match="--data-parallel-external-lb"):
+            pusher.push(made("llama", 1))
+
+
 def test_the_draft_model_of_pipeline_stages(tmp_path: Path) -> None:
     made("llama", 0).save_pretrained(tmp_path)
     with _worker(tmp_path, EngineRank(pp=2)) as engine, Pusher(DraftEngine(engine)) as pusher:
@@ -88,9 +99,17 @@ def test_the_draft_model_of_pipeline_stages(tmp_path: Path) -> None:
             pusher.push(made("llama", 1))
 
 
+def test_the_draft_model_of_vllms_newer_model_runner(tmp_path: Path) -> None:
+    made("llama", 0).save_pretrained(tmp_path)
+    with _worker(tmp_path, EngineRank()) as engine, Pusher(DraftEngine(engine)) as pusher:
+        engine.runner = SimpleNamespace(speculator=object())
+        with pytest.raises(StateError, match="uses vLLM's model runner V2"):
+            pusher.push(made("llama", 1))
+
+
 def test_what_a_model_that_is_gone_left_to_other_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM keeps it under the model's id, and ids are given again."""
-    initialize = vllm_worker.initialize_model
+    initialize = vllm_model.initialize_model
 
     def with_an_id_that_is_known(**arguments: Any) -> nn.Module:
         model: nn.Module = initialize(**arguments)
@@ -98,11 +117,11 @@ def test_what_a_model_that_is_gone_left_to_other_stages(tmp_path: Path, monkeypa
         known |= {id(layer): ["model.", "layers.", "lm_head."] for layer in model.modules()}
         return model
 
-    monkeypatch.setattr(vllm_worker, "initialize_model", with_an_id_that_is_known)
+    monkeypatch.setattr(vllm_model, "initialize_model", with_an_id_that_is_known)
     tmp_path.joinpath("config.json").write_text(json.dumps(_DEEPSEEK))  # whose loader still looks there
     table = Table(tuple((name, basic_meta(dtype, shape)) for name, shape, dtype in hub_shapes(_DEEPSEEK)))
     with _worker(tmp_path, EngineRank(pp=2, rank=1)) as engine:
-        learned = record_load(vllm_worker.VllmModel(engine.config, engine._model), table)
+        learned = record_load(vllm_model.VllmModel(engine.config, engine._model), table)
     names = {part.name for part in learned.parts}
     assert names >= {name for name, _ in table.rows if name.startswith("model.layers.1.")}
     assert not [name for name in names if name.startswith("model.layers.0.")]

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
+import shutil
 import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,13 +18,17 @@ pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
 from click.testing import CliRunner
+from join_probes import until
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from vllm_loras import CONFIG, lora, merge_descriptions, store
-from vllm_pushes import ENVIRONMENT, PROMPTS, made, reference_tokens
+from vllm_pushes import made, reference_tokens
+from vllm_server import ask_server, serving, tokens_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint import telemetry
 from bytecheckpoint.cli import cli
+from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import (
     AdapterEngine,
     HttpEngine,
@@ -39,6 +37,8 @@ from bytecheckpoint.inference.push import (
     PushReport,
     adapter_state,
 )
+from bytecheckpoint.inference.push.engines.base import ask
+from bytecheckpoint.inference.push.messages import decode
 from bytecheckpoint.testing.ranks import RankPool
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -46,62 +46,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 _TP = 2
 
 
-def _ask(url: str, path: str, document: Any = None) -> Any:
-    data = None if document is None else json.dumps(document).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=time_limit(120)) as answer:
-        body = answer.read()
-    try:
-        return json.loads(body) if body else None
-    except ValueError:
-        return body
-
-
-def _tokens(url: str, model: str = "policy") -> list[list[int]]:
-    options = {"model": model, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answers = [_ask(url, "/v1/completions", {**options, "detokenize": False, "prompt": list(p)}) for p in PROMPTS]
-    return [answer["choices"][0]["token_ids"] for answer in answers]
-
-
-@contextlib.contextmanager
-def _serving(folder: Path, *arguments: str) -> Iterator[str]:
-    """The model of seed 0, with the worker extension and the transfer backend."""
-    made("llama", 0).save_pretrained(folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--max-model-len", "64", "--enforce-eager", "--skip-tokenizer-init"]
-    command += ["--distributed-executor-backend", "mp", "--worker-extension-cls", "vllm_fault.FaultyWorkers"]
-    command += ["--weight-transfer-config", json.dumps({"backend": "bcp"}), *arguments]
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
-    environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    log = folder / "server.log"
-    with log.open("w") as opened:
-        process = subprocess.Popen(command, env=environment, stdout=opened, stderr=opened, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + time_limit(200)
-        while True:
-            with contextlib.suppress(OSError):
-                _ask(url, "/health")
-                break
-            assert process.poll() is None, log.read_text()[-5000:]
-            assert time.monotonic() < end, log.read_text()[-5000:]
-            time.sleep(0.5)
-        _ask(url, "/collective_rpc", {"method": "bcp_test_make_room"})
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(time_limit(60))
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of two workers, and with an adapter."""
     folder = tmp_path_factory.mktemp("server")
     lora_options = ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"started={store(folder, 8)}"]
-    with _serving(folder, "--tensor-parallel-size", str(_TP), *lora_options) as url:
+    with serving(folder, "--tensor-parallel-size", str(_TP), *lora_options) as url:
         yield url
 
 
@@ -110,12 +60,12 @@ def _push_sharded(rank: int, world_size: int, url: str, seeds: list[int]) -> lis
     with Pusher(HttpEngine(url), deadline_s=time_limit(120)) as pusher:
         for seed in seeds:
             report = pusher.push(fully_shard(made("llama", seed)), version=seed)
-            found.append((report, _tokens(url) if rank == 0 else None))
+            found.append((report, tokens_of(url) if rank == 0 else None))
     return found
 
 
 def test_from_two_ranks_that_hold_shards(server: str) -> None:
-    assert _tokens(server) == reference_tokens(made("llama", 0))
+    assert tokens_of(server) == reference_tokens(made("llama", 0))
     with RankPool(2) as pool:
         found = pool.run(_push_sharded, server, [1, 2, 3], timeout_s=200)[0]
     assert [tokens for _, tokens in found] == [reference_tokens(made("llama", seed)) for seed in (1, 2, 3)]
@@ -128,8 +78,8 @@ def test_the_command_and_the_version(server: str, tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"model": made("llama", 4)}, step=4)
     done = CliRunner().invoke(cli, ["push", str(tmp_path / "c"), "--to", server])
     assert done.exit_code == 0, done.output
-    assert _tokens(server) == reference_tokens(made("llama", 4))
-    assert _ask(server, "/weight_info")["weight_version"] == "4"
+    assert tokens_of(server) == reference_tokens(made("llama", 4))
+    assert ask_server(server, "/weight_info")["weight_version"] == "4"
 
 
 @pytest.mark.parametrize("pause", ["keep", "abort"])
@@ -137,13 +87,51 @@ def test_by_its_own_weight_transfer(server: str, pause: Any) -> None:
     seed = {"keep": 5, "abort": 6}[pause]
     with Pusher(NativeEngine(HttpEngine(server, pause=pause)), deadline_s=time_limit(120)) as pusher:
         pusher.push(made("llama", seed), version=seed)
-        assert _tokens(server) == reference_tokens(made("llama", seed))
-        assert _ask(server, "/weight_info")["weight_version"] == str(seed)
-        assert _ask(server, "/is_paused") == {"is_paused": False}
+        assert tokens_of(server) == reference_tokens(made("llama", seed))
+        assert ask_server(server, "/weight_info")["weight_version"] == str(seed)
+        assert ask_server(server, "/is_paused") == {"is_paused": False}
+
+
+def _die(rank: int, world_size: int, url: str, point: str) -> None:
+    telemetry.observe(lambda name, event: os.kill(os.getpid(), signal.SIGKILL) if name == point else None)
+    with Pusher(HttpEngine(url), deadline_s=time_limit(120)) as pusher:
+        pusher.push(made("llama", 11), version=11)
+
+
+def test_the_engine_ends_a_pause_of_a_sender_that_is_killed(server: str) -> None:
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:
+        pusher.push(made("llama", 10), version=10)
+    for point, seed in (("push.apply.paused", 10), ("push.apply.loaded", 11)):
+        with RankPool(1) as pool:
+            pool.run(_die, server, point, expect_death={0: signal.SIGKILL})
+        until(lambda: not ask_server(server, "/is_paused")["is_paused"], "resumed")
+        assert tokens_of(server) == reference_tokens(made("llama", seed))
+        assert ask_server(server, "/weight_info")["weight_version"] == str(seed)
+    ask_server(server, "/pause", {})
+    done = CliRunner().invoke(cli, ["push", "--resume", server])
+    assert done.exit_code == 0, done.output
+    assert "serves version 11" in done.output
+    assert tokens_of(server) == reference_tokens(made("llama", 11))
+
+
+def test_wrong_arguments_are_answered(server: str) -> None:
+    """An exception of a worker would leave the other one's response unread, for vLLM's next request."""
+    for args in ([1], [], ["a", "b"], [None], ["a:b"], [["a"]]):
+        answers = ask_server(server, "/collective_rpc", {"method": "bcp_push", "args": args})["results"]
+        assert [decode(answer)["failure"]["kind"] for answer in answers] == [
+            decode(answers[0])["failure"]["kind"]
+        ] * _TP
+    for info in ({}, {"request": 1, "hosts": None, "port": "x", "key": "zz"}, {"request": "a", "others": 1}):
+        ask_server(server, "/start_weight_update", {})
+        ask_server(server, "/update_weights", {"update_info": info})
+        ask_server(server, "/finish_weight_update", {})
+    with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:
+        pusher.push(made("llama", 12), version=12)
+    assert tokens_of(server) == reference_tokens(made("llama", 12))
 
 
 def _digests(url: str) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = _ask(url, "/collective_rpc", {"method": "bcp_test_digest"})["results"]
+    found: list[dict[str, str]] = ask_server(url, "/collective_rpc", {"method": "bcp_test_digest"})["results"]
     return found
 
 
@@ -152,21 +140,21 @@ def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: P
     with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:
         pusher.push(made("llama", 7), version=7)
     given = reference_tokens(made("llama", 7))
-    with _serving(tmp_path / "hf", "--pipeline-parallel-size", "2") as stages, Pusher(HttpEngine(stages)) as pusher:
+    with serving(tmp_path / "hf", "--pipeline-parallel-size", "2") as stages, Pusher(HttpEngine(stages)) as pusher:
         started = _digests(stages)
         with ThreadPoolExecutor(1) as thread:
             joining = thread.submit(pusher.push, HttpEngine(server))
             while not joining.done():
-                assert _tokens(server) == given
+                assert tokens_of(server) == given
             report = joining.result()
         assert report.version == 7
         assert sum(report.written) == sum(worker.sent for worker in report.workers)
         assert len(report.written) == _TP
         assert min(report.written) > 0
-        assert _tokens(stages) == given
+        assert tokens_of(stages) == given
         joined = _digests(stages)
         pusher.push(made("llama", 8), version=8)
-        assert _tokens(stages) == reference_tokens(made("llama", 8))
+        assert tokens_of(stages) == reference_tokens(made("llama", 8))
         pushed = _digests(stages)
         for one, other in ((started, joined), (joined, pushed)):
             assert all(before != after for before, after in zip(one, other, strict=True))
@@ -174,12 +162,47 @@ def test_joins_of_other_layouts_while_an_engine_goes_on(server: str, tmp_path: P
         with Pusher(NativeEngine(HttpEngine(stages)), deadline_s=time_limit(120)) as native:
             native.push(made("llama", 7), version=7)
         assert _digests(stages) == joined
-        assert _tokens(server) == given
+        assert tokens_of(server) == given
         pusher.push(made("llama", 8), version=8)
         with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as back:
             assert back.push(HttpEngine(stages)).version == 8
-        assert _tokens(stages) == reference_tokens(made("llama", 8))
-    assert _tokens(server) == reference_tokens(made("llama", 8))
+        assert tokens_of(stages) == reference_tokens(made("llama", 8))
+        os.kill(ask(HttpEngine(stages), "state", {}, time_limit(60))[1]["pid"], signal.SIGKILL)
+        # An error of the first request after it, or of a later one when the server has noticed.
+        with pytest.raises(
+            EngineError, match=r"has ended: |ended while it handled |may have been killed|is the engine up"
+        ):
+            pusher.push(made("llama", 7), version=7)
+    assert tokens_of(server) == reference_tokens(made("llama", 8))
+
+
+def _send(rank: int, world_size: int, url: str, seed: int, is_module: bool) -> None:
+    """As code for vLLM's own backends: only the options differ."""
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory
+
+    from bytecheckpoint.inference.vllm.trainer import BcpTrainerInitInfo
+
+    class Renamed(ModuleSource):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            yield from ((name.removeprefix("policy."), tensor) for name, tensor in super().__iter__())
+
+    model = fully_shard(made("llama", seed))
+    source = ModuleSource(model) if is_module else Renamed(nn.ModuleDict({"policy": model}))
+    client = HTTPVLLMWeightSyncClient(url, timeout=time_limit(60))
+    options = BcpTrainerInitInfo(rank=rank, deadline_s=time_limit(60))
+    engine = WeightTransferTrainerFactory.trainer_init(options, client=client, source=source)
+    engine.send_weights(version=seed)
+    engine.shutdown()
+
+
+def test_the_trainers_side_of_its_own_weight_transfer(server: str) -> None:
+    with RankPool(2) as pool:
+        for seed, is_module in ((14, True), (15, False)):
+            ask_server(server, "/pause?mode=keep", {})
+            pool.run(_send, server, seed, is_module, timeout_s=time_limit(120))
+            ask_server(server, "/resume", {})
+            assert tokens_of(server) == reference_tokens(made("llama", seed))
+            assert ask_server(server, "/weight_info")["weight_version"] == str(seed)
 
 
 def test_an_engine_gives_by_its_own_weight_transfer(server: str) -> None:
@@ -191,8 +214,8 @@ def test_an_engine_gives_by_its_own_weight_transfer(server: str) -> None:
         report = pusher.push(holder, version="nine")
     holder.close()
     assert [worker.sent for worker in report.workers] == [worker.requested for worker in report.workers]
-    assert _tokens(server) == reference_tokens(made("llama", 9))
-    assert _ask(server, "/weight_info")["weight_version"] == "nine"
+    assert tokens_of(server) == reference_tokens(made("llama", 9))
+    assert ask_server(server, "/weight_info")["weight_version"] == "nine"
 
 
 class _Trainee(nn.Module):
@@ -216,21 +239,33 @@ def _push_adapter(rank: int, world_size: int, url: str, name: str, seed: int, na
         return pusher.push({"model": adapter_state(fully_shard(_Trainee(seed)))}, version=seed)
 
 
+def test_pushes_keep_adapters(server: str, tmp_path: Path) -> None:
+    """Also one whose file is gone: vLLM would end when it reads the file again."""
+    ask_server(server, "/v1/load_lora_adapter", {"lora_name": "own", "lora_path": store(tmp_path, 8)})
+    tokens_of(server, "own")
+    shutil.rmtree(tmp_path)
+    for engine, seed in ((NativeEngine(HttpEngine(server)), 13), (HttpEngine(server), 16)):
+        with Pusher(engine, deadline_s=time_limit(120)) as pusher:
+            pusher.push(made("llama", seed), version=seed)
+        assert tokens_of(server, "own") == reference_tokens(merge_descriptions(seed, 8))
+        assert tokens_of(server) == reference_tokens(made("llama", seed))
+
+
 def test_adapters(server: str) -> None:
     with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher, RankPool(2) as pool:
         pusher.push(made("llama", 7), version=7)
-        assert _tokens(server, "started") == reference_tokens(merge_descriptions(7, 8))
+        assert tokens_of(server, "started") == reference_tokens(merge_descriptions(7, 8))
         report = pool.run(_push_adapter, server, "started", 9, False)[0]
-        assert _tokens(server, "started") == reference_tokens(merge_descriptions(7, 9))
+        assert tokens_of(server, "started") == reference_tokens(merge_descriptions(7, 9))
         assert [worker.sent for worker in report.workers] == [report.engine_bytes] * 2
         # An unknown adapter name is registered once; vLLM reads no file.
         pool.run(_push_adapter, server, "fresh", 10, True)
-        _ask(server, "/v1/load_lora_adapter", {"lora_name": "fresh", "lora_path": "pushed"})
-        assert _tokens(server, "fresh") == reference_tokens(merge_descriptions(7, 10))
+        ask_server(server, "/v1/load_lora_adapter", {"lora_name": "fresh", "lora_path": "pushed"})
+        assert tokens_of(server, "fresh") == reference_tokens(merge_descriptions(7, 10))
         pool.run(_push_adapter, server, "fresh", 11, True)
-        assert _tokens(server, "fresh") == reference_tokens(merge_descriptions(7, 11))
-        assert _tokens(server) == reference_tokens(made("llama", 7))
-        assert _ask(server, "/weight_info")["weight_version"] == "7"
+        assert tokens_of(server, "fresh") == reference_tokens(merge_descriptions(7, 11))
+        assert tokens_of(server) == reference_tokens(made("llama", 7))
+        assert ask_server(server, "/weight_info")["weight_version"] == "7"
         pusher.push(made("llama", 12), version=12)
     for name, seed in (("started", 9), ("fresh", 11)):
-        assert _tokens(server, name) == reference_tokens(merge_descriptions(12, seed))
+        assert tokens_of(server, name) == reference_tokens(merge_descriptions(12, seed))

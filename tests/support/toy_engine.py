@@ -6,6 +6,7 @@ It fuses, splits and pads tensors like engines, and fails on request.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import hashlib
 import json
@@ -27,6 +28,7 @@ from host_device import HostDevice, host_device
 from torch import nn
 from toy_adapters import ToyAdapters
 
+from bytecheckpoint import telemetry
 from bytecheckpoint.inference.push.engines.targets import split_target
 from bytecheckpoint.inference.push.lora.model import AdapterReceivers
 from bytecheckpoint.inference.push.messages import decode
@@ -134,6 +136,7 @@ class ToyWorker:
         self.model = self._made()
         self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
         self.rehearsals, self.failures, self.can_restore, self.fails_after = 0, 0, False, ""
+        self.cleared = 0
         self.serves_own = self.served_own = True
 
     def _made(self) -> ToyModel:
@@ -172,6 +175,9 @@ class ToyWorker:
         self.serves_own = True
         return True
 
+    def clear_caches(self) -> None:
+        self.cleared += 1
+
 
 def _stalled_writes() -> threading.Event:
     """Return an event until which this process's writes into arenas wait."""
@@ -184,6 +190,11 @@ def _stalled_writes() -> threading.Event:
 
     SharedMemoryTransport.write = waiting  # type: ignore[method-assign]
     return gate
+
+
+def _die_at(point: str, event: str, victim: str, name: str, now: str) -> None:
+    if (name, now) == (point, event):
+        os.kill(os.getppid() if victim == "server" else os.getpid(), signal.SIGKILL)
 
 
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int, int] | None, device: str) -> None:
@@ -240,6 +251,9 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
         elif kind == "go on":
             gate.set()
             pipe.send(None)
+        elif kind == "die at":
+            telemetry.observe(functools.partial(_die_at, *argument))
+            pipe.send(None)
         elif kind == "fail":
             worker.failures += argument
             pipe.send(None)
@@ -260,21 +274,32 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             descriptors = len(os.listdir("/proc/self/fd"))
             threads = len(os.listdir("/proc/self/task"))
             held = len(HostDevice.taken)
-            pipe.send([worker.model.digest(), worker.rehearsals, descriptors, threads, adapters.digests(), held])
+            counts = worker.rehearsals, descriptors, threads, adapters.digests(), held, worker.cleared
+            pipe.send([worker.model.digest(), *counts])
 
 
 class _Front(BaseHTTPRequestHandler):
     pipes: list[Connection]
     pids: list[int]
+    is_dead = False
+    token = ""
     log: list[str]
     lock = threading.Lock()
 
+    def do_GET(self) -> None:
+        self._send(503 if _Front.is_dead else 200, {})
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        is_known = not _Front.token or self.headers.get("Authorization") == f"Bearer {_Front.token}"
+        if not is_known and self.path not in ("/look", "/fault"):
+            self._send(401, {"error": "Unauthorized"})
+            return
         self.log.append(self.path.partition("?")[0])
         try:
             answer = self._answer(json.loads(body) if body else {})
         except (EOFError, OSError) as error:
+            _Front.is_dead = True
             self._send(500, {"error": f"Worker died: {error!r}"})
             return
         self._send(200, answer)
@@ -284,7 +309,7 @@ class _Front(BaseHTTPRequestHandler):
             return {"results": self._all(document["method"], document["args"][0])}
         if self.path == "/look":
             seen = self._all("look", None)
-            names = ("digests", "rehearsals", "descriptors", "threads", "adapters", "arenas")
+            names = ("digests", "rehearsals", "descriptors", "threads", "adapters", "arenas", "cleared")
             return {**dict(zip(names, zip(*seen, strict=True), strict=True)), "pids": self.pids, "log": self.log}
         if self.path == "/fault":
             pipe = self.pipes[document["worker"]]
@@ -316,6 +341,7 @@ def _main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--blocks", type=int, nargs=2)
     parser.add_argument("--devices", nargs="*", default=[])
+    parser.add_argument("--token", default="")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
@@ -332,6 +358,7 @@ def _main() -> None:
         pipes.append(ours)
         pids.append(process.pid)
     _Front.pipes, _Front.pids, _Front.log = pipes, pids, []  # type: ignore[assignment]
+    _Front.token = arguments.token
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Front)
     print(server.server_address[1], flush=True)
     server.serve_forever()
@@ -364,14 +391,14 @@ class ToyEngine:
 
 @contextmanager
 def toy_engine(
-    tp: int, dtype: str = "float32", blocks: tuple[int, int] | None = None, devices: Sequence[str] = ()
+    tp: int, dtype: str = "float32", blocks: tuple[int, int] | None = None, devices: Sequence[str] = (), token: str = ""
 ) -> Iterator[ToyEngine]:
     """With ``blocks``, one that has its matrices in 8 bits with scales of such blocks. ``devices`` of its workers, in
-    whose memory weights may arrive: ``cuda:N``, or "host" for the stand-in."""
+    whose memory weights may arrive: ``cuda:N``, or "host" for the stand-in. Requests need the ``token``."""
     command = [sys.executable, __file__, "--tp", str(tp), "--dtype", dtype]
     if blocks is not None:
         command += ["--blocks", *map(str, blocks)]
-    command += ["--devices", *devices]
+    command += ["--token", token, "--devices", *devices]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:

@@ -12,11 +12,12 @@ import xxhash
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 from bytecheckpoint.engine.tensor_bytes import byte_view
-from bytecheckpoint.inference.vllm import transfer as vllm_transfer
 from bytecheckpoint.inference.vllm.adapters import VllmAdapters
-from bytecheckpoint.inference.vllm.worker import VllmModel, WorkerExtension
+from bytecheckpoint.inference.vllm.loader import register
+from bytecheckpoint.inference.vllm.model import VllmModel
+from bytecheckpoint.inference.vllm.worker import WorkerExtension
 
-vllm_transfer.register()
+register()
 _compute = CPUUnquantizedExperts.apply
 
 
@@ -33,11 +34,12 @@ CPUUnquantizedExperts.apply = _compute_own
 
 
 class FaultyWorkers(WorkerExtension):
-    """``bcp_test_fail(rank)``: the next load of that worker ends after a few tensors. ``bcp_test_fail_adapter()``: the
-    next adapter that is put in ends as nothing."""
+    """``bcp_test_fail(rank)``: the next load of that worker, counted over data-parallel replicas, ends after a few
+    tensors. ``bcp_test_fail_adapter()``: the next adapter that is put in ends as nothing."""
 
     def bcp_test_fail(self, rank: int) -> int:
-        if self.rank == rank:  # type: ignore[attr-defined]
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        if parallel.data_parallel_index * parallel.world_size + parallel.rank == rank:
             load = VllmModel.load
 
             def broken(model: VllmModel, weights: Iterator[tuple[str, torch.Tensor]]) -> None:

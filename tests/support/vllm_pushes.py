@@ -2,10 +2,12 @@
 
     {"engine": {...arguments of LLM}, "transfer": "extension" | "native", "model": "llama", "steps": [...]}
 
-A step is ``["push", seed]``, ``["push without", seed, name]``, ``["push longer", seed, name]`` (by a row),
-``["stream", seed, bytes]`` (of memory that a worker may take), ``["stream by group", seed, bytes]``, ``["push draft",
+A step is ``["push", seed]``, ``["push nan", seed, name]`` (without a check), ``["push without", seed, name]``, ``["push
+longer", seed, name]`` (by a row), ``["stream", seed, bytes]`` (of memory that a worker may take),
+``["stream by group", seed, bytes]``, ``["push draft",
 seed]``, ``["push adapter", seed, layers]`` (None: of all layers; with one tensor, if it is named, longer by a row, or
-more), ``["adapter", path]`` (put into a slot), ``["fail next load", worker]``, ``["digest"]``, ``["generate"]`` or
+more), ``["adapter", path]`` (put into a slot), ``["fail next load", worker]``, ``["reload"]``, ``["sleep"]``,
+``["wake up", tags]``, ``["digest"]``, ``["generate"]`` or
 ``["drafted"]`` (how many tokens were proposed and accepted since the last time). What came of each is printed as JSON,
 after ``RESULTS``.
 """
@@ -130,6 +132,11 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(llm.collective_rpc("bcp_test_fail", args=(arguments[0],)))
             elif what == "digest":
                 results.append(llm.collective_rpc("bcp_test_digest"))
+            elif what == "reload":
+                results.append(llm.collective_rpc("reload_weights"))
+                llm.reset_prefix_cache()
+            elif what in ("sleep", "wake up"):
+                results.append(llm.sleep(level=2) if what == "sleep" else llm.wake_up(arguments[0]))
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
             elif what in ("stream", "stream by group"):
@@ -158,7 +165,7 @@ def _main(job: dict[str, Any]) -> None:
 def _push(pusher: Pusher, kind: str, seed: int, name: str = "", change: str = "push") -> Any:
     state = _changed(made(kind, seed), name, change) if name else made(kind, seed).state_dict()
     try:
-        report = pusher.push({"model": state}, version=seed)
+        report = pusher.push({"model": state}, version=seed, check_finite=change != "push nan")
     except BytecheckpointError as error:
         return {"error": type(error).__name__, "message": str(error), "served": _served(pusher)}
     workers = [[worker.requested, worker.sent] for worker in report.workers]
@@ -182,6 +189,9 @@ def _push_adapter(local: LocalEngine, kind: str, seed: int, layers: list[int] | 
 def _changed(model: Any, name: str, change: str) -> dict[str, torch.Tensor]:
     """With ``name`` left out, or longer. It may be one that the hub has, and transformers has not."""
     state = model.state_dict()
+    if change == "push nan":
+        state[name].view(-1)[7] = torch.nan
+        return dict(state)
     if name not in state:
         state = revert_weight_conversion(model, state)
     tensor = state.pop(name)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from .engines.base import Engine
-from .engines.ipc import IpcEngine
+from .engines.rpc import LocalEngine, RpcEngine
 from .engines.targets import DraftEngine
-from .engines.vllm import HttpEngine, LocalEngine, NativeEngine
+from .engines.vllm import HttpEngine, NativeEngine
+from .ipc.engine import IpcEngine
 from .lora.adapters import AdapterEngine, adapter_config, adapter_state
 from .pusher import Pusher
 from .receiver import Receiver
 from .report import PushReport, WorkerReport
+from .sglang import SglangEngine
 
 __all__ = [
     "AdapterEngine",
@@ -22,6 +24,8 @@ __all__ = [
     "PushReport",
     "Pusher",
     "Receiver",
+    "RpcEngine",
+    "SglangEngine",
     "WorkerReport",
     "adapter_config",
     "adapter_state",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgpack
 import xxhash
 
-from ...errors import BytecheckpointError, ControlError, DeadlineError, EngineError
-from .commit import apply_on, revert_on
-from .daemon import run_daemon
+from ...errors import ControlError, EngineError, StateError
+from .commit import EngineCommit
 from .engines.base import Budget, Engine, ask
 from .layout import Holding
+from .leases import push_command, settle
 from .memory import DOUBLE, MODES, STREAMED, Mode
 from .messages import Table, first_cause
 from .plan import Assignments, BoundPlan, Worker, merge_descriptions, plan_push
@@ -27,14 +25,10 @@ from .requests import TensorRequest, blocks_by_name, request_tensors
 from .transports.group import GroupAddress, GroupBackend, GroupRendezvous
 from .writing import Outcome
 
-__all__ = ["PushCoordinator", "StreamApply"]
+__all__ = ["PushCoordinator"]
 
+E = TypeVar("E")
 T = TypeVar("T")
-
-_SLOWEST_BYTES_S = 50e6  # no working worker loads slower; other checks detect a stalled one
-_CLEANUP_S, _LATE_S = 5.0, 0.5
-
-_log = logging.getLogger(__name__)
 
 
 class PushCoordinator:
@@ -63,6 +57,7 @@ class PushCoordinator:
         self._transaction = ""
         self._answers: list[dict[str, Any]] = []
         self.mode: Mode = DOUBLE
+        self.finite = True  # whether senders check values
         self.bound: BoundPlan
         self.assignments: Assignments
 
@@ -84,7 +79,7 @@ class PushCoordinator:
         if table.digest in self._requests and (self._was_strict or not strict):
             return
         self._was_strict = strict
-        requests = self._on_all(lambda engine: request_tensors(engine, table, budget, strict=strict))
+        requests = self._on_engines(lambda engine: request_tensors(engine, table, budget, strict=strict))
         blocks_by_name(requests)
         workers = [
             Worker(number, index, answer["receiver"], answer["host"])
@@ -215,7 +210,7 @@ class PushCoordinator:
         digests, unchanged = self.assignments.chunk_digests(outcomes)
         receivers = [worker.receiver for worker in self.bound.workers]
         by_worker = dict(zip(receivers, zip(digests, unchanged, strict=True), strict=True))
-        self._ask_all("verify", {"version": version, "chunks": by_worker}, budget)
+        self._ask_all("verify", {"version": version, "chunks": by_worker, "finite": self.finite}, budget)
 
     def apply(
         self,
@@ -226,35 +221,52 @@ class PushCoordinator:
     ) -> None:
         """Second phase of the commit; with the request "stream", both phases, while senders write.
 
-        When one engine fails, the others are reverted, unless the push ``is_abandoned``.
+        The engines resume when all of them have loaded the version. When one engine fails, the others are reverted,
+        unless the push ``is_abandoned``.
         """
-        message = {"transaction": self._transaction, "version": version}
-        workers = zip(self.bound.workers, self._answers, strict=True)
-        inconsistent = {self._engines[worker.engine] for worker, answer in workers if answer["inconsistent_reason"]}
-        errors = self._on_all(
-            lambda engine: apply_on(
-                engine,
-                message,
-                version,
-                budget,
-                request,
-                was_inconsistent=engine in inconsistent,
-                is_abandoned=is_abandoned,
-            )
-        )
+        message = {"transaction": self._transaction, "version": version, "finite": self.finite}
+        commits = [
+            EngineCommit(engine, message, holder, was_inconsistent, is_abandoned)
+            for engine, (holder, was_inconsistent) in zip(self._engines, self._first_workers(), strict=True)
+        ]
+        self._commit(commits, request, budget, is_abandoned)
+
+    def _commit(
+        self,
+        commits: Sequence[EngineCommit],
+        request: str,
+        budget: Budget,
+        is_abandoned: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Load on all engines, and resume them together. Reverts all when one fails."""
+        is_complete = False
+        try:
+            errors = self._on_all(lambda commit: commit.load(request, budget), commits)
+            is_complete = not any(errors)
+            if is_complete:
+                errors = self._on_all(lambda commit: commit.finish(budget), commits)
+            elif is_abandoned():
+                for commit in commits:
+                    commit.abandon()
+            else:
+                errors += self._on_all(lambda commit: commit.undo(budget), commits)
+        except BaseException:
+            for commit in commits:
+                commit.interrupt(is_complete=is_complete)
+            raise
         failed = [error for error in errors if error is not None]
-        if not failed:
-            return
-        if is_abandoned():
-            raise first_cause(failed)
-        for engine, error in zip(self._engines, errors, strict=True):
-            if error is None:
-                after = revert_on(engine, message, budget)
-                if after is not None:
-                    failed.append(after)
-        first = first_cause(failed)
-        first.args = ("\n".join(str(error) for error in (first, *(one for one in failed if one is not first))),)
-        raise first
+        if failed:
+            first = first_cause(failed)
+            first.args = ("\n".join(str(error) for error in (first, *(one for one in failed if one is not first))),)
+            raise first
+
+    def _first_workers(self) -> list[tuple[str, bool]]:
+        """Return, for each engine, the receiver of its first worker and whether it serves no consistent version."""
+        found: dict[int, tuple[str, bool]] = {}
+        for worker, answer in zip(self.bound.workers, self._answers, strict=True):
+            holder, was_inconsistent = found.get(worker.engine, (worker.receiver, False))
+            found[worker.engine] = holder, was_inconsistent or bool(answer["inconsistent_reason"])
+        return [found[number] for number in range(len(self._engines))]
 
     def report(self, outcomes: Sequence[Outcome], version: int | str, seconds: dict[str, float]) -> PushReport:
         nbytes, written = self.assignments.nbytes_by_fate(outcomes, is_broadcast=self._group is not None)
@@ -271,7 +283,39 @@ class PushCoordinator:
 
     def ask_engines(self, kind: str, budget: Budget) -> list[list[dict[str, Any]]]:
         """Send a request that belongs to no transaction, and return the answers by engine and worker."""
-        return self._on_all(lambda engine: ask(engine, kind, {}, budget.left))
+        return self._on_engines(lambda engine: ask(engine, kind, {}, budget.left))
+
+    def rollback(self, budget: Budget) -> int | str:
+        """Make all engines serve the version before, and return its name. Raises ``StateError`` if a worker does not
+        hold it."""
+        states = self.ask_engines("state", budget)
+        found = [answer["before"] for of_engine in states for answer in of_engine]
+        if any(before is None for before in found) or any(before != found[0] for before in found):
+            names = ", ".join("none" if before is None else repr(before[0]) for before in found)
+            raise StateError(
+                f"the workers do not all hold one version before the one that they serve (they hold: {names}); nothing "
+                "was changed. Push that version again"
+            )
+        version: int | str = found[0][0]
+        commits = [
+            EngineCommit(
+                engine, {"transaction": of_engine[0]["transaction"], "version": version}, of_engine[0]["receiver"]
+            )
+            for engine, of_engine in zip(self._engines, states, strict=True)
+        ]
+        self._commit(commits, "rollback", budget)
+        return version
+
+    def resume(self, budget: Budget) -> list[int | str | None]:
+        """End a push whose sender is gone, and resume all engines. Returns what they serve."""
+        return self._on_engines(lambda engine: self._settle(engine, budget))
+
+    @staticmethod
+    def _settle(engine: Engine, budget: Budget) -> int | str | None:
+        try:
+            return settle(engine, budget.left)
+        except EngineError as error:
+            raise EngineError(f"{error}\n  {push_command(engine)}") from error
 
     def close(self) -> None:
         if self._rendezvous is not None:
@@ -282,65 +326,16 @@ class PushCoordinator:
     def _ask_all(self, kind: str, message: dict[str, Any], budget: Budget) -> list[dict[str, Any]]:
         """Send a request of this transaction to all engines, and return the answers of all workers."""
         full = {"transaction": self._transaction, **message}
-        answers = self._on_all(lambda engine: ask(engine, kind, full, budget.left))
+        answers = self._on_engines(lambda engine: ask(engine, kind, full, budget.left))
         return [answer for of_engine in answers for answer in of_engine]
 
-    def _on_all(self, function: Callable[[Engine], T]) -> list[T]:
-        """Call ``function`` for all engines at once. Raises the first error after all have answered."""
-        if len(self._engines) == 1:
-            return [function(self._engines[0])]
-        with ThreadPoolExecutor(len(self._engines), thread_name_prefix="bcp-push-engine") as threads:
-            return [future.result() for future in [threads.submit(function, engine) for engine in self._engines]]
+    def _on_engines(self, function: Callable[[Engine], T]) -> list[T]:
+        return self._on_all(function, self._engines)
 
-
-class StreamApply:
-    """Runs the request "stream" on all engines in a thread, while senders write.
-
-    When the coordinator stops waiting for the thread, the push is abandoned: the thread sends no further request,
-    because the next push may have begun.
-    """
-
-    def __init__(self, coordinator: PushCoordinator, version: int | str) -> None:
-        self._coordinator, self._deadline_s = coordinator, coordinator.deadline_s
-        self._is_abandoned = threading.Event()
-        self._has_reported = False  # whether `end` has raised or returned everything there is to report
-        longest = max((layout.nbytes for layout in coordinator.bound.plan.layouts), default=0)
-        # Longer than the workers' own deadlines, so that they can report what went wrong.
-        budget = Budget(2 * self._deadline_s + longest / _SLOWEST_BYTES_S)
-        self._applied = run_daemon(
-            lambda: coordinator.apply(version, budget, "stream", self._is_abandoned.is_set), "bcp-push-stream"
-        )
-
-    def end(self, broken: tuple[bool, str] | None) -> None:
-        """Wait until all engines serve the version, after all senders have finished or a stream has ``broken``
-        (whether it was late, and why). Raises what went wrong, with what the engines serve now."""
-        is_late, text = broken or (False, "")
-        # A worker that made no room in time is unlikely to answer now.
-        wait([self._applied], _LATE_S if is_late else _CLEANUP_S if broken else self._deadline_s)
-        self._has_reported = True
-        is_silent = not self._applied.done()
-        if not is_silent:
-            self._applied.result()
-        if is_silent or broken:
-            text = text or f"the engines did not apply the stream within {self._deadline_s:g} s"
-            raise (DeadlineError if is_silent else EngineError)(f"{text}\n  {self._state_after_failure(_LATE_S)}")
-        self._coordinator.finish(Budget(self._deadline_s))
-
-    def explain(self, error: BaseException) -> None:
-        """Add to a sender's failure what the engines serve after it, unless ``end`` has raised that."""
-        if self._has_reported:
-            return
-        after = self._state_after_failure(_CLEANUP_S)
-        if isinstance(error, BytecheckpointError):
-            error.args = (f"{error}\n  {after}",)
-        else:
-            _log.error("push: %s", after)
-
-    def _state_after_failure(self, wait_s: float) -> str:
-        """Return what the engines serve. Abandons engines that do not answer."""
-        wait([self._applied], wait_s)
-        if not self._applied.done():
-            self._is_abandoned.set()
-            return "the engines have not answered since, and are left paused; the next push resumes them"
-        error = self._applied.exception()
-        return "the engines serve the new version" if error is None else str(error)
+    def _on_all(self, function: Callable[[E], T], items: Sequence[E]) -> list[T]:
+        """Call ``function`` for all engines, or their commits, at once. Raises the first error after all have
+        answered."""
+        if len(items) == 1:
+            return [function(items[0])]
+        with ThreadPoolExecutor(len(items), thread_name_prefix="bcp-push-engine") as threads:
+            return [future.result() for future in [threads.submit(function, item) for item in items]]

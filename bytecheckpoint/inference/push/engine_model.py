@@ -52,6 +52,10 @@ class EngineModel(Protocol):
     def restore(self) -> bool:
         """Load what was served before the last ``load``, without pushed bytes. Return False if that is impossible."""
 
+    def clear_caches(self) -> None:
+        """Overwrite the caches of keys and values. Called after weights that may not have been finite were replaced:
+        kernels read unused parts of a cache, where NaN from before would spoil new results."""
+
 
 @dataclass(frozen=True)
 class LoadRecord:
@@ -113,6 +117,7 @@ def _by_layer(made: nn.Module, copies: Sequence[Copy]) -> list[Copy]:
 def _load_record(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequence[Copy]) -> LoadRecord:
     seen = {name for name, _ in recorder.seen}
     requested = []
+    _check_floats(metas, copies, seen)
     for copy in copies:
         meta = metas[copy.name]
         found = box_of(meta.shape, copy.view)
@@ -124,6 +129,21 @@ def _load_record(recorder: Recorder, metas: dict[str, BasicMeta], copies: Sequen
     by_name = _by_name(parts)
     found_parts = [(_part_with(parts, by_name[one.name], one.box, one.dtype), one.box) for one in requested]
     return LoadRecord(parts, [(number, box) for number, box in found_parts if number is not None])
+
+
+def _check_floats(metas: dict[str, BasicMeta], copies: Sequence[Copy], seen: set[str]) -> None:
+    """Refuse whole numbers for a parameter of floating point numbers: its scale is missing, or it is another tensor."""
+    faults = {
+        copy.name: f"it is {metas[copy.name].dtype}, and the engine's parameter is {_held(copy.target)}"
+        for copy in copies
+        if copy.name not in seen
+        and copy.target.is_floating_point()
+        and not torch_dtype(metas[copy.name]).is_floating_point
+    }
+    check_faults(
+        "the senders have whole numbers where the engine has floating point numbers; nothing was sent",
+        [("dtype", name, text) for name, text in faults.items()],
+    )
 
 
 def _by_name(parts: Sequence[Part]) -> dict[str, list[int]]:
@@ -141,8 +161,12 @@ def _part_with(parts: Sequence[Part], numbers: Iterable[int], box: Box, dtype: D
 def _wire_dtype(stored: DType, target: torch.Tensor) -> DType:
     """Return the dtype in which elements for ``target`` are sent. A cast by the sender gives the same values as the
     loader's cast."""
-    held = basic_meta(target.dtype, target.shape).dtype
+    held = _held(target)
     return stored if is_lossless_cast(stored, held) else held
+
+
+def _held(target: torch.Tensor) -> DType:
+    return basic_meta(target.dtype, target.shape).dtype
 
 
 def _check_complete(made: nn.Module, recorder: Recorder, own: UnrecordedWrites) -> None:

@@ -19,12 +19,13 @@ import xxhash
 from ...errors import BytecheckpointError, DeadlineError, EngineError, MismatchError, StateError
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
-from .coordinator import PushCoordinator, StreamApply
+from .coordinator import PushCoordinator
 from .engines.base import Budget, Engine, ask, ask_all, failure_of
 from .messages import SenderLost, check_faults, first_cause
 from .peer_source import HeldType, held_type
 from .protocol import Push
 from .report import PushReport
+from .stream_apply import StreamApply
 
 __all__ = ["Join"]
 
@@ -51,6 +52,7 @@ class Join(Push):
         self._transaction = secrets.token_hex(16)
         self._has_hold = False
         self._workers: list[str] = []
+        self._is_checked = False  # whether all values were finite when they were pushed
         self._held: list[dict[str, list[HeldType]]] = []
 
     def run(self) -> PushReport:
@@ -76,6 +78,7 @@ class Join(Push):
         if any(version != versions[0] for version in versions):
             raise StateError(f"workers of {self.holder.name} serve different versions: {versions}; push to it again")
         self._workers = [answer["receiver"] for answer in answers]
+        self._is_checked = all(answer["finite"] for answer in answers)
         self._held = [_types(answer["description"], answer["types"]) for answer in answers]
         descriptions = [answer["description"] for answer in answers]
         coordinator.set_sources([xxhash.xxh3_128_digest(one) for one in descriptions], descriptions)
@@ -128,6 +131,12 @@ class Join(Push):
     def _transfer(self, coordinator: PushCoordinator, streamed: int | str | None) -> list[bytes]:
         """Make the holder's workers write, while the engines apply the version that is ``streamed``, if any. Returns
         the packed outcome of each worker."""
+        if streamed is not None and coordinator.finite and not self._is_checked:
+            # Its workers check chunk by chunk, while the engines load.
+            raise StateError(
+                f"{self.holder.name} serves a version that was pushed with check_finite=False; nothing was sent. "
+                "Stream it with check_finite=False if its values may be NaN or infinite"
+            )
         stream = None if streamed is None else StreamApply(coordinator, streamed)
         try:
             budget = self._budget()
@@ -159,6 +168,7 @@ class Join(Push):
             "endpoints": {},
             "tcp_only": self.sender.tcp_only,
             "deadline_s": self._hold_s,
+            "finite": coordinator.finite,
             "lease_s": min(_LEASE_S, self._hold_s),
         }
         unreached = self._begin(message, budget)

@@ -128,7 +128,8 @@ class HeldVersion:
     """A version, and the arena with its bytes if this worker holds them.
 
     ``digests`` are the xxh3-64 digests of its chunks, and empty while a sender may be writing. ``applied_by`` is the
-    transaction that applied the version; it distinguishes versions of the same name.
+    transaction that applied the version; it distinguishes versions of the same name. ``finite`` states that the senders
+    checked its values.
     """
 
     table: Table
@@ -137,6 +138,7 @@ class HeldVersion:
     digests: list[int]
     version: Version = None
     applied_by: str = ""
+    finite: bool = True
 
     @property
     def memory(self) -> torch.Tensor:
@@ -248,6 +250,12 @@ class VersionStore:
     def holds_before(self) -> bool:
         """Whether this worker holds the bytes of the version that it served before."""
         return self._before is not None and self._before.arena is not None
+
+    @property
+    def before(self) -> HeldVersion | None:
+        """The version that was served before, if this worker holds all of its bytes and no sender may write there."""
+        found = self._before
+        return found if found is not None and found.arena is not None and found.digests else None
 
     def revert(self) -> None:
         """Make the previous version the served one."""

@@ -44,7 +44,7 @@ __all__ = [
     "without_traceback",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 7
 """The version of the messages; both sides must have the same."""
 
 E = TypeVar("E", bound=BaseException)
@@ -158,7 +158,11 @@ class Failure:
     def of(cls, error: BaseException, serving: str) -> Failure:
         faults = getattr(error, "faults", []) if isinstance(error, MismatchError) else []
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-(1 << 16) :]
-        return cls(type(error).__name__, str(error), [[str(part) for part in fault] for fault in faults], text, serving)
+        try:
+            message = str(error)
+        except Exception:  # noqa: BLE001 - a response must be made of any error
+            message = "(without a text)"
+        return cls(type(error).__name__, message, [[str(part) for part in fault] for fault in faults], text, serving)
 
     def error(self, where: str) -> BytecheckpointError:
         """Return an error of the same class, or an ``EngineError``; its message begins with ``where``."""

@@ -129,7 +129,8 @@ class PeerSource:
             )
         source = ArenaSource(served)
         self._transfers[message["transaction"]] = _Transfer(served.arena, source, message["hold_s"])
-        return {"description": source.describe(), "types": [dtype.name for dtype in source.types]}
+        types = [dtype.name for dtype in source.types]
+        return {"description": source.describe(), "types": types, "finite": served.finite}
 
     def reads(self, version: HeldVersion) -> bool:
         """Return whether a transfer still needs the bytes of ``version``."""
@@ -145,6 +146,7 @@ class PeerSource:
         if transfer.has_begun:
             return {"unreached": []}
         sender = Sender(message["deadline_s"], tcp_only=message["tcp_only"])
+        sender.finite = message["finite"]
         assignment = sender.take(message["assignments"][receiver])
         mapped, endpoints = sender.shared_memory(assignment), message["endpoints"]
         if not assignment.rings:

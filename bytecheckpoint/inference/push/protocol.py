@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgpack
 
 from ...control.base import Operation
 from ...errors import EngineError, StateError
-from .coordinator import PushCoordinator, StreamApply
+from ...telemetry.trace import Timings
+from .coordinator import PushCoordinator
 from .engines.base import Budget
 from .quantization.quantizer import Quantizer
 from .report import ProgressReporter, PushReport
 from .sender import Sender
 from .sources import Source
+from .stream_apply import StreamApply
 from .transports.base import Transport, TransportBroken
 from .transports.group import Group, GroupAddress
 from .transports.group_transport import GroupTransport
@@ -44,9 +45,10 @@ class Push(ABC):
     version: int | str | None
     strict: bool
     progress: ProgressReporter
-    _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    engines: Sequence[str]  # the identities of the engines that this rank was given
 
     def __post_init__(self) -> None:
+        self._timings = Timings("push", self.op.rank)
         self.early_budget = self._budget()  # for the stages before the first byte moves, during which other ranks wait
 
     def run(self) -> PushReport:
@@ -65,7 +67,9 @@ class Push(ABC):
                 self._lead("push.verify", lambda leader: leader.verify(outcomes, version, budget))
             with self._stage("apply"):
                 self._lead("push.apply", lambda leader: leader.apply(version, budget))
-        report = self._share("push.report", lambda leader: leader.report(outcomes, version, self._seconds).plain())
+        report = self._share(
+            "push.report", lambda leader: leader.report(outcomes, version, self._timings.seconds).plain()
+        )
         return PushReport.from_plain(report)
 
     @abstractmethod
@@ -87,12 +91,20 @@ class Push(ABC):
     def _exchange_facts(self, fingerprint: bytes, what: str) -> list[Any]:
         """Return the fingerprint and the plan digest of each rank on rank 0. Raises ``StateError`` when ranks push
         different versions."""
-        gathered = self.op.gather("push.facts", msgpack.packb([fingerprint, self.sender.plan, what]))
+        gathered = self.op.gather("push.facts", msgpack.packb([fingerprint, self.sender.plan, what, self.engines]))
         facts = [msgpack.unpackb(one) for one in gathered or ()]
         with self.op.phase("push.facts"):
-            distinct = sorted({pushed for _, _, pushed in facts})
+            distinct = sorted({pushed for _, _, pushed, _ in facts})
             if len(distinct) > 1:
                 raise StateError(f"ranks push different versions: {', '.join(distinct)}")
+            for rank, (*_, engines) in enumerate(facts):
+                unknown = [engine for engine in engines if engine not in self.engines]
+                if unknown:
+                    raise StateError(
+                        f"rank {rank} passed engines that rank 0 did not pass: {', '.join(unknown)}; only rank 0 sends "
+                        "requests to engines, so pass all of them there. It reaches an engine inside another process "
+                        "only as a server (HttpEngine)"
+                    )
         return facts
 
     def _prepare_engines(self, coordinator: PushCoordinator) -> bool:
@@ -114,10 +126,9 @@ class Push(ABC):
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
         self.progress.begin(name)
-        yield
-        self._seconds[name] = time.perf_counter() - begin
+        with self._timings.step(name):
+            yield
 
 
 @dataclass
@@ -132,8 +143,8 @@ class RankPush(Push):
         with op.phase("push.describe"):
             self._source = self.make_source()
         facts = self._exchange_facts(self._source.fingerprint(), repr(version))
-        fingerprints = [fingerprint for fingerprint, _, _ in facts]
-        self._plans = [plan for _, plan, _ in facts]  # those that the senders have, by digest
+        fingerprints = [fingerprint for fingerprint, *_ in facts]
+        self._plans = [plan for _, plan, *_ in facts]  # those that the senders have, by digest
         if self._share("push.ask", lambda leader: not leader.has_sources(fingerprints)):
             with op.phase("push.sources"):
                 description = self._source.describe()
@@ -211,6 +222,8 @@ class RankPush(Push):
             with ExitStack() as stack:
                 rings = self._open_rings(stack)
                 quantizer = self._quantizer()
+                with op.phase("push.check"):
+                    self.sender.check_before_stream(self._source)
                 transports = self._group_transports(rings) if is_group else dict[int, Transport](rings)
                 op.gather("push.transports", b"")
                 self.progress.expect(self.sender.nbytes)

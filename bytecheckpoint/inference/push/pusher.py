@@ -32,7 +32,8 @@ class Pusher:
     plan, and what workers hold are kept from push to push; a restarted worker is asked again.
 
     Args:
-        engines: The engines to push to. Only rank 0 needs them, because only rank 0 sends them requests.
+        engines: The engines to push to. Only rank 0 needs them, because only rank 0 sends them requests. Other ranks
+            may pass the same ones.
         deadline_s: The limit of each wait, in seconds.
         memory_bytes: The host memory that a worker may use in addition to its model; by default four fifths of the free
             memory, divided among the workers of the host. With twice the size of its weights, a worker can roll back
@@ -87,7 +88,7 @@ class Pusher:
             group=group,
             cuda_ipc=cuda_ipc,
         )
-        self._has_engines, self._uses_devices = bool(engines), group is not None or cuda_ipc
+        self._engines, self._uses_devices = [engine.identity for engine in engines], group is not None or cuda_ipc
         self._sender = Sender(ENGINE_SHARE * deadline_s, tcp_only=tcp_only)
         self._version: int | str | None = None
 
@@ -100,6 +101,7 @@ class Pusher:
         framework: str | None = None,
         rename: Rename | None = None,
         strict: bool = True,
+        check_finite: bool = True,
         progress: Progress | None = None,
     ) -> PushReport:
         """Make every engine serve new weights. Returns when all of them do.
@@ -117,6 +119,8 @@ class Pusher:
             rename: Maps the names of the state to those that the engine's model loads.
             strict: Require that every element of every engine parameter is filled, that an engine takes a tensor
                 completely or not at all, and that an engine that sends has the exact values.
+            check_finite: Refuse values that are NaN or infinite, as senders would send them (after a cast). They are
+                found before any weight changes, except where a checkpoint is streamed.
             progress: Called by this thread when a stage begins and while this rank writes (on rank 0 also while
                 another engine sends), with the stage, the bytes written, and their total.
 
@@ -131,13 +135,14 @@ class Pusher:
             DeadlineError: An engine did not answer in time.
             ControlError: Another rank failed.
             UsageError: An argument is invalid.
+            StateError: A value is not finite, or another rank passed an engine that rank 0 did not pass.
         """
         ranks = self._communicator or current_communicator(deadline_s=self._deadline_s)
         op = ranks.operation("push", deadline_s=self._deadline_s)
         try:
             coordinator = self._coordinator if op.rank == 0 else None
             with op.phase("push.begin"):
-                if op.rank == 0 and not self._has_engines:
+                if op.rank == 0 and not self._engines:
                     raise UsageError("rank 0 has no engine to push to; pass the engines to Pusher on rank 0")
                 if self._uses_devices and isinstance(what, Engine):
                     raise StateError("engines cannot send to others over a group or by CUDA IPC; create another Pusher")
@@ -146,7 +151,8 @@ class Pusher:
                 if version is not None or not isinstance(what, Engine):
                     version = self._named(version, what)
                     op.set_description(f"push of version {version!r}")
-            common = (op, coordinator, self._sender, version, strict, ProgressReporter(progress))
+            self._sender.finite = self._coordinator.finite = check_finite
+            common = (op, coordinator, self._sender, version, strict, ProgressReporter(progress), self._engines)
             if isinstance(what, Engine):
                 push: Push = Join(*common, what)
             else:
@@ -155,6 +161,9 @@ class Pusher:
             report = push.run()
             self._version = report.version
             return report
+        except BaseException as error:
+            op.fail("push", error)  # of an interrupt between two phases, the other ranks know nothing
+            raise
         finally:
             op.close()
 
@@ -185,6 +194,38 @@ class Pusher:
             DeadlineError: An engine did not answer in time.
         """
         self._coordinator.ask_engines("release", Budget(self._deadline_s))
+
+    def rollback(self) -> int | str:
+        """Make every engine serve the version before the one that it serves, from its memory. On rank 0 only.
+
+        It needs the mode ``double`` (see ``memory_bytes``). It goes back by one version, and not after another push has
+        begun. Nothing is sent; the engines pause and resume together, as in a push.
+
+        Returns:
+            The name of the version that all engines serve now.
+
+        Raises:
+            StateError: A worker does not hold the version before. Nothing was changed.
+            EngineError: An engine failed.
+            DeadlineError: An engine did not answer in time.
+        """
+        self._version = self._coordinator.rollback(Budget(self._deadline_s))
+        return self._version
+
+    def resume(self) -> list[int | str | None]:
+        """End a push whose sender was killed, and resume the engines that it left paused. On rank 0 only.
+
+        An engine does that by itself if its first worker can reach it at the address that the sender used.
+
+        Returns:
+            The version that each engine serves; None for what it started with.
+
+        Raises:
+            EngineError: An engine failed, or serves no complete version and is left paused; push again.
+            StateError: A push is in progress, and its sender is alive.
+            DeadlineError: An engine did not answer in time.
+        """
+        return self._coordinator.resume(Budget(self._deadline_s))
 
     def close(self) -> None:
         """Free this rank's memory and connections. The engines keep serving."""

@@ -17,8 +17,10 @@ from contextlib import suppress
 from typing import Any
 
 from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
+from ...telemetry.trace import notify
 from .engine_model import ChunkedTensors, EngineModel, LoadRecord, record_load
 from .layout import ChunkStore
+from .leases import PauseLease
 from .memory import STREAMED, HeldVersion, MemoryPolicy, VersionStore
 from .messages import PROTOCOL, Failure, Table, decode, encode, pack_parts
 from .peer_source import PeerSource
@@ -57,8 +59,11 @@ class Receiver:
         self._set_aside = 0
         self._ring: RingBuffer | None = None
         self._transaction = ""
+        self._is_settled = False
         self._is_verified = False
         self._inconsistent_reason = ""
+        self._caches_may_be_spoiled = False  # by values that were not finite
+        self._lease: PauseLease | None = None
         self._server: ChunkServer | None = None
         self._source = PeerSource()
         self._member = GroupMember()
@@ -82,7 +87,11 @@ class Receiver:
                     f"the sender uses protocol {message.get('protocol')!r} of the push, this worker {PROTOCOL}; "
                     "install the same version of bytecheckpoint on both sides"
                 )
-            answer |= self._handlers[message["kind"]](self, message)
+            kind = message["kind"]
+            handler = self._handlers[kind]
+            notify(f"push.worker.{kind}", "enter")
+            answer |= handler(self, message)
+            notify(f"push.worker.{kind}", "exit")
         except Exception as error:  # noqa: BLE001 - the coordinator raises it, see messages.py
             _log.log(self._log_level, "push: %s", error, exc_info=True)
             answer["failure"] = vars(Failure.of(error, self._serving()))
@@ -90,11 +99,13 @@ class Receiver:
         answer["version"] = None if served is None else served.version
         answer["inconsistent_reason"] = self._inconsistent_reason
         answer["applied_by"] = "" if served is None else served.applied_by
+        answer["transaction"] = self._transaction
         answer["seconds"] = time.monotonic() - begin
         return encode(answer)
 
     def close(self) -> None:
         """Free the memory of pushes. The engine keeps serving, but cannot revert any more."""
+        self._end_lease()
         self._stop_listening()
         self._member.leave()
         self._source.close("the worker released its memory")
@@ -122,7 +133,7 @@ class Receiver:
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a transaction: provide memory for a layout, and return what it already contains."""
         self._stop_listening()
-        self._is_verified, self._transaction = False, message["transaction"]
+        self._is_verified, self._is_settled, self._transaction = False, False, message["transaction"]
         digest, packed, table_digest = message["layouts"].get(self.id, (b"", None, b""))
         known_record = self._records.get(table_digest)
         layout = None if known_record is None else self._versions.layout(digest, packed)
@@ -185,6 +196,7 @@ class Receiver:
                 f"sent: {names}; the version was not applied, push it again"
             )
         version.version, version.digests, self._is_verified = message["version"], digests, True
+        version.finite = message["finite"]
         return {}
 
     def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +218,7 @@ class Receiver:
         version, ring = self._current(message), self._ring
         if ring is None:
             raise StateError("stream without a ring buffer; nothing was applied")
-        version.version = message["version"]
+        version.version, version.finite = message["version"], message["finite"]
         try:
             self._load(version, ring)
             ring.drain()
@@ -224,7 +236,19 @@ class Receiver:
     def _load(self, version: HeldVersion, store: ChunkStore) -> None:
         self._inconsistent_reason = f"version {version.version!r} was being applied"
         self._model.load(ChunkedTensors(version.table, version.layout, store).tensors())
+        self._clear_caches(may_be_spoiled=not version.finite)
         self._inconsistent_reason = ""
+
+    def _restore(self) -> bool:
+        is_restored = self._model.restore()
+        if is_restored:
+            self._clear_caches(may_be_spoiled=False)
+        return is_restored
+
+    def _clear_caches(self, *, may_be_spoiled: bool) -> None:
+        if self._caches_may_be_spoiled:
+            self._model.clear_caches()
+        self._caches_may_be_spoiled = may_be_spoiled
 
     def _roll_back(self, reason: str) -> None:
         """Load again what was served. Leaves ``_inconsistent_reason`` set where that is impossible."""
@@ -232,7 +256,7 @@ class Receiver:
         served = self._versions.served
         try:
             if served is None or served.arena is None:
-                if self._model.restore():
+                if self._restore():
                     self._inconsistent_reason = ""
                 elif served is not None:
                     self._inconsistent_reason += f"; the bytes of version {served.version!r} were not kept"
@@ -260,11 +284,42 @@ class Receiver:
                 raise EngineError(f"the rollback failed: {self._inconsistent_reason}")
             return {"reverted": True}
         self._inconsistent_reason = reason  # stays if `restore` raises
-        is_reverted = self._model.restore()
+        is_reverted = self._restore()
         self._inconsistent_reason = ""
         if is_reverted:
             versions.revert()
         return {"reverted": is_reverted}
+
+    def _take_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Hold the lease for a pause of the engine, in one worker of it."""
+        if message["transaction"] != self._transaction:
+            raise EngineError("this push is over: another one began; nothing was applied, push again")
+        self._end_lease()
+        if message["holder"] != self.id:
+            return {}
+        self._lease = PauseLease(message["address"], message["transaction"], message["seconds"])
+        return {"lease": [self._lease.endpoint, self._lease.unreachable]}
+
+    def _settle(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """End the transaction of a sender that is gone: nothing of it is applied any more."""
+        transaction = message["transaction"]
+        if transaction is None and self._lease is not None and self._lease.is_connected:
+            raise StateError("a push is in progress, and its sender is alive; nothing was changed")
+        if transaction in (None, self._transaction):
+            self._end_lease()
+            self._stop_listening()
+            self._is_verified, self._is_settled = False, True
+        return {}
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.end()
+            self._lease = None
+
+    def _release_lease(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if message["transaction"] == self._transaction:
+            self._end_lease()
+        return {}
 
     def _state(self, message: Mapping[str, Any]) -> dict[str, Any]:
         served = self._versions.served
@@ -274,7 +329,20 @@ class Receiver:
             "bytes": self._versions.held,
             "intact": is_intact,
             "set_aside": self._set_aside,
+            "before": None if self._versions.before is None else [self._versions.before.version],
         }
+
+    def _return_to_before(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Serve again the version that was served before the last one."""
+        versions = self._versions
+        if versions.before is None or versions.served is None:
+            raise StateError("it does not hold the version before; nothing was changed")
+        self._is_verified, reason = False, f"version {versions.served.version!r} was rolled back"
+        versions.revert()
+        self._roll_back(reason)
+        if self._inconsistent_reason:
+            raise EngineError(f"the rollback failed: {self._inconsistent_reason}")
+        return {}
 
     def _release(self, message: Mapping[str, Any]) -> dict[str, Any]:
         self.close()
@@ -283,7 +351,7 @@ class Receiver:
     def _current(self, message: Mapping[str, Any]) -> HeldVersion:
         """Return the version of the request's transaction."""
         version = self._versions.next
-        if version is None or message["transaction"] != self._transaction:
+        if version is None or self._is_settled or message["transaction"] != self._transaction:
             raise EngineError(
                 "this push is over: another one began, or the worker was restarted; nothing was applied, push again"
             )
@@ -312,7 +380,11 @@ class Receiver:
         "apply": _apply,
         "stream": _stream,
         "finish": _finish,
+        "lease": _take_lease,
+        "end_lease": _release_lease,
+        "settle": _settle,
         "revert": _revert,
+        "rollback": _return_to_before,
         "state": _state,
         "release": _release,
         "hold": lambda self, message: self._source.hold(message, self._versions.served, self._inconsistent_reason),
@@ -322,10 +394,16 @@ class Receiver:
     }
 
 
-def refuse(error: BytecheckpointError, request: str) -> str:
-    """Return the response of a worker that has no receiver for the request's target."""
-    answer = _header("") | {"version": None, "inconsistent_reason": "", "applied_by": "", "seconds": 0.0}
-    with suppress(BytecheckpointError):
+def refuse(error: Exception, request: Any) -> str:
+    """Return the response of a worker that has no receiver for the request, whatever that is. Never raises."""
+    answer = _header("") | {
+        "version": None,
+        "inconsistent_reason": "",
+        "applied_by": "",
+        "transaction": "",
+        "seconds": 0.0,
+    }
+    with suppress(BytecheckpointError, TypeError, AttributeError):
         answer["nonce"] = decode(request).get("nonce")
     answer["failure"] = vars(Failure.of(error, ""))
     return encode(answer)

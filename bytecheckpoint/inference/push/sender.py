@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+import torch
 
 from .quantization.quantizer import Quantizer
 from .sources import Source
-from .transports.base import Transport, word_digest
+from .transports.base import Transport, word_digest, xxh3_digest
 from .transports.connection import Endpoint
 from .transports.cuda_ipc import compute_device
 from .transports.group import Membership
 from .transports.shared_memory import ArenaAddress, SharedMemoryTransport
 from .transports.tcp import TcpTransport
-from .writing import HOST_FORMAT, ChunkFormat, Job, unpack_writes, write_all
+from .writing import ChunkFormat, Job, check_finite, unpack_writes, write_all
 
 __all__ = ["Assignment", "Sender"]
 
@@ -41,6 +42,7 @@ class Sender:
 
     def __init__(self, deadline_s: float, *, tcp_only: bool) -> None:
         self.deadline_s, self.tcp_only = deadline_s, tcp_only
+        self.finite = False  # whether all values must be finite
         self.plan = self.task = b""
         self.jobs: list[Job] = []
         self.group = Membership()
@@ -83,6 +85,16 @@ class Sender:
                 found[target] = self._mapped[address.token] = transport
         return found
 
+    def check_before_stream(self, source: Source) -> None:
+        """Check the values of a live state before an engine loads the first of them. Those of a checkpoint, which would
+        be read twice, are checked when they are sent."""
+        if not self.finite or source.replicated:
+            return
+        names = {job.write.name for job in self.jobs}
+        for name, box in source.held:
+            if name in names:
+                check_finite(name, box, *source.fetch([(name, box)]))
+
     def connect(self, assignment: Assignment, target: int, endpoint: Any = None) -> TcpTransport:
         """Connect to the ring buffer of a target, or to the plain ``endpoint`` of its arena. Raises ``EngineError``."""
         if not assignment.rings:
@@ -106,7 +118,9 @@ class Sender:
         on_written: Callable[[int], None],
     ) -> bytes:
         """Run the jobs like ``write_all``, and return the packed outcome."""
-        form = ChunkFormat(compute_device(), word_digest) if assignment.on_device else HOST_FORMAT
+        form = ChunkFormat(torch.device("cpu"), xxh3_digest, self.finite)
+        if assignment.on_device:
+            form = ChunkFormat(compute_device(), word_digest, self.finite)
         outcome = write_all(source, self.jobs, quantizer, transports, assignment.known, form, check, on_written)
         packed: bytes = msgpack.packb(outcome)
         return packed

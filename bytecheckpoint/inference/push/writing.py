@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgpack
 import torch
 
+from ...errors import StateError
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
 from .layout import Write
 from .quantization.quantizer import Quantizer, torch_dtype_of
 from .sources import Source
-from .transports.base import Digest, Place, Transport, xxh3_digest
+from .transports.base import Digest, Place, Transport
 from .transports.cuda_ipc import synchronize
 
 __all__ = [
-    "HOST_FORMAT",
     "KEPT",
     "SENT",
     "UNCHANGED",
     "ChunkFormat",
     "Job",
     "Outcome",
+    "check_finite",
     "pack_writes",
     "unpack_writes",
     "write_all",
 ]
 
 _THREADS = min(4, len(os.sched_getaffinity(0)))
+_CHECK_S = 0.5
 _BATCH_BYTES = 64 << 20  # fetched at once; a checkpoint reads a batch in one request
 
 SENT, UNCHANGED, KEPT = range(3)
@@ -63,13 +66,11 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkFormat:
-    """The device on which chunks are made, and their digest function."""
+    """The device on which chunks are made, their digest function, and whether their values must be finite."""
 
     device: torch.device
     digest: Digest
-
-
-HOST_FORMAT = ChunkFormat(torch.device("cpu"), xxh3_digest)
+    finite: bool
 
 
 def pack_writes(jobs: Sequence[Job]) -> bytes:
@@ -84,6 +85,27 @@ def unpack_writes(data: bytes) -> list[Job]:
         Job(Write(name, Box(offsets, lengths), find_dtype(dtype), chunks), tuple(Place(*place) for place in places))
         for name, offsets, lengths, dtype, chunks, places in msgpack.unpackb(data, use_list=False)
     ]
+
+
+def check_finite(name: str, box: Box, tensor: torch.Tensor) -> None:
+    """Raise ``StateError`` when the tensor, which is ``box`` of the tensor of this name, has a NaN or an infinity."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    if tensor.element_size() == 1:
+        # Torch computes nothing with 8 bits. The largest exponents of e5m2, and one pattern of e4m3fn, are no numbers.
+        bits = tensor.view(torch.uint8).bitwise_and(0x7F)
+        if int(bits.max()) < (0x7C if tensor.dtype == torch.float8_e5m2 else 0x7F):
+            return
+        tensor = tensor.float()
+    # One fast pass: a sum is finite only if all values are. The sum of finite ones may overflow, though.
+    elif math.isfinite(float(tensor.sum())):
+        return
+    count = int(tensor.numel() - tensor.isfinite().sum())
+    if count:
+        raise StateError(
+            f"{name} {box}: {count:,} of {tensor.numel():,} values are NaN or infinite, as they would be sent; no "
+            "engine serves them. Find out why, or push them with check_finite=False"
+        )
 
 
 def write_all(
@@ -125,11 +147,19 @@ def write_all(
                 for job in batch:
                     held.append(known[at : at + len(job.places)])
                     at += len(job.places)
-                results = threads.map(writer.write, batch, tensors, held)
-                for job, (digest, kinds) in zip(batch, results, strict=True):
-                    digests.append(digest)
-                    fates += kinds
-                    on_written(job.nbytes)
+                writing = [threads.submit(writer.write, *one) for one in zip(batch, tensors, held, strict=True)]
+                try:
+                    for job, one in zip(batch, writing, strict=True):
+                        # A write may wait for room that an engine makes only when all senders write.
+                        while not wait((one,), _CHECK_S).done:
+                            check()
+                        digest, kinds = one.result()
+                        digests.append(digest)
+                        fates += kinds
+                        on_written(job.nbytes)
+                except BaseException:
+                    writer.stop()
+                    raise
     except BaseException:
         writer.raise_failure()  # the other threads were only interrupted; all have ended
         raise
@@ -149,6 +179,7 @@ class _Writer:
         self._local = threading.local()
         self._failing = threading.Lock()
         self._failure: BaseException | None = None
+        self._is_stopped = False
 
     def raise_failure(self) -> None:
         """Raise the first failure, once."""
@@ -159,18 +190,30 @@ class _Writer:
         finally:
             del failure  # breaks the reference cycle with this frame, which would keep the writer's memory
 
+    def stop(self) -> None:
+        """Make writes that wait raise. What they raise is only a consequence."""
+        with self._failing:
+            self._is_stopped = True
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        for transport in self._transports.values():
+            transport.interrupt()
+
     def write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
         try:
             return self._write(job, tensor, known)
         except BaseException as error:
             with self._failing:
-                self._failure = self._failure or error
-            for transport in self._transports.values():
-                transport.interrupt()
+                if not self._is_stopped:
+                    self._failure = self._failure or error
+            self._interrupt()
             raise
 
     def _write(self, job: Job, tensor: torch.Tensor, known: Sequence[Sequence[Any]]) -> tuple[int, bytes]:
         data = self._make(tensor, job.write)
+        if self._format.finite:
+            check_finite(job.write.name, job.write.box, data.view(torch_dtype_of(job.write)))
         digest = self._format.digest(data)
         fates = bytearray()
         places: dict[Transport, list[Place]] = {}

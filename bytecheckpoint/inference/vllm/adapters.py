@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from vllm.lora import layers as lora_layers
 from vllm.lora.layers import (
     BaseLayerWithLoRA,
-    ClassificationHeadWithLoRA,
     FusedMoEWithLoRA,
     LogitsProcessorWithLoRA,
     VocabParallelEmbeddingWithLoRA,
@@ -32,6 +32,10 @@ from ..push.lora.model import Adapter, AdapterReceivers, LoraFactor, LoraLayer
 __all__ = ["VllmAdapters", "adapters_of", "receivers_of"]
 
 _UNKNOWN = LoraLayer(None, None)
+_HEADS: tuple[type, ...] = tuple(
+    getattr(lora_layers, name) for name in ("ClassificationHeadWithLoRA",) if hasattr(lora_layers, name)
+)
+_VALIDATORS = ("_validate_moe_lora_format", "_validate_token_classification_lora")
 
 
 class VllmAdapters:
@@ -60,7 +64,7 @@ class VllmAdapters:
         found: dict[str, LoraLayer] = {}
         for name, module in self._manager.modules.items():
             parts = self._manager.packed_modules.get(name)
-            if isinstance(module, ClassificationHeadWithLoRA):
+            if isinstance(module, _HEADS):
                 continue
             if isinstance(module, FusedMoEWithLoRA):
                 # Either one tensor for all experts or one tensor for each.
@@ -114,6 +118,8 @@ class VllmAdapters:
             return vllm_add(request)
         model = self._manager.get_adapter(request.lora_int_id)
         if model is None or _source(model) is not adapter:
+            if model is not None and _source(model) is None:
+                self._own[request.lora_int_id] = model
             self._put_in(self._made(request.lora_int_id, adapter))
             return True
         self._manager.activate_adapter(model.id)
@@ -135,8 +141,9 @@ class VllmAdapters:
             weights_mapper=self._mapper,
             skip_prefixes=self._skipped,
         )
-        self._manager._validate_moe_lora_format(model)
-        self._manager._validate_token_classification_lora(model)
+        for name in _VALIDATORS:
+            if hasattr(self._manager, name):
+                getattr(self._manager, name)(model)
         model.bcp_source = adapter
         return model
 
@@ -230,5 +237,5 @@ def _watch() -> None:
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter
 
 
-# On import: only requests contain the numbers that vLLM assigns to adapter names.
+# On import, when the first adapter is pushed. Numbers of adapters that vLLM has already come with their next request.
 _watch()

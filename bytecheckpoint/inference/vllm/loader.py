@@ -6,12 +6,13 @@ imported without vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import xxhash
 from torch import nn
-from vllm.config import LoadConfig, ModelConfig
+from vllm.config import LoadConfig, ModelConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -19,18 +20,22 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from ...checkpoint.attempts import ATTEMPT_PREFIX
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpointer import default_checkpointer
+from ...control.base import Operation
 from ...errors import MismatchError, UsageError
 from ...runtime.limits import DEFAULT_DEADLINE_S
 from ..delivery import DeliveryReport, StoredWeights
 from ..layouts.coverage import UnrecordedWrites, uncovered
 from ..layouts.hub_names import hub_tensors
 from ..layouts.recording import Copy
-from . import transfer
+from .private import check_part
 
 __all__ = ["BcpModelLoader", "register"]
 
-_LOAD_FORMAT = "bcp"
-_OPTIONS = frozenset({"path", "section", "rules", "verify", "share_reads", "deadline_s", "storage_options"})
+_LOAD_FORMAT = "bcp"  # also the name of the transfer backend
+_TRANSFER_ENGINE = ("bytecheckpoint.inference.vllm.transfer", "BcpTransferEngine")  # imported when an engine uses it
+_OPTIONS = frozenset(
+    {"path", "root", "peers", "section", "rules", "verify", "share_reads", "deadline_s", "storage_options"}
+)
 
 # vLLM shows only the messages of its own loggers.
 _log = init_logger(f"vllm.{__name__}")
@@ -39,16 +44,23 @@ _log = init_logger(f"vllm.{__name__}")
 def register() -> None:
     """Register the load format and the weight transfer backend with vLLM. Repeated calls have no effect."""
     register_model_loader(_LOAD_FORMAT)(BcpModelLoader)
-    transfer.register()
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:  # an older vLLM, where only the load format works
+        return
+    with contextlib.suppress(ValueError):  # it is registered already
+        WeightTransferEngineFactory.register_engine(_LOAD_FORMAT, *_TRANSFER_ENGINE)
 
 
 class BcpModelLoader(BaseModelLoader):
     """The loader of the format ``bcp``.
 
     ``--model-loader-extra-config`` may contain ``path``, a checkpoint or a directory of safetensors files, if
-    ``--model`` contains only a configuration; ``section`` (default "model"); ``rules``, a file or a set of rules that
-    makes the names of the hub; and ``verify``, ``share_reads``, ``deadline_s`` and ``storage_options`` as for
-    ``bytecheckpoint.load``.
+    ``--model`` contains only a configuration; ``root``, a folder whose newest checkpoint is loaded instead if there is
+    one; ``peers``, addresses of engines, whose first that was pushed to sends what it serves, in place of a checkpoint,
+    so that an engine that restarts serves what the others do; ``section`` (default "model"); ``rules``, a file or a set
+    of rules that makes the names of the hub; and ``verify``, ``share_reads``, ``deadline_s`` and ``storage_options`` as
+    for ``bytecheckpoint.load``.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -60,6 +72,8 @@ class BcpModelLoader(BaseModelLoader):
                 f"load format {_LOAD_FORMAT} takes {', '.join(sorted(_OPTIONS))} as extra configuration, not "
                 f"{', '.join(map(str, unknown))}"
             )
+        if not isinstance(options.get("peers", []), list):
+            raise UsageError(f"peers is a list of addresses of engines, not {options['peers']!r}")
         self._options = options
 
     def download_model(self, model_config: ModelConfig) -> None:
@@ -67,8 +81,11 @@ class BcpModelLoader(BaseModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Fill ``model``. Raises ``MismatchError`` that names the parameters with missing elements."""
-        op = default_checkpointer().operation("load", float(self._options.get("deadline_s", DEFAULT_DEADLINE_S)))
+        op = default_checkpointer().operation("load", self._deadline_s)
         try:
+            self._choose(op)
+            if self._is_joined(op, model, model_config):
+                return
             with op.phase("open"):
                 checkpoint = self._open(model_config)
                 op.set_description(f"load of {checkpoint.url}")
@@ -86,6 +103,40 @@ class BcpModelLoader(BaseModelLoader):
         finally:
             op.close()
         _log.info("%s: %s", checkpoint.backend.display_url, _summary(delivered))
+
+    @property
+    def _deadline_s(self) -> float:
+        return float(self._options.get("deadline_s", DEFAULT_DEADLINE_S))
+
+    def _choose(self, op: Operation) -> None:
+        """Let the path be the newest checkpoint below the root, on all ranks and for later loads too."""
+        if "root" not in self._options:
+            return
+        with op.phase("root"):
+            options = self._options.get("storage_options")
+            newest = default_checkpointer().latest(self._options["root"], allow_fresh=True, storage_options=options)
+        url = op.broadcast("root", (b"" if newest is None else newest.url.encode()) if op.rank == 0 else None).decode()
+        if url:
+            self._options["path"] = self.load_config.model_loader_extra_config["path"] = url
+
+    def _is_joined(self, op: Operation, model: nn.Module, model_config: ModelConfig) -> bool:
+        """Load what a peer serves. Returns whether all ranks have loaded it."""
+        peers = self._options.get("peers", ())
+        if not peers or model_config is not get_current_vllm_config().model_config:
+            return False  # a draft model
+        check_part("push")
+        from .peers import join
+
+        return any(join(op, model, url, self._deadline_s) for url in peers)
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the weights for a load in place: of vLLM's ``reload_weights``, and of the rollback of a first push.
+
+        Each rank reads only what its loader copies.
+        """
+        weights = StoredWeights(self._open(model_config), self._options.get("section", "model"))
+        tensors = hub_tensors(model_config.hf_config, dict(weights.tensors_read_by_copies()))
+        return iter(tensors.items())
 
     def _open(self, model_config: ModelConfig) -> Checkpoint:
         path = str(self._options.get("path") or model_config.model)

@@ -15,23 +15,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from ...errors import EngineError
-from ..push.engines.vllm import post_answer
-from .worker import answer, receiver_of
+from .adapter_slots import keep_adapters
+from .worker import answer, post, receiver
 
-__all__ = ["BcpInitInfo", "BcpTransferEngine", "BcpUpdateInfo", "register"]
-
-_BACKEND = "bcp"
+__all__ = ["BcpInitInfo", "BcpTransferEngine", "BcpUpdateInfo"]
 
 _log = logging.getLogger(__name__)
-
-
-def register() -> None:
-    """Register the backend with vLLM. Repeated calls have no effect."""
-    if _BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(_BACKEND, __name__, BcpTransferEngine.__name__)
 
 
 @dataclass
@@ -63,24 +53,29 @@ class BcpTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Does nothing; weights change only after a version is verified."""
 
     def finish_weight_update(self) -> None:
-        """Does nothing; ``update_weights`` returns when everything is done."""
+        """Keep the LoRA adapters, which vLLM removes next; ``update_weights`` returns when everything is done."""
+        keep_adapters(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # vLLM's own method synchronizes an accelerator, which may not exist.
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            info = self.parse_update_info(update_info)
+        except Exception as error:  # noqa: BLE001 - see `receive_weights`
+            _log.error("push: this is not a request of a push: %s", error)
+            return
+        self.receive_weights(info)
 
     def receive_weights(self, update_info: BcpUpdateInfo) -> None:
-        """Answer the sender. An unreachable sender is only logged.
+        """Answer the sender. An unreachable sender, and a wrong address, are only logged.
 
         After an exception, vLLM would leave the responses of other workers unread and confuse them with those of its
         next request.
         """
         response = answer(self.vllm_config, self.model, update_info.request)
-        asker, parallel = update_info, self.parallel_config
         try:
-            post_answer(asker.hosts, asker.port, asker.key, parallel.rank, parallel.world_size, response)
-        except EngineError as error:
+            post(self.vllm_config, update_info.hosts, update_info.port, update_info.key, response)
+        except Exception as error:  # noqa: BLE001 - see above
             _log.warning("push: %s", error)
 
     def shutdown(self) -> None:
-        receiver_of(self.vllm_config, self.model).close()
+        receiver(self.vllm_config, self.model).close()

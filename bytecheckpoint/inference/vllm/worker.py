@@ -1,288 +1,97 @@
-"""Receive weight pushes in vLLM's workers. Needs vLLM.
+"""Receive weight pushes in vLLM's workers.
 
-Start vLLM with ``--worker-extension-cls bytecheckpoint.inference.vllm.worker.WorkerExtension``. Weights are applied by
-vLLM's own layerwise reload, which repeats what a layer does with its weights (packing, quantization) and writes the
-result into the memory that captured graphs use.
+Start vLLM with ``--worker-extension-cls bytecheckpoint.inference.vllm.worker.WorkerExtension``. This module imports
+nothing of vLLM: each part that does is imported when a sender first needs it, if this vLLM has what it uses.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
-from torch import nn
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload.layerwise import (
-    LOADING_LAYERS,
-    _place_kernel_tensors,
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.model_executor.models import utils as models_utils
-from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.spec_decode.draft_model import DraftModelProposer
-
-from ...errors import MismatchError, StateError
-from ..layouts.hub_names import hub_tensors, scale_name
+from ...errors import StateError, UsageError
+from ..push.engines.answers import REPLICATED, post_answer
 from ..push.engines.targets import split_target
-from ..push.quantization.blocks import grid_of
 from ..push.receiver import Receiver, refuse
-from .adapters import receivers_of
+from .private import check_part
 
-__all__ = ["VllmModel", "WorkerExtension", "answer", "receiver_of"]
-
-Weights = Iterator[tuple[str, torch.Tensor]]
-
-_log = logging.getLogger(__name__)
+__all__ = ["WorkerExtension", "answer", "post", "receiver"]
 
 
-class VllmModel:
-    """An ``EngineModel`` for the model of one worker; builds and loads it with vLLM's own functions."""
-
-    def __init__(self, vllm_config: Any, model: nn.Module, runner: Any = None) -> None:
-        self._config, self._model, self._runner = vllm_config, model, runner
-        self.quantized = vllm_config.model_config.quantization is not None
-        self.blocks = _blocks(vllm_config.quant_config)
-        self._serves_own = self._served_own = (
-            True  # whether the engine serves the weights that it started with: now, and before the last load
-        )
-        self._ties = _ties(model)
-        self._on_hub: set[frozenset[str]] = set()
-
-    def make(self) -> nn.Module:
-        _check_replicas(self._config)
-        if self._config.parallel_config.enable_eplb:
-            raise StateError(
-                "this engine moves experts between its workers while it serves (--enable-eplb), and vLLM's loader puts "
-                "weights where they were when it started; start it without"
-            )
-        # Layers register themselves in the configuration; the registrations of the serving model must stay.
-        config = copy.copy(self._config)
-        config.compilation_config = copy.copy(self._config.compilation_config)
-        for device in ("meta", "cpu"):
-            config.compilation_config.static_forward_context = {}
-            config.compilation_config.static_all_moe_layers = []
-            try:
-                with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
-                    made: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
-                    self._untie(made)
-                    return made
-            except (NotImplementedError, RuntimeError):
-                if device == "cpu":
-                    raise
-                # Some models compute with new tensors (expert maps), which needs as much memory as the weights.
-                _log.info("push: the model cannot be built on the meta device, so it gets memory", exc_info=True)
-        raise AssertionError
-
-    def _untie(self, made: nn.Module) -> None:
-        """Bring the model into the state in which a reload loads it: untied parameters on the meta device."""
-        # vLLM shares some layers among models (rotary embeddings); those of the serving model are in use.
-        serving = set(self._model.modules())
-        for layer in made.modules():
-            if layer not in serving:
-                restore_layer_on_meta(layer, get_layerwise_info(layer))
-                # Entries of a deleted model whose id Python has reused.
-                models_utils._model_to_pp_missing_layer_names.pop(id(layer), None)
-
-    def run_loader(self, model: nn.Module, weights: Weights) -> None:
-        with set_current_vllm_config(self._config):
-            model.load_weights(self._as_loaded(weights))  # type: ignore[operator]
-
-    def _as_loaded(self, weights: Weights) -> Weights:
-        """``weights`` as the loader expects them: under the hub's names, including tied ones."""
-        tensors: Mapping[str, torch.Tensor] = dict(weights)
-        names = frozenset(tensors)
-        if names not in self._on_hub:
-            converted = hub_tensors(self._config.model_config.hf_config, tensors)
-            if converted is tensors:
-                self._on_hub.add(names)  # the check builds a transformers model
-            tensors = converted
-        if self.blocks is not None:
-            tensors = _with_scales_shaped(tensors, self.blocks)
-        return self._with_tied(iter(tensors.items()))
-
-    def _with_tied(self, weights: Weights) -> Weights:
-        """``weights`` and, for each tied name that is missing, the tensor that it is tied to.
-
-        A reload loads each tied layer separately.
-        """
-        seen: dict[str, torch.Tensor] = {}
-        for name, tensor in weights:
-            if name in self._ties or name in self._ties.values():
-                seen[name] = tensor
-            yield name, tensor
-        for name, first in self._ties.items():
-            if name not in seen and first in seen:
-                yield name, seen[first]
-
-    def load(self, weights: Weights) -> None:
-        self._served_own = self._serves_own
-        self._serves_own = False
-        self._reload(self._as_loaded(weights))
-
-    def _reload(self, weights: Weights) -> None:
-        with set_current_vllm_config(self._config), torch.no_grad(), _rebuilt_kernels(self._model):
-            initialize_layerwise_reload(self._model)
-            try:
-                self._model.load_weights(weights)  # type: ignore[operator]
-                finalize_layerwise_reload(self._model, self._config.model_config)
-            except BaseException:
-                self._give_up()
-                raise
-        for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
-            if hasattr(self._runner, reset):
-                getattr(self._runner, reset)()
-
-    def _give_up(self) -> None:
-        """Abort a reload: incomplete layers get their previous tensors back."""
-        for layer in self._model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load() and info.kernel_tensors is not None:
-                _place_kernel_tensors(layer, info)
-            info.reset()
-        LOADING_LAYERS.clear()
-        self._model._do_torchao_reload = getattr(self._model, "_original_do_torchao_reload", False)  # type: ignore[assignment]
-
-    def restore(self) -> bool:
-        loader = get_model_loader(self._config.load_config)
-        if not self._served_own or not hasattr(loader, "get_all_weights"):
-            return False
-        self._reload(self._with_tied(iter(loader.get_all_weights(self._config.model_config, self._model))))
-        self._serves_own = True
-        return True
-
-
-@contextmanager
-def _rebuilt_kernels(model: nn.Module) -> Iterator[None]:
-    """Make a reload on CPUs rebuild the kernels of experts.
-
-    There, vLLM packs experts when it builds their kernel. A reload keeps the kernel and would leave the experts
-    unpacked, so that the results would be wrong. A new kernel is safe, as CPUs capture no graphs.
-    """
-    methods = {id(method): method for layer in model.modules() if (method := getattr(layer, "quant_method", None))}
-    kept = [(method, method.moe_kernel) for method in methods.values() if getattr(method, "moe_kernel", None)]
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        kept = []
-    for method, _ in kept:
-        method.moe_kernel = None
-    try:
-        yield
-    finally:
-        for method, kernel in kept:
-            if method.moe_kernel is None:  # nothing was loaded there
-                method.moe_kernel = kernel
-
-
-def _check_replicas(vllm_config: Any) -> None:
-    parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
-        raise StateError(
-            f"this engine has {parallel.data_parallel_size} data-parallel replicas behind one address, and vLLM "
-            "returns only the answers of the first; start it with --data-parallel-external-lb, and push to each"
-        )
-
-
-def _blocks(quantization: Any) -> tuple[int, int] | None:
-    """Rows and columns of a block if the model's checkpoints have ``weight_scale_inv``, else None."""
-    if not isinstance(quantization, Fp8Config) or not quantization.weight_block_size:
-        return None
-    rows, columns = quantization.weight_block_size
-    return rows, columns
-
-
-def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """``tensors`` with scales in the shape that they have on the hub.
-
-    Raises ``MismatchError`` for scales that do not match their weight's blocks: vLLM's loader would broadcast them.
-    """
-    found = dict(tensors)
-    for name, tensor in tensors.items():
-        scales = tensors.get(scale_name(name))
-        if scales is None or tuple(scales.shape) == (grid := grid_of(tensor.shape, blocks)):
-            continue
-        # Transformers drops dimensions of one block when it splits experts.
-        if [size for size in scales.shape if size > 1] != [size for size in grid if size > 1]:
-            raise MismatchError(
-                f"{name} of shape {list(tensor.shape)} has scales of shape {list(scales.shape)}, and its blocks of "
-                f"{blocks[0]}x{blocks[1]} need {list(grid)}; weights that a model has fused can be quantized as one "
-                "only where no block has elements of two of them"
-            )
-        found[scale_name(name)] = scales.view(grid)
-    return found
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Further names of the parameters of embeddings and heads, mapped to their first names.
-
-    Names are those of stored tensors, without the wrappers of LoRA layers. Loaders use other shared parameters by their
-    first name only.
-    """
-    first: dict[int, str] = {}
-    named = (
-        (f"{prefix}.{name}".replace(".base_layer.", "."), one)
-        for prefix, layer in model.named_modules()
-        if isinstance(layer, VocabParallelEmbedding)
-        for name, one in layer.named_parameters(recurse=False)
-    )
-    return {name: known for name, one in named if (known := first.setdefault(id(one), name)) != name}
-
-
-_receivers: WeakKeyDictionary[nn.Module, Receiver] = WeakKeyDictionary()
-
-
-def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Receiver:
-    """The receiver of a worker's model, one for all ways to reach it."""
-    if model not in _receivers:
-        _receivers[model] = Receiver(VllmModel(vllm_config, model, runner))
-    return _receivers[model]
-
-
-def answer(vllm_config: Any, model: nn.Module, text: str, runner: Any = None) -> str:
+def answer(vllm_config: Any, model: Any, text: str, runner: Any = None) -> str:
     """The response of the worker's model, draft model or adapter to a sender. Never raises."""
-    target, request = split_target(text)
-    if target is None:
-        return receiver_of(vllm_config, model, runner).answer(request)
+    request = text
     try:
-        _check_replicas(vllm_config)
-        if "draft" in target:
-            receiver = _receiver_of_draft(vllm_config, runner)
-        else:
-            receiver = receivers_of(model).receiver(target)
-    except StateError as error:
+        target, request = split_target(text)
+        found = receiver(vllm_config, model, runner, target)
+        _check_balancing(vllm_config.parallel_config)
+        return found.answer(request)
+    except Exception as error:  # noqa: BLE001 - vLLM would confuse the other workers' responses with later ones
         return refuse(error, request)
-    return receiver.answer(request)
 
 
-def _receiver_of_draft(vllm_config: Any, runner: Any) -> Receiver:
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+def receiver(vllm_config: Any, model: Any, runner: Any = None, target: Any = None) -> Receiver:
+    """The receiver of a target of a worker, by default its model. Raises ``StateError`` when vLLM lacks what a part
+    needs, or the engine was started without it."""
+    check_part("push")
+    from .model import receiver_of
+
+    if target is None:
+        return receiver_of(vllm_config, model, runner)
+    if "draft" in target:
+        check_part("drafts")
+        from .drafts import receiver_of_draft
+
+        return receiver_of_draft(vllm_config, runner)
+    check_part("adapters")
+    from .adapters import receivers_of
+
+    return receivers_of(model).receiver(target)
+
+
+def post(vllm_config: Any, hosts: Sequence[str], port: int, key: str, response: str) -> None:
+    """Send a response to the sender of a request, for an engine whose RPC would lose it. Raises ``EngineError``."""
+    parallel = vllm_config.parallel_config
+    replicas = _replicas(parallel)
+    number = parallel.data_parallel_index * parallel.world_size if replicas > 1 else 0
+    post_answer(hosts, port, key, number + parallel.rank, replicas * parallel.world_size, response)
+
+
+def _replicas(parallel: Any) -> int:
+    """The number of data-parallel replicas that one address reaches."""
+    if parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb:
+        return 1
+    # vLLM configures each replica of a dense model as if it were the only one, except for this number (not in 0.29).
+    size: int = parallel.data_parallel_size
+    return size if size > 1 or parallel.enable_elastic_ep else getattr(parallel, "elastic_ep_max_dp_size", size)
+
+
+def _check_balancing(parallel: Any) -> None:
+    if parallel.data_parallel_hybrid_lb:
         raise StateError(
-            "an engine with pipeline stages is not supported, because only its last stage has the draft model"
+            "this engine was started with --data-parallel-hybrid-lb, where a worker does not know how many replicas "
+            "one address reaches; start it with --data-parallel-external-lb, or with one address for all replicas"
         )
-    drafter = getattr(runner, "drafter", None)
-    # Other draft models share layers with the serving model, which a reload would change.
-    if not isinstance(drafter, DraftModelProposer):
-        raise StateError(
-            "this engine has no separate draft model that accepts pushes: start it with "
-            "--speculative-config of the method draft_model, and with the worker extension"
-        )
-    return receiver_of(drafter._create_draft_vllm_config(), runner.get_draft_model())
 
 
 class WorkerExtension:
     """A base class that vLLM adds to its worker class; its names must not clash with vLLM's."""
 
-    def bcp_push(self, request: str) -> str:
-        """Answer a sender. Never raises: vLLM would confuse the other workers' responses with later ones."""
+    def bcp_push(self, *arguments: Any, **options: Any) -> str:
+        """Answer a sender's request: a text, and the address for the answer where the RPC would lose it. Never raises,
+        also for wrong arguments."""
         worker: Any = self
-        return answer(worker.vllm_config, worker.model_runner.get_model(), request, worker.model_runner)
+        try:
+            request, *where = arguments
+            if options or not isinstance(request, str) or len(where) > 1:
+                raise UsageError("a request to bcp_push is one text, and an address for the answer")
+            config = worker.vllm_config
+            if not where and _replicas(config.parallel_config) > 1:
+                return REPLICATED
+            response = answer(config, worker.model_runner.get_model(), request, worker.model_runner)
+            if where:
+                post(config, where[0]["hosts"], where[0]["port"], where[0]["key"], response)
+                return ""
+            return response
+        except Exception as error:  # noqa: BLE001 - as in `answer`
+            return refuse(error, None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -62,6 +64,20 @@ class Engine(ABC):
             DeadlineError: The engine did not resume in time.
             EngineError: The engine cannot be reached.
         """
+
+    @property
+    def identity(self) -> str:
+        """Identifies the engine among those of all ranks. One without an address is another one in each process."""
+        where = "" if self.address else f" (process {os.getpid()} on {socket.gethostname()})"
+        return f"{self.name}{where}"
+
+    @property
+    def address(self) -> dict[str, Any] | None:
+        """Plain data by which a worker can reach its own engine (``url``, ``pause`` and others, see ``engine_at``).
+
+        None if it cannot. The worker resumes the engine when the sender is killed in the middle of a push.
+        """
+        return None
 
     def close(self) -> None:  # noqa: B027 - most engines have nothing to close
         """Release local resources. Never raises."""

@@ -23,7 +23,8 @@ class TargetEngine(Engine):
 
     def __init__(self, engine: Engine, name: str, target: Mapping[str, Any]) -> None:
         self.name = f"{name} of {engine.name}"
-        self._engine, self._target = engine, encode(target)
+        self._engine, self._name, self._plain = engine, name, dict(target)
+        self._target = encode(target)
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         return self._engine.call(f"{self._target}{_SEPARATOR}{request}", timeout_s)
@@ -34,6 +35,11 @@ class TargetEngine(Engine):
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         # The engine's own version is that of its model.
         self._engine.resume(None, timeout_s, changed=changed)
+
+    @property
+    def address(self) -> dict[str, Any] | None:
+        address = self._engine.address
+        return None if address is None else {**address, "target": [self._name, self._plain]}
 
     def close(self) -> None:
         self._engine.close()

@@ -142,6 +142,9 @@ class AdapterModel:
         self._host.put(self._name, self._before)
         return True
 
+    def clear_caches(self) -> None:
+        """Does nothing: caches belong to the engine's model."""
+
     def _config(self) -> dict[str, Any]:
         config = json.loads(self._config_text)
         if not isinstance(config, dict) or not isinstance(config.get("r"), int):

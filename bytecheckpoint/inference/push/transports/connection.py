@@ -18,17 +18,18 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 import socket
 import struct
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from ....errors import CorruptionError, EngineError
+from .listening import listen, local_addresses
 
 __all__ = [
     "END",
@@ -43,7 +44,6 @@ __all__ = [
     "authenticate_client",
     "connect",
     "drain",
-    "local_addresses",
     "receive",
     "receive_into",
     "set_unbounded_receive",
@@ -56,9 +56,11 @@ END = (1 << 64) - 1
 NONCE_BYTES = 32
 
 _CONNECT_S = 5.0  # per address of an endpoint; a wrong address may never answer
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S = 10.0  # in total, however slowly the bytes of a handshake arrive
 _MAX_SENDERS = 256
+_MAX_STRANGERS = 64  # connections that have not authenticated yet; beyond, the oldest is closed
 _DRAIN_BYTES = 1 << 16  # per call
+_MIN_S = 0.001
 
 _log = logging.getLogger(__name__)
 
@@ -88,10 +90,12 @@ def connect(endpoint: Endpoint) -> tuple[socket.socket, str]:
 def _connect(host: str, endpoint: Endpoint) -> socket.socket:
     connection = socket.create_connection((host, endpoint.port), timeout=_CONNECT_S)
     try:
-        theirs, ours = receive(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+        end = time.monotonic() + _CONNECT_S
+        theirs, ours = receive(connection, NONCE_BYTES, end), secrets.token_bytes(NONCE_BYTES)
         connection.sendall(ours + _hmac(endpoint.key, b"client", theirs, ours))
-        if not hmac.compare_digest(receive(connection, NONCE_BYTES), _hmac(endpoint.key, b"server", ours, theirs)):
+        if not hmac.compare_digest(receive(connection, NONCE_BYTES, end), _hmac(endpoint.key, b"server", ours, theirs)):
             raise EngineError("the server does not have the key of this push")
+        connection.settimeout(_CONNECT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
     except BaseException:
@@ -101,10 +105,12 @@ def _connect(host: str, endpoint: Endpoint) -> socket.socket:
 
 def authenticate_client(connection: socket.socket, key: bytes) -> None:
     """Run the server's side of the handshake. Raises ``OSError`` or ``EngineError``."""
+    end = time.monotonic() + _HANDSHAKE_S
+    connection.settimeout(_HANDSHAKE_S)
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
-    theirs = receive(connection, NONCE_BYTES)
-    if not hmac.compare_digest(receive(connection, NONCE_BYTES), _hmac(key, b"client", ours, theirs)):
+    theirs = receive(connection, NONCE_BYTES, end)
+    if not hmac.compare_digest(receive(connection, NONCE_BYTES, end), _hmac(key, b"client", ours, theirs)):
         raise EngineError("the client does not have the key of this push")
     connection.sendall(_hmac(key, b"server", theirs, ours))
 
@@ -113,19 +119,22 @@ def _hmac(key: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
     return hmac.new(key, role + first + second, hashlib.sha256).digest()
 
 
-def receive_into(connection: socket.socket, out: memoryview) -> None:
-    """Fill ``out``. Raises ``EngineError`` when the peer closes the connection first."""
+def receive_into(connection: socket.socket, out: memoryview, end: float | None = None) -> None:
+    """Fill ``out``, until the time ``end`` if it is given. Raises ``EngineError`` when the peer closes the connection
+    first."""
     at = 0
     while at < len(out):
+        if end is not None:
+            connection.settimeout(max(end - time.monotonic(), _MIN_S))
         count = connection.recv_into(out[at:])
         if not count:
             raise EngineError(f"the connection ended {len(out) - at} bytes too early")
         at += count
 
 
-def receive(connection: socket.socket, nbytes: int) -> bytes:
+def receive(connection: socket.socket, nbytes: int, end: float | None = None) -> bytes:
     data = bytearray(nbytes)
-    receive_into(connection, memoryview(data))
+    receive_into(connection, memoryview(data), end)
     return bytes(data)
 
 
@@ -146,24 +155,14 @@ def set_unbounded_receive(connection: socket.socket, *, send_timeout_s: float) -
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
-def local_addresses() -> tuple[str, ...]:
-    """Return the addresses at which other hosts may reach this one, the likeliest first."""
-    hosts = [os.environ.get("VLLM_HOST_IP", "")]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends no packet; only selects the outgoing interface
-        hosts.append(probe.getsockname()[0])
-    hosts += [socket.gethostname(), "127.0.0.1"]
-    return tuple(dict.fromkeys(host for host in hosts if host))
-
-
 class Acceptor(ABC):
     """Listens for senders until ``close``, and serves each authenticated connection in its own thread."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(NONCE_BYTES)
-        self._listener = socket.create_server(("", 0), backlog=_MAX_SENDERS)
+        self._listener = listen(_MAX_SENDERS)
         self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, bool] = {}  # whether they have authenticated, oldest first
         self._closed = False
         self._threads = ThreadPoolExecutor(_MAX_SENDERS + 1, thread_name_prefix="bcp-push-tcp")
         self._work: list[Future[None]] = [self._threads.submit(self._accept)]
@@ -199,15 +198,20 @@ class Acceptor(ABC):
                 if self._closed:
                     connection.close()
                     return
-                self._connections.add(connection)
+                strangers = [one for one, is_known in self._connections.items() if not is_known]
+                if len(strangers) >= _MAX_STRANGERS:
+                    with contextlib.suppress(OSError):
+                        strangers[0].shutdown(socket.SHUT_RDWR)
+                self._connections[connection] = False
                 self._work = [work for work in self._work if not work.done()]
                 self._work.append(self._threads.submit(self._run, connection))
 
     def _run(self, connection: socket.socket) -> None:
         try:
             with connection:
-                connection.settimeout(_HANDSHAKE_S)
                 authenticate_client(connection, self._key)
+                with self._lock:
+                    self._connections[connection] = True
                 self._serve(connection)
         except (OSError, EngineError, CorruptionError) as error:
             _log.warning("push: a sender's connection ended: %s", error)
@@ -215,4 +219,4 @@ class Acceptor(ABC):
             _log.exception("push: receiving from a sender failed")
         finally:
             with self._lock:
-                self._connections.discard(connection)
+                self._connections.pop(connection, None)

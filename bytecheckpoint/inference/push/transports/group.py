@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ....errors import EngineError, StateError, UsageError
 from ..daemon import run_daemon
 from .base import TransportBroken
-from .connection import local_addresses
+from .listening import local_addresses
 
 __all__ = [
     "Group",
@@ -224,6 +224,21 @@ def _meet(store: Store, name: str, rank: int, size: int, wait_s: float) -> None:
     store.wait([f"here/{name}/{member}" for member in range(size)], timedelta(seconds=wait_s))
 
 
+def refuse_shared_devices(store: Store, rank: int, size: int, device: str, wait_s: float) -> None:
+    """Raise ``RuntimeError``, in all members, if two of them use one device: NCCL would fail late, or not return."""
+    store.set(f"device/{rank}", device)
+    store.wait([f"device/{member}" for member in range(size)], timedelta(seconds=wait_s))
+    members: dict[str, list[int]] = {}
+    for member in range(size):
+        members.setdefault(store.get(f"device/{member}").decode(), []).append(member)
+    for name, same in members.items():
+        if len(same) > 1:
+            raise RuntimeError(
+                f"members {' and '.join(map(str, same))} share GPU {name}, which NCCL does not support; start the "
+                f'trainer and each worker on different GPUs, or push with group="gloo", cuda_ipc=True or no group'
+            )
+
+
 class _Gloo(Group):
     def _form(self, name: str, rank: int, size: int) -> Any:
         wait = timedelta(seconds=self._wait_s)
@@ -250,6 +265,8 @@ class _Nccl(Group):
 
     def __init__(self, address: GroupAddress, store: Store, rank: int) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
+        name = str(torch.cuda.get_device_properties(self.device).uuid)
+        refuse_shared_devices(store, rank, address.size, name, address.wait_s)
         super().__init__(address, store, rank)
 
     def _form(self, name: str, rank: int, size: int) -> Any:

@@ -6,6 +6,7 @@ There are two buckets: the sender fills one while the workers load the other.
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -14,11 +15,12 @@ import torch
 from ....errors import EngineError, StateError
 from ..transports.cuda_ipc import GPU_PREFIX, visible_gpus
 from ..transports.shared_memory import Arena
-from .ipc_update import Handle
+from .update import Handle
 
 __all__ = ["Buckets", "align_tensor", "gpus_of", "make_buckets"]
 
 _ALIGNMENT_BYTES = 256  # what checkpoint-engine uses
+_MIG_PREFIX = "MIG-"
 
 
 def align_tensor(nbytes: int) -> int:
@@ -66,6 +68,7 @@ class CudaBuckets(Buckets):
     def __init__(self, gpus: Sequence[int], nbytes: int) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
+        refuse_expandable_segments()
         host = torch.empty(2 * nbytes, dtype=torch.uint8, pin_memory=True)
         self._buffers = [torch.empty(2 * nbytes, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in gpus]
         super().__init__(host, [reduce_tensor(buffer) for buffer in self._buffers])  # type: ignore[no-untyped-call]
@@ -86,19 +89,32 @@ class CudaBuckets(Buckets):
             torch.cuda.empty_cache()  # engines leave little memory free
 
 
+def refuse_expandable_segments() -> None:
+    """Raise ``StateError`` if torch's allocator is to use memory that has no CUDA IPC handles."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        settings = os.environ.get(name, "").replace(" ", "").lower().split(",")
+        if "expandable_segments:true" in settings:
+            raise StateError(
+                f"{name} has expandable_segments:True, and workers cannot open such memory; remove it from the "
+                f"environment of this process, or push with HttpEngine, which shares host memory"
+            )
+
+
 def gpus_of(devices: Sequence[str]) -> list[int]:
     """Return the numbers of the GPUs with these names; none if the names are of CPUs. Raises ``StateError`` for a GPU
     that this process does not see."""
-    if not any(device.startswith(GPU_PREFIX) for device in devices):
+    if not any(device.startswith((GPU_PREFIX, _MIG_PREFIX)) for device in devices):
         return []
     visible = visible_gpus()
-    missing = [device for device in devices if device not in visible]
+    # CUDA has the same number for a part of a GPU (MIG) as nvidia-smi and NVML, which name it "MIG-<uuid>".
+    found = [device.replace(_MIG_PREFIX, GPU_PREFIX, 1) for device in devices]
+    missing = [device for device, name in zip(devices, found, strict=True) if name not in visible]
     if missing:
         raise StateError(
             f"this process does not see {', '.join(missing)}, only {', '.join(visible) or 'no GPU'}; it must run on "
             "the engine's host, with a CUDA build of torch, and CUDA_VISIBLE_DEVICES must have the engine's GPUs"
         )
-    return [visible[device] for device in devices]
+    return [visible[name] for name in found]
 
 
 def make_buckets(devices: Sequence[str], most: int, least: int) -> Buckets:

@@ -23,7 +23,7 @@ import torch
 
 from ....errors import BytecheckpointError, DeadlineError, EngineError, StateError
 from ..daemon import run_daemon
-from .ipc_guard import ExitGuard
+from ..guard import ExitGuard
 
 __all__ = ["Handle", "Update", "UpdateClient", "zeromq"]
 

@@ -1,30 +1,22 @@
 """Engines that are set up for checkpoint-engine, without bytecheckpoint in their workers.
 
-Such workers do not request parts of tensors, offer no memory and verify nothing: each reads entire tensors from memory
-that it is given. Rank 0 therefore runs the receiver of the engine in its own process. To the senders, the engine has
-one worker, which requests every tensor completely and sends it on to the real workers.
+Each worker reads entire tensors from memory that rank 0 gives it (see ``relay.py``).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
 
-from ....errors import DeadlineError, EngineError, StateError, UsageError
-from ..messages import decode
-from ..quantization.blocks import Blocks
-from ..receiver import Receiver
+from ....errors import EngineError, UsageError
+from ..engines.rpc import PauseMode
+from ..relay import RelayEngine, RelayModel
 from ..transports.cuda_ipc import visible_gpus
-from .ipc_buckets import Buckets, align_tensor, gpus_of, make_buckets
-from .ipc_guard import ExitGuard
-from .ipc_update import Update, zeromq
-from .targets import split_target
-from .vllm import HttpEngine, PauseMode
+from .buckets import Buckets, align_tensor, gpus_of, make_buckets
+from .update import Update, zeromq
 
 __all__ = ["IpcEngine"]
 
@@ -32,13 +24,12 @@ _BUCKET_BYTES = 512 << 20
 _Named = tuple[str, torch.Tensor, torch.dtype]
 
 _UNBOUNDED_S = 7 * 86400.0
-_PATIENCE = 0.8  # of a sender's deadline: the error of this end names the silent worker, so it must come first
 _LATE_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
-class IpcEngine(HttpEngine):
+class IpcEngine(RelayEngine):
     """An engine on this host whose workers have checkpoint-engine's ``update_weights_from_ipc``.
 
     This is vLLM with ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls
@@ -70,45 +61,26 @@ class IpcEngine(HttpEngine):
         dtype: torch.dtype | None = None,
         pause: PauseMode = "wait",
     ) -> None:
-        super().__init__(url, pause=pause)
         zeromq()
         named = list(visible_gpus() if devices is None else devices)
+        super().__init__(url, _WholeModel(self, named, bucket_bytes, dtype), pause=pause)
         if not named or len(set(named)) < len(named):
             raise UsageError(
                 f"{self.name} needs the names of its workers' devices, each once, as this process "
                 + ("sees no GPU" if devices is None else f"was given {named}")
             )
         gpus_of(named)
-        self._model = _WholeModel(self, named, bucket_bytes, dtype)
-        self._receiver = Receiver(self._model, logging.DEBUG)  # this process raises failures as well
-        self._busy = threading.Lock()
         self._can_pause = True
         self._collective = True
 
-    def call(self, request: str, timeout_s: float) -> list[str]:
-        end = time.monotonic() + timeout_s
-        target, _ = split_target(request)
-        if target is not None:
-            raise StateError(
-                f"{self.name} accepts only its model, because checkpoint-engine's protocol has no other targets"
-            )
-        if not self._busy.acquire(timeout=timeout_s):
-            raise DeadlineError(f"{self.name} still handles an earlier request")
-        try:
-            deadline_s = decode(request).get("deadline_s")
-            if deadline_s is not None:
-                self._model.patience_s = _PATIENCE * deadline_s
-            self._model.end = end
-            return [self._receiver.answer(request)]
-        finally:
-            self._busy.release()
-
     def pause(self, timeout_s: float) -> None:
         self._can_pause = True
+        self.resume_on_exit()
         try:
             super().pause(timeout_s)
         except _MissingEndpoint:
             self._can_pause = False
+            self.on_exit()
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         if not self._can_pause:
@@ -117,10 +89,12 @@ class IpcEngine(HttpEngine):
             super().resume(version, timeout_s, changed=changed)
         except _MissingEndpoint:  # an older engine has no version endpoint
             super().resume(None, timeout_s, changed=changed)
+        self.on_exit()
 
-    def close(self) -> None:
-        self._receiver.close()
-        self._model.close()
+    def resume_on_exit(self) -> None:
+        """Make the guard end the pause if this process is killed. Call it while the engine serves one version."""
+        if self._can_pause:
+            self.on_exit(("/resume", None))
 
     @property
     def may_raise(self) -> bool:
@@ -167,38 +141,20 @@ class _MissingEndpoint(EngineError):
     """The engine has no such endpoint."""
 
 
-class _WholeModel:
-    """An ``EngineModel`` that requests every tensor completely, and sends what it loads to the workers."""
-
-    quantized = False
-    blocks: Blocks | None = None
+class _WholeModel(RelayModel):
+    """Passes tensors on in buckets."""
 
     def __init__(self, engine: IpcEngine, devices: list[str], bucket_bytes: int, dtype: torch.dtype | None) -> None:
-        self._engine, self.devices = engine, devices
-        self._bucket_bytes, self._dtype = bucket_bytes, dtype
-        self._guard: ExitGuard | None = None
+        super().__init__(dtype)
+        self._engine, self.devices, self._bucket_bytes = engine, devices, bucket_bytes
         self._last: Update | None = None
-        self.patience_s = self.end = 0.0
-
-    def make(self) -> nn.Module:
-        return nn.Module()
-
-    def run_loader(self, model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for _, tensor in weights:
-            torch.empty(tensor.shape, dtype=self._sent_as(tensor.dtype), device="meta").copy_(tensor)
-
-    def _sent_as(self, dtype: torch.dtype) -> torch.dtype:
-        target = self._dtype
-        if target is None or not dtype.is_floating_point or dtype.itemsize <= target.itemsize:
-            return dtype
-        return target
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self._last is not None and not self._last.join(min(_LATE_S, self.end - time.monotonic())):
             raise EngineError(
                 f"{self._engine.name} has not ended an earlier update that failed; is one of its workers stopped?"
             )
-        named = [(name, tensor, self._sent_as(tensor.dtype)) for name, tensor in weights]
+        named = [(name, tensor, self.sent_as(tensor.dtype)) for name, tensor in weights]
         sizes = [align_tensor(tensor.numel() * dtype.itemsize) for _, tensor, dtype in named]
         longest = max(sizes)
         buckets = make_buckets(self.devices, max(min(align_tensor(self._bucket_bytes), sum(sizes)), longest), longest)
@@ -206,6 +162,7 @@ class _WholeModel:
             update = self._begin()
             try:
                 update.begin(buckets.handles)
+                self._engine.on_exit()  # from here, the engine has a part of the weights
                 self._send(named, sizes, buckets, update)
                 update.send(None)  # the workers release the memory
                 update.wait()
@@ -213,6 +170,7 @@ class _WholeModel:
                 update.send(None)  # the workers post-process their weights
                 update.wait()
                 error_text = update.finish()
+                self._engine.resume_on_exit()
                 if error_text:
                     # After an earlier exception of a worker, vLLM takes late answers for those of this request.
                     _log.warning("push: all workers have loaded the weights, but %s", error_text)
@@ -239,19 +197,12 @@ class _WholeModel:
         update.wait()
 
     def _begin(self) -> Update:
-        if self._guard is None:
-            self._guard = ExitGuard()
-        self._last = Update(self._engine, self.devices, self._guard, self.patience_s, self.end)
+        self._last = Update(self._engine, self.devices, self._engine.guard, self.patience_s, self.end)
         return self._last
 
-    def restore(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """Close the guard, unless an update is unfinished: workers may still connect to it."""
-        if self._guard is not None and (self._last is None or self._last.join(0)):
-            self._guard.close()
-            self._guard = None
+    @property
+    def is_busy(self) -> bool:
+        return self._last is not None and not self._last.join(0)
 
 
 def _runs(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:

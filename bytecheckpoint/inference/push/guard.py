@@ -1,8 +1,9 @@
-"""A guard process that releases an engine's workers when the sender of an update is killed.
+"""A guard process that ends what the sender of an update leaves behind when it is killed.
 
-Workers wait for the sender's next message without a bound, and connect again to the socket name that they were given.
-The guard outlives the sender, takes over these names, and sends the last messages. It is this file, run as a script
-that imports nothing of the library.
+It outlives the sender. Workers of checkpoint-engine wait for the sender's next message without a bound, and connect
+again to the socket name that they were given: the guard takes over these names and sends the last messages. Then it
+sends the requests that make a paused engine continue, and removes a folder. It is this file, run as a script that
+imports nothing of the library.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = ["ExitGuard"]
 
-_PATIENCE_S = 600.0  # for workers that are stopped
+_PATIENCE_S = 600.0  # for workers that are stopped, and for an engine that loads
 _POLL_MS = 100
 _LINGER_MS = 1000
 _CLOSING_S = 5.0
@@ -28,6 +33,8 @@ class ExitGuard:
     """The guard process of one sender, for one update after another."""
 
     def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        self._lock = threading.Lock()
         # In its own session, so that a signal to the sender's terminal or process group does not end it too.
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(os.getpid())],
@@ -39,10 +46,22 @@ class ExitGuard:
 
     def watch(self, last_messages: Mapping[str, Sequence[bytes]]) -> None:
         """Set the messages that workers get if this process ends, by socket name. Replaces earlier ones."""
-        plain = {name: [message.hex() for message in messages] for name, messages in last_messages.items()}
+        self._keep("messages", {name: [one.hex() for one in messages] for name, messages in last_messages.items()})
+
+    def request(self, requests: Sequence[tuple[str, Mapping[str, str], Any]]) -> None:
+        """Set the requests (address, headers, document) to send if this process ends, each after the one before has
+        succeeded. Replaces earlier ones."""
+        self._keep("requests", list(requests))
+
+    def remove(self, folder: str | None) -> None:
+        """Set the folder to remove, at the end, if this process ends."""
+        self._keep("folder", folder)
+
+    def _keep(self, key: str, what: Any) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # the guard was killed
-            self._process.stdin.write(json.dumps(plain).encode() + b"\n")
+        with self._lock, contextlib.suppress(OSError):  # the guard was killed
+            self._kept[key] = what
+            self._process.stdin.write(json.dumps(self._kept).encode() + b"\n")
             self._process.stdin.flush()
 
     def close(self) -> None:
@@ -98,12 +117,26 @@ def _send_last(last_messages: Mapping[str, Sequence[bytes]]) -> None:
     context.term()
 
 
+def _succeeds(url: str, headers: Mapping[str, str], document: Any) -> bool:
+    data = b"" if document is None else json.dumps(document).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method="POST")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=_PATIENCE_S) as response:
+            response.read()
+    except OSError:
+        return False
+    return True
+
+
 def _main() -> None:
     del sys.path[0]  # modules in this directory must not shadow others
-    line = _last_line(int(sys.argv[1]))
-    last_messages = json.loads(line or b"{}")
-    if last_messages:
-        _send_last({name: [bytes.fromhex(one) for one in messages] for name, messages in last_messages.items()})
+    kept = json.loads(_last_line(int(sys.argv[1])) or b"{}")
+    if kept.get("messages"):
+        _send_last({name: [bytes.fromhex(one) for one in messages] for name, messages in kept["messages"].items()})
+    all(_succeeds(*request) for request in kept.get("requests", ()))
+    if kept.get("folder"):
+        shutil.rmtree(kept["folder"], ignore_errors=True)
 
 
 if __name__ == "__main__":

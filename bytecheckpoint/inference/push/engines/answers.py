@@ -1,0 +1,100 @@
+"""Answers of all workers of a vLLM engine.
+
+vLLM's RPC returns only the answers of the first data-parallel replica, and its weight transfer returns none. Each
+worker then sends its answer over a TCP connection to an endpoint that came with the request.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from ....errors import DeadlineError, EngineError
+from ..transports.connection import Acceptor, Endpoint, connect, receive
+from .base import Budget, Engine
+
+__all__ = ["METHOD", "REPLICATED", "Answers", "CollectiveRpc", "post_answer"]
+
+METHOD = "bcp_push"
+"""The method of ``WorkerExtension``."""
+
+REPLICATED = "this engine has replicas"
+"""The answer to a request without an endpoint where vLLM would lose answers. The worker did not handle the request."""
+
+_HEAD = struct.Struct("!IIQ")  # worker, number of workers, bytes of the answer
+_MAX_ANSWER_BYTES = 1 << 28
+_ANSWER_S = 60.0  # of silence in the middle of an answer
+_LATE_S = 10.0  # for answers after vLLM has returned, which workers sent before
+
+
+class Answers(Acceptor):
+    """Receives the answers of all workers to one request, in any order."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, str] = {}
+        self._workers = 1
+        self._changed = threading.Condition()
+        super().__init__()
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The arguments of ``post_answer`` in the workers, as plain data."""
+        hosts, port, key = self.endpoint
+        return {"hosts": list(hosts), "port": port, "key": key.hex()}
+
+    def wait(self, name: str, budget: Budget) -> list[str]:
+        """Return the answers, by worker, after vLLM has handled the request. Raises ``DeadlineError``."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._found) >= self._workers, min(budget.left, _LATE_S)):
+                raise DeadlineError(
+                    f"{len(self._found)} of {self._workers} workers of {name} have sent their answer to this host in "
+                    f"time; can they reach port {self.endpoint.port} of {', '.join(self.endpoint.hosts)}?"
+                )
+            return [self._found[number] for number in sorted(self._found)]
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(_ANSWER_S)
+        number, workers, length = _HEAD.unpack(receive(connection, _HEAD.size))
+        if length > _MAX_ANSWER_BYTES:
+            raise EngineError(f"an answer of {length} bytes is refused")
+        text = receive(connection, length).decode()
+        with self._changed:
+            self._found[number], self._workers = text, workers
+            self._changed.notify_all()
+
+
+def post_answer(hosts: Sequence[str], port: int, key: str, number: int, workers: int, answer: str) -> None:
+    """Send a worker's answer to the sender of a request. Raises ``EngineError`` when the sender cannot be reached."""
+    connection, where = connect(Endpoint(tuple(hosts), port, bytes.fromhex(key)))
+    data = answer.encode()
+    with connection:
+        try:
+            connection.sendall(_HEAD.pack(number, workers, len(data)) + data)
+        except OSError as error:
+            raise EngineError(f"the connection to the sender at {where} broke: {error}") from error
+
+
+class CollectiveRpc(Engine):
+    """An engine whose workers have the worker extension."""
+
+    _is_replicated = False
+
+    @abstractmethod
+    def _rpc(self, arguments: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Call ``METHOD`` in all workers. Returns the results of the first replica's."""
+
+    def call(self, request: str, timeout_s: float) -> list[str]:
+        budget = Budget(timeout_s)
+        if not self._is_replicated:
+            found = [str(answer) for answer in self._rpc([request], budget.left)]
+            if REPLICATED not in found:
+                return found
+            self._is_replicated = True
+        with closing(Answers()) as answers:
+            self._rpc([request, answers.where], budget.left)
+            return answers.wait(self.name, budget)

@@ -1,0 +1,198 @@
+"""Pauses of engines end, even if the sender that paused is killed.
+
+Before a sender pauses an engine, the engine's first worker gets a lease: the engine's address, and a connection from
+the sender. If the connection ends before the lease does, or the lease expires, the sender is gone, and a thread of that
+worker settles the push over the engine's own RPC, as any sender could (``settle``).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...errors import BytecheckpointError, EngineError
+from .daemon import run_daemon
+from .engines.addresses import engine_at
+from .engines.base import Budget, Engine, ask, ask_all
+from .transports.connection import Acceptor, Endpoint, connect, receive
+
+__all__ = ["HeldLease", "PauseLease", "check_consistent", "push_command", "resume_command", "settle"]
+
+_CONNECT_S = 1.0  # a firewall that drops packets must not delay each push for longer
+_SETTLE_S = 600.0  # requests of the lost push come first, in which the engine may load weights
+_PROBE_S = 2.0
+# The kernel asks every five seconds whether the sender's host still runs, and gives up after the third question.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+_log = logging.getLogger(__name__)
+
+
+def resume_command(engine: Engine) -> str:
+    """Return what resumes an engine that serves one complete version, as a part of a sentence."""
+    address = engine.address
+    if address is None:
+        return "the next push resumes it"
+    native = " --native" if address.get("native") else ""
+    return f"`bcp push --resume {address['url']}{native}` or the next push resumes it"
+
+
+def push_command(engine: Engine) -> str:
+    """Return what repairs an engine that serves no complete version, as a part of a sentence."""
+    address = engine.address
+    command = "" if address is None or "target" in address else f": `bcp push CHECKPOINT --to {address['url']}`"
+    return f"push again, or restart it{command}"
+
+
+def settle(engine: Engine, wait_s: float, transaction: str | None = None) -> int | str | None:
+    """End a push whose sender is gone: check that the engine serves one complete version, and resume it.
+
+    Workers that serve different versions, because the sender was lost while one of them rolled back, return to the
+    version before. Without ``transaction``, any push ends whose sender is not connected.
+
+    Returns:
+        The version; None for what the engine started with.
+
+    Raises:
+        EngineError: The engine serves no complete version. It is left paused.
+        StateError: A sender is connected.
+        DeadlineError: The engine did not answer in time.
+    """
+    budget = Budget(wait_s)
+    answers = ask(engine, "settle", {"transaction": transaction}, budget.left)
+    if len({answer["applied_by"] for answer in answers}) > 1:
+        ask_all(engine, "revert", {"transaction": answers[0]["transaction"]}, budget.left)
+        answers = ask(engine, "settle", {"transaction": transaction}, budget.left)
+    version = check_consistent(engine, answers)
+    engine.resume(version, budget.left, changed=True)
+    return version
+
+
+def check_consistent(engine: Engine, answers: list[dict[str, Any]]) -> int | str | None:
+    """Return the version that all workers serve. Raises ``EngineError`` if there is none."""
+    reasons = [answer["inconsistent_reason"] for answer in answers if answer["inconsistent_reason"]]
+    if reasons:
+        raise EngineError(f"{engine.name} serves no consistent version: {reasons[0]}")
+    if len({answer["applied_by"] for answer in answers}) > 1:
+        versions = ", ".join(f"{answer['version']!r}" for answer in answers)
+        raise EngineError(f"workers of {engine.name} serve different versions: {versions}")
+    version: int | str | None = answers[0]["version"]
+    return version
+
+
+class PauseLease(Acceptor):
+    """A worker's side of a lease, until ``end``."""
+
+    def __init__(self, address: Mapping[str, Any], transaction: str, seconds: float) -> None:
+        self.is_connected = False
+        self._address, self._transaction = address, transaction
+        self._state, self._is_over = threading.Lock(), False
+        super().__init__()
+        self._timer = threading.Timer(seconds, self._expire, ["did not end its push in time"])
+        self._timer.daemon = True
+        self._timer.start()
+
+    @property
+    def unreachable(self) -> str:
+        """Why this worker cannot reach the engine at its address; empty if it can."""
+        return _unreachable(self._address["url"])
+
+    def end(self) -> None:
+        """End the lease: the sender resumes the engine itself, or has done so."""
+        with self._state:
+            self._is_over = True
+        self._timer.cancel()
+        self.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        self.is_connected = True
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        with suppress(OSError, EngineError):
+            receive(connection, 1)
+        self.is_connected = False
+        self._expire("is gone")
+
+    def _expire(self, why: str) -> None:
+        with self._state:
+            if self._is_over:
+                return
+            self._is_over = True
+        # Not in this thread: settling ends this lease, which waits for this thread.
+        run_daemon(lambda: self._settle(why), "bcp-push-settle")
+
+    def _settle(self, why: str) -> None:
+        engine = engine_at(self._address)
+        try:
+            version = settle(engine, _SETTLE_S, self._transaction)
+            _log.warning("push: the sender %s; %s resumed with version %r", why, engine.name, version)
+        except BytecheckpointError as error:
+            _log.error("push: the sender %s; %s is left paused: %s; %s", why, engine.name, error, push_command(engine))
+        finally:
+            engine.close()
+
+
+@functools.cache  # a warning is enough once, and a firewall that drops packets delays the worker
+def _unreachable(url: str) -> str:
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), _PROBE_S).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+class HeldLease:
+    """A sender's side of a lease on one engine. ``holder`` is the receiver of its first worker.
+
+    Raises ``EngineError`` or ``DeadlineError`` when the workers do not accept the lease; nothing is paused then.
+    """
+
+    def __init__(self, engine: Engine, transaction: str, holder: str, seconds: float) -> None:
+        self._engine, self._transaction = engine, transaction
+        self._connecting: Future[tuple[socket.socket, str]] | None = None
+        address = engine.address
+        if address is None:
+            return
+        message = {"transaction": transaction, "holder": holder, "address": address, "seconds": seconds}
+        answers = ask(engine, "lease", message, seconds)
+        endpoint, fault = next(answer["lease"] for answer in answers if "lease" in answer)
+        if fault:
+            _log.warning(
+                "push: a worker of %s cannot reach it at this address (%s), so its pause does not end if this process "
+                "is killed while weights change; then %s",
+                engine.name, fault, resume_command(engine),
+            )  # fmt: skip
+        self._connecting = run_daemon(lambda: connect(Endpoint(*endpoint)), "bcp-push-lease")
+        wait([self._connecting], _CONNECT_S)
+
+    def end(self, wait_s: float) -> None:
+        """End the lease after the engine has resumed, or must stay paused."""
+        if self._connecting is None:
+            return
+        try:
+            ask_all(self._engine, "end_lease", {"transaction": self._transaction}, wait_s)
+        except BytecheckpointError as error:
+            _log.warning("push: the lease on %s was not ended: %s", self._engine.name, error)
+        self.lose()
+
+    def lose(self) -> None:
+        """Disconnect, so that the engine's worker settles the push as soon as it can."""
+        if self._connecting is not None:
+            self._connecting.add_done_callback(_close)
+            self._connecting = None
+
+
+def _close(connecting: Future[tuple[socket.socket, str]]) -> None:
+    if connecting.exception() is None:
+        connecting.result()[0].close()

@@ -1,0 +1,251 @@
+"""The model of a vLLM worker, for pushes. Needs vLLM, and its private names of the part "push" (``private.py``).
+
+Weights are applied by vLLM's own layerwise reload, which repeats what a layer does with its weights (packing,
+quantization) and writes the result into the memory that captured graphs use.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import utils as models_utils
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from ...errors import MismatchError, StateError
+from ..layouts.hub_names import hub_tensors, scale_name
+from ..push.quantization.blocks import grid_of
+from ..push.receiver import Receiver
+from .adapter_slots import keep_adapters
+
+__all__ = ["VllmModel", "keep_receiver", "receiver_of"]
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+_log = logging.getLogger(__name__)
+
+
+class VllmModel:
+    """An ``EngineModel`` for the model of one worker; builds and loads it with vLLM's own functions."""
+
+    def __init__(self, vllm_config: Any, model: nn.Module, runner: Any = None) -> None:
+        self._config, self._model, self._runner = vllm_config, model, runner
+        self.quantized = vllm_config.model_config.quantization is not None
+        self.blocks = _blocks(vllm_config.quant_config)
+        self._serves_own = self._served_own = (
+            True  # whether the engine serves the weights that it started with: now, and before the last load
+        )
+        self.is_starting = False  # while vLLM loads the model, before it processes weights
+        self._ties = _ties(model)
+        self._on_hub: set[frozenset[str]] = set()
+
+    def make(self) -> nn.Module:
+        if self._config.parallel_config.enable_eplb:
+            raise StateError(
+                "this engine moves experts between its workers while it serves (--enable-eplb), and vLLM's loader puts "
+                "weights where they were when it started; start it without"
+            )
+        # Layers register themselves in the configuration; the registrations of the serving model must stay.
+        config = copy.copy(self._config)
+        config.compilation_config = copy.copy(self._config.compilation_config)
+        for device in ("meta", "cpu"):
+            config.compilation_config.static_forward_context = {}
+            config.compilation_config.static_all_moe_layers = []
+            try:
+                with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
+                    made: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
+                    self._untie(made)
+                    return made
+            except (NotImplementedError, RuntimeError):
+                if device == "cpu":
+                    raise
+                # Some models compute with new tensors (expert maps), which needs as much memory as the weights.
+                _log.info("push: the model cannot be built on the meta device, so it gets memory", exc_info=True)
+        raise AssertionError
+
+    def _untie(self, made: nn.Module) -> None:
+        """Bring the model into the state in which a reload loads it: untied parameters on the meta device."""
+        # vLLM shares some layers among models (rotary embeddings); those of the serving model are in use.
+        serving = set(self._model.modules())
+        for layer in made.modules():
+            if layer not in serving:
+                restore_layer_on_meta(layer, get_layerwise_info(layer))
+                # Entries of a deleted model whose id Python has reused.
+                models_utils._model_to_pp_missing_layer_names.pop(id(layer), None)
+
+    def run_loader(self, model: nn.Module, weights: Weights) -> None:
+        with set_current_vllm_config(self._config):
+            model.load_weights(self._as_loaded(weights))  # type: ignore[operator]
+
+    def _as_loaded(self, weights: Weights) -> Weights:
+        """``weights`` as the loader expects them: under the hub's names, including tied ones."""
+        tensors: Mapping[str, torch.Tensor] = dict(weights)
+        names = frozenset(tensors)
+        if names not in self._on_hub:
+            converted = hub_tensors(self._config.model_config.hf_config, tensors)
+            if converted is tensors:
+                self._on_hub.add(names)  # the check builds a transformers model
+            tensors = converted
+        if self.blocks is not None:
+            tensors = _with_scales_shaped(tensors, self.blocks)
+        return self._with_tied(iter(tensors.items()))
+
+    def _with_tied(self, weights: Weights) -> Weights:
+        """``weights`` and, for each tied name that is missing, the tensor that it is tied to.
+
+        A reload loads each tied layer separately.
+        """
+        seen: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:
+            if name in self._ties or name in self._ties.values():
+                seen[name] = tensor
+            yield name, tensor
+        for name, first in self._ties.items():
+            if name not in seen and first in seen:
+                yield name, seen[first]
+
+    def load(self, weights: Weights) -> None:
+        self._served_own = self._serves_own
+        self._serves_own = False
+        if self.is_starting:
+            self.run_loader(self._model, weights)
+        else:
+            self._reload(self._as_loaded(weights))
+
+    def _reload(self, weights: Weights) -> None:
+        with set_current_vllm_config(self._config), torch.no_grad(), _rebuilt_kernels(self._model):
+            initialize_layerwise_reload(self._model)
+            try:
+                self._model.load_weights(weights)  # type: ignore[operator]
+                finalize_layerwise_reload(self._model, self._config.model_config)
+            except BaseException:
+                self._give_up()
+                raise
+        keep_adapters(self._model)
+        for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            if hasattr(self._runner, reset):
+                getattr(self._runner, reset)()
+
+    def _give_up(self) -> None:
+        """Abort a reload: incomplete layers get their previous tensors back."""
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()
+        LOADING_LAYERS.clear()
+        self._model._do_torchao_reload = getattr(self._model, "_original_do_torchao_reload", False)  # type: ignore[assignment]
+
+    def restore(self) -> bool:
+        loader = get_model_loader(self._config.load_config)
+        if not self._served_own or not hasattr(loader, "get_all_weights"):
+            return False
+        self._reload(self._with_tied(iter(loader.get_all_weights(self._config.model_config, self._model))))
+        self._serves_own = True
+        return True
+
+    def clear_caches(self) -> None:
+        for layer in self._config.compilation_config.static_forward_context.values():
+            held = getattr(layer, "kv_cache", ())
+            for cache in [held] if isinstance(held, torch.Tensor) else held:
+                cache.zero_()
+
+
+@contextmanager
+def _rebuilt_kernels(model: nn.Module) -> Iterator[None]:
+    """Make a reload on CPUs rebuild the kernels of experts.
+
+    There, vLLM packs experts when it builds their kernel. A reload keeps the kernel and would leave the experts
+    unpacked, so that the results would be wrong. A new kernel is safe, as CPUs capture no graphs.
+    """
+    methods = {id(method): method for layer in model.modules() if (method := getattr(layer, "quant_method", None))}
+    kept = [(method, method.moe_kernel) for method in methods.values() if getattr(method, "moe_kernel", None)]
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        kept = []
+    for method, _ in kept:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kept:
+            if method.moe_kernel is None:  # nothing was loaded there
+                method.moe_kernel = kernel
+
+
+def _blocks(quantization: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block if the model's checkpoints have ``weight_scale_inv``, else None."""
+    if not isinstance(quantization, Fp8Config) or not quantization.weight_block_size:
+        return None
+    rows, columns = quantization.weight_block_size
+    return rows, columns
+
+
+def _with_scales_shaped(tensors: Mapping[str, torch.Tensor], blocks: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """``tensors`` with scales in the shape that they have on the hub.
+
+    Raises ``MismatchError`` for scales that do not match their weight's blocks: vLLM's loader would broadcast them.
+    """
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        scales = tensors.get(scale_name(name))
+        if scales is None or tuple(scales.shape) == (grid := grid_of(tensor.shape, blocks)):
+            continue
+        # Transformers drops dimensions of one block when it splits experts.
+        if [size for size in scales.shape if size > 1] != [size for size in grid if size > 1]:
+            raise MismatchError(
+                f"{name} of shape {list(tensor.shape)} has scales of shape {list(scales.shape)}, and its blocks of "
+                f"{blocks[0]}x{blocks[1]} need {list(grid)}; weights that a model has fused can be quantized as one "
+                "only where no block has elements of two of them"
+            )
+        found[scale_name(name)] = scales.view(grid)
+    return found
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Further names of the parameters of embeddings and heads, mapped to their first names.
+
+    Names are those of stored tensors, without the wrappers of LoRA layers. Loaders use other shared parameters by their
+    first name only.
+    """
+    first: dict[int, str] = {}
+    named = (
+        (f"{prefix}.{name}".replace(".base_layer.", "."), one)
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, VocabParallelEmbedding)
+        for name, one in layer.named_parameters(recurse=False)
+    )
+    return {name: known for name, one in named if (known := first.setdefault(id(one), name)) != name}
+
+
+_receivers: WeakKeyDictionary[nn.Module, Receiver] = WeakKeyDictionary()
+
+
+def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Receiver:
+    """The receiver of a worker's model, one for all ways to reach it."""
+    if model not in _receivers:
+        keep_receiver(model, Receiver(VllmModel(vllm_config, model, runner)))
+    return _receivers[model]
+
+
+def keep_receiver(model: nn.Module, receiver: Receiver) -> None:
+    """Make this the receiver of a worker's model."""
+    _receivers[model] = receiver

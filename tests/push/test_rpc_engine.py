@@ -1,0 +1,88 @@
+"""Engines behind a handle, and engines whose RPC returns the answers of the first replica only. The handle is not
+vLLM's; with vLLM itself, see test_vllm_async, test_vllm_replicas and test_vllm_ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
+
+from bytecheckpoint.errors import EngineError, UsageError
+from bytecheckpoint.inference.push import LocalEngine, Pusher, RpcEngine
+from bytecheckpoint.inference.push.engines.answers import REPLICATED, post_answer
+from bytecheckpoint.testing import time_limit
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[list[ToyEngine]]:
+    with toy_engine(1) as first, toy_engine(1) as second:
+        yield [first, second]
+
+
+class _Handle:
+    """Of an engine with these replicas; ``calls`` are those of other methods than the RPC."""
+
+    def __init__(self, replicas: Sequence[ToyEngine]) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.drops_cache = True
+        self._replicas = replicas
+
+    def __call__(self, method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "collective_rpc":
+            return self._answers(*options["args"])
+        self.calls.append((method, arguments or options))
+        if method == "update_weight_version":
+            raise AttributeError("an old release")
+        return self.drops_cache
+
+    def _answers(self, request: str, where: dict[str, Any] | None = None) -> list[str]:
+        if where is None and len(self._replicas) > 1:
+            return [REPLICATED]
+        found = [one._post("/collective_rpc", {"method": "bcp_push", "args": [request]}) for one in self._replicas]
+        answers = [answer for one in found for answer in one["results"]]
+        if where is None:
+            return answers
+        for number, answer in enumerate(answers):
+            post_answer(**where, number=number, workers=len(answers), answer=answer)
+        return [""]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_replica_and_what_else_is_called(replicas: list[ToyEngine], count: int) -> None:
+    handle = _Handle(replicas[:count])
+    engine = RpcEngine(handle, name="actor")
+    with Pusher(engine, deadline_s=time_limit(30)) as pusher:
+        for version in (1, 2):
+            report = pusher.push(ToyTrainee(version), version=version)
+            assert [worker.engine for worker in report.workers] == ["actor"] * count
+            for replica in replicas[:count]:
+                assert list(replica.look()["digests"]) == expected_digests(version, 1, torch.float32)
+    assert handle.calls[:2] == [("reset_prefix_cache", {}), ("update_weight_version", ("1",))]
+    handle = _Handle(replicas[:count])
+    with Pusher(RpcEngine(handle, name="actor", pause="keep"), deadline_s=time_limit(30)) as pusher:
+        pusher.push(ToyTrainee(3), version=3)
+        names = [name for name, _ in handle.calls]
+        assert names == ["pause_generation", "reset_prefix_cache", "update_weight_version", "resume_generation"]
+        assert handle.calls[0][1] == {"mode": "keep"}
+        handle.drops_cache = False
+        with pytest.raises(EngineError, match="actor did not drop its prefix cache"):
+            pusher.push(ToyTrainee(4), version=4)
+
+
+def test_the_loop_of_an_engine_must_run() -> None:
+    class Llm:
+        async def collective_rpc(self) -> None: ...
+
+    with pytest.raises(UsageError, match="pass loop="):
+        LocalEngine(Llm())
+
+    async def push() -> None:
+        with Pusher(LocalEngine(Llm())) as pusher:
+            pusher.push(ToyTrainee(1))
+
+    with pytest.raises(UsageError, match=r"asyncio\.to_thread"):
+        asyncio.run(push())

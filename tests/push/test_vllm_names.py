@@ -1,0 +1,105 @@
+"""What this library uses of vLLM is listed, and one part that a release breaks leaves the others alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint.inference.vllm as package
+from bytecheckpoint.errors import StateError
+from bytecheckpoint.inference.push.messages import decode, encode
+from bytecheckpoint.inference.vllm import private
+from bytecheckpoint.inference.vllm.worker import WorkerExtension, answer
+from bytecheckpoint.testing import time_limit
+
+# Computes layouts offline, in no engine: it replaces parts of vLLM, and its own tests cover what it uses.
+_OFFLINE = "layout.py"
+
+
+def _modules() -> list[Path]:
+    found = [path for path in Path(package.__path__[0]).glob("*.py") if path.name != _OFFLINE]
+    assert len(found) > 5
+    return found
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from (f"{node.module}:{alias.name}" for alias in node.names)
+
+
+def _private(tree: ast.AST) -> Iterator[str]:
+    """Yield private attributes of other objects than ``self``, and those that are named by a text."""
+    own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_own(node)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or _is_own(node) or node.attr in own:
+            continue
+        if node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield node.attr
+
+
+def _is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def test_every_name_is_listed() -> None:
+    listed = {name for names in private.PARTS.values() for name in names}
+    modules = {name.partition(":")[0] for name in listed}
+    last = {name.rpartition(":")[2].rpartition(".")[2] for name in listed} | set(private.ATTRIBUTES)
+    for path in _modules():
+        tree = ast.parse(path.read_text())
+        for name in _imported(tree):
+            is_module = name.replace(":", ".") in modules | {module.rpartition(".")[0] for module in modules}
+            assert name in listed or is_module, f"{path.name} imports {name}, which private.py does not list"
+        for attribute in _private(tree):
+            assert attribute in last, f"{path.name} uses {attribute}, which private.py does not list"
+
+
+def test_a_part_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private, "PARTS", {"a": ("json:loads", "json:JSONDecoder.gone"), "push": ("gone.module:x",)})
+    private.check_part.cache_clear()
+    try:
+        assert private.missing_names("a") == ["json:JSONDecoder.gone"]
+        with pytest.raises(StateError, match=r"lacks json:JSONDecoder\.gone, which 'a' of this library needs"):
+            private.check_part("a")
+        found = decode(answer(None, None, encode({"kind": "describe", "nonce": "n"})))
+        assert "lacks gone.module:x" in found["failure"]["message"]
+        assert found["nonce"] == "n"
+    finally:
+        private.check_part.cache_clear()
+
+
+@pytest.mark.parametrize("arguments", [(), (1,), ("a", "b"), (None,), ("no message",)])
+def test_wrong_arguments_never_raise(arguments: tuple[object, ...]) -> None:
+    """Nor does a worker that is not one."""
+    assert decode(WorkerExtension().bcp_push(*arguments))["failure"]["message"]
+    assert decode(WorkerExtension().bcp_push("a", other=1))["failure"]["message"]
+
+
+_CHECK = """
+import sys
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+before = LRUCacheWorkerLoRAManager.add_adapter
+from bytecheckpoint.inference.vllm import loader, private, worker
+loader.register()
+loader.register()
+assert LRUCacheWorkerLoRAManager.add_adapter is before
+loaded = [name for name in sys.modules if name.startswith("bytecheckpoint.inference.vllm.")]
+assert sorted(name.rpartition(".")[2] for name in loaded) == ["loader", "private", "worker"], loaded
+print("GONE", {part: private.missing_names(part) for part in private.PARTS})
+"""
+
+
+@pytest.mark.vllm
+def test_this_vllm_has_every_name_and_is_not_changed_by_the_plugin() -> None:
+    pytest.importorskip("vllm")
+    done = subprocess.run(
+        [sys.executable, "-c", _CHECK], capture_output=True, text=True, timeout=time_limit(120), check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"GONE { {part: [] for part in private.PARTS} }"
