@@ -7,6 +7,7 @@ then, and ``bcp ls --incomplete`` shows every upload that the server itself list
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,7 +68,9 @@ class Faults:
         begun = time.monotonic()
         yield
         took = time.monotonic() - begun
-        assert took <= self.deadline_s + time_limit(_AFTER_S), f"{took:.1f} s, deadline_s was {self.deadline_s:.1f}"
+        # On a busy machine all processes take turns, and so does the server.
+        after_s = time_limit(_AFTER_S) * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        assert took <= self.deadline_s + after_s, f"{took:.1f} s, deadline_s was {self.deadline_s:.1f}"
         self.proxy.rule = lambda exchange: None
         self.check_what_remains()
 

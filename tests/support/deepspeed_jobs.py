@@ -52,6 +52,9 @@ def initialize(model: torch.nn.Module, optimizer: Any, config: dict[str, Any], *
         deepspeed.utils.logger.setLevel(logging.ERROR)
         # The extension is only faster. A killed build leaves a lock behind, on which later runs would wait forever.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+        # DeepSpeed refuses fp16 on processors without fast kernels for it; torch has slow ones everywhere.
+        get_accelerator = import_module("deepspeed.accelerator").get_accelerator
+        get_accelerator().is_fp16_supported = lambda: True
         _forget_earlier_jobs()
         config = {"train_micro_batch_size_per_gpu": 1, "zero_force_ds_cpu_optimizer": False, **_ANY, **config}
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **options)[0]
