@@ -22,11 +22,12 @@ from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_pre
 from ..writers import BufferedWriter
 from .bodies import body_of, check_range, too_short
 from .client import MARK, Client, client_for
+from .direct import Body
 from .incomplete import abort_all, uploads_of
 from .probe import REFUSED_CODES, PutRules
 from .replies import ShortReplyError, code_of, is_missing
 from .retries import Request
-from .uploads import PartBody, S3PartWriter
+from .uploads import S3PartWriter
 from .writers import MultipartWriter, part_bytes_for
 
 __all__ = ["S3Backend"]
@@ -89,7 +90,7 @@ class S3Backend(StorageBackend):
 
     async def _put(self, client: Client, action: str, key: str, content: memoryview, **arguments: Any) -> str:
         async def send() -> str:
-            reply = await client.call("put_object", **self._address(client, key), Body=PartBody(content), **arguments)
+            reply = await client.call("put_object", **self._address(client, key), Body=Body(content), **arguments)
             return str(reply.get("ETag", ""))
 
         return await client.repeat(Request(action, self.deadline_s, "put", len(content)), send)

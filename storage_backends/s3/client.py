@@ -40,10 +40,10 @@ class Client:
     """Sends requests through s3fs's own client. Thread-safe; unusable in a forked child.
 
     Attributes:
-        window: Slots and memory for the parts of all writers.
+        window: Slots and memory for the parts of all writers, which all clients of a process share.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], window: Window) -> None:
         config = {
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "max_pool_connections": _CONNECTIONS,
@@ -52,7 +52,7 @@ class Client:
             "response_checksum_validation": "when_required",
             **(options.get("config_kwargs") or {}),
         }
-        self.window = Window()
+        self.window = window
         self._fs = s3fs.S3FileSystem(skip_instance_cache=True, **{**options, "config_kwargs": config})
         self._fs.retries = 1
         self._retries = Retries()
@@ -150,12 +150,14 @@ class _Clients:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self._window = Window()
         self._clients: OrderedDict[str, Client] = OrderedDict()
         self._abandoned: list[Client] = []
 
     def after_fork(self) -> None:
-        """Drop a lock that a thread of the parent may have held, and the parent's clients."""
+        """Drop locks that threads of the parent may have held, and the parent's clients."""
         self.lock = threading.Lock()
+        self._window = Window()
         # Their event loops, sockets and locks belong to the parent. Finalizing them could hang, so keep them alive.
         self._abandoned += self._clients.values()
         self._clients.clear()
@@ -164,7 +166,7 @@ class _Clients:
         environment = sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "FSSPEC_S3")))
         token = tokenize(options, environment)
         with self.lock:
-            found = self._clients.pop(token, None) or Client(options)
+            found = self._clients.pop(token, None) or Client(options, self._window)
             self._clients[token] = found
             if len(self._clients) > _MAX_CLIENTS:
                 self._clients.popitem(last=False)

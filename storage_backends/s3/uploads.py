@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from typing_extensions import Buffer
 
@@ -14,49 +13,16 @@ from ...errors import StorageError
 from ..base import PartWriter
 from ..buffers import byte_view
 from .client import MARK, Client
+from .direct import Body
 from .replies import code_of
 from .retries import Request
 
-__all__ = ["PartBody", "S3PartWriter", "Upload"]
+__all__ = ["S3PartWriter", "Upload"]
 
 _ABORT_S = 0.75  # the caller has waited for the deadline already; ``incomplete`` shows what remains
-_PIECE_BYTES = 256 << 10
 _TOKEN = re.compile(r"(?P<part_bytes>[1-9]\d*) (?P<mark>[0-9a-f]{32}) (?P<id>\S+)")
 
 _log = logging.getLogger(__name__)
-
-
-class PartBody:
-    """The bytes of a request's body, which the client sends piece by piece, without a copy of all of them.
-
-    botocore reads them to sign them. aiohttp iterates over them: a file it would read in other threads, 64 KiB at a
-    time, which takes longer than to send them.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    async def __aiter__(self) -> AsyncIterator[memoryview | bytes]:
-        while piece := self.read(_PIECE_BYTES):
-            yield piece
-
-    def read(self, size: int = -1) -> memoryview | bytes:
-        """Return a view of the next bytes; ``b""`` at the end."""
-        end = len(self._data) if size < 0 else self._at + size
-        piece = self._data[self._at : end]
-        self._at += len(piece)
-        return piece or b""
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = start + offset
-        return self._at
-
-    def tell(self) -> int:  # word-ok: botocore calls it
-        return self._at
-
-    def __len__(self) -> int:
-        return len(self._data)
 
 
 class Upload:
@@ -83,7 +49,7 @@ class Upload:
         action = f"{self._action}: part {number + 1}"
         request = Request(action, self._deadline_s, "part", len(data), can_hedge=True)
         reply = await self._client.repeat(
-            request, lambda: self._client.call("upload_part", **where, Body=PartBody(data), ContentLength=len(data))
+            request, lambda: self._client.call("upload_part", **where, Body=Body(data), ContentLength=len(data))
         )
         return str(reply["ETag"])
 

@@ -21,7 +21,7 @@ class Window:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._writers = self._in_flight = self._taken = 0
+        self._writers = self._in_flight = self._taken = self._sent = 0
         self._idle: list[mmap.mmap] = []
 
     def enter(self) -> None:
@@ -36,15 +36,17 @@ class Window:
             if not self._writers:
                 self._idle.clear()
 
-    def take_buffer(self, nbytes: int, timeout_s: float) -> mmap.mmap:
+    def take_buffer(self, nbytes: int, timeout_s: float) -> mmap.mmap | None:
         """Return a buffer, and wait before while there are many and parts in flight will release some.
 
-        A caller whose parts are all incomplete does not wait, so that it can write them in any order.
+        A caller whose parts are all incomplete does not wait, so that it can write them in any order. Returns None if
+        none became free in time.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._taken < PARTS_IN_FLIGHT + _FILLING or not self._in_flight, timeout=timeout_s
-            )
+            if not self._changed.wait_for(
+                lambda: self._taken < PARTS_IN_FLIGHT + _FILLING or not self._sent, timeout=timeout_s
+            ):
+                return None
             self._taken += 1
             for at, buffer in enumerate(self._idle):
                 if len(buffer) == nbytes:
@@ -54,19 +56,24 @@ class Window:
             fresh.madvise(mmap.MADV_HUGEPAGE)
         return fresh
 
-    def give_back(self, buffer: mmap.mmap) -> None:
+    def give_back(self, buffer: mmap.mmap, *, was_sent: bool = False) -> None:
         """Take back a buffer that nothing uses any more."""
         with self._changed:
             self._taken -= 1
+            self._sent -= was_sent
             if self._writers and len(self._idle) < PARTS_IN_FLIGHT + _FILLING:
                 self._idle.append(buffer)
             self._changed.notify_all()
 
-    def acquire_slot(self, timeout_s: float) -> bool:
-        """Wait for a slot. Returns false if none became free in time."""
+    def acquire_slot(self, timeout_s: float, *, with_buffer: bool = False) -> bool:
+        """Wait for a slot, to send a part in a buffer or in the caller's memory.
+
+        Returns false if none became free in time.
+        """
         with self._changed:
             is_free = self._changed.wait_for(lambda: self._in_flight < PARTS_IN_FLIGHT, timeout=timeout_s)
             self._in_flight += is_free
+            self._sent += is_free and with_buffer
         return is_free
 
     def release_slot(self) -> None:

@@ -8,6 +8,7 @@ import mmap
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 from typing_extensions import Buffer
 
 from ...errors import StorageError
@@ -56,6 +57,7 @@ class MultipartWriter(CheckedWriter):
         self._upload = Upload(client, action, address, deadline_s)
         self._id: asyncio.Future[str] | None = None  # of the upload; used on the event loop only
         client.window.enter()
+        self._is_counted = True
 
     def write(self, offset: int, data: Buffer) -> None:
         view = byte_view(data)
@@ -68,7 +70,8 @@ class MultipartWriter(CheckedWriter):
             if part is None:
                 part = self._begin_part(number, min(self._part_bytes, self._size - offset + start))
             piece = view[: len(part.data) - start]
-            part.data[start : start + len(piece)] = piece
+            # Without the GIL, which a slice assignment holds while it faults in the pages of the buffer.
+            np.copyto(np.frombuffer(part.data, np.uint8)[start : start + len(piece)], np.frombuffer(piece, np.uint8))
             view, offset = view[len(piece) :], offset + len(piece)
             with self._changed:
                 part.missing -= len(piece)
@@ -78,6 +81,8 @@ class MultipartWriter(CheckedWriter):
 
     def _begin_part(self, number: int, length: int) -> _Part:
         buffer = self._client.window.take_buffer(self._part_bytes, self._deadline_s)
+        if buffer is None:
+            raise self._stalled()
         with self._changed:
             part = self._filling.setdefault(number, _Part(buffer, length))
         if part.buffer is not buffer:  # another thread was faster
@@ -95,19 +100,23 @@ class MultipartWriter(CheckedWriter):
                 self._send(number, part)
 
     def _send(self, number: int, part: _Part) -> None:
-        if not self._client.window.acquire_slot(self._deadline_s):
-            error = StorageError(f"{self._action}: no part was confirmed within {self._deadline_s:g} s")
-            self._fail(error)
-            raise error
+        if not self._client.window.acquire_slot(self._deadline_s, with_buffer=True):
+            raise self._stalled()
         with self._changed:
             del self._filling[number]
             if self._state != "open":
                 self._client.window.release_slot()
-                self._client.window.give_back(part.buffer)
+                self._client.window.give_back(part.buffer, was_sent=True)
                 self._raise_failure()
             sent = self._client.start(self._send_part(number, part))
             self._sent.append(sent)
         sent.add_done_callback(self._has_ended)
+
+    def _stalled(self) -> StorageError:
+        error = StorageError(f"{self._action}: no part was confirmed within {self._deadline_s:g} s")
+        error.is_late = True
+        self._fail(error)
+        return error
 
     def _has_ended(self, sent: Future[None]) -> None:
         self._client.window.release_slot()
@@ -128,7 +137,7 @@ class MultipartWriter(CheckedWriter):
         try:
             self._tags[number] = await self._upload.send(await self._begun(), number, part.data)
         finally:
-            self._client.window.give_back(part.buffer)
+            self._client.window.give_back(part.buffer, was_sent=True)
 
     async def _begun(self) -> str:
         """Return the id of the upload, which the first part begins."""
@@ -152,7 +161,7 @@ class MultipartWriter(CheckedWriter):
         self._client.run(self._action, self._complete())
         with self._changed:
             self._state = "complete"
-        self._client.window.leave()
+        self._leave()
 
     async def _complete(self) -> None:
         # Every part by its number: a store accepts a list with gaps, and the object would lack their bytes.
@@ -163,14 +172,22 @@ class MultipartWriter(CheckedWriter):
         with self._changed:
             if not self._withdraw():
                 return
-            unsent = [*self._filling.values()]
-            self._filling.clear()
-        for part in unsent:
-            self._client.window.give_back(part.buffer)
         try:
             self._client.run(self._action, self._abort())
         except Exception as error:  # noqa: BLE001 - abort never raises
             _log.warning("%s: could not end the incomplete upload: %s", self._action, error)
+        self._leave()
+
+    def __del__(self) -> None:
+        # An abandoned writer would keep memory of the window, which all writers share.
+        if getattr(self, "_is_counted", False):
+            self._leave()
+
+    def _leave(self) -> None:
+        self._is_counted = False
+        for part in self._filling.values():
+            self._client.window.give_back(part.buffer)
+        self._filling.clear()
         self._client.window.leave()
 
     async def _abort(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import threading
 import uuid
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -71,11 +73,8 @@ def test_s3_bucket_is_never_made(s3: dict[str, Any]) -> None:
         backend.put("object", b"x")
     with pytest.raises(StorageError, match="bucket"):
         backend.get("object")
-    writer = backend.create("large", 20 * 2**20)
-    writer.write(0, bytes(20 * 2**20))
     with pytest.raises(StorageError, match="bucket"):
-        writer.complete()
-    writer.abort()
+        _write(backend, bytes(20 * 2**20))
     # A job whose bucket is misspelled must not start from scratch.
     with pytest.raises(StorageError, match="bucket"):
         [*backend.list()]
@@ -87,9 +86,13 @@ def test_s3_forgotten_writer_stores_nothing(bucket: str, s3: dict[str, Any]) -> 
     backend = open_backend(f"s3://{bucket}", **s3)
     writer = backend.create("large", 20 * 2**20)
     writer.write(0, bytes(19 * 2**20))
+    window, is_gone = writer._client.window, threading.Event()  # type: ignore[attr-defined]
+    weakref.finalize(writer, is_gone.set)
     del writer
-    gc.collect()
+    while not is_gone.wait(0.1):  # the part in flight still uses it
+        gc.collect()
     assert [*backend.list()] == []
+    assert window._taken == window._writers == 0
 
 
 def test_s3_unreachable(bucket: str, s3: dict[str, Any]) -> None:
@@ -159,7 +162,9 @@ def test_eight_parts_are_in_flight(damaged: StorageBackend, proxy: FaultProxy) -
     assert damaged.get("object") == data
 
 
-def test_many_threads_wait_for_the_memory_of_parts(damaged: StorageBackend, proxy: FaultProxy) -> None:
+def test_many_threads_wait_for_the_memory_of_parts(
+    damaged: StorageBackend, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of them holds a part that is not sent. Those whose parts are not begun wait."""
     proxy.rule = lambda exchange: "wait" if exchange.kind == "part" else None
     data, taken = DATA * 6, []
@@ -171,7 +176,7 @@ def test_many_threads_wait_for_the_memory_of_parts(damaged: StorageBackend, prox
         taken.append(window._taken)
         return found
 
-    window.take_buffer = take  # type: ignore[method-assign]
+    monkeypatch.setattr(window, "take_buffer", take)
     with damaged.create("object", len(data)) as writer, ThreadPoolExecutor(16) as pool:
         pieces = range(0, len(data), 1 << 20)
         writing = [pool.submit(writer.write, start, data[start : start + (1 << 20)]) for start in pieces]

@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("s3fs")
 
-from bytecheckpoint.errors import StorageError
-from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.errors import AccessDeniedError, StorageError
+from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.s3.client import Client
 from bytecheckpoint.storage_backends.s3.direct import Connections
+from bytecheckpoint.storage_backends.s3.window import Window
 from bytecheckpoint.testing import time_limit
 from tests.support.certificates import server_context
 from tests.support.s3_faults import FaultProxy, fault_proxy
@@ -40,6 +41,12 @@ def _read(root: str, options: dict[str, Any]) -> bytes:
     return b"".join(parts)
 
 
+def _write(backend: StorageBackend, data: bytes) -> None:
+    with backend.create("key", len(data)) as writer:
+        writer.write(0, data)
+        writer.complete()
+
+
 def test_https(s3: dict[str, Any], bucket: str, certificate: Path) -> None:
     root = f"s3://{bucket}/direct"
     open_backend(root, **s3).put("key", DATA)
@@ -50,6 +57,24 @@ def test_https(s3: dict[str, Any], bucket: str, certificate: Path) -> None:
         unknown = open_backend(root, **options)
         with pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
             unknown.get("key")
+
+
+def test_an_upload_over_https(s3: dict[str, Any], bucket: str, certificate: Path) -> None:
+    root, data = f"s3://{bucket}/direct", os.urandom((9 << 20) + 1)
+    with fault_proxy(s3["endpoint_url"], server_context(certificate)) as proxy:
+        options = {**s3, "endpoint_url": proxy.url, "client_kwargs": {"verify": str(certificate)}}
+        _write(open_backend(root, **options), data)
+    assert proxy.kinds[:2] == ["begin", "part"]
+    assert open_backend(root, **s3).get("key") == data
+
+
+def test_a_refusal_before_the_body_was_read(s3: dict[str, Any], bucket: str, proxy: FaultProxy) -> None:
+    """The store replies and closes the connection while the part is being sent. To send it again would be useless."""
+    backend = open_backend(f"s3://{bucket}/direct", **{**s3, "endpoint_url": proxy.url})
+    proxy.rule = lambda exchange: "deny" if exchange.kind == "part" else None
+    with pytest.raises(AccessDeniedError, match="AccessDenied"):
+        _write(backend, bytes(64 << 20))
+    assert proxy.kinds.count("part") <= 4
 
 
 def test_the_authorities_of_the_environment(
@@ -77,7 +102,7 @@ def test_a_connection_is_kept_and_renewed(s3: dict[str, Any], bucket: str, proxy
 
 def test_a_client_that_ends_closes_its_connections(s3: dict[str, Any], bucket: str, proxy: FaultProxy) -> None:
     open_backend(f"s3://{bucket}/direct", **s3).put("key", DATA)
-    client = Client({**s3, "endpoint_url": proxy.url})
+    client = Client({**s3, "endpoint_url": proxy.url}, Window())
     client.run("looking", client.call("head_object", Bucket=bucket, Key="direct/key"))
     connection = proxy.connections[0]
     assert connection.is_alive()

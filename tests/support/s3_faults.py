@@ -31,6 +31,7 @@ _ERRORS = {
     "skewed": _error(b"403 Forbidden", b"RequestTimeTooSkewed"),
 }
 
+_DENIED = _error(b"403 Forbidden", b"AccessDenied")
 _NOT_IMPLEMENTED = _error(b"501 Not Implemented", b"NotImplemented")
 _IF_MATCH = re.compile(rb"(?i)(\r\nif-match: )([^\r]+)")
 _CONDITIONS = re.compile(rb"(?i)\r\nif-(?:none-)?match: [^\r]+")
@@ -59,6 +60,7 @@ Rule = Callable[[Exchange], str | None]
 * ``reset``: reset the connection while its body arrives.
 * ``stall``: never reply.
 * ``deaf``: read no byte of its body, and never reply.
+* ``deny``: read no byte of its body, reply 403 and close the connection.
 * ``hang``: stop in the middle of the reply's body.
 * ``lose``: pass it on, and close the connection instead of replying.
 * ``cut``: close the connection in the middle of the reply's body.
@@ -150,6 +152,9 @@ class FaultProxy:
             return False
         if what == "deaf":
             self.go_on.wait(time_limit(60))
+            return False
+        if what == "deny":
+            connection.sendall(_DENIED)
             return False
         if _header(head, b"expect"):
             connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.errors import BytecheckpointError, RankFailedError, StorageError
+from bytecheckpoint.errors import BytecheckpointError, CheckpointError, CorruptionError, RankFailedError, StorageError
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
@@ -65,6 +66,28 @@ def _check(url: str, options: Mapping[str, Any], *steps: int) -> int:
     return extra["step"]
 
 
+def _sharded(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(*(torch.nn.Linear(701, 699) for _ in range(3)))
+    fully_shard(module)
+    return module
+
+
+def _full(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() for name, value in module.state_dict().items()}
+
+
+def _save_sharded(rank: int, world_size: int, url: str, options: Mapping[str, Any]) -> None:
+    bcp.save(url, {"model": _sharded(1)}, storage_options=dict(options))
+
+
+def _load_sharded(rank: int, world_size: int, url: str, options: Mapping[str, Any]) -> None:
+    module = _sharded(2)
+    bcp.load(url, {"model": module}, storage_options=dict(options))
+    expected = _full(_sharded(1))
+    assert all(torch.equal(value, expected[name]) for name, value in _full(module).items())
+
+
 class CheckpointRows:
     """A subclass defines the fixture ``store``."""
 
@@ -83,6 +106,42 @@ class CheckpointRows:
         assert checkpoint.verify().ok
         stored = {found.key for found in open_backend(url, **store.options).list()}
         assert stored == {"manifest.msgpack", *checkpoint.manifest.files.name}
+
+    def test_saved_by_fsdp_and_loaded_in_other_layouts(self, rank_pool: RankPool, store: Store, url: str) -> None:
+        rank_pool.run(_save_sharded, url, store.options, world_size=WORLD)
+        for world_size in (1, 3):
+            rank_pool.run(_load_sharded, url, store.options, world_size=world_size)
+
+    def test_bytes_that_changed_in_the_store(self, store: Store, url: str) -> None:
+        """A flipped byte, a shorter and a missing file are errors that name the file."""
+        options = dict(store.options)
+        model = {"a": _weight(1), "b": _weight(2)}
+        bcp.save(url, {"model": model}, storage_options=options)
+        backend = open_backend(url, **options)
+        key = next(name for name in bcp.open(url, storage_options=options).manifest.files.name)
+        data = bytearray(backend.get(key))
+
+        def damage(content: bytes | None) -> None:
+            backend.delete([key])
+            if content is not None:
+                backend.put(key, content)
+
+        flipped = bytes(data[:-1]) + bytes([data[-1] ^ 1])
+        for content, error in (
+            (flipped, CorruptionError),
+            (bytes(data[:-1]), CheckpointError),
+            (None, CheckpointError),
+        ):
+            damage(content)
+            with pytest.raises(error, match=key.rpartition("/")[2]):
+                bcp.load(
+                    url,
+                    {"model": {name: torch.empty_like(value) for name, value in model.items()}},
+                    storage_options=options,
+                )
+            assert not bcp.open(url, storage_options=options).verify().ok
+        damage(bytes(data))
+        assert bcp.open(url, storage_options=options).verify().ok
 
     def test_killed_at_each_point(self, store: Store, url: str) -> None:
         """The checkpoint is the old or the new one, later saves work, and nothing is left that is not listed."""
