@@ -12,7 +12,7 @@ from typing import TypeVar
 from typing_extensions import Buffer
 
 from ..errors import StorageError, UsageError
-from ..storage_backends.base import Conditions, IncompleteUpload, ObjectStat, ObjectWriter, StorageBackend
+from ..storage_backends.base import Conditions, IncompleteUpload, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 
 __all__ = ["OPERATIONS", "Call", "CountingBackend", "FaultRule", "FaultyBackend"]
 
@@ -20,6 +20,7 @@ OPERATIONS = (
     "put",
     "create",
     "write",
+    "put_part",
     "complete",
     "abort",
     "read_into",
@@ -42,7 +43,7 @@ class Call:
     Attributes:
         operation: One of ``OPERATIONS``.
         key: The key; for ``list``, ``list_children`` and ``incomplete`` the prefix.
-        offset: Where a ``write`` or ``read_into`` begins, in bytes.
+        offset: Where a ``write``, ``put_part`` or ``read_into`` begins, in bytes.
         size: Bytes that the operation transfers, 0 if that is not known before it runs.
     """
 
@@ -68,9 +69,9 @@ class FaultRule:
         nth: The first match on which the rule acts, counted from 1.
         times: On how many matches the rule acts; ``None`` for all later matches.
         error: What to raise: an exception, or a class or function without arguments that makes one.
-        cut: How many bytes of the operation to transfer. A ``put`` or ``write`` stores an incomplete object, a ``get``
-            returns less, and ``read_into`` leaves the rest of the buffer unchanged. Without ``error``, the caller does
-            not notice.
+        cut: How many bytes of the operation to transfer. A ``put``, ``write`` or ``put_part`` stores an incomplete
+            object, a ``get`` returns less, and ``read_into`` leaves the rest of the buffer unchanged. Without
+            ``error``, the caller does not notice.
         wait: An event to wait for.
         wait_limit: Seconds after which the wait raises ``StorageError``, so that a test fails instead of hanging.
         hook: Called with the operation on the calling thread, for example to kill the process.
@@ -125,10 +126,19 @@ class _WrappingBackend(StorageBackend):
         self.inner = inner
         self.atomic_writer = inner.atomic_writer
         self.is_remote = inner.is_remote
+        self.read_size = inner.read_size
 
     @property
     def url(self) -> str:
         return self.inner.url
+
+    @property
+    def deadline_s(self) -> float:
+        return self.inner.deadline_s
+
+    @deadline_s.setter
+    def deadline_s(self, seconds: float) -> None:
+        self.inner.deadline_s = seconds
 
     def _around(self, call: Call, operation: Callable[[int | None], _T]) -> _T:
         raise NotImplementedError
@@ -146,6 +156,12 @@ class _WrappingBackend(StorageBackend):
     def create(self, key: str, size: int) -> ObjectWriter:
         call = Call("create", key, 0, size)
         return _WrappingWriter(self, key, self._around(call, lambda cut: self.inner.create(key, size)))
+
+    def create_parts(self, key: str, size: int, *, token: str = "") -> PartWriter:
+        call = Call("create", key, 0, size)
+        return _WrappingPartWriter(
+            self, key, self._around(call, lambda cut: self.inner.create_parts(key, size, token=token))
+        )
 
     def read_into(self, key: str, offset: int, buffer: Buffer) -> None:
         view = memoryview(buffer)
@@ -229,6 +245,29 @@ class _WrappingWriter(ObjectWriter):
             self._inner.abort()
 
 
+class _WrappingPartWriter(PartWriter):
+    def __init__(self, backend: _WrappingBackend, key: str, inner: PartWriter) -> None:
+        self._backend, self._key, self._inner = backend, key, inner
+        self.part_bytes, self.token = inner.part_bytes, inner.token
+
+    def put_part(self, number: int, data: Buffer) -> str:
+        view = memoryview(bytes(data))
+        return self._backend._around(
+            Call("put_part", self._key, number * self.part_bytes, len(view)),
+            lambda cut: self._inner.put_part(number, view[:cut]),
+        )
+
+    def complete(self, tags: Sequence[str]) -> None:
+        self._backend._around(Call("complete", self._key), lambda cut: self._inner.complete(tags))
+
+    def abort(self) -> None:
+        # A rule can observe abort but not make it raise, as abort never raises.
+        try:
+            self._backend._around(Call("abort", self._key), lambda cut: None)
+        finally:
+            self._inner.abort()
+
+
 class FaultyBackend(_WrappingBackend):
     """A backend that passes operations on to another one, except those on which a rule acts.
 
@@ -296,7 +335,7 @@ class CountingBackend(_WrappingBackend):
 
     def bytes_written(self, key: str = "*") -> int:
         """Return the bytes written to keys that match the shell pattern ``key``."""
-        return sum(call.size for operation in ("put", "write") for call in self.matching(operation, key))
+        return sum(call.size for operation in ("put", "write", "put_part") for call in self.matching(operation, key))
 
     def bytes_read(self, key: str = "*") -> int:
         """Return the bytes read from keys that match the shell pattern ``key``."""

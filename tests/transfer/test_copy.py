@@ -113,7 +113,7 @@ def test_damaged_bytes_are_not_sent(tmp_path: Path, memory: MemoryBackend, where
 def test_a_failed_copy_continues_with_the_next_file(source: Path, memory: MemoryBackend) -> None:
     manifest = bcp.open(str(source)).manifest
     last = manifest.files.name[-1]
-    faulty = FaultyBackend(memory, [FaultRule("write", last, times=None, error=StorageError("broken"))])
+    faulty = FaultyBackend(memory, [FaultRule("put_part", last, times=None, error=StorageError("broken"))])
     with pytest.raises(StorageError, match="broken"):
         copy_checkpoint(open_backend(source), faulty, window=1)
     assert [stat.key for stat in memory.list()] == sorted(manifest.files.name[:-1])

@@ -190,6 +190,24 @@ class WritingTests(StoreTests):
             with pytest.raises(KeyNotFoundError):
                 later.complete(["tag"] * _part_count(later, len(data)))
 
+    def test_an_upload_that_nobody_completes(self, backend: StorageBackend) -> None:
+        """If it outlives its process, it is listed until it is ended, and nothing of it is an object."""
+        data = content_of(self.large_bytes)
+        writer = backend.create_parts("dir/object", len(data))
+        if not writer.token:
+            writer.abort()
+            return
+        _put_part(writer, data, 0)
+        assert [*backend.list()] == []
+        assert [*backend.incomplete("other/")] == []
+        (found,) = backend.incomplete("dir/")
+        assert found.key == "dir/object"
+        backend.abort_incomplete([found])
+        backend.abort_incomplete([found])
+        assert [*backend.incomplete()] == []
+        with pytest.raises(KeyNotFoundError):
+            _put_part(writer, data, 1)
+
     def _pieces(self, order: str) -> Sequence[tuple[int, int]]:
         size, step = self.large_bytes, self.piece_bytes
         pieces = [(start, min(size, start + step)) for start in range(0, size, step)]
