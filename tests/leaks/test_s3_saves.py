@@ -1,8 +1,11 @@
-"""Fifty saves to S3 hold the same memory, sockets and threads as two."""
+"""Fifty saves to S3 hold the same memory, sockets and threads as two, and a large one only what is in flight."""
 
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -13,7 +16,9 @@ from leak_watch import held_now, median, memory_now
 pytest.importorskip("s3fs")
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.s3 import backend, writers
+from bytecheckpoint.storage_backends.s3.window import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
@@ -58,3 +63,40 @@ def test_fifty_saves_hold_what_two_held(bucket: str, s3: dict[str, Any], monkeyp
     assert sockets[1] <= sockets[0] + 4
     more = Counter(held[1].descriptors) - Counter(held[0].descriptors)
     assert set(more) <= {"socket"}
+
+
+_UPLOAD = """
+import json, sys
+from pathlib import Path
+from bytecheckpoint.storage_backends import open_backend
+
+def status(name):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name + ":"))
+
+root, options, size, piece = json.loads(sys.argv[1])
+backend = open_backend(root, **options)
+data = bytearray(piece)
+
+def upload(key, size):
+    with backend.create(key, size) as writer:
+        for start in range(0, size, piece):
+            writer.write(start, data)
+        writer.complete()
+
+upload("small", 4 * piece)  # the client's own memory
+Path("/proc/self/clear_refs").write_text("5")  # the peak is the present from now on
+before = status("VmRSS")
+upload("large", size)
+print(status("VmHWM") - before)
+"""
+
+
+def test_an_upload_holds_only_the_parts_in_flight(bucket: str, s3: dict[str, Any]) -> None:
+    """Eight parts in flight, two that are being filled, and 32 MiB: not the object, nor copies of its pieces."""
+    size, piece, limit = 384 << 20, 8 << 20, PARTS_IN_FLIGHT * writers.PART_BYTES + (64 << 20)
+    arguments = json.dumps([f"s3://{bucket}/root", s3, size, piece])
+    found = subprocess.run(
+        [sys.executable, "-c", _UPLOAD, arguments], stdout=subprocess.PIPE, check=True, timeout=time_limit(120)
+    )
+    assert PARTS_IN_FLIGHT * writers.PART_BYTES // 2 < int(found.stdout) < limit
+    assert open_backend(f"s3://{bucket}/root", **s3).stat("large").size == size
