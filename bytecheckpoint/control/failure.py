@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from .. import errors
-from ..errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError, RuleError
+from ..errors import BytecheckpointError, DeadlineError, MismatchError, RankFailedError, RuleError, without_userinfo
 from .peers import PeerIdentity
 
 __all__ = ["FailureRecord"]
@@ -126,14 +126,14 @@ def _library_class(name: str) -> Any:
 
 def _message_of(error: BaseException) -> str:
     try:
-        return str(error)
+        return without_userinfo(str(error))
     except Exception:  # noqa: BLE001 - __str__ of a foreign exception may raise anything; the report must still be sent
         return "(its message cannot be shown)"
 
 
 def _traceback_text_of(error: BaseException) -> str:
     try:
-        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return without_userinfo("".join(traceback.format_exception(type(error), error, error.__traceback__)))
     except Exception:  # noqa: BLE001 - formatting calls into the foreign exception, as above
         return "".join(traceback.format_tb(error.__traceback__))
 

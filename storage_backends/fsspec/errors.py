@@ -7,7 +7,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError, UnansweredError
+from ...errors import (
+    AccessDeniedError,
+    KeyExistsError,
+    KeyNotFoundError,
+    StorageError,
+    UnansweredError,
+    hide_userinfo,
+)
 from ..posix import map_os_error
 
 __all__ = ["map_error", "translated_errors"]
@@ -36,6 +43,7 @@ def _is_unanswered(error: BaseException | None) -> bool:
 
 def map_error(error: BaseException, action: str, *, reading: bool, putting: bool = False) -> StorageError:
     """Return the ``StorageError`` that ``error`` means (see ``_mapped``)."""
+    hide_userinfo(error)
     mapped = _mapped(error, action, reading=reading, putting=putting)
     mapped.is_late |= isinstance(error, TimeoutError)
     return mapped

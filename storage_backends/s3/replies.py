@@ -17,7 +17,14 @@ from botocore.exceptions import (
 )
 from botocore.parsers import ResponseParserError
 
-from ...errors import AccessDeniedError, KeyNotFoundError, StorageError, StorageFullError
+from ...errors import (
+    AccessDeniedError,
+    KeyNotFoundError,
+    StorageError,
+    StorageFullError,
+    hide_userinfo,
+    without_userinfo,
+)
 
 __all__ = [
     "ShortReplyError",
@@ -129,7 +136,7 @@ def describe(error: BaseException) -> str:
     """Return one line about an error: its code and what the store says, or its type and text."""
     reply = _reply(error)
     if reply is None:
-        return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return without_userinfo(f"{type(error).__name__}: {error}") if str(error) else type(error).__name__
     code, message = code_of(error), str(reply.get("Error", {}).get("Message", ""))
     hint = _HINTS.get(code, "")
     return f"the store replied {code}{': ' + message if message else ''}{' (' + hint + ')' if hint else ''}"
@@ -137,6 +144,7 @@ def describe(error: BaseException) -> str:
 
 def storage_error(error: Exception, action: str) -> StorageError:
     """Return the ``StorageError`` that ``error``, raised during ``action``, means."""
+    hide_userinfo(error)
     if isinstance(error, StorageError):
         return error
     code = code_of(error)

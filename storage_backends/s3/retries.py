@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ...errors import StorageError, UnansweredError
+from ...errors import StorageError, UnansweredError, hide_userinfo
 from .replies import describe, is_denied, is_repeatable, is_unanswered
 
 __all__ = ["Request", "Retries"]
@@ -84,6 +84,7 @@ class Retries:
             try:
                 result = await self._send_once(request, send, min(limit, end - time.monotonic()))
             except Exception as error:
+                hide_userinfo(error)
                 self._has_answered |= not is_unanswered(error)
                 is_open |= request.kind == "put" and is_unanswered(error)
                 if not is_repeatable(error):

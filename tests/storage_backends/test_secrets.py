@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from click.testing import CliRunner
 import bytecheckpoint as bcp
 from bytecheckpoint import checkpointer
 from bytecheckpoint.cli import cli
+from bytecheckpoint.control.failure import FailureRecord
+from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.errors import BytecheckpointError, RankFailedError, StorageError
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
@@ -65,13 +68,15 @@ def check(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[Callable[[], o
             result = function()
             seen = f"{result!r} {getattr(result, '_repr_html_', str)()}"
         except BytecheckpointError as error:
-            seen = f"{error} {error!r} {error.args}"
+            seen = f"{error} {error!r} {error.args} {''.join(traceback.format_exception(error))}"
         for secret in SECRETS:
             assert secret not in seen
         return seen
 
     yield call
-    text = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("bytecheckpoint"))
+    shown = logging.Formatter()  # with tracebacks
+    records = [one for one in caplog.get_records("call") if one.name.startswith("bytecheckpoint")]
+    text = "\n".join(map(shown.format, records))
     for secret in SECRETS:
         assert secret not in text
 
@@ -143,3 +148,14 @@ def test_errors_of_other_ranks(tmp_path: Path) -> None:
     assert str(error) == "reading 'k' in s3://***@host/x and ftp://***@host: failed"
     assert "hunter2" not in repr(error)
     assert issubclass(RankFailedError, BytecheckpointError)
+
+
+def test_the_report_of_another_librarys_error() -> None:
+    """Its message and its traceback are sent to the other ranks."""
+    try:
+        raise ValueError("http://user:hunter2@host/x") from OSError("http://user:hunter2@host/y")
+    except ValueError as error:
+        record = FailureRecord.from_exception(error, "write", PeerIdentity.of_this_process(0))
+    assert "***@host/x" in record.message
+    assert "***@host/y" in record.traceback_text
+    assert "hunter2" not in f"{record} {record.rank_failed()} {record.rank_failed().traceback_text}"
