@@ -179,7 +179,7 @@ class SourceFile:
         assert self._frames is not None
         if not isinstance(error, StorageError):
             error = map_os_error(error, f"reading {self._key!r}", absent_is_missing_key=True)
-        here, size = self._frames.rows(self._file), self._source.present_size(self._file, source=source)
+        here, size = self._frames.rows(self._file), self._source.present_size(self._file, error, source=source)
         position, end = self._frames.position[here], self._frames.position[here] + self._frames.length[here]
         inside = np.flatnonzero((self._frames.source[here] == source) & (position >= at))
         beyond = inside[end[inside] > size]

@@ -192,6 +192,11 @@ def test_a_save(faults: Faults, case: str) -> None:
         assert any(text in failure for text in error.split("|")), failure
 
 
+def _data(what: str) -> Rule:
+    """Of the reads of tensors, not of headers and values."""
+    return lambda exchange: what if exchange.kind == "get" and exchange.start else None
+
+
 _LOADS: dict[str, tuple[Callable[[], Rule], str]] = {
     "503 on 20 %": (_every(5, "refuse"), ""),
     "resets": (lambda: _of("get", "reset", times=3), ""),
@@ -200,6 +205,9 @@ _LOADS: dict[str, tuple[Callable[[], Rule], str]] = {
     "nothing after the manifest": (lambda: _after("get", "stall"), "did not answer"),
     "replies that are too short": (lambda: _after("get", "cut"), "reading"),
     "a token that expires": (lambda: _after("get", "expired"), "credentials have expired"),
+    "tensors without reply": (lambda: _data("stall"), "cannot read bytes"),
+    "tensors whose replies stop": (lambda: _data("hang"), "cannot read bytes"),
+    "tensors whose replies are too short": (lambda: _data("cut"), "cannot read bytes"),
 }
 
 
@@ -210,6 +218,19 @@ def test_a_load(faults: Faults, case: str) -> None:
     failure = faults.run(faults.load)
     assert error in failure, failure
     assert bool(error) is bool(failure)
+    if case != "a token that expires":
+        # To ask a silent store why it is silent would take as long again.
+        assert "head" not in faults.proxy.kinds
+
+
+@pytest.mark.parametrize("what", ["stall", "hang"])
+def test_a_load_of_encoded_tensors(faults: Faults, what: str) -> None:
+    url = faults.url + "-encoded"
+    bcp.save(url, _state(1), codec="zstd", storage_options=faults.direct)
+    faults.proxy.rule = _data(what)
+    call = lambda: bcp.load(url, _state(0), storage_options=faults.options, deadline_s=faults.deadline_s)  # noqa: E731
+    assert "did not answer" in faults.run(call)
+    assert "head" not in faults.proxy.kinds
 
 
 @pytest.mark.parametrize("case", ["closed port", "no such bucket", "no credentials"])

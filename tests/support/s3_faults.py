@@ -39,12 +39,16 @@ _CONDITIONS = re.compile(rb"(?i)\r\nif-(?:none-)?match: [^\r]+")
 
 @dataclass
 class Exchange:
-    """A request, before it is passed on. ``number`` counts requests of the same ``kind`` from 1."""
+    """A request, before it is passed on.
+
+    ``number`` counts requests of the same ``kind`` from 1. ``start`` is the first byte that it asks for.
+    """
 
     kind: str
     number: int
     part: int | None
     path: str
+    start: int = 0
 
 
 Rule = Callable[[Exchange], str | None]
@@ -194,6 +198,7 @@ class FaultProxy:
         method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
         query = parse_qs(urlsplit(target).query, keep_blank_values=True)
         part = int(query["partNumber"][0]) if "partNumber" in query else None
+        start = int(_header(head, b"range").partition(b"=")[2].partition(b"-")[0] or 0)
         kind = method.lower()
         if part is not None:
             kind = "part"
@@ -205,7 +210,7 @@ class FaultProxy:
             kind = "list"
         with self._lock:
             self.kinds.append(kind)
-            return Exchange(kind, self.kinds.count(kind), part, urlsplit(target).path)
+            return Exchange(kind, self.kinds.count(kind), part, urlsplit(target).path, start)
 
     def _ask(self, head: bytes, body: bytes) -> bytes:
         request, *lines = head.rstrip(b"\r\n").split(b"\r\n")

@@ -244,7 +244,7 @@ class _FileReads:
 
     def _describe(self, blocks: range, low: int, high: int, error: StorageError) -> StorageError | CorruptionError:
         plan = self._plan
-        size = self._source.present_size(self._file)
+        size = self._source.present_size(self._file, error)
         block = next((block for block in blocks if plan.end[block] > size), blocks[0])
         begin, end = max(plan.begin[block], low), min(plan.end[block], high)
         return self._source.read_error(self._file, plan.row[block], begin, end, error)

@@ -156,7 +156,7 @@ class FrameReader(ObjectReader):
         """The error for frames that cannot be read, of which the first that is not there is at fault."""
         source = int(self._frames.source[first])
         ends = self._frames.position[first:past] + self._frames.length[first:past]
-        size = self._source.present_size(self._file, source=source)
+        size = self._source.present_size(self._file, error, source=source)
         frame = min(first + int(np.searchsorted(ends, size, side="right")), past - 1)
         row, begin, end = self._source.frame_place(self._file, frame)
         found = self._source.read_error(self._file, row, begin, end, error, source=source)

@@ -170,13 +170,9 @@ class StoredFiles:
             f"the stored bytes changed after they were written; restore the file or load an earlier checkpoint"
         )
 
-    def present_size(self, file: int, *, source: int = 0) -> int:
-        """Return the current size of the file or the reference, or the manifest's if the store fails."""
-        backend, key, size = self.holder(file, source)
-        try:
-            return backend.stat(key).size
-        except StorageError:
-            return size
+    def present_size(self, file: int, error: StorageError, *, source: int = 0) -> int:
+        """Return the size of the file or the reference after ``error``; the manifest's if the store does not answer."""
+        return _present_size(*self.holder(file, source), error)
 
     def _where(self, row: int) -> str:
         tensors, shards = self.manifest.tensors, self.manifest.shards
@@ -240,13 +236,20 @@ def _unreadable(
     backend: StorageBackend, key: str, size: int, what: str, error: StorageError
 ) -> CorruptionError | StorageError:
     """Return ``CorruptionError`` for a truncated file, and ``error`` with its context if the store failed."""
-    try:
-        found = size if error.is_late else backend.stat(key).size
-    except StorageError:
-        found = size
+    found = _present_size(backend, key, size, error)
     if found == size:
-        return type(error)(f"{backend.url}/{key}: cannot read {what}: {error}")
+        described = type(error)(f"{backend.url}/{key}: cannot read {what}: {error}")
+        described.is_late = error.is_late
+        return described
     return CorruptionError(
         f"{backend.url}/{key}: cannot read {what}: the file has {found} bytes, but the manifest states {size}; it was "
         f"truncated or replaced; restore it or load an earlier checkpoint"
     )
+
+
+def _present_size(backend: StorageBackend, key: str, size: int, error: StorageError) -> int:
+    """Return the size of an object that could not be read, or ``size`` if that is unknown."""
+    try:
+        return size if error.is_late else backend.stat(key).size
+    except StorageError:
+        return size
