@@ -226,17 +226,18 @@ def commit(
         if unless_after and replaced.is_later_than(unless_after):
             raise KeyExistsError(f"{backend.url} holds a checkpoint that was saved later; it was not changed")
         admit()
+        begun = time.monotonic()
         try:
             replaced.put(backend, data, conditions)
         except (KeyExistsError, KeyChangedError) as error:
-            found = _read_back(backend, error)
+            found = _read_back(backend, error, begun)
             if found.data == data:
                 break  # the reply to the put was lost, and its repetition was refused
             if not tries_left:
                 raise
             replaced = found
         except Exception as error:
-            if _read_back(backend, error).data == data:
+            if _read_back(backend, error, begun).data == data:
                 raise CommitUnknownError(
                     f"{backend.url}: the manifest is in place, but the store reported {type(error).__name__}: {error}; "
                     f"it may not survive a power failure. Open the path to check, or save again"
@@ -264,10 +265,11 @@ def adopt(backend: StorageBackend, manifest: bytes) -> Manifest | None:
     return replaced.decode(backend.url)
 
 
-def _read_back(backend: StorageBackend, error: Exception) -> _Replaced:
-    """Return what is in place after a put that raised ``error``."""
+def _read_back(backend: StorageBackend, error: Exception, begun: float) -> _Replaced:
+    """Return what is in place after a put that began at ``begun`` and raised ``error``."""
     try:
-        return _Replaced.read(backend)
+        with rest_of_deadline(backend, begun):
+            return _Replaced.read(backend)
     except StorageError as second:
         raise CommitUnknownError(
             f"{backend.url}: writing the manifest failed ({error}), and reading it back failed too ({second}); the "

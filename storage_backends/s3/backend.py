@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ __all__ = ["S3Backend"]
 
 _SINGLE_PUT_BYTES = 8 << 20
 _CONCURRENT_DELETES = 16
+_LEAST_S = 0.75  # to find out what became of a put that has taken the whole deadline
 _NEXT_PAGE = {
     "list_objects_v2": {"ContinuationToken": "NextContinuationToken"},
     "list_multipart_uploads": {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
@@ -110,15 +112,16 @@ class S3Backend(StorageBackend):
             condition = {"IfMatch": rules.if_match(condition["IfMatch"])}
         if not (rules.conditions.if_version if "IfMatch" in condition else rules.conditions.if_absent):
             raise StorageError(f"{action}: this store cannot decide whether to put; see conditions()")
-        mark = secrets.token_hex(16)
+        mark, begun = secrets.token_hex(16), time.monotonic()
         try:
             return await self._put(client, action, key, content, **condition, Metadata={MARK: mark})
         except Exception as error:
             if code_of(error) not in REFUSED_CODES:
                 raise
             # The reply to an earlier try may have been lost, also to one that the HTTP client has repeated itself.
+            left_s = max(_LEAST_S, begun + self.deadline_s - time.monotonic())
             found, version = await client.repeat(
-                Request(action, self.deadline_s), lambda: client.mark_of(self._address(client, key))
+                Request(action, left_s), lambda: client.mark_of(self._address(client, key))
             )
             if found != mark:
                 raise refusal from error

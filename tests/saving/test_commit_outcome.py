@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -19,9 +20,10 @@ from damage import keys_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint import checkpointer, telemetry
+from bytecheckpoint.checkpoint import manifest_file
 from bytecheckpoint.control import current_communicator
 from bytecheckpoint.engine.writing import WrittenFile
-from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, StorageError, UsageError
+from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, StorageError, UnansweredError, UsageError
 from bytecheckpoint.save import commit
 from bytecheckpoint.save.record import pack_written
 from bytecheckpoint.storage_backends import ObjectWriter
@@ -419,6 +421,31 @@ def test_a_synchronous_save_in_a_callback_is_refused(tmp_path: Path) -> None:
     assert "async_save=True" in results[0]
     assert bcp.open(tmp_path / "c").verify().ok
     assert not (tmp_path / "b").exists()
+
+
+def test_a_manifest_without_reply_is_looked_for_in_the_rest_of_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its put has waited for all of it."""
+    with bcp.Checkpointer() as checkpointer:
+        checkpointer.save(tmp_path, _state(0, 1.0), step=1)
+    now, limits = [1000.0], []
+    monkeypatch.setattr(manifest_file, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def wait(call: Call) -> None:
+        now[0] += 600
+
+    silent = FaultRule("put", "manifest.msgpack", hook=wait, error=UnansweredError("no reply"))
+    look = FaultRule("get", times=None, hook=lambda call: limits.append(backend.deadline_s))
+    backend = FaultyBackend(LocalBackend(tmp_path), [silent, look])
+    backend.deadline_s = 600
+    with pytest.raises(CommitUnknownError, match="may still put it there"):
+        manifest_file.commit(backend, b"another")
+    before, after = limits
+    assert before == 600
+    assert after < 1
+    assert backend.deadline_s == 600
+    assert bcp.open(tmp_path).step == 1
 
 
 def test_a_closed_checkpointer_refuses_everything(tmp_path: Path) -> None:
