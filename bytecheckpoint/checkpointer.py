@@ -469,6 +469,7 @@ class Checkpointer:
         verify: bool = True,
         rules: GivenRules | None = None,
         staging: URL | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Open the checkpoint at ``path`` for reading. Needs no process group and no model.
@@ -484,6 +485,7 @@ class Checkpointer:
                 rules make. Nothing is copied: reads go to the stored bytes.
             staging: The ``staging`` of the saves. Copies of data files in this folder are read instead of those at
                 ``path``, where they are undamaged; what the folder lacks is read there.
+            deadline_s: Seconds that one request to the store may take.
             storage_options: Options for the storage backend.
 
         Returns:
@@ -503,11 +505,18 @@ class Checkpointer:
             >>> checkpoint["model.wte.weight"][0:128]     # reads only these rows
         """
         self._engine.check_usable()
-        given = {"verify": verify, "rules": rules, "staging": staging, "storage_options": storage_options}
+        given = {
+            "verify": verify,
+            "rules": rules,
+            "staging": staging,
+            "deadline_s": deadline_s,
+            "storage_options": storage_options,
+        }
         arguments = check_arguments(given, rules=rules_argument)
         url, options, found = url_text(path), arguments["storage_options"], arguments["rules"]
         staging = arguments["staging"]
         backend = nearest(open_backend(url, **options), staging)
+        backend.deadline_s = arguments["deadline_s"]
         return Checkpoint(
             Location(url, backend, options, found).index(),
             self._engine,
@@ -521,6 +530,7 @@ class Checkpointer:
         *,
         allow_fresh: bool = False,
         staging: URL | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Checkpoint | None:
         """Open the newest valid checkpoint among the direct children of ``root``.
@@ -535,6 +545,7 @@ class Checkpointer:
             allow_fresh: Return None if saves were made below ``root`` but none of them is valid.
             staging: The ``staging`` of the saves. Copies of data files in this folder are read instead of those at
                 ``root``, where they are undamaged; what the folder lacks is read there.
+            deadline_s: Seconds that one request to the store may take.
             storage_options: Options for the storage backend.
 
         Returns:
@@ -552,10 +563,15 @@ class Checkpointer:
             ...     bcp.load(newest.url, state)
         """
         self._engine.check_usable()
-        given = {"allow_fresh": allow_fresh, "staging": staging, "storage_options": storage_options}
+        given = {
+            "allow_fresh": allow_fresh,
+            "staging": staging,
+            "deadline_s": deadline_s,
+            "storage_options": storage_options,
+        }
         arguments = check_arguments(given)
         options = with_staging(arguments["storage_options"], arguments["staging"])
-        found = find_newest(root, allow_fresh=allow_fresh, storage_options=options)
+        found = find_newest(root, allow_fresh=allow_fresh, deadline_s=arguments["deadline_s"], storage_options=options)
         return None if found is None else self._opened(found, arguments["storage_options"], arguments["staging"])
 
     def watch(

@@ -25,6 +25,7 @@ from ..errors import (
     UsageError,
 )
 from ..format.manifest import MANIFEST_KEY, PARENT, Manifest, split_reference
+from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..storage_backends import join, open_backend, open_sibling
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
@@ -89,6 +90,7 @@ def find_newest(
     *,
     excluding: Container[str] = (),
     allow_fresh: bool = False,
+    deadline_s: float = DEFAULT_DEADLINE_S,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint with the highest step among the direct children of ``root``.
@@ -101,6 +103,7 @@ def find_newest(
         root: Folder whose children are checkpoints.
         excluding: Names of children that the caller found to be damaged.
         allow_fresh: Return None, instead of raising, if saves left traces but no complete checkpoint.
+        deadline_s: How long one request to the store may take, in seconds.
         storage_options: Options for the storage backend.
 
     Returns:
@@ -113,7 +116,7 @@ def find_newest(
         StorageError: The store failed.
     """
     options = dict(storage_options or {})
-    top = open_nearest(root, options)
+    top = open_nearest(root, options, deadline_s)
     complete: list[CompleteCheckpoint] = []
     ignored: list[CompleteCheckpoint] = []
     problems: list[str] = []
@@ -124,7 +127,7 @@ def find_newest(
             problems.append(f"{name}: loading it failed before")
             continue
         try:
-            found = open_complete(join(top.url, name), name, options)
+            found = open_complete(join(top.url, name), name, options, top.deadline_s)
             (ignored if is_exception_save(found.manifest) else complete).append(found)
         except CheckpointNotFoundError:
             continue  # removed after it was listed
@@ -151,7 +154,12 @@ def find_newest(
 
 
 def find_best(
-    root: str | os.PathLike[str], metric: str, mode: BestMode, *, storage_options: Mapping[str, Any] | None = None
+    root: str | os.PathLike[str],
+    metric: str,
+    mode: BestMode,
+    *,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint with the lowest or highest ``metric`` among the direct children of ``root``.
 
@@ -160,17 +168,21 @@ def find_best(
     sign = 1.0 if mode == "min" else -1.0
     found = [
         (value, one)
-        for one in _all_complete(root, storage_options)
+        for one in _all_complete(root, deadline_s, storage_options)
         if (value := metric_of(one.manifest, metric)) is not None
     ]
     return min(found, key=lambda pair: (sign * pair[0], -pair[1].step), default=(0.0, None))[1]
 
 
 def find_milestone(
-    root: str | os.PathLike[str], name: str, *, storage_options: Mapping[str, Any] | None = None
+    root: str | os.PathLike[str],
+    name: str,
+    *,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> CompleteCheckpoint | None:
     """Return the complete checkpoint that was saved as this milestone; of several, that of the latest step."""
-    found = [one for one in _all_complete(root, storage_options) if one.milestone == name]
+    found = [one for one in _all_complete(root, deadline_s, storage_options) if one.milestone == name]
     return max(found, key=lambda one: one.step, default=None)
 
 
@@ -196,16 +208,16 @@ def is_exception_save(manifest: Manifest) -> bool:
 
 
 def _all_complete(
-    root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+    root: str | os.PathLike[str], deadline_s: float, storage_options: Mapping[str, Any] | None
 ) -> Iterator[CompleteCheckpoint]:
     options = dict(storage_options or {})
-    top = open_nearest(root, options)
+    top = open_nearest(root, options, deadline_s)
     names = list(_children(top))
     if not names:
         check_is_root(top)
     for name in names:
         try:
-            found = open_complete(join(top.url, name), name, options)
+            found = open_complete(join(top.url, name), name, options, top.deadline_s)
             if not is_exception_save(found.manifest):
                 yield found
         except (CheckpointNotFoundError, NotACheckpointError):
@@ -214,9 +226,11 @@ def _all_complete(
             _log.warning("skipped an invalid checkpoint: %s", error)
 
 
-def open_complete(url: str, name: str, options: Mapping[str, Any]) -> CompleteCheckpoint:
+def open_complete(
+    url: str, name: str, options: Mapping[str, Any], deadline_s: float = DEFAULT_DEADLINE_S
+) -> CompleteCheckpoint:
     """Open the checkpoint at ``url``. Raises ``CheckpointError`` unless it is complete."""
-    backend = open_nearest(url, options)
+    backend = open_nearest(url, options, deadline_s)
     manifest = read_manifest(backend)
     _check_files_complete(backend, manifest)
     return CompleteCheckpoint(name, backend, manifest)

@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 
 from ..errors import HIDDEN_PASSWORD, BytecheckpointError, CheckpointError, KeyNotFoundError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY
+from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, open_backend
 from ..storage_backends.base import Conditions, ObjectReader
 from ..storage_backends.keys import TEMPORARY_PREFIX
@@ -57,11 +58,15 @@ def with_staging(options: Mapping[str, Any], staging: str | os.PathLike[str] | N
     return dict(options) if staging is None else {**options, _STAGING: os.fspath(staging)}
 
 
-def open_nearest(url: str | os.PathLike[str], options: Mapping[str, Any]) -> StorageBackend:
+def open_nearest(
+    url: str | os.PathLike[str], options: Mapping[str, Any], deadline_s: float = DEFAULT_DEADLINE_S
+) -> StorageBackend:
     """Return the backend of ``url``, for reading, with options that ``with_staging`` may have made."""
     options = dict(options)
     staging = options.pop(_STAGING, None)
-    return nearest(open_backend(url, **options), staging)
+    backend = nearest(open_backend(url, **options), staging)
+    backend.deadline_s = deadline_s
+    return backend
 
 
 def nearest(store: StorageBackend, staging: str | os.PathLike[str] | None) -> StorageBackend:

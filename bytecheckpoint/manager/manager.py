@@ -261,7 +261,7 @@ class CheckpointManager:
             StorageError: The store failed.
             ControlError: The ranks could not work together.
         """
-        return self._find(partial(find_newest, self.root, allow_fresh=allow_fresh, storage_options=self._nearest))
+        return self._find(partial(find_newest, self.root, allow_fresh=allow_fresh))
 
     def best(self, metric: str | None = None, mode: BestMode | None = None) -> Checkpoint | None:
         """Open the best checkpoint below the root, the same one on all ranks.
@@ -282,7 +282,7 @@ class CheckpointManager:
         if not isinstance(metric, str):
             raise UsageError("best needs a metric: pass one, or set Retention.metric")
         check_choice("mode", mode, BestMode)
-        return self._find(partial(find_best, self.root, metric, mode, storage_options=self._nearest))
+        return self._find(partial(find_best, self.root, metric, mode))
 
     def milestone(self, name: str) -> Checkpoint | None:
         """Open the checkpoint that was saved as this milestone, the same one on all ranks.
@@ -298,7 +298,7 @@ class CheckpointManager:
             StorageError: The store failed.
             ControlError: The ranks could not work together.
         """
-        return self._find(partial(find_milestone, self.root, name, storage_options=self._nearest))
+        return self._find(partial(find_milestone, self.root, name))
 
     def resume(self, state: Mapping[str, Any], *, allow_fresh: bool = False, **options: Any) -> LoadReport | None:
         """Load the newest valid checkpoint into ``state``.
@@ -341,6 +341,7 @@ class CheckpointManager:
                         self.root,
                         excluding=damaged,
                         allow_fresh=allow_fresh,
+                        deadline_s=self._deadline_s,
                         storage_options=self._nearest,
                     ),
                 )
@@ -522,14 +523,17 @@ class CheckpointManager:
             with self._rounds.round() as op:
                 op.barrier("uploaded")
 
-    def _find(self, search: Callable[[], CompleteCheckpoint | None]) -> Checkpoint | None:
+    def _find(self, search: Callable[..., CompleteCheckpoint | None]) -> Checkpoint | None:
         self._check_usable()
         with self._rounds.round() as op:
-            name = _agree_on_name(op, search)
+            name = _agree_on_name(op, partial(search, deadline_s=self._deadline_s, storage_options=self._nearest))
         if name is None:
             return None
         return self._checkpointer.open(
-            join(self.root, name), staging=self._staging, storage_options=self._storage_options
+            join(self.root, name),
+            staging=self._staging,
+            deadline_s=self._deadline_s,
+            storage_options=self._storage_options,
         )
 
     def _coordinate(
