@@ -80,8 +80,11 @@ def attempt_time(attempt: str) -> float | None:
         return None
 
 
-def remove_attempt(backend: StorageBackend, attempt: str) -> None:
-    """Delete all files of a failed attempt, and what its killed ranks have begun. Logs a failure and never raises."""
+def remove_attempt(backend: StorageBackend, attempt: str) -> bool:
+    """Delete all files of a failed attempt, and what its killed ranks have begun. Logs a failure and never raises.
+
+    Returns false if the store does not answer.
+    """
     try:
         backend.abort_incomplete([*backend.incomplete(f"{attempt}/")])
         backend.delete([stat.key for stat in backend.list(f"{attempt}/")])
@@ -89,3 +92,5 @@ def remove_attempt(backend: StorageBackend, attempt: str) -> None:
         _log.warning(
             "%s: cannot remove the failed attempt %s; its files remain: %s", backend.display_url, attempt, error
         )
+        return not error.is_late
+    return True

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import (
     CheckpointError,
@@ -52,11 +53,19 @@ _log = logging.getLogger(__name__)
 def pin(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> None:
     """Protect all files in these folders until the save of ``attempt`` to ``backend`` has ended.
 
-    ``folders`` are siblings of the root of ``backend``; "" is the root itself. Raises ``StorageError``.
+    ``folders`` are siblings of the root of ``backend``; "" is the root itself. Puts all pins at the same time, and ends
+    when all puts have ended. Raises ``StorageError``.
     """
-    for folder in folders:
+
+    def put(folder: str) -> None:
         where = f"{PARENT}{folder_name(backend)}/{MANIFEST_KEY}" if folder else MANIFEST_KEY
         _sibling(backend, folder).put(PIN_PREFIX + attempt, where.encode())
+
+    folders = tuple(folders)
+    with ThreadPoolExecutor(max(1, len(folders)), "bcp-pin") as threads:
+        puts = [threads.submit(put, folder) for folder in folders]
+    for done in puts:
+        done.result()
 
 
 def settle(
@@ -65,17 +74,19 @@ def settle(
     """After a save has ended, remove its pins but those of the folders ``referred``, and what remained only for it.
 
     ``older`` maps each folder that the save pinned to the attempts that its base names there. Logs a failure and never
-    raises.
+    raises. If the store does not answer, it is not asked about the other folders.
     """
     for folder, attempts in older.items():
         try:
             holder = _sibling(backend, folder)
             if not folder or folder not in referred:
                 _delete(holder, [PIN_PREFIX + attempt])
-            if MANIFEST_KEY not in holder.list_children(""):
+            if not _has_manifest(holder):
                 sweep(holder, attempts, lambda one: one == attempt)
         except StorageError as error:
             _log.warning("%s: cannot clean up after %s: %s", backend.display_url, attempt, error)
+            if error.is_late:
+                return
 
 
 def is_pinned(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> bool:
@@ -233,6 +244,14 @@ def _committed(folder: StorageBackend) -> Manifest | None:
         return read_manifest(folder)
     except (CheckpointNotFoundError, NotACheckpointError):
         return None
+
+
+def _has_manifest(folder: StorageBackend) -> bool:
+    try:
+        folder.stat(MANIFEST_KEY)
+    except KeyNotFoundError:
+        return False
+    return True
 
 
 def _is_stale(pin: str) -> bool:

@@ -351,7 +351,7 @@ def _tensor_in(memory: torch.Tensor | None, start: int, box: Box, dtype: torch.d
 
 
 @contextmanager
-def cleanup_on_failure(clean_up: Callable[[], None]) -> Iterator[None]:
+def cleanup_on_failure(clean_up: Callable[[], object]) -> Iterator[None]:
     """Call ``clean_up`` if the block fails, unless its manifest may be in place (``CommitUnknownError``)."""
     try:
         yield

@@ -215,8 +215,8 @@ class SaveCommit:
         timeout_s = _SWEEP_AFTER_LATE_S if is_late else min(_SWEEP_AFTER_S, self._options.deadline_s)
         self._op.wait_for_others_to_leave(timeout_s)
         with rest_of_deadline(self._backend, self._begun):
-            remove_attempt(self._backend, self.attempt)
-            if self.base is not None:
+            is_answered = remove_attempt(self._backend, self.attempt)
+            if self.base is not None and is_answered:
                 references.settle(self._backend, self.attempt, self.base.older, ())
 
 

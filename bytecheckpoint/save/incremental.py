@@ -9,6 +9,7 @@ so does the new checkpoint.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ import xxhash
 
 from ..checkpoint import references
 from ..checkpoint.discovery import find_newest
-from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes
+from ..checkpoint.manifest_file import decode_manifest, read_manifest_bytes, rest_of_deadline
 from ..codecs import PlainCodec
 from ..control.base import Operation
 from ..engine.checksums import MAX_WEAK_BYTES, chunk_bounds
@@ -40,7 +41,10 @@ from ..storage_backends.base import StorageBackend
 from ..tensors.tables import ragged_positions
 from .options import AUTO, SaveOptions
 
-__all__ = ["Base", "BaseShare", "find_base", "share_base"]
+__all__ = ["MAX_FOLDERS", "Base", "BaseShare", "find_base", "share_base"]
+
+MAX_FOLDERS = 32
+"""Folders with files that a new checkpoint may refer to: each of them costs a put, a look and a thread."""
 
 _log = logging.getLogger(__name__)
 
@@ -155,18 +159,27 @@ def find_base(engine: IOEngine, backend: StorageBackend, options: SaveOptions, a
         CheckpointError: ``options.base`` is a path, and no checkpoint can be read there.
         StorageError: A pin could not be put.
     """
-    own = folder_name(backend)
+    own, begun = folder_name(backend), time.monotonic()
     found = _named_base(backend, options) if options.base != AUTO else _newest(engine, backend)
     if found is None or not len(found.manifest.digests):
         return None
     folder = folder_name(open_like(backend, found.url))
     base = Base.of(found.manifest, "" if folder == own else folder, own)
+    if len(base.older) > MAX_FOLDERS:
+        _log.info(
+            "%s: the base %s has files in %d folders; everything is written",
+            backend.display_url,
+            folder,
+            len(base.older),
+        )
+        return None
     try:
         references.pin(backend, attempt, base.older)
         if _is_current(open_like(backend, found.url), found):
             return base
     except BaseException:
-        references.settle(backend, attempt, base.older, ())
+        with rest_of_deadline(backend, begun):
+            references.settle(backend, attempt, base.older, ())
         raise
     _log.info("%s: the base %s was removed or replaced; everything is written", backend.display_url, folder)
     references.settle(backend, attempt, base.older, ())
@@ -206,7 +219,9 @@ def _newest(engine: IOEngine, backend: StorageBackend) -> LastCommit | None:
                 return last
         if not own:
             return _read(backend)
-        newest = find_newest(parent_url(backend), allow_fresh=True, storage_options=backend.options)
+        newest = find_newest(
+            parent_url(backend), allow_fresh=True, deadline_s=backend.deadline_s, storage_options=backend.options
+        )
         return None if newest is None else _read(newest.backend)
     except (CheckpointError, UsageError) as error:
         _log.info("%s: no base, everything is written: %s", backend.display_url, error)
@@ -223,11 +238,13 @@ def _read(backend: StorageBackend) -> LastCommit:
 
 
 def _is_current(backend: StorageBackend, found: LastCommit) -> bool:
-    """Whether this manifest is still in place. Reads its checksum only."""
+    """Whether this manifest is still in place. Reads its checksum only. Raises if the store does not answer."""
     trailer = bytearray(MANIFEST_TRAILER)
     try:
         backend.read_into(MANIFEST_KEY, found.size - MANIFEST_TRAILER, trailer)
-    except StorageError:
+    except StorageError as error:
+        if error.is_late:
+            raise
         return False  # it is missing, or shorter
     return bytes(trailer) == found.trailer
 

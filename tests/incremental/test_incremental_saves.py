@@ -21,6 +21,7 @@ from bytecheckpoint.convert.diff import diff
 from bytecheckpoint.convert.reshard import reshard
 from bytecheckpoint.engine.checksums import ChunkHasher
 from bytecheckpoint.errors import CorruptionError, StorageError, UsageError
+from bytecheckpoint.save import incremental
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 
@@ -137,6 +138,24 @@ def test_references_are_never_chains(tmp_path: Path) -> None:
     for step in (2, 3, 4):
         shutil.rmtree(tmp_path / f"step-{step}")
     check(tmp_path / "step-5", tree)
+
+
+def test_a_base_with_files_in_many_folders_is_written_completely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every save puts a pin into each folder, before it begins."""
+    monkeypatch.setattr(incremental, "MAX_FOLDERS", 2)
+    tree = tensors()
+    for step in range(3):
+        tree["table"][1000 * step] = -1
+        save(tmp_path / f"step-{step}", tree)
+    assert bcp.open(tmp_path / "step-1").manifest.references.name
+    assert bcp.open(tmp_path / "step-2").manifest.references.name
+    tree["table"][4000] = -1
+    save(tmp_path / "step-3", tree)
+    assert bcp.open(tmp_path / "step-3").manifest.references.name == []
+    assert not [*(tmp_path / "step-0").glob("pin-*-step-3")]
+    check(tmp_path / "step-3", tree)
 
 
 def test_a_new_process_finds_the_newest_checkpoint(tmp_path: Path) -> None:

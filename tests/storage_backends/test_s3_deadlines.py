@@ -22,6 +22,8 @@ from click.testing import CliRunner
 pytest.importorskip("s3fs")
 
 import bytecheckpoint as bcp
+from bytecheckpoint import telemetry
+from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.cli import cli
 from bytecheckpoint.errors import BytecheckpointError, CheckpointNotFoundError
 from bytecheckpoint.storage_backends import open_backend
@@ -149,6 +151,18 @@ def _manifest(what: str, times: int = 1 << 30) -> Rule:
     return rule
 
 
+def _from_manifest(what: str) -> Rule:
+    """From the first put of a manifest on."""
+    is_put, begun = _manifest(what, 1), []
+
+    def rule(exchange: Exchange) -> str | None:
+        if is_put(exchange) is not None:
+            begun.append(exchange)
+        return what if begun else None
+
+    return rule
+
+
 def _every(nth: int, what: str) -> Callable[[], Rule]:
     def make() -> Rule:
         count = iter(range(1 << 30))
@@ -177,6 +191,7 @@ _SAVES: dict[str, tuple[Callable[[], Rule], str]] = {
     "a lost reply to the manifest": (lambda: _manifest("lose", 1), ""),
     "a token that expires": (lambda: _after("part", "expired"), "credentials have expired"),
     "clock skew": (lambda: lambda exchange: "skewed", "clock of this machine differs"),
+    "nothing from the commit on": (lambda: _from_manifest("stall"), "reading it back failed too"),
     "a manifest that is refused": (lambda: _manifest("refuse"), "SlowDown"),
 }
 
@@ -272,6 +287,117 @@ def test_the_first_save_to_a_path(faults: Faults) -> None:
     assert "did not answer" in faults.run(call)
     with pytest.raises((CheckpointNotFoundError, bcp.errors.NotACheckpointError)):
         bcp.open(url, storage_options=faults.direct)
+
+
+@dataclass
+class Incremental:
+    """Saves of four tensors, each of which is changed by another one: the base has files in four folders."""
+
+    faults: Faults
+
+    def __post_init__(self) -> None:
+        self.root = self.faults.url.rpartition("/")[0] + "/incremental"
+        self.tensors = {str(index): torch.zeros(4096) for index in range(4)}
+        for step in range(4):
+            self.save(step, self.faults.direct)
+        self.forget()
+        self.faults.proxy.kinds.clear()
+
+    @staticmethod
+    def forget() -> None:
+        """As in a new process, which does not know the newest checkpoint."""
+        default_checkpointer().engine.last_commit = None
+
+    def save(self, step: int, options: dict[str, Any], **others: Any) -> object:
+        self.tensors[str(step % 4)].fill_(step + 1)
+        state = {"tree": self.tensors}
+        return bcp.save(
+            f"{self.root}/step-{step}", state, base="auto", chunk_size=1024, storage_options=options, **others
+        )
+
+    def run(self) -> str:
+        """Return the error of one more save, after which the checkpoints from before are intact."""
+        faults = self.faults
+        failure = faults.run(lambda: self.save(4, faults.options, deadline_s=faults.deadline_s))
+        newest = bcp.latest(self.root, storage_options=faults.direct)
+        assert newest is not None
+        assert newest.step is None
+        assert newest.url.endswith("step-3") == bool(failure)
+        assert newest.verify().ok
+        return failure
+
+
+def test_an_incremental_save_whose_pins_get_no_reply(faults: Faults) -> None:
+    """All pins are put at the same time, and the first one that cannot be removed is the last that is tried."""
+    saves = Incremental(faults)
+    faults.proxy.rule = lambda exchange: "stall" if "/pin-" in exchange.path else None
+    assert "did not answer" in saves.run()
+    kinds = faults.proxy.kinds
+    assert kinds.count("put") == len(saves.tensors)
+    assert kinds.count("delete") == 1
+
+
+def test_an_incremental_save_whose_base_gets_no_reply_is_not_complete(faults: Faults) -> None:
+    """Whether the newest checkpoint is still there is unknown then; to look for another one would take as long."""
+    saves = Incremental(faults)
+    saves.save(3, faults.options)
+    faults.proxy.kinds.clear()
+    faults.proxy.rule = lambda exchange: "stall" if exchange.kind == "get" and exchange.start else None
+    assert "did not answer" in saves.run()
+    looks, removal = ["get", "get"], ["begin", "list"]  # of uploads and objects of the attempt
+    assert faults.proxy.kinds == looks + removal
+
+
+def test_an_incremental_save_that_ends_in_a_silent_store(faults: Faults) -> None:
+    """It is committed. To remove what it does not need is given up with the first request that gets no reply."""
+    saves = Incremental(faults)
+    before: list[int] = []  # the requests until the commit
+    faults.proxy.rule = lambda exchange: "stall" if before else None
+
+    def observe(name: str, event: str) -> None:
+        if name == "save.commit.after":
+            before.append(len(faults.proxy.kinds))
+
+    stop = telemetry.observe(observe)
+    try:
+        assert saves.run() == ""
+    finally:
+        stop()
+    assert len(faults.proxy.kinds) == before[0] + 1
+
+
+@pytest.mark.parametrize("what", ["latest", "best", "milestone", "resume", "save"])
+def test_a_search_below_a_root(faults: Faults, what: str) -> None:
+    root = faults.url.rpartition("/")[0]
+    Incremental.forget()
+    manager = bcp.CheckpointManager(
+        root,
+        cadence=1,
+        base="auto",
+        async_save=False,
+        deadline_s=faults.deadline_s,
+        storage_options=faults.options,
+        lease_s=time_limit(60),
+    )
+    calls: dict[str, Callable[[], object]] = {
+        "latest": manager.latest,
+        "best": lambda: manager.best("loss", "min"),
+        "milestone": lambda: manager.milestone("x"),
+        "resume": lambda: manager.resume(_state(0)),
+        "save": lambda: manager.save(2, _state(2)),
+    }
+    faults.proxy.rule = lambda exchange: "stall" if exchange.kind == "list" else None
+    try:
+        assert "did not answer" in faults.run(calls[what])
+    finally:
+        manager.close()
+
+
+@pytest.mark.parametrize("call", [bcp.latest, bcp.open])
+def test_a_checkpoint_that_is_only_looked_at(faults: Faults, call: Callable[..., object]) -> None:
+    faults.proxy.rule = lambda exchange: "stall"
+    failure = faults.run(lambda: call(faults.url, storage_options=faults.options, deadline_s=faults.deadline_s))
+    assert "did not answer" in failure
 
 
 def test_housekeeping_gives_up(faults: Faults, caplog: pytest.LogCaptureFixture) -> None:

@@ -153,6 +153,19 @@ def test_latest_of_three(store: _Store) -> None:
     assert kinds == Counter(list=2, get=1)
 
 
+def test_an_incremental_save(store: _Store) -> None:
+    """Nothing is listed, because all keys are known."""
+    state = {"extra_state": {"tensor": torch.arange(1 << 16)}}
+    for step in (1, 2):
+        _, kinds = store.count(
+            lambda step=step: bcp.save(  # type: ignore[misc]
+                f"{store.root}/step-{step}", state, base="auto", storage_options=store.options
+            )
+        )
+    # Two looks at the base and one at the path; a pin, the file and the manifest; the pin, and the base's manifest.
+    assert kinds == Counter(get=3, put=3, head=2)
+
+
 def test_save_to_a_missing_bucket_fails_before_anything_is_copied(store: _Store) -> None:
     with pytest.raises(StorageError, match="NoSuchBucket"):
         bcp.save(f"{store.root[:-8]}-missing/step-1", _state(1.0), storage_options=store.options)
