@@ -7,13 +7,17 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import urllib3
-from typing_extensions import Buffer
+from typing_extensions import Buffer, Self
 
 from ..errors import AccessDeniedError, KeyNotFoundError, StorageError, UnsupportedURLError
+from ..runtime.daemon import run_daemon
 from .base import ObjectStat, ObjectWriter, StorageBackend
 from .buffers import check_max_size, writable_view
 from .keys import check_key
@@ -22,7 +26,7 @@ __all__ = ["HttpBackend"]
 
 _T = TypeVar("_T")
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 4 << 20  # each in a thread of its own
 _CONNECT_S, _SILENCE_S = 10.0, 60.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _CONNECT_TRIES = 3  # a wrong address fails in a second, not after the whole deadline
@@ -34,6 +38,47 @@ _CONTENT_RANGE = re.compile(r"bytes (?P<start>\d+)-(?P<end>\d+)/(?P<size>\d+|\*)
 
 class _RepeatableError(Exception):
     """A reply that may be another one next time."""
+
+
+class _LateError(Exception):
+    """The deadline has passed."""
+
+
+class _Reply:
+    """A reply, which other threads receive: of a server that sends it byte by byte, no receive call times out.
+
+    After the deadline, such a thread goes on. It is a daemon, and fills memory of its own.
+    """
+
+    def __init__(self, ask: Callable[[], urllib3.BaseHTTPResponse], end: float) -> None:
+        self._end, self._is_late = end, False
+        self._reply = self._within(ask)
+        self.status, self.reason, self.headers = self._reply.status, self._reply.reason, self._reply.headers
+
+    def pieces(self) -> Iterator[bytes]:
+        """Receive the body."""
+        while piece := self._within(partial(self._reply.read, _READ_BYTES)):
+            yield piece
+
+    def _within(self, receive: Callable[[], _T]) -> _T:
+        done = run_daemon(receive, "bcp-http")
+        try:
+            return done.result(max(0.1, self._end - time.monotonic()))
+        except FutureTimeoutError:
+            if done.done():
+                raise
+            self._is_late = True
+            raise _LateError("the reply did not arrive in time") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_late:  # `close` would wait for the thread that receives
+            with suppress(Exception):  # urllib3 before 2.3 has no `shutdown`
+                self._reply.shutdown()
+        else:
+            self._reply.close()
 
 
 class HttpBackend(StorageBackend):
@@ -131,9 +176,9 @@ class HttpBackend(StorageBackend):
                 raise _too_short(action, offset, end, size)
             return
 
-        def fill(reply: urllib3.BaseHTTPResponse) -> None:
+        def fill(reply: _Reply) -> None:
             self._check_range(reply, action, offset, end)
-            pieces = _pieces(reply)
+            pieces = reply.pieces()
             rest = memoryview(b"")
             for view in views:
                 while len(view):
@@ -149,11 +194,11 @@ class HttpBackend(StorageBackend):
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         action = self._action("reading", key)
 
-        def collect(reply: urllib3.BaseHTTPResponse) -> bytes:
+        def collect(reply: _Reply) -> bytes:
             stated = reply.headers.get("Content-Length")
             check_max_size(action, int(stated or 0), max_size)
             found = bytearray()
-            for piece in _pieces(reply):
+            for piece in reply.pieces():
                 found += piece
                 check_max_size(action, len(found), max_size)
             if stated is not None and len(found) != int(stated):
@@ -165,7 +210,7 @@ class HttpBackend(StorageBackend):
     def stat(self, key: str) -> ObjectStat:
         action = self._action("looking up", key)
 
-        def look(reply: urllib3.BaseHTTPResponse) -> ObjectStat:
+        def look(reply: _Reply) -> ObjectStat:
             size = reply.headers.get("Content-Length")
             if size is None:
                 raise StorageError(f"{action}: the server does not state the size")
@@ -179,7 +224,7 @@ class HttpBackend(StorageBackend):
         action: str,
         method: str,
         key: str,
-        use: Callable[[urllib3.BaseHTTPResponse], _T],
+        use: Callable[[_Reply], _T],
         headers: Mapping[str, str] | None = None,
     ) -> _T:
         """Return what ``use`` makes of the reply to a request, which is repeated until it succeeds."""
@@ -189,23 +234,28 @@ class HttpBackend(StorageBackend):
         while True:
             tries += 1
             left = max(0.1, end - time.monotonic())
+            ask = partial(
+                self._pool_of_process().request,
+                method,
+                url,
+                headers={**self._headers, **(headers or {})},
+                preload_content=False,
+                retries=urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=_MAX_REDIRECTS),
+                timeout=urllib3.Timeout(connect=min(_CONNECT_S, left), read=min(_SILENCE_S, left)),
+            )
             try:
-                with self._pool_of_process().request(
-                    method,
-                    url,
-                    headers={**self._headers, **(headers or {})},
-                    preload_content=False,
-                    retries=urllib3.Retry(None, connect=0, read=0, status=0, other=0, redirect=_MAX_REDIRECTS),
-                    timeout=urllib3.Timeout(connect=min(_CONNECT_S, left), read=min(_SILENCE_S, left)),
-                ) as reply:
+                with _Reply(ask, end) as reply:
                     self._check_status(reply, action)
                     return use(reply)
-            except (urllib3.exceptions.HTTPError, _RepeatableError) as error:
+            except (urllib3.exceptions.HTTPError, _RepeatableError, _LateError) as error:
                 reason = getattr(error, "reason", None) or error
                 wait_s = random.uniform(pause / 2, pause)
                 is_lost = isinstance(reason, urllib3.exceptions.NewConnectionError) and tries >= _CONNECT_TRIES
-                if is_lost or isinstance(reason, urllib3.exceptions.SSLError) or time.monotonic() + wait_s > end:
-                    raise StorageError(f"{action}: {_text(reason)} ({tries} tries)") from error
+                is_late = time.monotonic() + wait_s > end
+                if is_lost or isinstance(reason, urllib3.exceptions.SSLError) or is_late:
+                    failure = StorageError(f"{action}: {_text(reason)} ({tries} tries)")
+                    failure.is_late = is_late
+                    raise failure from error
                 time.sleep(wait_s)
                 pause = min(2 * pause, _MAX_PAUSE_S)
 
@@ -214,7 +264,7 @@ class HttpBackend(StorageBackend):
             self._pool, self._pid = urllib3.PoolManager(maxsize=_CONNECTIONS), os.getpid()
         return self._pool
 
-    def _check_status(self, reply: urllib3.BaseHTTPResponse, action: str) -> None:
+    def _check_status(self, reply: _Reply, action: str) -> None:
         status = f"the server replied {reply.status} {reply.reason}"
         if reply.status in _BUSY:
             raise _RepeatableError(status)
@@ -225,7 +275,7 @@ class HttpBackend(StorageBackend):
         if reply.status not in (200, 206, 416):
             raise StorageError(f"{action}: {status}")
 
-    def _check_range(self, reply: urllib3.BaseHTTPResponse, action: str, start: int, end: int) -> None:
+    def _check_range(self, reply: _Reply, action: str, start: int, end: int) -> None:
         if reply.status == 416:
             size = reply.headers.get("Content-Range", "").rpartition("/")[2]
             raise _too_short(action, start, end, int(size) if size.isdigit() else None)
@@ -256,11 +306,6 @@ class HttpBackend(StorageBackend):
             f"{self.display_url}: an HTTP server has no listing, so that only a checkpoint of this library (there is "
             f"no manifest.msgpack) or a single file can be read; pass its own URL, or copy the folder first"
         )
-
-
-def _pieces(reply: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-    while piece := reply.read(_READ_BYTES):
-        yield piece
 
 
 def _too_short(action: str, start: int, end: int, size: int | None) -> StorageError:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +250,46 @@ def test_urls_that_cannot_be_a_root(url: str) -> None:
     assert not re.search("secret", str(caught.value))
     with pytest.raises(UnsupportedURLError, match="headers="):
         open_backend("http://host", key="value")
+
+
+_FOREVER = {"get": lambda backend: backend.get("k"), "read": lambda backend: backend.read_into("k", 0, bytearray(1000))}
+
+
+@pytest.mark.parametrize("call", _FOREVER)
+def test_a_body_that_never_ends(server: Server, call: str) -> None:
+    """A few bytes at a time, so that the server is never silent."""
+
+    async def drip() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
+            await asyncio.sleep(0.2)
+
+    headers = {"Content-Range": "bytes 0-999/1000"}
+    server.rule = lambda request: web.Response(body=drip(), status=206, headers=headers)
+    backend = open_backend(server.url)
+    backend.deadline_s = 0.5
+    with pytest.raises(StorageError, match="did not arrive in time") as caught:
+        _FOREVER[call](backend)
+    assert caught.value.is_late
+
+
+def test_a_head_that_never_ends() -> None:
+    is_over = threading.Event()
+
+    def drip() -> None:
+        with listener.accept()[0] as connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            while not is_over.wait(0.1):
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        backend = open_backend(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        backend.deadline_s = 0.5
+        try:
+            with pytest.raises(StorageError, match="did not arrive in time"):
+                backend.get("k")
+        finally:
+            is_over.set()
+            thread.join()
