@@ -8,6 +8,9 @@ So either the save finds that its base is gone, or the removal finds the pin, wh
 
 A pin of a committed referrer protects the files that the referrer's manifest names. A pin of a save that may still be
 running protects all files of the folder. Whether a save has ended can only be known to others by its lease or its age.
+
+A copy or an upload of a checkpoint that another job has saved also puts a pin, into the folder that it writes to: the
+name of its attempt says only when the checkpoint was saved, and by which job.
 """
 
 from __future__ import annotations
@@ -32,8 +35,10 @@ from .attempts import PIN_PREFIX, attempt_time
 from .manifest_file import read_manifest
 
 __all__ = [
+    "hold",
     "holds_only_pinned",
     "is_pinned",
+    "let_go",
     "older_attempts",
     "pin",
     "pins_of",
@@ -66,6 +71,22 @@ def pin(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> None:
         puts = [threads.submit(put, folder) for folder in folders]
     for done in puts:
         done.result()
+
+
+def hold(folder: StorageBackend, pin: str) -> None:
+    """Protect all files in a folder while a transfer writes there: for 24 hours, or until ``let_go``.
+
+    ``pin`` is ``PIN_PREFIX`` and a new attempt. Raises ``StorageError``.
+    """
+    folder.put(pin, MANIFEST_KEY.encode())
+
+
+def let_go(folder: StorageBackend, pins: Sequence[str]) -> None:
+    """Remove the pins of a transfer that has ended. Logs a failure and never raises."""
+    try:
+        _delete(folder, pins)
+    except StorageError as error:
+        _log.warning("%s: %s remain for 24 hours: %s", folder.display_url, ", ".join(pins), error)
 
 
 def settle(
@@ -182,26 +203,27 @@ def sweep(
         try:
             by_pin = {name: _needed_by(folder, name) for name in pins}
             manifest = _committed(folder) if pins or MANIFEST_KEY in children else None  # read after the pins
+            pending = [name for name, needed in by_pin.items() if needed is None]
+            if not all(has_ended(name.removeprefix(PIN_PREFIX)) or _is_stale(name) for name in pending):
+                return False
+            old = [attempt for attempt in attempts if manifest is None or attempt != manifest.attempt]
+            begun = [upload for attempt in old for upload in folder.incomplete(f"{attempt}/")]
+            stored = {stat.key for attempt in old for stat in folder.list(f"{attempt}/")}
+            # A save that has pinned the folder since then may have found a manifest that was removed before it was
+            # read above. A transfer may have written, or even committed, one of the attempts.
+            children = folder.list_children("")
+            latest = _committed(folder) if MANIFEST_KEY in children else None
         except CheckpointError as error:
             _log.warning("%s: nothing is removed, because it is unknown what needs it: %s", folder.display_url, error)
             return False
-        pending = [name for name, needed in by_pin.items() if needed is None]
-        if not all(has_ended(name.removeprefix(PIN_PREFIX)) or _is_stale(name) for name in pending):
-            return False
-        # A save that has pinned the folder since then may have found a manifest that was removed before it was read
-        # above.
-        children = folder.list_children("") if pins else children
-        if set(pins_of(children)) <= set(pins):
+        if set(pins_of(children)) <= set(pins) and _attempt_of(latest) == _attempt_of(manifest):
             break
     else:
         return False
     needed = set().union(*(found for found in by_pin.values() if found), _named(manifest, "") if manifest else ())
-    unneeded = set(files)
-    for attempt in attempts:
-        if manifest is None or attempt != manifest.attempt:
-            folder.abort_incomplete([*folder.incomplete(f"{attempt}/")])
-            unneeded |= {stat.key for stat in folder.list(f"{attempt}/")}
-    _delete(folder, [*sorted(unneeded - needed), *(name for name, found in by_pin.items() if not found)])
+    folder.abort_incomplete(begun)
+    unneeded = stored.union(files) - needed
+    _delete(folder, [*sorted(unneeded), *(name for name, found in by_pin.items() if not found)])
     return True
 
 
@@ -252,6 +274,10 @@ def _has_manifest(folder: StorageBackend) -> bool:
     except KeyNotFoundError:
         return False
     return True
+
+
+def _attempt_of(manifest: Manifest | None) -> str:
+    return "" if manifest is None else manifest.attempt
 
 
 def _is_stale(pin: str) -> bool:

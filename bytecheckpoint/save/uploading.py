@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from ..checkpoint.manifest_file import check_replaceable, decode_manifest
@@ -19,6 +20,7 @@ from ..engine.resources import IOEngine
 from ..errors import StorageError
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
+from ..transfer.copying import protect
 from ..transfer.journal import Journal, JournalHead
 from ..transfer.staged import commit_upload, remove_superseded, upload_files
 from ..transfer.transfer import TransferReport
@@ -92,10 +94,13 @@ class SaveUpload:
         store, rank, begun = self._store, self._op.rank, time.monotonic()
         timings = Timings("upload", rank, store.url)
         failure: BaseException | None = None
+        pins: Sequence[str] = ()
         try:
             manifest = decode_manifest(data, self.staging.url)
             try:
                 with timings.step("transfer"):
+                    if rank == 0:  # another job may begin, and clean up, while an ended job's upload is unfinished
+                        pins = protect(store, self._journal)
                     report = upload_files(
                         self.staging, store, manifest, self._journal, rank=rank, rate_limit=self._options.upload_rate
                     )
@@ -110,7 +115,7 @@ class SaveUpload:
                 op.gather("transferred", b"")
                 if rank == 0:
                     with op.phase("commit"), timings.step("commit"):
-                        commit_upload(store, manifest, data, admit=partial(self._admit, timings))
+                        commit_upload(store, manifest, data, admit=partial(self._admit, timings), pins=pins)
                 op.broadcast("uploaded", b"" if rank == 0 else None)
             if self._journal is not None:
                 self._journal.remove()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from ..checkpoint.attempts import ATTEMPT_PREFIX
+from ..checkpoint.attempts import ATTEMPT_PREFIX, PIN_PREFIX, new_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes, remove_files
+from ..checkpoint.references import hold, let_go
 from ..errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -23,7 +24,7 @@ from ..storage_backends.local.backend import LocalBackend
 from .journal import Journal, JournalHead, Progress
 from .transfer import WINDOW, Transfer, TransferReport
 
-__all__ = ["copy_checkpoint", "discard_transfer"]
+__all__ = ["copy_checkpoint", "discard_transfer", "missing_files", "protect"]
 
 _log = logging.getLogger(__name__)
 
@@ -62,9 +63,9 @@ def copy_checkpoint(
         else:
             if journal is not None and journal.outdated is not None:
                 discard_transfer(target, journal.outdated)
-            try:
-                rows = range(len(manifest.files))
-                report = Transfer(
+
+            def send(rows: Sequence[int]) -> TransferReport:
+                return Transfer(
                     source,
                     target,
                     stored,
@@ -74,19 +75,59 @@ def copy_checkpoint(
                     rate_limit=rate_limit,
                     progress=progress,
                 ).run()
+
+            pins: Sequence[str] = ()
+            is_committed = False
+            try:
+                pins = protect(target, journal)
+                report = send(range(len(manifest.files)))
+                _send_missing(target, manifest, send)
                 commit(target, data, may_replace=False)
+                is_committed = True
+                _send_missing(target, manifest, send)
             except CommitUnknownError:
                 raise
             except BaseException as error:
-                if journal is not None and isinstance(error, (CheckpointError, KeyExistsError)):
+                is_useless = isinstance(error, (CheckpointError, KeyExistsError)) and not is_committed
+                if journal is not None and is_useless:
                     discard_transfer(target, journal)
                     journal.remove()
-                if journal is None or isinstance(error, (CheckpointError, KeyExistsError)):
+                if journal is None or is_useless:
                     _remove_unless_committed(target, manifest)
+                    let_go(target, pins)
                 raise
+            let_go(target, pins)
         if journal is not None:
             journal.remove()
     return report
+
+
+def protect(target: StorageBackend, journal: Journal | None) -> Sequence[str]:
+    """Keep other programs from removing what a transfer writes; return the pins to remove at its end.
+
+    They remain if a transfer with a journal fails, so that a later one may continue. Raises ``StorageError``.
+    """
+    pin, earlier = PIN_PREFIX + new_attempt(), [] if journal is None else [*journal.pins]
+    if journal is not None:
+        journal.add_pin(pin)
+    hold(target, pin)
+    let_go(target, earlier)  # they may be old
+    return [pin]
+
+
+def missing_files(target: StorageBackend, manifest: Manifest) -> Sequence[int]:
+    """Return the rows of the files that the target does not hold, or with another size."""
+    found = {stat.key: stat.size for stat in target.list(f"{manifest.attempt}/")}
+    sizes = manifest.files.size.tolist()
+    return [row for row, key in enumerate(manifest.files.name) if found.get(key) != sizes[row]]
+
+
+def _send_missing(target: StorageBackend, manifest: Manifest, send: Callable[[Sequence[int]], object]) -> None:
+    """Send what another program has removed although it is protected: the manifest must not refer to it."""
+    rows = missing_files(target, manifest)
+    if rows:
+        _log.warning("%s: another program has removed %d file(s); sending them again", target.display_url, len(rows))
+        send(rows)
 
 
 def _open_journal(source: StorageBackend, target: StorageBackend, attempt: str) -> Journal | None:
@@ -124,13 +165,12 @@ def _holds(target: StorageBackend, manifest: Manifest) -> bool:
         raise KeyExistsError(
             f"{target.url} already holds a checkpoint, which was not changed; give another target, or remove it first"
         )
-    found = {stat.key: stat.size for stat in target.list(f"{manifest.attempt}/")}
-    for key, size in zip(manifest.files.name, manifest.files.size.tolist()):
-        if found.get(key) != size:
-            raise KeyExistsError(
-                f"{target.url} already holds this checkpoint, but {key} is missing or has another size; nothing was "
-                f"changed; give another target, or remove it first"
-            )
+    rows = missing_files(target, manifest)
+    if rows:
+        raise KeyExistsError(
+            f"{target.url} already holds this checkpoint, but {manifest.files.name[rows[0]]} is missing or has another "
+            f"size; nothing was changed; give another target, or remove it first"
+        )
     return True
 
 
@@ -142,6 +182,7 @@ def discard_transfer(target: StorageBackend, done: Journal | Progress) -> None:
         except StorageError as error:
             _log.warning("%s/%s: cannot end its upload, which may cost money: %s", target.display_url, key, error)
     remove_files(target, [key for key in done.stored if key.startswith(ATTEMPT_PREFIX)])
+    let_go(target, done.pins)
 
 
 def _remove_unless_committed(target: StorageBackend, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ it, and it is removed with the checkpoint. It is a sequence of records, each a l
     ["file", key, size, token, part size]                  an upload began; forgets an earlier one of this file
     ["part", key, number, tag, xxh3-64 of the bytes]       the store has acknowledged a part
     ["stored", key]                                        the file is complete and durable
+    ["pin", key]                                           a pin that protects the target's folder
 
 A record that is incomplete or damaged ends the journal: what follows it is sent again.
 """
@@ -70,10 +71,14 @@ class FileUpload:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a transfer has done: the uploads of files that are not complete, by key, and the keys of complete files."""
+    """What a transfer has done: the uploads of files that are not complete, by key, and the keys of complete files.
+
+    ``pins`` are its pins.
+    """
 
     uploads: dict[str, FileUpload]
     stored: set[str]
+    pins: list[str]
 
 
 def _journal_path(directory: str, head: JournalHead) -> str:
@@ -99,6 +104,7 @@ class Journal:
     Attributes:
         uploads: The uploads of files that are not complete, by key.
         stored: The keys of complete files.
+        pins: The keys of the pins that protect the target's folder.
         outdated: What the journal held about another checkpoint, if the one at its side was replaced; else None.
     """
 
@@ -111,6 +117,7 @@ class Journal:
         self._lock = threading.Lock()
         self.uploads: dict[str, FileUpload] = {}
         self.stored: set[str] = set()
+        self.pins: list[str] = []
         self.outdated: Progress | None = None
         try:
             os.makedirs(directory, exist_ok=True)
@@ -153,8 +160,8 @@ class Journal:
             os.ftruncate(self._fd, found[-1][1])
             return
         if known is not None:
-            self.outdated = Progress(self.uploads, self.stored)
-            self.uploads, self.stored = {}, set()
+            self.outdated = Progress(self.uploads, self.stored, self.pins)
+            self.uploads, self.stored, self.pins = {}, set(), []
         os.ftruncate(self._fd, 0)
         self._append(["transfer", _VERSION, head.direction, head.url, head.attempt, head.rank], durable=True)
 
@@ -173,6 +180,11 @@ class Journal:
         self._append(["stored", key])
         self.uploads.pop(key, None)
         self.stored.add(key)
+
+    def add_pin(self, key: str) -> None:
+        """Record a pin (``checkpoint.references.hold``) that is about to be put."""
+        self._append(["pin", key])
+        self.pins.append(key)
 
     def forget(self, key: str) -> None:
         """Forget what is known of a file. The next ``begin`` records it."""
@@ -204,6 +216,8 @@ class Journal:
             case ["stored", str(key)]:
                 self.uploads.pop(key, None)
                 self.stored.add(key)
+            case ["pin", str(key)]:
+                self.pins.append(key)
 
 
 def _records(data: bytes) -> Iterator[tuple[list[Any], int]]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ..checkpoint.attempts import remove_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest_bytes
-from ..checkpoint.references import release
+from ..checkpoint.references import let_go, release
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
 from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
-from .copying import discard_transfer
+from .copying import discard_transfer, missing_files, protect
 from .journal import Journal, JournalHead, find_journals
 from .transfer import Transfer, TransferReport
 
@@ -46,13 +47,19 @@ def upload_files(
 
 
 def commit_upload(
-    store: StorageBackend, manifest: Manifest, data: bytes, *, admit: Callable[[], None] = lambda: None
+    store: StorageBackend,
+    manifest: Manifest,
+    data: bytes,
+    *,
+    admit: Callable[[], None] = lambda: None,
+    pins: Sequence[str] = (),
 ) -> None:
-    """Write the manifest, and remove the files of the checkpoint that it replaces. Raises as ``commit``.
+    """Write the manifest, and remove ``pins`` and the files of the checkpoint that it replaces. Raises as ``commit``.
 
     A checkpoint that was saved later is not replaced: ``KeyExistsError``.
     """
     replaced = commit(store, data, unless_after=manifest.created, admit=admit)
+    let_go(store, pins)
     if replaced is not None:
         try:
             release(store, replaced)
@@ -85,14 +92,26 @@ def continue_upload(
         data = _manifest_of(staging, head.attempt)
         if data is not None:
             manifest = decode_manifest(data, staging.url)
-            report = upload_files(
-                staging, store, manifest, journal, rank=head.rank, rate_limit=rate_limit, progress=progress
+            send = partial(
+                upload_files,
+                staging,
+                store,
+                manifest,
+                journal,
+                rank=head.rank,
+                rate_limit=rate_limit,
+                progress=progress,
             )
+            pins = protect(store, journal)
+            report = send()
             try:
-                if _has_all_files(store, manifest):
-                    commit_upload(store, manifest, data, admit=admit)
-                else:
+                if missing_files(store, manifest):
                     is_awaited = awaits_others
+                else:
+                    commit_upload(store, manifest, data, admit=admit, pins=pins)
+                    if missing_files(store, manifest):
+                        _log.warning("%s: another program has removed files; sending them again", store.display_url)
+                        send()
             except KeyExistsError as error:
                 _log.warning("%s is not uploaded: %s", staging.url, error)
                 report = None
@@ -124,8 +143,3 @@ def _manifest_of(staging: LocalBackend, attempt: str) -> bytes | None:
     except (CheckpointNotFoundError, NotACheckpointError):
         return None
     return data if decode_manifest(data, staging.url).attempt == attempt else None
-
-
-def _has_all_files(store: StorageBackend, manifest: Manifest) -> bool:
-    found = {stat.key: stat.size for stat in store.list(f"{manifest.attempt}/")}
-    return all(found.get(key) == size for key, size in zip(manifest.files.name, manifest.files.size.tolist()))

@@ -24,6 +24,7 @@ from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import CountingBackend
+from bytecheckpoint.transfer import staged
 from bytecheckpoint.transfer.journal import find_journals
 
 WAIT_S = time_limit(60)
@@ -206,6 +207,50 @@ def test_a_failed_commit_is_continued_without_sending_anything_again(places: Pla
     report = finish_upload(*unfinished_uploads(str(places.staging)))
     assert report.sent == 0
     check(places.load()[0], 1.0)
+
+
+def test_a_job_begins_while_an_upload_of_an_ended_job_is_continued(
+    places: Places, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def observe(name: str, event: str) -> None:
+        if (name, event) == ("upload.commit", "enter"):
+            raise StorageError("the store is broken")
+
+    stop = telemetry.observe(observe)
+    try:
+        with (
+            pytest.raises(StorageError, match="the store is broken"),
+            bcp.CheckpointManager(places.store, staging=places.staging, preemption=None) as manager,
+        ):
+            manager.save(1, state(1.0), force=True)
+    finally:
+        stop()
+    original = staged.commit
+
+    def commit_late(*arguments: Any, **options: Any) -> Any:
+        with bcp.CheckpointManager(places.store, preemption=None) as manager:
+            manager.save(2, {"extra": {"x": 2}}, force=True)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(staged, "commit", commit_late)
+    assert finish_upload(*unfinished_uploads(str(places.staging))).sent == 0
+    assert "sending them again" not in caplog.text
+    assert bcp.open(places.path()).verify().ok
+    assert contents(places.path()) == contents(places.staged())
+
+
+def test_files_that_vanish_at_the_commit_are_sent_again(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_upload(places, 1.0, at="commit")
+    original = staged.commit
+
+    def commit_and_remove(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        open_backend(places.path()).delete([key for key in contents(places.path()) if key.startswith("attempt-")])
+        return result
+
+    monkeypatch.setattr(staged, "commit", commit_and_remove)
+    finish_upload(*unfinished_uploads(str(places.staging)))
+    assert contents(places.path()) == contents(places.staged())
 
 
 def test_a_failed_save_leaves_nothing_to_upload(places: Places) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 import xxhash
 
 import bytecheckpoint as bcp
-from bytecheckpoint.convert.copy import copy, unfinished_uploads
+from bytecheckpoint.checkpoint import references
+from bytecheckpoint.convert.copy import copy, remove, unfinished_uploads
 from bytecheckpoint.errors import CorruptionError, KeyExistsError, StorageError, UsageError
 from bytecheckpoint.storage_backends import ObjectWriter, StorageBackend, base, open_backend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
-from bytecheckpoint.testing.faults import CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.testing.faults import Call, CountingBackend, FaultRule, FaultyBackend
 from bytecheckpoint.transfer import source as transfer_source
 from bytecheckpoint.transfer.copying import copy_checkpoint
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
@@ -116,7 +119,8 @@ def test_a_failed_copy_continues_with_the_next_file(source: Path, memory: Memory
     faulty = FaultyBackend(memory, [FaultRule("put_part", last, times=None, error=StorageError("broken"))])
     with pytest.raises(StorageError, match="broken"):
         copy_checkpoint(open_backend(source), faulty, window=1)
-    assert [stat.key for stat in memory.list()] == sorted(manifest.files.name[:-1])
+    keys = [stat.key for stat in memory.list()]
+    assert [key for key in keys if not key.startswith("pin-")] == sorted(manifest.files.name[:-1])
     assert [(one.path, one.url) for one in unfinished_uploads(str(source.parent))] == [(str(source), memory.url)]
     counting = CountingBackend(memory)
     report = copy_checkpoint(open_backend(source), counting)
@@ -129,7 +133,7 @@ def test_a_failed_copy_continues_with_the_next_file(source: Path, memory: Memory
 
 
 def test_a_file_that_has_vanished_from_the_target_is_sent_again(source: Path, memory: MemoryBackend) -> None:
-    faulty = FaultyBackend(memory, [FaultRule("put", error=StorageError("broken"), times=None)])
+    faulty = FaultyBackend(memory, [FaultRule("put", "manifest*", error=StorageError("broken"), times=None)])
     with pytest.raises(StorageError, match="broken"):
         copy_checkpoint(open_backend(source), faulty)
     gone = next(stat.key for stat in memory.list())
@@ -139,7 +143,7 @@ def test_a_file_that_has_vanished_from_the_target_is_sent_again(source: Path, me
 
 
 def test_another_checkpoint_was_saved_between_two_copies(source: Path, memory: MemoryBackend) -> None:
-    faulty = FaultyBackend(memory, [FaultRule("put", error=StorageError("broken"), times=None)])
+    faulty = FaultyBackend(memory, [FaultRule("put", "manifest*", error=StorageError("broken"), times=None)])
     with pytest.raises(StorageError, match="broken"):
         copy_checkpoint(open_backend(source), faulty)
     save(str(source), seed=1)
@@ -174,9 +178,70 @@ def test_another_checkpoint_is_committed_during_the_copy(source: Path, tmp_path:
     assert contents(memory) == {"manifest.msgpack": other}
 
 
+def _commit_first(root: Path) -> None:
+    """Run a job below ``root``, which removes what ended jobs have left there."""
+    with bcp.CheckpointManager(root, preemption=None) as manager:
+        manager.save(1, {"extra": {"x": 1}}, force=True)
+
+
+@pytest.fixture
+def of_a_job(tmp_path: Path) -> Path:
+    """A checkpoint that a job with a manager has saved, so that its attempt has the job's mark."""
+    with bcp.CheckpointManager(tmp_path / "old", preemption=None) as manager:
+        manager.save(7, {"model": {"t": torch.arange(50_000.0)}, "extra": {"x": 7}}, force=True)
+    return tmp_path / "old" / "step-7"
+
+
+@pytest.mark.parametrize("has_journal", [True, False])
+def test_a_copy_into_the_root_of_a_job_that_begins(
+    of_a_job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, has_journal: bool
+) -> None:
+    """The job takes the copy for no attempt of an ended one."""
+    target = LocalBackend(str(tmp_path / "new" / "step-7"))
+    rule = FaultRule("put", "manifest*", hook=lambda call: _commit_first(tmp_path / "new"))
+    source = open_backend(of_a_job)
+    copy_checkpoint(source if has_journal else CountingBackend(source), FaultyBackend(target, [rule]))
+    assert rule.matched == 1
+    assert "sending them again" not in caplog.text
+    assert bcp.open(target.url).verify().ok
+    assert contents(target) == contents(source)
+
+
+def test_a_job_begins_after_a_copy_was_interrupted(
+    of_a_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is copied already remains for a day, from the last try on."""
+    target = LocalBackend(str(tmp_path / "new" / "step-7"))
+    faulty = FaultyBackend(target, [FaultRule("put", "manifest*", error=StorageError("broken"))])
+    with pytest.raises(StorageError, match="broken"):
+        copy_checkpoint(open_backend(of_a_job), faulty)
+    _commit_first(tmp_path / "new")
+    assert copy_checkpoint(open_backend(of_a_job), faulty).sent == 0
+    assert contents(target) == contents(open_backend(of_a_job))
+    remove(target.url)
+    faulty.rules = [replace(faulty.rules[0])]
+    with pytest.raises(StorageError, match="broken"):
+        copy_checkpoint(open_backend(of_a_job), faulty)
+    monkeypatch.setattr(references, "_LONGEST_SAVE_S", -2.0)
+    _commit_first(tmp_path / "new")
+    assert contents(target) == {}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_files_that_vanish_during_the_copy_are_sent_again(source: Path, memory: MemoryBackend, nth: int) -> None:
+    """Before the commit, or right after it."""
+
+    def remove_all(call: Call) -> None:
+        memory.delete([stat.key for stat in memory.list("attempt-")])
+
+    faulty = FaultyBackend(memory, [FaultRule("list", "attempt-*", nth=nth, hook=remove_all)])
+    copy_checkpoint(open_backend(source), faulty)
+    assert contents(memory) == contents(open_backend(source))
+
+
 @pytest.mark.parametrize("damage", ["torn", "flipped", "head", "empty", "long"])
 def test_a_damaged_journal(source: Path, memory: MemoryBackend, damage: str) -> None:
-    faulty = FaultyBackend(memory, [FaultRule("put", error=StorageError("broken"), times=None)])
+    faulty = FaultyBackend(memory, [FaultRule("put", "manifest*", error=StorageError("broken"), times=None)])
     with pytest.raises(StorageError, match="broken"):
         copy_checkpoint(open_backend(source), faulty)
     [(path, _)] = find_journals(str(source))
@@ -193,7 +258,9 @@ def test_a_damaged_journal(source: Path, memory: MemoryBackend, damage: str) -> 
         data += struct.pack("<IQ", 1 << 31, 0)
     Path(path).write_bytes(data)
     copy_checkpoint(open_backend(source), memory)
-    assert contents(memory) == contents(open_backend(source))
+    # A pin of which no record is left remains until it is old.
+    found = {key: data for key, data in contents(memory).items() if not key.startswith("pin-")}
+    assert found == contents(open_backend(source))
     assert list(find_journals(str(source))) == []
 
 
@@ -258,7 +325,7 @@ def test_a_long_span_is_read_twice(tmp_path: Path, memory: MemoryBackend) -> Non
 
 def test_the_journal_is_removed_with_the_checkpoint(source: Path, memory: MemoryBackend) -> None:
     """No listing shows it, and it keeps no folder."""
-    faulty = FaultyBackend(memory, [FaultRule("put", error=StorageError("broken"), times=None)])
+    faulty = FaultyBackend(memory, [FaultRule("put", "manifest*", error=StorageError("broken"), times=None)])
     with pytest.raises(StorageError, match="broken"):
         copy_checkpoint(open_backend(source), faulty)
     assert len(list(find_journals(str(source)))) == 1
