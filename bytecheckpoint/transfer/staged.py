@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 
 from ..checkpoint.attempts import remove_attempt
-from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest_bytes
+from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes
 from ..checkpoint.references import let_go, release
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
 from ..format.manifest import Manifest
@@ -82,7 +82,7 @@ def continue_upload(
     Commits the checkpoint if all files of all ranks are in the store then. If they are not, the last rank that
     completes its files will do it; with ``awaits_others``, the journal remains, so that loads go on to find the
     checkpoint in this folder. If this folder holds another checkpoint by now, or the store a later one, the upload is
-    discarded and None is returned.
+    discarded, unless the store has committed it, and None is returned.
 
     Raises ``UsageError`` if another process continues it, and as ``upload_files`` and ``commit_upload``.
     """
@@ -116,11 +116,23 @@ def continue_upload(
                 _log.warning("%s is not uploaded: %s", staging.url, error)
                 report = None
         if report is None:
-            discard_transfer(store, journal)
+            _discard(store, head.attempt, journal)
         if not is_awaited:
             journal.remove()
     remove_superseded(staging, head.attempt)
     return report
+
+
+def _discard(store: StorageBackend, attempt: str, journal: Journal) -> None:
+    """Remove what an upload has sent, unless the store has committed it: then only the journal was left."""
+    try:
+        is_committed = read_manifest(store).attempt == attempt
+    except (CheckpointNotFoundError, NotACheckpointError):
+        is_committed = False
+    if is_committed:
+        let_go(store, journal.pins)
+    else:
+        discard_transfer(store, journal)
 
 
 def is_pending(folder: str, attempt: str) -> bool:

@@ -25,7 +25,7 @@ from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import CountingBackend
 from bytecheckpoint.transfer import staged
-from bytecheckpoint.transfer.journal import find_journals
+from bytecheckpoint.transfer.journal import Journal, find_journals
 
 WAIT_S = time_limit(60)
 SIZE = 1_500_000  # several chunks, and several reads
@@ -294,6 +294,23 @@ def test_an_upload_of_an_overwritten_checkpoint_is_discarded(places: Places) -> 
     finish_upload(last)
     assert contents(places.path()) == contents(places.staged())
     check(places.load()[0], 2.0)
+
+
+def test_the_journal_of_a_committed_upload_is_left(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process dies between the commit in the store and the removal of its journal; the path is saved to again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", lambda self: None)
+        first = places.save(1.0)
+        first.uploaded(WAIT_S)
+    before = contents(places.path())
+    attempt = fail_upload(places, 2.0)
+    by_attempt = {one.head.attempt: one for one in unfinished_uploads(str(places.staging))}
+    finish_upload(by_attempt.pop(first.result().attempt))
+    assert contents(places.path()) == before
+    assert bcp.open(places.path()).verify().ok
+    assert [one.head.attempt for one in unfinished_uploads(str(places.staging))] == [attempt]
+    finish_upload(*by_attempt.values())
+    assert contents(places.path()) == contents(places.staged())
 
 
 def test_a_later_checkpoint_in_the_store_is_not_replaced(places: Places, tmp_path: Path) -> None:

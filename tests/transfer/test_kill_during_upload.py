@@ -92,7 +92,7 @@ class Gate:
     def __call__(self, exchange: Exchange) -> str | None:
         if exchange.part is not None:
             self.parts.append((exchange.path.removeprefix(self._target), exchange.part))
-        if exchange.kind != self.kind:
+        if exchange.kind != self.kind or "/pin-" in exchange.path:
             return None
         self.left -= 1
         return None if self.left >= 0 else "wait"
