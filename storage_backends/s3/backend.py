@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Buffer
 
-from ...errors import KeyChangedError, KeyExistsError, StorageError
+from ...errors import KeyChangedError, KeyExistsError, StorageError, UnansweredError
 from ..base import Conditions, IncompleteUpload, ObjectReader, ObjectStat, ObjectWriter, PartWriter, StorageBackend
 from ..buffers import byte_view, check_max_size, writable_view
 from ..keys import TEMPORARY_PREFIX, check_children_prefix, check_key, check_prefix, is_object_key
@@ -106,23 +106,41 @@ class S3Backend(StorageBackend):
         condition: dict[str, str],
         refusal: StorageError,
     ) -> str:
-        """Put with a condition. Raises ``refusal`` if it is not met."""
+        """Put with a condition. Raises ``refusal`` if it is not met.
+
+        Raises ``UnansweredError`` if a try without reply may have met it, and the object was replaced since then.
+        """
         rules = await self._put_rules(client)
         if "IfMatch" in condition:
             condition = {"IfMatch": rules.if_match(condition["IfMatch"])}
         if not (rules.conditions.if_version if "IfMatch" in condition else rules.conditions.if_absent):
             raise StorageError(f"{action}: this store cannot decide whether to put; see conditions()")
-        mark, begun = secrets.token_hex(16), time.monotonic()
+        mark, address, is_open = secrets.token_hex(16), self._address(client, key), False
+        begun = time.monotonic()
+
+        async def send() -> str:
+            nonlocal is_open
+            try:
+                reply = await client.call(
+                    "put_object", **address, Body=Body(content), **condition, Metadata={MARK: mark}
+                )
+            except BaseException as error:
+                is_open |= not code_of(error)
+                raise
+            return str(reply.get("ETag", ""))
+
         try:
-            return await self._put(client, action, key, content, **condition, Metadata={MARK: mark})
+            return await client.repeat(Request(action, self.deadline_s, "put", len(content)), send)
         except Exception as error:
             if code_of(error) not in REFUSED_CODES:
                 raise
             # The reply to an earlier try may have been lost, also to one that the HTTP client has repeated itself.
             left_s = max(_LEAST_S, begun + self.deadline_s - time.monotonic())
-            found, version = await client.repeat(
-                Request(action, left_s), lambda: client.mark_of(self._address(client, key))
-            )
+            found, version = await client.repeat(Request(action, left_s), lambda: client.mark_of(address))
+            if found != mark and is_open:
+                raise UnansweredError(
+                    f"{action}: another program has written the object, before or after a try without reply"
+                ) from error
             if found != mark:
                 raise refusal from error
             return version

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("s3fs")
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import KeyChangedError, KeyExistsError, StorageError
+from bytecheckpoint.control.single import SingleProcess
+from bytecheckpoint.errors import CommitUnknownError, KeyChangedError, KeyExistsError, StorageError
 from bytecheckpoint.storage_backends import Conditions, StorageBackend, open_backend
 from bytecheckpoint.storage_backends.s3.probe import is_known_endpoint
 from bytecheckpoint.testing import time_limit
@@ -128,3 +129,33 @@ def test_the_reply_to_the_commit_is_lost(proxy: FaultProxy, options: dict[str, A
     assert lost
     assert proxy.kinds.count("put") == 3
     assert bcp.open(path, storage_options=options).step == 2
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["overwrite", "new"])
+def test_another_save_replaces_a_commit_whose_reply_is_lost(
+    proxy: FaultProxy, options: dict[str, Any], s3: dict[str, Any], bucket: str, is_new: bool
+) -> None:
+    """The first save does not know whether it was committed, and touches nothing."""
+    path, other = f"s3://{bucket}/step", bcp.Checkpointer(communicator=SingleProcess())
+    state = {"model": {"w": torch.arange(100.0)}}
+    bcp.save(f"{path}-other" if is_new else path, state, step=1, storage_options=options)
+    tries: list[Exchange] = []
+
+    def rule(exchange: Exchange) -> str | None:
+        if exchange.kind != "put" or not exchange.path.endswith("/manifest.msgpack"):
+            return None
+        tries.append(exchange)
+        if len(tries) == 1:
+            return "lose"
+        if len(tries) == 2:
+            other.save(path, state, step=3, storage_options=s3)
+        return None
+
+    proxy.rule = rule
+    with pytest.raises(CommitUnknownError):
+        bcp.save(path, state, step=2, storage_options=options)
+    assert len(tries) == 2
+    checkpoint = bcp.open(path, storage_options=s3)
+    assert checkpoint.step == 3
+    assert checkpoint.verify().ok
+    other.close()
