@@ -47,8 +47,9 @@ _log = logging.getLogger(__name__)
 class VllmModel:
     """An ``EngineModel`` for the model of one worker; builds and loads it with vLLM's own functions."""
 
-    def __init__(self, vllm_config: Any, model: nn.Module, runner: Any = None) -> None:
-        self._config, self._model, self._runner = vllm_config, model, runner
+    def __init__(self, vllm_config: Any, model: nn.Module) -> None:
+        self._config, self._model = vllm_config, model
+        self.runner: Any = None  # whose states belong to the weights; None where it is not known
         self.quantized = vllm_config.model_config.quantization is not None
         self.blocks = _blocks(vllm_config.quant_config)
         self._serves_own = self._served_own = (
@@ -57,6 +58,11 @@ class VllmModel:
         self.is_starting = False  # while vLLM loads the model, before it processes weights
         self._ties = _ties(model)
         self._on_hub: set[frozenset[str]] = set()
+
+    @property
+    def module(self) -> nn.Module:
+        """The serving model."""
+        return self._model
 
     def make(self) -> nn.Module:
         if self._config.parallel_config.enable_eplb:
@@ -142,8 +148,8 @@ class VllmModel:
                 raise
         keep_adapters(self._model)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
-            if hasattr(self._runner, reset):
-                getattr(self._runner, reset)()
+            if hasattr(self.runner, reset):
+                getattr(self.runner, reset)()
 
     def _give_up(self) -> None:
         """Abort a reload: incomplete layers get their previous tensors back."""
@@ -236,16 +242,23 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {name: known for name, one in named if (known := first.setdefault(id(one), name)) != name}
 
 
-_receivers: WeakKeyDictionary[nn.Module, Receiver] = WeakKeyDictionary()
+_receivers: WeakKeyDictionary[nn.Module, tuple[VllmModel, Receiver]] = WeakKeyDictionary()
 
 
 def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Receiver:
-    """The receiver of a worker's model, one for all ways to reach it."""
+    """The receiver of a worker's model, one for all ways to reach it.
+
+    Not every way knows the runner (vLLM's weight transfer, a start from peers), so the first one that does sets it.
+    """
     if model not in _receivers:
-        keep_receiver(model, Receiver(VllmModel(vllm_config, model, runner)))
-    return _receivers[model]
+        made = VllmModel(vllm_config, model)
+        keep_receiver(made, Receiver(made))
+    known, receiver = _receivers[model]
+    if known.runner is None:
+        known.runner = runner
+    return receiver
 
 
-def keep_receiver(model: nn.Module, receiver: Receiver) -> None:
+def keep_receiver(model: VllmModel, receiver: Receiver) -> None:
     """Make this the receiver of a worker's model."""
-    _receivers[model] = receiver
+    _receivers[model.module] = model, receiver

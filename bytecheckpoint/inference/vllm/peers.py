@@ -64,7 +64,7 @@ def join(op: Operation, model: nn.Module, url: str, deadline_s: float) -> bool:
     if end != _LOADED:
         receiver.close()
         return False
-    keep_receiver(model, receiver)
+    keep_receiver(loading, receiver)
     return True
 
 

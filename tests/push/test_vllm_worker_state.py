@@ -1,0 +1,68 @@
+"""What a worker of vLLM knows of itself: its runner, whether its memory is mapped, and whether vLLM has loaded other
+weights since. A model without an engine; needs vLLM."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+import torch
+from torch import nn
+from vllm_pushes import made
+
+from bytecheckpoint.inference.push.messages import decode, encode
+from bytecheckpoint.inference.push.receiver import Receiver
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from bytecheckpoint.inference.vllm import layout as vllm_layout
+    from bytecheckpoint.inference.vllm import worker as vllm_worker
+    from bytecheckpoint.inference.vllm.layout import EngineRank
+    from bytecheckpoint.inference.vllm.model import VllmModel, keep_receiver
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[tuple[Any, nn.Module]]:
+    """The configuration and the model of a worker."""
+    made("llama", 0).save_pretrained(tmp_path)
+    config = vllm_layout._engine_config(tmp_path, EngineRank())
+    with vllm_layout._built(config, EngineRank(), real=True) as model:
+        record_metadata_for_reloading(model)
+        model.load_weights(_weights(0))  # type: ignore[operator]
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        yield config, model
+
+
+def _weights(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(list(made("llama", seed).state_dict().items()))
+
+
+@pytest.mark.parametrize("first", ["a request of vLLM's weight transfer", "a start from peers"])
+def test_the_runner_that_a_later_request_brings(worker: tuple[Any, nn.Module], first: str) -> None:
+    config, model = worker
+    if "peers" in first:
+        loading = VllmModel(config, model)
+        keep_receiver(loading, Receiver(loading))
+    else:
+        vllm_worker.answer(config, model, encode({"kind": "state", "nonce": "n"}))
+    done: list[str] = []
+    resets = ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache")
+    runner = SimpleNamespace(**{name: lambda name=name: done.append(name) for name in resets})
+    receiver = vllm_worker.receiver(config, model, runner)
+    receiver._model.load(_weights(1))
+    assert tuple(done) == resets
+    assert vllm_worker.receiver(config, model) is receiver
+    assert "failure" not in decode(receiver.answer(encode({"kind": "state", "nonce": "n", "protocol": 7})))
