@@ -20,7 +20,7 @@ from toy_engine import HIDDEN, ToyEngine, ToyTrainee, expected_digests, toy_engi
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import cli
-from bytecheckpoint.errors import BytecheckpointError, StateError, UsageError
+from bytecheckpoint.errors import BytecheckpointError, EngineError, StateError, UsageError
 from bytecheckpoint.inference.push import AdapterEngine, HttpEngine, Pusher, adapter_config, adapter_state
 from bytecheckpoint.inference.push.transports.shared_memory import SharedMemoryTransport
 from bytecheckpoint.testing import time_limit
@@ -152,6 +152,26 @@ def test_adapters_and_the_base_model_are_independent(engine: ToyEngine) -> None:
         assert [first.state()[0][0]["version"], second.state()[0][0]["version"]] == [1, 0]
         again = first.push({"model": _tensors(3)})
         assert [worker.sent for worker in again.workers] == [0, 0]
+
+
+def test_an_engine_whose_model_is_inconsistent_stays_paused() -> None:
+    with toy_engine(2) as engine, Pusher(_adapter(engine), deadline_s=time_limit(30)) as adapters:
+        adapters.push({"model": _tensors(1)}, version=1)
+        with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as models:
+            engine.fault(1, "fail", 1)
+            with pytest.raises(EngineError, match="is left paused"):
+                models.push(ToyTrainee(1), version=1)
+            for pusher in (adapters, Pusher(_adapter(engine, "other"), deadline_s=time_limit(30))):
+                with pytest.raises(StateError, match="the engine's model serves no consistent version"):
+                    pusher.push({"model": _tensors(2)}, version=2)
+                with pytest.raises(EngineError, match="serves no consistent version"):
+                    pusher.resume()
+                assert engine.paused
+            assert _served(engine) == [_digest(1)] * 2
+            models.push(ToyTrainee(1), version=1)
+        assert not engine.paused
+        adapters.push({"model": _tensors(2)}, version=2)
+        assert _served(engine) == [_digest(2)] * 2
 
 
 def test_tensors_are_cast_to_the_engines_adapter_dtype() -> None:

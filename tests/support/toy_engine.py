@@ -229,7 +229,7 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             if asked in ("apply", "stream") and own_signal is not None:
                 sent, own_signal = own_signal, None
                 os.kill(os.getpid(), sent)
-            pipe.send(meant.answer(request))
+            pipe.send(meant.answer(request, None if target is None else receiver))
             if asked == "listen" and stops:
                 stops = False
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -34,6 +34,7 @@ from .transports.tcp import ChunkServer
 __all__ = ["Receiver", "refuse"]
 
 _MAX_RECORDS = 4  # of loads: two kinds of senders, each with and without quantization
+_CHANGES = frozenset({"describe", "prepare", "apply", "stream", "rollback"})  # requests that begin or apply a change
 _PATIENCE = 0.8  # of a sender's deadline: a missing chunk is the cause of missing room, so this worker reports first
 
 _log = logging.getLogger(__name__)
@@ -68,11 +69,13 @@ class Receiver:
         self._source = PeerSource()
         self._member = GroupMember()
 
-    def answer(self, request: str) -> str:
+    def answer(self, request: str, base: Receiver | None = None) -> str:
         """Answer a request.
 
         Args:
             request: The text that ``Engine.call`` carried to this worker.
+            base: The receiver of the engine's model, where this one is of a draft model or an adapter. While the model
+                serves no consistent version, neither do they, so that nothing resumes the engine.
 
         Returns:
             The response, which ``Engine.call`` returns. A failure is a response too; this method never raises.
@@ -89,6 +92,11 @@ class Receiver:
                 )
             kind = message["kind"]
             handler = self._handlers[kind]
+            if base is not None and base._inconsistent_reason and kind in _CHANGES:
+                raise StateError(
+                    f"the engine's model serves no consistent version ({base._inconsistent_reason}); nothing was "
+                    "changed, push the model first"
+                )
             notify(f"push.worker.{kind}", "enter")
             answer |= handler(self, message)
             notify(f"push.worker.{kind}", "exit")
@@ -97,7 +105,7 @@ class Receiver:
             answer["failure"] = vars(Failure.of(error, self._serving()))
         served = self._versions.served
         answer["version"] = None if served is None else served.version
-        answer["inconsistent_reason"] = self._inconsistent_reason
+        answer["inconsistent_reason"] = self._inconsistent_reason or (base._inconsistent_reason if base else "")
         answer["applied_by"] = "" if served is None else served.applied_by
         answer["transaction"] = self._transaction
         answer["seconds"] = time.monotonic() - begin

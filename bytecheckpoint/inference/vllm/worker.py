@@ -25,7 +25,7 @@ def answer(vllm_config: Any, model: Any, text: str, runner: Any = None) -> str:
         target, request = split_target(text)
         found = receiver(vllm_config, model, runner, target)
         _check_balancing(vllm_config.parallel_config)
-        return found.answer(request)
+        return found.answer(request, None if target is None else receiver(vllm_config, model, runner))
     except Exception as error:  # noqa: BLE001 - vLLM would confuse the other workers' responses with later ones
         return refuse(error, request)
 
