@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ import bytecheckpoint.inference.vllm as package
 from bytecheckpoint.errors import StateError
 from bytecheckpoint.inference.push.messages import decode, encode
 from bytecheckpoint.inference.vllm import private
+from bytecheckpoint.inference.vllm.adapter_slots import keep_adapters
 from bytecheckpoint.inference.vllm.worker import WorkerExtension, answer
 from bytecheckpoint.testing import time_limit
 
@@ -79,6 +81,38 @@ def test_wrong_arguments_never_raise(arguments: tuple[object, ...]) -> None:
     """Nor does a worker that is not one."""
     assert decode(WorkerExtension().bcp_push(*arguments))["failure"]["message"]
     assert decode(WorkerExtension().bcp_push("a", other=1))["failure"]["message"]
+
+
+class _Manager:
+    """Of adapters. ``fails`` where vLLM's internals are not as expected."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._active_adapters = SimpleNamespace(pinned_items=[2]) if fails else _Slots([1, 2])
+        self.calls: list[str] = []
+
+    def remove_all_adapters(self) -> None:
+        self.calls.append("remove all")
+
+    def deactivate_adapter(self, number: int) -> None:
+        self.calls.append(f"deactivate {number}")
+
+    def pin_adapter(self, number: int) -> None:
+        self.calls.append(f"pin {number}")
+
+
+class _Slots(list[int]):
+    pinned_items = (2,)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_adapters_that_cannot_be_kept_are_removed(fails: bool) -> None:
+    """vLLM calls the manager at the end of its own requests, where an exception would reach ``collective_rpc``."""
+    manager = _Manager(fails=fails)
+    keep_adapters(SimpleNamespace(lora_manager=manager))
+    manager.remove_all_adapters()
+    assert manager.calls == (["remove all"] if fails else ["deactivate 1", "deactivate 2", "pin 2"])
+    manager.remove_all_adapters()
+    assert manager.calls[-1] == "remove all"
 
 
 _CHECK = """

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from bytecheckpoint.inference.vllm import worker as vllm_worker
     from bytecheckpoint.inference.vllm.layout import EngineRank
     from bytecheckpoint.inference.vllm.model import VllmModel, keep_receiver
+    from bytecheckpoint.inference.vllm.transfer import BcpTransferEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # the warnings are vLLM's own
 
@@ -66,3 +67,11 @@ def test_the_runner_that_a_later_request_brings(worker: tuple[Any, nn.Module], f
     assert tuple(done) == resets
     assert vllm_worker.receiver(config, model) is receiver
     assert "failure" not in decode(receiver.answer(encode({"kind": "state", "nonce": "n", "protocol": 7})))
+
+
+def test_the_transfer_engine_of_a_worker_that_has_no_receiver_ends() -> None:
+    """The rest of vLLM's shutdown of the worker comes after it."""
+    engine = BcpTransferEngine.__new__(BcpTransferEngine)
+    engine.vllm_config = engine.model = None
+    engine.finish_weight_update()
+    engine.shutdown()

@@ -78,4 +78,7 @@ class BcpTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             _log.warning("push: %s", error)
 
     def shutdown(self) -> None:
-        receiver(self.vllm_config, self.model).close()
+        try:
+            receiver(self.vllm_config, self.model).close()
+        except Exception as error:  # noqa: BLE001 - the rest of the worker's shutdown must follow
+            _log.warning("push: the memory of pushes was not released: %s", error)
