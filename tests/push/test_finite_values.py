@@ -81,6 +81,18 @@ def test_a_cast_that_overflows(engine: ToyEngine, tmp_path: Path) -> None:
             assert set(engine.look()["cleared"]) == {1}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_cast_that_overflows_before_a_stream(dtype: str) -> None:
+    """Rather than on the way, after which the engine would stay paused with a part of the weights."""
+    value = 2 * torch.finfo(torch.float16).max if dtype == "float16" else 3.4e38  # finite in float32
+    with toy_engine(2, dtype) as engine, RankPool(2) as pool:
+        _push_checked(engine, 1)
+        errors = pool.run(_push, engine.url, value, STREAMED)
+        assert errors[1].startswith("StateError: out.weight [")
+        assert not engine.paused
+        assert list(engine.look()["digests"]) == expected_digests(1, 2, getattr(torch, dtype))
+
+
 @pytest.mark.parametrize("options", [{}, STREAMED], ids=["arenas", "streamed"])
 def test_a_join(engine: ToyEngine, options: dict[str, Any]) -> None:
     """The holder may have a version that was pushed without the check."""

@@ -12,6 +12,10 @@ from typing import Any
 import msgpack
 import torch
 
+from ...tensors.dtypes import is_lossless_cast
+from ...tensors.metadata import BasicMeta
+from ...tensors.shards import torch_dtype
+from .quantization.blocks import QUANTIZED
 from .quantization.quantizer import Quantizer
 from .sources import Source
 from .transports.base import Transport, word_digest, xxh3_digest
@@ -86,14 +90,18 @@ class Sender:
         return found
 
     def check_before_stream(self, source: Source) -> None:
-        """Check the values of a live state before an engine loads the first of them. Those of a checkpoint, which would
-        be read twice, are checked when they are sent."""
+        """Check the values of a live state, as they will be sent, before an engine loads the first of them. Those of a
+        checkpoint, which would be read twice, are checked when they are sent."""
         if not self.finite or source.replicated:
             return
-        names = {job.write.name for job in self.jobs}
-        for name, box in source.held:
-            if name in names:
-                check_finite(name, box, *source.fetch([(name, box)]))
+        stored = {name: meta.dtype for name, meta in source.table.rows}
+        for name, box, dtype in dict.fromkeys((job.write.name, job.write.box, job.write.dtype) for job in self.jobs):
+            if name not in stored:
+                continue  # scales, of weights that are checked
+            (elements,) = source.fetch([(name, box)])
+            # A cast may overflow, where quantizing scales.
+            is_cast = dtype != QUANTIZED and not is_lossless_cast(stored[name], dtype)
+            check_finite(name, box, elements.to(torch_dtype(BasicMeta(dtype, box.lengths))) if is_cast else elements)
 
     def connect(self, assignment: Assignment, target: int, endpoint: Any = None) -> TcpTransport:
         """Connect to the ring buffer of a target, or to the plain ``endpoint`` of its arena. Raises ``EngineError``."""
