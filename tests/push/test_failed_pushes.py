@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,17 @@ from bytecheckpoint.errors import (
     RankFailedError,
     UsageError,
 )
-from bytecheckpoint.inference.push import HttpEngine, Pusher, sources
+from bytecheckpoint.inference.push import (
+    DraftEngine,
+    Engine,
+    HttpEngine,
+    LocalEngine,
+    NativeEngine,
+    Pusher,
+    RpcEngine,
+    SglangEngine,
+    sources,
+)
 from bytecheckpoint.inference.push.sources import StateSource
 from bytecheckpoint.inference.push.transports.shared_memory import SharedMemoryTransport
 from bytecheckpoint.testing import time_limit
@@ -310,10 +322,30 @@ def test_an_engine_that_only_another_rank_has(engine: ToyEngine, pool: RankPool)
     errors = pool.run(_push_to_own, [engine.url, "http://127.0.0.1:9"])
     for error in errors:
         assert error.startswith("StateError: ")
-        assert "rank 1 passed engines that rank 0 did not pass: http://127.0.0.1:9; only rank 0" in error
+        assert "rank 1 passed engines that rank 0 did not pass: http://127.0.0.1:9 (on " in error
+        assert "); only rank 0 sends requests" in error
     _assert_serves(engine, 1)
     assert pool.run(_push_to_own, [engine.url, engine.url]) == ["", ""]
     _assert_serves(engine, 4)
+
+
+def _engines() -> list[Engine]:
+    """Those that are the same engine wherever they are made, then others."""
+    server, actor = HttpEngine("http://host:9"), RpcEngine(print, name="actor", identity="5f3a")
+    same = [server, SglangEngine("http://host:9"), NativeEngine(server), DraftEngine(server), actor, DraftEngine(actor)]
+    other = RpcEngine(print, name="actor")
+    return [*same, other, NativeEngine(other), DraftEngine(other), LocalEngine(SimpleNamespace(collective_rpc=print))]
+
+
+def _identities(rank: int, world_size: int) -> list[str]:
+    return [engine.identity for engine in _engines()]
+
+
+def test_which_engines_of_two_ranks_are_the_same(pool: RankPool) -> None:
+    first, second = pool.run(_identities)
+    assert [one == other for one, other in zip(first, second, strict=True)] == [True] * 6 + [False] * 4
+    here = HttpEngine("http://localhost:9").identity
+    assert here == f"http://localhost:9 (on {socket.gethostname()})"
 
 
 def test_no_engine_given() -> None:

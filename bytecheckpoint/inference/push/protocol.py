@@ -103,7 +103,7 @@ class Push(ABC):
                     raise StateError(
                         f"rank {rank} passed engines that rank 0 did not pass: {', '.join(unknown)}; only rank 0 sends "
                         "requests to engines, so pass all of them there. It reaches an engine inside another process "
-                        "only as a server (HttpEngine)"
+                        "only as a server (HttpEngine), or by a handle with identity= (RpcEngine)"
                     )
         return facts
 

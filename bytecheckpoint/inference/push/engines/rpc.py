@@ -27,9 +27,11 @@ class RpcEngine(CollectiveRpc):
 
     Args:
         call: ``call(method, *arguments, **options)`` runs this method of the engine and returns its result.
-        name: Identifies the engine in errors and reports, and among the engines of all ranks.
+        name: Identifies the engine in errors and reports.
         pause: For an ``AsyncLLM``, as for ``HttpEngine``. None for an ``LLM``; its owner generates before or after a
             push, not during one.
+        identity: What only this engine has, such as the id of its actor, so that several ranks may pass it. By default,
+            an engine that another rank passes is another one, and refused.
 
     Example:
         >>> def call(method, *arguments, **options):
@@ -37,14 +39,17 @@ class RpcEngine(CollectiveRpc):
         >>> engine = RpcEngine(call, name="actor 0")   # actor = ray.remote(vllm.LLM).remote(...)
     """
 
-    def __init__(self, call: Callable[..., Any], *, name: str, pause: PauseMode | None = None) -> None:
+    def __init__(
+        self, call: Callable[..., Any], *, name: str, pause: PauseMode | None = None, identity: str | None = None
+    ) -> None:
         self.name = name
+        self._identity = identity
         self._call, self._pause_mode = call, pause
         self._pending: Future[Any] | None = None
 
     @property
     def identity(self) -> str:
-        return self.name
+        return super().identity if self._identity is None else self._identity
 
     def _rpc(self, arguments: Sequence[Any], timeout_s: float) -> list[Any]:
         return list(self._run("collective_rpc", timeout_s, METHOD, args=tuple(arguments)))
@@ -126,10 +131,6 @@ class LocalEngine(RpcEngine):
         self._llm = llm
         name = "the engine of this process"
         super().__init__(self._call_local, name=name, pause=None if self._loop is None else pause)
-
-    @property
-    def identity(self) -> str:
-        return super(RpcEngine, self).identity
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         with suppress(RuntimeError):

@@ -37,6 +37,10 @@ class TargetEngine(Engine):
         self._engine.resume(None, timeout_s, changed=changed)
 
     @property
+    def identity(self) -> str:
+        return f"{self._name} of {self._engine.identity}"
+
+    @property
     def address(self) -> dict[str, Any] | None:
         address = self._engine.address
         return None if address is None else {**address, "target": [self._name, self._plain]}

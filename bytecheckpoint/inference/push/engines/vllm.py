@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from ....errors import DeadlineError, EngineError, UsageError
 from .answers import METHOD, Answers, CollectiveRpc
@@ -89,6 +90,13 @@ class HttpEngine(CollectiveRpc):
         if changed and version is not None:
             self._post("/update_weight_version", {"new_version": str(version)}, timeout_s)
         self._post("/resume", None, timeout_s)
+
+    @property
+    def identity(self) -> str:
+        """The address; one of this host alone is another engine on each host."""
+        host = urlsplit(self.name).hostname or ""
+        is_local = host == "localhost" or host == "::1" or host.startswith("127.")
+        return f"{self.name} (on {socket.gethostname()})" if is_local else self.name
 
     @property
     def address(self) -> dict[str, Any] | None:
@@ -197,6 +205,10 @@ class NativeEngine(Engine):
             self._engine.transfer_step("start_weight_update", {}, budget.left)
             self._engine.transfer_step("finish_weight_update", {"weight_version": str(version)}, budget.left)
         self._engine.resume(None, budget.left, changed=changed)
+
+    @property
+    def identity(self) -> str:
+        return self._engine.identity
 
     @property
     def address(self) -> dict[str, Any] | None:
