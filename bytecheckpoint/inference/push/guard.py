@@ -13,6 +13,7 @@ import json
 import os
 import select
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,12 +22,32 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ExitGuard"]
+__all__ = ["ExitGuard", "tls_context", "tls_of"]
 
 _PATIENCE_S = 600.0  # for workers that are stopped, and for an engine that loads
 _POLL_MS = 100
 _LINGER_MS = 1000
 _CLOSING_S = 5.0
+
+
+def tls_of(context: ssl.SSLContext | None) -> dict[str, Any] | None:
+    """Return what another process needs to verify the same servers, as plain data. A client's certificate is not part
+    of it."""
+    if context is None:
+        return None
+    certificates = "".join(map(ssl.DER_cert_to_PEM_cert, context.get_ca_certs(binary_form=True)))
+    checks = {"verify": context.verify_mode != ssl.CERT_NONE, "check_hostname": context.check_hostname}
+    return {"certificates": certificates, **checks}
+
+
+def tls_context(tls: Mapping[str, Any] | None) -> ssl.SSLContext | None:
+    """Return a context made of a result of ``tls_of``."""
+    if tls is None:
+        return None
+    context = ssl.create_default_context(cadata=tls["certificates"] or None)
+    context.check_hostname = tls["check_hostname"]
+    context.verify_mode = ssl.CERT_REQUIRED if tls["verify"] else ssl.CERT_NONE
+    return context
 
 
 class ExitGuard:
@@ -47,6 +68,10 @@ class ExitGuard:
     def watch(self, last_messages: Mapping[str, Sequence[bytes]]) -> None:
         """Set the messages that workers get if this process ends, by socket name. Replaces earlier ones."""
         self._keep("messages", {name: [one.hex() for one in messages] for name, messages in last_messages.items()})
+
+    def trust(self, tls: Mapping[str, Any] | None) -> None:
+        """Set how servers of ``request`` are verified, a result of ``tls_of``."""
+        self._keep("tls", tls)
 
     def request(self, requests: Sequence[tuple[str, Mapping[str, str], Any]]) -> None:
         """Set the requests (address, headers, document) to send if this process ends, each after the one before has
@@ -117,10 +142,11 @@ def _send_last(last_messages: Mapping[str, Sequence[bytes]]) -> None:
     context.term()
 
 
-def _succeeds(url: str, headers: Mapping[str, str], document: Any) -> bool:
+def _succeeds(tls: Mapping[str, Any] | None, url: str, headers: Mapping[str, str], document: Any) -> bool:
     data = b"" if document is None else json.dumps(document).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers}, method="POST")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    https = urllib.request.HTTPSHandler(context=tls_context(tls))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
         with opener.open(request, timeout=_PATIENCE_S) as response:
             response.read()
@@ -134,7 +160,7 @@ def _main() -> None:
     kept = json.loads(_last_line(int(sys.argv[1])) or b"{}")
     if kept.get("messages"):
         _send_last({name: [bytes.fromhex(one) for one in messages] for name, messages in kept["messages"].items()})
-    all(_succeeds(*request) for request in kept.get("requests", ()))
+    all(_succeeds(kept.get("tls"), *request) for request in kept.get("requests", ()))
     if kept.get("folder"):
         shutil.rmtree(kept["folder"], ignore_errors=True)
 

@@ -8,6 +8,7 @@ worker settles the push over the engine's own RPC, as any sender could (``settle
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import socket
 import threading
@@ -15,11 +16,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from ...errors import BytecheckpointError, EngineError
 from .daemon import run_daemon
-from .engines.addresses import engine_at
+from .engines.addresses import engine_at, server_at
 from .engines.base import Budget, Engine, ask, ask_all
 from .transports.connection import Acceptor, Endpoint, connect, receive
 
@@ -101,7 +101,7 @@ class PauseLease(Acceptor):
     @property
     def unreachable(self) -> str:
         """Why this worker cannot reach the engine at its address; empty if it can."""
-        return _unreachable(self._address["url"])
+        return _unreachable(json.dumps(dict(self._address)))
 
     def end(self) -> None:
         """End the lease: the sender resumes the engine itself, or has done so."""
@@ -142,14 +142,8 @@ class PauseLease(Acceptor):
 
 
 @functools.cache  # a warning is enough once, and a firewall that drops packets delays the worker
-def _unreachable(url: str) -> str:
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        socket.create_connection((parts.hostname or "", port), _PROBE_S).close()
-    except OSError as error:
-        return str(error)
-    return ""
+def _unreachable(address: str) -> str:
+    return server_at(json.loads(address)).unreachable(_PROBE_S)
 
 
 class HeldLease:

@@ -88,6 +88,7 @@ class RelayEngine(HttpEngine):
     def guard(self) -> ExitGuard:
         if self._guard is None:
             self._guard = ExitGuard()
+            self._guard.trust(self._tls)
         return self._guard
 
     def on_exit(self, *steps: Step) -> None:

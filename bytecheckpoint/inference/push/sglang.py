@@ -62,7 +62,8 @@ class SglangEngine(RelayEngine):
             cache of the old ones.
         headers: Sent with every request, for a proxy that authenticates.
         token: Sent as ``Authorization: Bearer``, for ``--admin-api-key`` or ``--api-key``.
-        ssl_context: Verifies a server with https. The guard process uses the default.
+        ssl_context: Verifies a server with https. The guard process gets its certificates of authorities, but not a
+            client's.
 
     Raises:
         UsageError: ``url`` is not an address of HTTP.

@@ -18,13 +18,18 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from ....errors import DeadlineError, EngineError, UsageError
+from ..guard import tls_of
 from .answers import METHOD, Answers, CollectiveRpc
 from .base import Budget, Engine
 from .rpc import PauseMode, RpcEngine
 
-__all__ = ["HttpEngine", "NativeEngine"]
+__all__ = ["TOKEN_VARIABLE", "HttpEngine", "NativeEngine"]
 
 _HEALTH_S = 5.0
+_NOT_AUTHENTICATED = (401, 403, 407)
+
+TOKEN_VARIABLE = "BYTECHECKPOINT_PUSH_TOKEN"
+"""Of the environment: the ``token`` of engines that are named by their address alone."""
 
 
 class HttpEngine(CollectiveRpc):
@@ -41,7 +46,7 @@ class HttpEngine(CollectiveRpc):
             pause whose sender was killed.
         token: Sent as ``Authorization: Bearer``, for ``--api-key`` of a server or proxy.
         ssl_context: Verifies a server with https, by default with the certificates of this host, and may have a
-            client's certificate. The engine's worker uses the default.
+            client's certificate. The engine's first worker gets its certificates of authorities, but not the client's.
 
     Raises:
         UsageError: ``url`` is not an address of HTTP.
@@ -65,10 +70,9 @@ class HttpEngine(CollectiveRpc):
         self._headers = dict(headers or {})
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-        if ssl_context is not None:
-            handlers.append(urllib.request.HTTPSHandler(context=ssl_context))
-        self._opener = urllib.request.build_opener(*handlers)
+        self._tls = tls_of(ssl_context)
+        https = urllib.request.HTTPSHandler(context=ssl_context)
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
 
     def _rpc(self, arguments: Sequence[Any], timeout_s: float) -> list[Any]:
         # vLLM gets no timeout: after one, it would take late answers for those of its next request.
@@ -100,7 +104,7 @@ class HttpEngine(CollectiveRpc):
 
     @property
     def address(self) -> dict[str, Any] | None:
-        return {"url": self.name, "pause": self._pause_mode, "headers": self._headers}
+        return {"url": self.name, "pause": self._pause_mode, "headers": self._headers, "tls": self._tls}
 
     def transfer_step(self, step: str, document: Mapping[str, Any], timeout_s: float) -> None:
         """Run a step of vLLM's own weight transfer.
@@ -142,6 +146,22 @@ class HttpEngine(CollectiveRpc):
             return json.loads(body) if body else None
         except ValueError as error:
             raise EngineError(f"{self.name}{path} did not answer with JSON: {body[:200]!r}") from error
+
+    def unreachable(self, timeout_s: float) -> str:
+        """Return why requests of this process do not reach the server; empty if they do.
+
+        Args:
+            timeout_s: The limit of the wait, in seconds.
+        """
+        request = urllib.request.Request(f"{self.name}/health", headers=self._headers)
+        try:
+            self._opener.open(request, timeout=timeout_s).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            return f"{error.code} {error.reason}" if error.code in _NOT_AUTHENTICATED else ""
+        except (OSError, http.client.HTTPException) as error:
+            return str(getattr(error, "reason", error))
+        return ""
 
     def _is_alive(self) -> bool:
         try:
