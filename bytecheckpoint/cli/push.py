@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -23,6 +24,7 @@ from ..inference.push import (
     adapter_config,
 )
 from ..inference.push.engines.rpc import PauseMode
+from ..inference.push.engines.vllm import TOKEN_VARIABLE
 from ..inference.push.sglang import SglangPause
 from ..inference.push.transports.group import GroupBackend
 from ..runtime.limits import DEFAULT_DEADLINE_S
@@ -33,6 +35,13 @@ __all__ = ["push_command"]
 
 _POLL_S = 2.0
 _SGLANG_PAUSES: dict[PauseMode, SglangPause] = {"wait": "retract", "abort": "abort", "keep": "in_place"}
+
+
+def _parse_headers(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    pairs = [text.partition(":") for text in given]
+    if any(not name.strip() or not colon for name, colon, _ in pairs):
+        raise click.BadParameter("a header is NAME:VALUE")  # without the text, which may be a secret
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 @command("push")
@@ -102,6 +111,20 @@ _SGLANG_PAUSES: dict[PauseMode, SglangPause] = {"wait": "retract", "abort": "abo
     callback=checked,
     help="Limit of each wait, in seconds.",
 )
+@click.option(
+    "--token",
+    envvar=TOKEN_VARIABLE,
+    help=f"Sent to engines as Authorization: Bearer. By default, the environment's {TOKEN_VARIABLE}, which other users "
+    "of this host do not see.",
+)
+@click.option(
+    "--header",
+    "headers",
+    multiple=True,
+    metavar="NAME:VALUE",
+    callback=_parse_headers,
+    help="Sent to engines, for a proxy that authenticates. Repeatable.",
+)
 @click.option("--allow-nonfinite", is_flag=True, help="Push even if values are NaN or infinite.")
 @click.option("--partial", is_flag=True, help="Push even if SOURCE does not fill all parameters of the engine.")
 def push_command(
@@ -124,6 +147,8 @@ def push_command(
     protocol: str | None,
     devices: tuple[str, ...],
     deadline_s: float,
+    token: str | None,
+    headers: Mapping[str, str],
     allow_nonfinite: bool,
     partial: bool,
 ) -> None:
@@ -138,6 +163,8 @@ def push_command(
     --watch ROOT follows a training job: it pushes the newest checkpoint below ROOT, and each newer one when it is
     committed. An engine that fails gets the next one.
 
+    --token and --header apply to all engines, --resume too.
+
     --resume URL ends a push whose sender was killed, and resumes the engine if it serves one complete version.
 
     Start vLLM with VLLM_SERVER_DEV_MODE=1, and with --worker-extension-cls
@@ -145,10 +172,12 @@ def push_command(
     '{"backend": "bcp"}'. For --protocol checkpoint-engine, use checkpoint-engine's own extension.
     For --protocol sglang, nothing; by default running requests are computed again with the new weights.
     """
+    access: dict[str, Any] = {"token": token, "headers": headers}
+    make_engine = functools.partial(_engine, pause=pause, native=native, access=access)
     if resumed:
         if source is not None or urls or root is not None or protocol is not None:
             raise click.UsageError("--resume pushes nothing; use it without SOURCE, --to, --watch and --protocol")
-        _resume(out, [_engine(url, pause, native=native) for url in resumed], deadline_s)
+        _resume(out, [make_engine(url) for url in resumed], deadline_s)
         return
     if (source is None) == (root is None) or not urls:
         raise click.UsageError("name what to push (SOURCE or --watch ROOT) and the engines (--to URL)")
@@ -173,11 +202,11 @@ def push_command(
     for url in urls:
         engine: Engine
         if protocol is None:
-            engine = _engine(url, pause, native=native)
+            engine = make_engine(url)
         elif protocol == "sglang":
-            engine = SglangEngine(url, pause=_SGLANG_PAUSES[pause])
+            engine = SglangEngine(url, pause=_SGLANG_PAUSES[pause], **access)
         else:
-            engine = IpcEngine(url, devices=devices or None, pause=pause)
+            engine = IpcEngine(url, devices=devices or None, pause=pause, **access)
         engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
     if root is not None:
         with Pusher(engines, deadline_s=deadline_s, group=group, cuda_ipc=cuda_ipc) as pusher:
@@ -193,7 +222,7 @@ def push_command(
         pusher = stack.enter_context(Pusher(engines, deadline_s=deadline_s, group=group, cuda_ipc=cuda_ipc))
         what: Any
         if from_engine:
-            what = _engine(source, pause, native=native)
+            what = make_engine(source)
             stack.callback(what.close)
         else:
             what = api.open(source, storage_options=storage_options)
@@ -242,8 +271,8 @@ def _push_one(
         return None
 
 
-def _engine(url: str, pause: PauseMode, *, native: bool) -> Engine:
-    engine = HttpEngine(url, pause=pause)
+def _engine(url: str, *, pause: PauseMode, native: bool, access: Mapping[str, Any]) -> Engine:
+    engine = HttpEngine(url, pause=pause, **access)
     return NativeEngine(engine) if native else engine
 
 

@@ -111,6 +111,30 @@ def test_an_engine_that_was_left_paused_resumes(engine: ToyEngine, tmp_path: Pat
         assert done.exit_code == 2, (wrong, done.output)
 
 
+def test_behind_a_proxy_that_authenticates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bcp.save(tmp_path / "c", {"model": ToyTrainee(14)}, step=140)
+    with toy_engine(1, token="a-secret") as engine:
+        push, resume = ["push", str(tmp_path / "c"), "--to", engine.url], ["push", "--resume", engine.url]
+        for wrong in (push, [*push, "--token", "b-secret"], [*resume, "--header", "X-Key: b-secret"]):
+            done = CliRunner().invoke(cli, wrong)
+            assert done.exit_code == 6
+            assert "answered 401" in done.stderr
+            assert "secret" not in done.output
+        for option in (["--token", "a-secret"], ["--header", "Authorization: Bearer a-secret"]):
+            done = CliRunner().invoke(cli, [*push, *option])
+            assert done.exit_code == 0, done.output
+            HttpEngine(engine.url, token="a-secret").pause(time_limit(10))
+            done = CliRunner().invoke(cli, [*resume, *option])
+            assert done.exit_code == 0, done.output
+            assert not engine.paused
+        monkeypatch.setenv("BYTECHECKPOINT_PUSH_TOKEN", "a-secret")
+        assert CliRunner().invoke(cli, resume).exit_code == 0
+        done = CliRunner().invoke(cli, [*resume, "--header", "a-secret"])
+        assert done.exit_code == 2
+        assert "secret" not in done.output
+        assert "secret" not in CliRunner().invoke(cli, ["push", "--help"]).output
+
+
 def test_the_commits_of_a_job_are_followed(engine: ToyEngine, tmp_path: Path) -> None:
     for step in (1, 2):
         bcp.save(tmp_path / f"step-{step}", {"model": ToyTrainee(20 + step)}, step=step)

@@ -34,7 +34,7 @@ __all__ = ["BcpModelLoader", "register"]
 _LOAD_FORMAT = "bcp"  # also the name of the transfer backend
 _TRANSFER_ENGINE = ("bytecheckpoint.inference.vllm.transfer", "BcpTransferEngine")  # imported when an engine uses it
 _OPTIONS = frozenset(
-    {"path", "root", "peers", "section", "rules", "verify", "share_reads", "deadline_s", "storage_options"}
+    {"path", "root", "peers", "token", "section", "rules", "verify", "share_reads", "deadline_s", "storage_options"}
 )
 
 # vLLM shows only the messages of its own loggers.
@@ -58,9 +58,10 @@ class BcpModelLoader(BaseModelLoader):
     ``--model-loader-extra-config`` may contain ``path``, a checkpoint or a directory of safetensors files, if
     ``--model`` contains only a configuration; ``root``, a folder whose newest checkpoint is loaded instead if there is
     one; ``peers``, addresses of engines, whose first that was pushed to sends what it serves, in place of a checkpoint,
-    so that an engine that restarts serves what the others do; ``section`` (default "model"); ``rules``, a file or a set
-    of rules that makes the names of the hub; and ``verify``, ``share_reads``, ``deadline_s`` and ``storage_options`` as
-    for ``bytecheckpoint.load``.
+    so that an engine that restarts serves what the others do; ``token``, sent to peers as ``Authorization: Bearer`` (by
+    default the environment's ``BYTECHECKPOINT_PUSH_TOKEN``, which vLLM does not log); ``section`` (default "model");
+    ``rules``, a file or a set of rules that makes the names of the hub; and ``verify``, ``share_reads``,
+    ``deadline_s`` and ``storage_options`` as for ``bytecheckpoint.load``.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -127,7 +128,8 @@ class BcpModelLoader(BaseModelLoader):
         check_part("push")
         from .peers import join
 
-        return any(join(op, model, url, self._deadline_s) for url in peers)
+        token = self._options.get("token")
+        return any(join(op, model, url, self._deadline_s, token) for url in peers)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the weights for a load in place: of vLLM's ``reload_weights``, and of the rollback of a first push.

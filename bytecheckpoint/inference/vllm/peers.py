@@ -6,6 +6,7 @@ workers are exchanges of the ranks, because vLLM does not answer requests yet.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ from ...control import SingleProcess
 from ...control.base import Operation
 from ...errors import BytecheckpointError
 from ..push.engines.base import Engine
-from ..push.engines.vllm import HttpEngine
+from ..push.engines.vllm import TOKEN_VARIABLE, HttpEngine
 from ..push.pusher import Pusher
 from ..push.receiver import Receiver
 from .model import VllmModel, keep_receiver
@@ -49,7 +50,7 @@ class _Ranks(Engine):
         return
 
 
-def join(op: Operation, model: nn.Module, url: str, deadline_s: float) -> bool:
+def join(op: Operation, model: nn.Module, url: str, deadline_s: float, token: str | None = None) -> bool:
     """Load what the engine at ``url`` serves into a model that vLLM is loading. Collective.
 
     Returns whether all ranks have loaded it. If not, because the engine cannot be reached, was not pushed to or does
@@ -59,7 +60,7 @@ def join(op: Operation, model: nn.Module, url: str, deadline_s: float) -> bool:
     loading = VllmModel(config, model)
     loading.is_starting = True
     receiver = Receiver(loading)
-    end = _coordinate(op, receiver, url, deadline_s) if op.rank == 0 else _follow(op, receiver)
+    end = _coordinate(op, receiver, url, deadline_s, token) if op.rank == 0 else _follow(op, receiver)
     loading.is_starting = False
     if end != _LOADED:
         receiver.close()
@@ -68,10 +69,11 @@ def join(op: Operation, model: nn.Module, url: str, deadline_s: float) -> bool:
     return True
 
 
-def _coordinate(op: Operation, receiver: Receiver, url: str, deadline_s: float) -> bytes:
+def _coordinate(op: Operation, receiver: Receiver, url: str, deadline_s: float, token: str | None) -> bytes:
+    token = token or os.environ.get(TOKEN_VARIABLE)
     try:
         with Pusher(_Ranks(op, receiver), deadline_s=deadline_s, communicator=SingleProcess()) as pusher:
-            report = pusher.push(HttpEngine(url))
+            report = pusher.push(HttpEngine(url, token=token))
         _log.info("loaded version %r, which %s serves", report.version, url)
         end = _LOADED
     except BytecheckpointError as error:

@@ -6,6 +6,7 @@ Each worker reads entire tensors from memory that rank 0 gives it (see ``relay.p
 from __future__ import annotations
 
 import logging
+import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -44,6 +45,9 @@ class IpcEngine(RelayEngine):
             larger buckets.
         dtype: Cast wider floating tensors to this dtype; by default none is cast.
         pause: What happens to running requests; see ``HttpEngine``.
+        headers: Sent with every request, for a proxy that authenticates.
+        token: Sent as ``Authorization: Bearer``.
+        ssl_context: As for ``SglangEngine``.
 
     Raises:
         UsageError: No device is named, or one is named twice.
@@ -60,10 +64,14 @@ class IpcEngine(RelayEngine):
         bucket_bytes: int = _BUCKET_BYTES,
         dtype: torch.dtype | None = None,
         pause: PauseMode = "wait",
+        headers: Mapping[str, str] | None = None,
+        token: str | None = None,
+        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         zeromq()
         named = list(visible_gpus() if devices is None else devices)
-        super().__init__(url, _WholeModel(self, named, bucket_bytes, dtype), pause=pause)
+        model = _WholeModel(self, named, bucket_bytes, dtype)
+        super().__init__(url, model, pause=pause, headers=headers, token=token, ssl_context=ssl_context)
         if not named or len(set(named)) < len(named):
             raise UsageError(
                 f"{self.name} needs the names of its workers' devices, each once, as this process "
