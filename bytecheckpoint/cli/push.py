@@ -11,7 +11,7 @@ import click
 
 from .. import api
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import DeadlineError, EngineError
+from ..errors import BytecheckpointError, MismatchError, NameNotFoundError, StateError, UsageError
 from ..inference.push import (
     AdapterEngine,
     Engine,
@@ -161,7 +161,7 @@ def push_command(
     If weights are streamed, a failure can leave an engine paused until the next push.
 
     --watch ROOT follows a training job: it pushes the newest checkpoint below ROOT, and each newer one when it is
-    committed. An engine that fails gets the next one.
+    committed. After a failure, the next one is pushed; only one that does not fit the engines ends the command.
 
     --token and --header apply to all engines, --resume too.
 
@@ -263,10 +263,14 @@ def _push_one(
     strict: bool,
     check_finite: bool,
 ) -> PushReport | None:
-    """Push a checkpoint. An engine that fails gets the next one."""
+    """Push a checkpoint. When an engine fails, or the checkpoint is damaged, was removed, or has values that are not
+    finite, the next one follows."""
     try:
         return pusher.push(checkpoint, section=section, rename=rename, strict=strict, check_finite=check_finite)
-    except (EngineError, DeadlineError) as error:
+    except BytecheckpointError as error:
+        is_misuse = isinstance(error, (MismatchError, NameNotFoundError, UsageError))
+        if is_misuse and not isinstance(error, StateError):
+            raise  # the next one would fail too
         click.echo(f"bcp: step {checkpoint.step} was not pushed: {printable(str(error))}", err=True)
         return None
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from host_device import host_device
 from join_probes import until
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 import bytecheckpoint as bcp
+from bytecheckpoint.checkpoint.checkpoint import Checkpoint
 from bytecheckpoint.cli import cli
-from bytecheckpoint.inference.push import HttpEngine
+from bytecheckpoint.cli import push as push_module
+from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.testing import time_limit
 
 
@@ -151,6 +157,49 @@ def test_the_commits_of_a_job_are_followed(engine: ToyEngine, tmp_path: Path) ->
     assert "the engines serve version 3" in done.output
     done = CliRunner().invoke(cli, ["push", "--watch", str(tmp_path), str(tmp_path), "--to", engine.url])
     assert done.exit_code == 2
+
+
+def _spoil(folder: Path) -> None:
+    (data,) = folder.glob("*/model-*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-100] ^= 1
+    data.write_bytes(content)
+
+
+def test_checkpoints_that_cannot_be_pushed_are_left_out(
+    engine: ToyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempted, push_one = list[int](), push_module._push_one
+
+    def watched(pusher: Pusher, checkpoint: Checkpoint, *arguments: Any, **options: Any) -> Any:
+        if checkpoint.step == 3:
+            shutil.rmtree(tmp_path / "step-3")  # as retention does
+        try:
+            return push_one(pusher, checkpoint, *arguments, **options)
+        finally:
+            attempted.append(checkpoint.step or 0)
+
+    monkeypatch.setattr(push_module, "_push_one", watched)
+    command = ["push", "--watch", str(tmp_path), "--to", engine.url, "--watch-timeout", str(time_limit(60))]
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(CliRunner().invoke, cli, command)
+        for step in range(1, 5):
+            model = ToyTrainee(40 + step)
+            if step == 1:
+                model.norm.data[3] = torch.nan
+            bcp.save(tmp_path / "new", {"model": model}, step=step)
+            if step == 2:
+                _spoil(tmp_path / "new")
+            (tmp_path / "new").rename(tmp_path / f"step-{step}")
+            until(lambda step=step: step in attempted or following.done(), f"step {step} was tried")
+        assert engine.look()["digests"] == expected_digests(44, 2)
+        del model.norm
+        bcp.save(tmp_path / "step-5", {"model": model}, step=5)
+        done = following.result()
+    assert attempted == [1, 2, 3, 4, 5]
+    assert done.exit_code == 1  # it does not fit
+    for step, why in enumerate(("NaN or infinite", "damaged|checksum|corrupt", "step-3"), 1):
+        assert re.search(rf"step {step} was not pushed: .*({why})", done.stderr), done.stderr
 
 
 def test_no_engine(tmp_path: Path) -> None:
