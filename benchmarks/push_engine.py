@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import EngineError
-from bytecheckpoint.inference.push import Engine, Receiver
+from bytecheckpoint.inference.push import Engine, EngineModel, Receiver
 from bytecheckpoint.inference.push.quantization.blocks import Blocks
 
 __all__ = ["LAYER_ROWS", "PipeEngine", "trainee"]
@@ -47,7 +47,7 @@ class _Model(nn.Module):
             layer.weight.copy_(tensor.narrow(0, self.rank * self.rows, self.rows))
 
 
-class _Worker:
+class _Worker(EngineModel):
     """An ``EngineModel``."""
 
     quantized = False

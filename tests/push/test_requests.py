@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import MismatchError
+from bytecheckpoint.inference.push.engine_model import EngineModel
 from bytecheckpoint.inference.push.engines.base import Budget, Engine
 from bytecheckpoint.inference.push.messages import Table
 from bytecheckpoint.inference.push.receiver import Receiver
@@ -20,7 +21,7 @@ FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 Loader = Callable[[nn.Module, str, torch.Tensor], None]
 
 
-class _Model:
+class _Model(EngineModel):
     """An ``EngineModel`` with parameters of these dtypes and shapes."""
 
     def __init__(

@@ -13,6 +13,7 @@ from torch import nn
 
 from bytecheckpoint.errors import MismatchError
 from bytecheckpoint.inference.push import Pusher
+from bytecheckpoint.inference.push.engine_model import EngineModel
 from bytecheckpoint.inference.push.engines.base import Engine
 from bytecheckpoint.inference.push.receiver import Receiver
 from bytecheckpoint.testing import time_limit
@@ -33,7 +34,7 @@ def _tensors(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(_shape(name), generator=generator) for name in ALL}
 
 
-class _Stage:
+class _Stage(EngineModel):
     """An ``EngineModel``. Like vLLM's, it asserts shapes without a message."""
 
     quantized, blocks = False, None

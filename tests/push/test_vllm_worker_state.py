@@ -3,6 +3,7 @@ weights since. A model without an engine; needs vLLM."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from vllm_pushes import made
 
-from bytecheckpoint.inference.push.messages import decode, encode
+from bytecheckpoint.inference.push.messages import PROTOCOL, decode, encode
 from bytecheckpoint.inference.push.receiver import Receiver
 
 with warnings.catch_warnings():
@@ -66,7 +67,22 @@ def test_the_runner_that_a_later_request_brings(worker: tuple[Any, nn.Module], f
     receiver._model.load(_weights(1))
     assert tuple(done) == resets
     assert vllm_worker.receiver(config, model) is receiver
-    assert "failure" not in decode(receiver.answer(encode({"kind": "state", "nonce": "n", "protocol": 7})))
+    assert "failure" not in decode(receiver.answer(encode({"kind": "state", "nonce": "n", "protocol": PROTOCOL})))
+
+
+def _asleep(monkeypatch: pytest.MonkeyPatch, *tags: str) -> None:
+    """Let vLLM's allocator, which only devices have, have unmapped the memory of these tags."""
+    held = [SimpleNamespace(tag=tag, is_asleep=tag in tags) for tag in ("weights", "kv_cache", "runtime")]
+    allocator = SimpleNamespace(instance=SimpleNamespace(pointer_to_data=dict(enumerate(held))))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=allocator))
+
+
+def test_a_worker_whose_memory_is_not_mapped(worker: tuple[Any, nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = vllm_worker.receiver(*worker)
+    for tags in ((), ("kv_cache", "weights"), ("kv_cache",)):
+        _asleep(monkeypatch, *tags)
+        answer = decode(receiver.answer(encode({"kind": "state", "nonce": "n", "protocol": PROTOCOL})))
+        assert answer["asleep"] == list(tags)
 
 
 def test_the_transfer_engine_of_a_worker_that_has_no_receiver_ends() -> None:

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bytecheckpoint.inference.push.engine_model import EngineModel
 from bytecheckpoint.inference.push.receiver import Receiver
 
 
-class PolicyEngine:
+class PolicyEngine(EngineModel):
     """An ``EngineModel`` that samples. It calls ``on_completion`` with its version before each completion."""
 
     quantized, blocks = False, None

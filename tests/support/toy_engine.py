@@ -29,6 +29,7 @@ from torch import nn
 from toy_adapters import ToyAdapters
 
 from bytecheckpoint import telemetry
+from bytecheckpoint.inference.push.engine_model import EngineModel
 from bytecheckpoint.inference.push.engines.targets import split_target
 from bytecheckpoint.inference.push.lora.model import AdapterReceivers
 from bytecheckpoint.inference.push.messages import decode
@@ -126,7 +127,7 @@ def digest_of(trainee: nn.Module, tp: int, rank: int, dtype: torch.dtype = torch
     return model.digest()
 
 
-class ToyWorker:
+class ToyWorker(EngineModel):
     """An ``EngineModel``, of which so many loads as there are ``failures`` break off, having changed the model. With a
     path in ``fails_after``, the next one takes all, and breaks off when this pipe has been written to."""
 
@@ -137,6 +138,7 @@ class ToyWorker:
         self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
         self.rehearsals, self.failures, self.can_restore, self.fails_after = 0, 0, False, ""
         self.cleared = 0
+        self.sleeps: list[str] = []
         self.serves_own = self.served_own = True
 
     def _made(self) -> ToyModel:
@@ -155,6 +157,7 @@ class ToyWorker:
         model.load_weights(weights)  # type: ignore[operator]
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        assert "weights" not in self.sleeps
         self.served_own, self.serves_own = self.serves_own, False
         if not self.failures:
             self.model.load_weights(weights)
@@ -176,7 +179,11 @@ class ToyWorker:
         return True
 
     def clear_caches(self) -> None:
+        assert "kv_cache" not in self.sleeps
         self.cleared += 1
+
+    def asleep(self) -> list[str]:
+        return self.sleeps
 
 
 def _stalled_writes() -> threading.Event:
@@ -265,6 +272,9 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             pipe.send(None)
         elif kind == "can_restore":
             worker.can_restore = True
+            pipe.send(None)
+        elif kind == "sleep":
+            worker.sleeps = argument
             pipe.send(None)
         elif kind == "forget":
             receiver.close()

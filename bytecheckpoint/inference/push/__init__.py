@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .engine_model import EngineModel
 from .engines.base import Engine
 from .engines.rpc import LocalEngine, RpcEngine
 from .engines.targets import DraftEngine
@@ -17,6 +18,7 @@ __all__ = [
     "AdapterEngine",
     "DraftEngine",
     "Engine",
+    "EngineModel",
     "HttpEngine",
     "IpcEngine",
     "LocalEngine",

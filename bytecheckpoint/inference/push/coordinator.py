@@ -13,7 +13,7 @@ import xxhash
 
 from ...errors import ControlError, EngineError, StateError
 from .commit import EngineCommit
-from .engines.base import Budget, Engine, ask
+from .engines.base import Budget, Engine, ask, check_awake
 from .layout import Holding
 from .leases import push_command, settle
 from .memory import DOUBLE, MODES, STREAMED, Mode
@@ -126,6 +126,8 @@ class PushCoordinator:
                     break
                 with_layouts = True  # sent only when a worker does not know its layout
                 continue
+            for worker, answer in zip(self.bound.workers, answers, strict=True):
+                check_awake(self._engines[worker.engine], [answer])
             least = min((answer["mode"] for answer in answers), key=MODES.index)
             if all(answer["mode"] == least for answer in answers):
                 self._answers, self.mode = answers, least
@@ -296,6 +298,8 @@ class PushCoordinator:
                 f"the workers do not all hold one version before the one that they serve (they hold: {names}); nothing "
                 "was changed. Push that version again"
             )
+        for engine, of_engine in zip(self._engines, states, strict=True):
+            check_awake(engine, of_engine)
         version: int | str = found[0][0]
         commits = [
             EngineCommit(

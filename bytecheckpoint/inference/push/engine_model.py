@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,16 @@ class EngineModel(Protocol):
     def clear_caches(self) -> None:
         """Overwrite the caches of keys and values. Called after weights that may not have been finite were replaced:
         kernels read unused parts of a cache, where NaN from before would spoil new results."""
+
+    def asleep(self) -> Collection[str]:
+        """Return what of the engine is in memory that is not mapped now, "weights" or "kv_cache", which nothing may
+        access. By default, nothing is."""
+        return ()
+
+    def was_replaced(self) -> bool:
+        """Return whether the engine itself has loaded other weights since the last ``load`` or ``restore``. By default,
+        it never does."""
+        return False
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 from ...errors import BytecheckpointError, EngineError
 from .daemon import run_daemon
 from .engines.addresses import engine_at, server_at
-from .engines.base import Budget, Engine, ask, ask_all
+from .engines.base import Budget, Engine, ask, ask_all, check_awake
 from .transports.connection import Acceptor, Endpoint, connect, receive
 
 __all__ = ["HeldLease", "PauseLease", "check_consistent", "push_command", "resume_command", "settle"]
@@ -61,7 +61,7 @@ def settle(engine: Engine, wait_s: float, transaction: str | None = None) -> int
 
     Raises:
         EngineError: The engine serves no complete version. It is left paused.
-        StateError: A sender is connected.
+        StateError: A sender is connected, or the engine sleeps.
         DeadlineError: The engine did not answer in time.
     """
     budget = Budget(wait_s)
@@ -70,6 +70,7 @@ def settle(engine: Engine, wait_s: float, transaction: str | None = None) -> int
         ask_all(engine, "revert", {"transaction": answers[0]["transaction"]}, budget.left)
         answers = ask(engine, "settle", {"transaction": transaction}, budget.left)
     version = check_consistent(engine, answers)
+    check_awake(engine, answers)
     engine.resume(version, budget.left, changed=True)
     return version
 

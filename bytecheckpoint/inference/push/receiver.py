@@ -106,6 +106,7 @@ class Receiver:
         served = self._versions.served
         answer["version"] = None if served is None else served.version
         answer["inconsistent_reason"] = self._inconsistent_reason or (base._inconsistent_reason if base else "")
+        answer["asleep"] = sorted(self._model.asleep())
         answer["applied_by"] = "" if served is None else served.applied_by
         answer["transaction"] = self._transaction
         answer["seconds"] = time.monotonic() - begin
@@ -140,6 +141,7 @@ class Receiver:
 
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a transaction: provide memory for a layout, and return what it already contains."""
+        self._check_awake()
         self._stop_listening()
         self._is_verified, self._is_settled, self._transaction = False, False, message["transaction"]
         digest, packed, table_digest = message["layouts"].get(self.id, (b"", None, b""))
@@ -212,6 +214,7 @@ class Receiver:
         version = self._current(message)
         if not self._is_verified:
             raise StateError("apply before verify; nothing was applied")
+        self._check_awake()
         self._is_verified = False
         try:
             self._load(version, version.chunks)
@@ -226,6 +229,7 @@ class Receiver:
         version, ring = self._current(message), self._ring
         if ring is None:
             raise StateError("stream without a ring buffer; nothing was applied")
+        self._check_awake()
         version.version, version.finite = message["version"], message["finite"]
         try:
             self._load(version, ring)
@@ -247,6 +251,13 @@ class Receiver:
         self._clear_caches(may_be_spoiled=not version.finite)
         self._inconsistent_reason = ""
 
+    def _check_awake(self) -> None:
+        if "weights" in self._model.asleep():
+            raise StateError(
+                "the engine sleeps, and the memory of its weights is not mapped; nothing was changed. Call its wake_up "
+                'first, with tags=["weights"] or without'
+            )
+
     def _restore(self) -> bool:
         is_restored = self._model.restore()
         if is_restored:
@@ -254,7 +265,7 @@ class Receiver:
         return is_restored
 
     def _clear_caches(self, *, may_be_spoiled: bool) -> None:
-        if self._caches_may_be_spoiled:
+        if self._caches_may_be_spoiled and "kv_cache" not in self._model.asleep():  # else they are gone
             self._model.clear_caches()
         self._caches_may_be_spoiled = may_be_spoiled
 
@@ -345,6 +356,7 @@ class Receiver:
         versions = self._versions
         if versions.before is None or versions.served is None:
             raise StateError("it does not hold the version before; nothing was changed")
+        self._check_awake()
         self._is_verified, reason = False, f"version {versions.served.version!r} was rolled back"
         versions.revert()
         self._roll_back(reason)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from ...errors import DeadlineError, StateError
 from .daemon import run_daemon
+from .engine_model import EngineModel
 from .engines.targets import split_target
 from .engines.vllm import HttpEngine
 from .guard import ExitGuard
@@ -34,7 +35,7 @@ Step = tuple[str, Mapping[str, Any] | None]
 """The path of an endpoint, and the document to post there."""
 
 
-class RelayModel(ABC):
+class RelayModel(EngineModel):
     """An ``EngineModel`` that requests every tensor completely, and passes on what it loads."""
 
     quantized = False
@@ -65,7 +66,7 @@ class RelayModel(ABC):
     def restore(self) -> bool:
         return False
 
-    def clear_caches(self) -> None:  # noqa: B027
+    def clear_caches(self) -> None:
         """Does nothing: there is no request for it."""
 
     @property

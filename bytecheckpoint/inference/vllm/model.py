@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +34,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ...errors import MismatchError, StateError
 from ..layouts.hub_names import hub_tensors, scale_name
+from ..push.engine_model import EngineModel
 from ..push.quantization.blocks import grid_of
 from ..push.receiver import Receiver
 from .adapter_slots import keep_adapters
@@ -44,7 +46,7 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 _log = logging.getLogger(__name__)
 
 
-class VllmModel:
+class VllmModel(EngineModel):
     """An ``EngineModel`` for the model of one worker; builds and loads it with vLLM's own functions."""
 
     def __init__(self, vllm_config: Any, model: nn.Module) -> None:
@@ -168,6 +170,14 @@ class VllmModel:
         self._reload(self._with_tied(iter(loader.get_all_weights(self._config.model_config, self._model))))
         self._serves_own = True
         return True
+
+    def asleep(self) -> Collection[str]:
+        # Only an engine that can sleep has imported it, and vLLM's workers for CPUs only pretend to.
+        allocator = getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None)
+        if allocator is None or allocator.instance is None:
+            return ()
+        held = allocator.instance.pointer_to_data.values()
+        return {"weights", "kv_cache"} & {one.tag for one in held if getattr(one, "is_asleep", False)}
 
     def clear_caches(self) -> None:
         for layer in self._config.compilation_config.static_forward_context.values():

@@ -7,13 +7,13 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ....errors import BytecheckpointError, EngineError
+from ....errors import BytecheckpointError, EngineError, StateError
 from ..messages import PROTOCOL, Failure, decode, encode
 
-__all__ = ["Budget", "Engine", "ask", "ask_all", "failure_of"]
+__all__ = ["Budget", "Engine", "ask", "ask_all", "check_awake", "failure_of"]
 
 _MIN_WAIT_S = 0.05
 
@@ -22,6 +22,8 @@ class Engine(ABC):
     """One inference engine, as the coordinator of a push reaches it. ``name`` identifies it in errors and reports."""
 
     name: str
+    resumes = True
+    """Whether the engine generates after ``resume``, and not only when its owner makes it."""
 
     @abstractmethod
     def call(self, request: str, timeout_s: float) -> list[str]:
@@ -109,6 +111,16 @@ def failure_of(engine: Engine, number: int, answer: Mapping[str, Any]) -> Bytech
         return None
     where = f"worker {number} of {engine.name} (process {answer['pid']} on {answer['host']})"
     return Failure(**answer["failure"]).error(where)
+
+
+def check_awake(engine: Engine, answers: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``StateError`` if resuming the engine would make it access memory that it has released to sleep."""
+    asleep = sorted({tag for answer in answers for tag in answer.get("asleep", ())})
+    if asleep and engine.resumes:
+        raise StateError(
+            f"{engine.name} sleeps ({', '.join(asleep)}), and resuming it would make it access memory that is not "
+            "mapped; nothing was changed. Call its wake_up first"
+        )
 
 
 class Budget:

@@ -43,7 +43,7 @@ class RpcEngine(CollectiveRpc):
         self, call: Callable[..., Any], *, name: str, pause: PauseMode | None = None, identity: str | None = None
     ) -> None:
         self.name = name
-        self._identity = identity
+        self._identity, self.resumes = identity, pause is not None
         self._call, self._pause_mode = call, pause
         self._pending: Future[Any] | None = None
 

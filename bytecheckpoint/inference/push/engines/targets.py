@@ -37,6 +37,10 @@ class TargetEngine(Engine):
         self._engine.resume(None, timeout_s, changed=changed)
 
     @property
+    def resumes(self) -> bool:  # type: ignore[override]
+        return self._engine.resumes
+
+    @property
     def identity(self) -> str:
         return f"{self._name} of {self._engine.identity}"
 

@@ -227,6 +227,10 @@ class NativeEngine(Engine):
         self._engine.resume(None, budget.left, changed=changed)
 
     @property
+    def resumes(self) -> bool:  # type: ignore[override]
+        return self._engine.resumes
+
+    @property
     def identity(self) -> str:
         return self._engine.identity
 

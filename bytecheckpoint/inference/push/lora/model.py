@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ....errors import StateError
+from ..engine_model import EngineModel
 from ..messages import check_faults
 from ..quantization.blocks import Blocks
 from ..receiver import Receiver
@@ -96,7 +97,7 @@ def factor_of(name: str) -> LoraFactor:
     return LoraFactor(found["module"], (found["linear"] or found["embedding"]) == "A")
 
 
-class AdapterModel:
+class AdapterModel(EngineModel):
     """An ``EngineModel`` for one adapter. Its loader checks tensors against the host's layers and requests them
     completely."""
 
