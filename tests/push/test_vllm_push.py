@@ -106,13 +106,16 @@ def test_reloads_and_sleep_between_pushes(tmp_path: Path) -> None:
         ["sleep"], ["wake up", ["weights"]], ["reload"], ["wake up", ["kv_cache"]], ["generate"],
         ["push", 2], ["generate"],
         ["sleep"], ["wake up", ["weights"]], ["push", 3], ["wake up", ["kv_cache"]], ["generate"],
+        ["sleep", 1], ["wake up", None], ["generate"], ["sleep", 1], ["wake up", None], ["push", 1], ["generate"],
+        ["stream", 2, 1 << 20], ["reload"], ["served"], ["generate"], ["push", 2], ["generate"],
     ]  # fmt: skip
     options = {"path": str(tmp_path / "c")}
     loader = {"load_format": "bcp", "model_loader_extra_config": options, "tensor_parallel_size": 2}
     found = _run(tmp_path / "hf", "llama", steps, **loader, **_EXTENSION)
     assert "serves what it started with" in found[1]["message"]
     tokens = [found[number] for number, step in enumerate(steps) if step == ["generate"]]
-    assert tokens == [reference_tokens(made("llama", seed)) for seed in (0, 0, 1, 0, 2, 3)]
+    assert tokens == [reference_tokens(made("llama", seed)) for seed in (0, 0, 1, 0, 2, 3, 3, 1, 0, 2)]
+    assert [served[0] for served in found[steps.index(["served"])]] == [None, None]
     assert not [result for result in found[2:] if isinstance(result, dict) and "error" in result]
 
 

@@ -24,7 +24,12 @@ from bytecheckpoint.inference.push.receiver import Receiver
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those that vLLM's own modules give rise to
-    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     from bytecheckpoint.inference.vllm import layout as vllm_layout
@@ -83,6 +88,24 @@ def test_a_worker_whose_memory_is_not_mapped(worker: tuple[Any, nn.Module], monk
         _asleep(monkeypatch, *tags)
         answer = decode(receiver.answer(encode({"kind": "state", "nonce": "n", "protocol": PROTOCOL})))
         assert answer["asleep"] == list(tags)
+
+
+def test_weights_that_vllm_reloads(worker: tuple[Any, nn.Module]) -> None:
+    config, model = worker
+    serving = VllmModel(config, model)
+    assert not serving.was_replaced()
+    serving.load(_weights(1))
+    assert not serving.was_replaced()
+    with pytest.raises(ValueError, match="no module or parameter"):
+        serving.load(iter([("model.other", torch.zeros(1))]))
+    assert not serving.was_replaced()
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        model.load_weights(_weights(2))  # type: ignore[operator]
+        finalize_layerwise_reload(model, config.model_config)
+    assert serving.was_replaced()
+    serving.load(_weights(3))
+    assert not serving.was_replaced()
 
 
 def test_the_transfer_engine_of_a_worker_that_has_no_receiver_ends() -> None:

@@ -139,6 +139,7 @@ class ToyWorker(EngineModel):
         self.rehearsals, self.failures, self.can_restore, self.fails_after = 0, 0, False, ""
         self.cleared = 0
         self.sleeps: list[str] = []
+        self.is_reloaded = False
         self.serves_own = self.served_own = True
 
     def _made(self) -> ToyModel:
@@ -158,7 +159,7 @@ class ToyWorker(EngineModel):
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         assert "weights" not in self.sleeps
-        self.served_own, self.serves_own = self.serves_own, False
+        self.served_own, self.serves_own, self.is_reloaded = self.serves_own, False, False
         if not self.failures:
             self.model.load_weights(weights)
             if self.fails_after:
@@ -184,6 +185,14 @@ class ToyWorker(EngineModel):
 
     def asleep(self) -> list[str]:
         return self.sleeps
+
+    def reload(self) -> None:
+        """As the engine's owner does, without a push."""
+        self.model.load_weights(iter(ToyTrainee(0).state_dict().items()))
+        self.is_reloaded = True
+
+    def was_replaced(self) -> bool:
+        return self.is_reloaded
 
 
 def _stalled_writes() -> threading.Event:
@@ -276,6 +285,9 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
         elif kind == "sleep":
             worker.sleeps = argument
             pipe.send(None)
+        elif kind == "reload":
+            worker.reload()
+            pipe.send(None)
         elif kind == "forget":
             receiver.close()
             receiver = Receiver(worker)
@@ -293,6 +305,7 @@ class _Front(BaseHTTPRequestHandler):
     pids: list[int]
     is_dead = False
     token = ""
+    drops_cache = True
     log: list[str]
     lock = threading.Lock()
 
@@ -321,6 +334,11 @@ class _Front(BaseHTTPRequestHandler):
             seen = self._all("look", None)
             names = ("digests", "rehearsals", "descriptors", "threads", "adapters", "arenas", "cleared")
             return {**dict(zip(names, zip(*seen, strict=True), strict=True)), "pids": self.pids, "log": self.log}
+        if self.path.startswith("/reset_prefix_cache"):
+            return {"success": _Front.drops_cache}
+        if self.path == "/fault" and document["what"] == "keep cache":
+            _Front.drops_cache = not document["argument"]
+            return None
         if self.path == "/fault":
             pipe = self.pipes[document["worker"]]
             with self.lock:

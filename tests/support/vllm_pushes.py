@@ -136,7 +136,10 @@ def _main(job: dict[str, Any]) -> None:
                 results.append(llm.collective_rpc("reload_weights"))
                 llm.reset_prefix_cache()
             elif what in ("sleep", "wake up"):
-                results.append(llm.sleep(level=2) if what == "sleep" else llm.wake_up(arguments[0]))
+                level = arguments[0] if arguments else 2
+                results.append(llm.sleep(level=level) if what == "sleep" else llm.wake_up(arguments[0]))
+            elif what == "served":
+                results.append(_served(pusher))
             elif what == "vllm's version":
                 results.append(llm.get_weight_version())
             elif what in ("stream", "stream by group"):

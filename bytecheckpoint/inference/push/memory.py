@@ -180,8 +180,8 @@ class HeldVersion:
 class VersionStore:
     """The versions of one worker.
 
-    ``served`` is None while the engine serves what it started with. ``next`` is being written, or will be; until then
-    it holds the version that was served before.
+    ``served`` is None while the engine serves what it started with, or has loaded itself. ``next`` is being written, or
+    will be; until then it holds the version that was served before.
     """
 
     def __init__(self) -> None:
@@ -261,6 +261,14 @@ class VersionStore:
         """Make the previous version the served one."""
         reverted, self.served, self._before = self.served, self._before, None
         self.next = reverted if reverted is not None and reverted.arena is not None else None
+
+    def forget(self) -> None:
+        """Note that the engine serves none of these versions any more. Memory is kept for the next one."""
+        served, self.served, self._before = self.served, None, None
+        if self.next is None:
+            self.next = served if served is not None and served.arena is not None else None
+        elif served is not None:
+            served.release()
 
     def release(self) -> None:
         """Free all memory. The engine keeps serving."""

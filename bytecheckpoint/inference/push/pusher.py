@@ -171,10 +171,10 @@ class Pusher:
         """Return the state of every worker, by engine and worker. On rank 0 only.
 
         Returns:
-            For each worker a map of ``version`` (None for what it started with), ``inconsistent_reason`` (empty when
-            it serves one consistent version), ``intact`` (whether it can roll back to what it serves), ``digest`` of
-            the version, ``bytes`` of host memory in use, and ``set_aside``, the bytes that the last stream copied out
-            of the way because the engine read them in another order than recorded.
+            For each worker a map of ``version`` (None for what it started with, or has loaded without a push),
+            ``inconsistent_reason`` (empty when it serves one consistent version), ``intact`` (whether it can roll back
+            to what it serves), ``digest`` of the version, ``bytes`` of host memory in use, and ``set_aside``, the bytes
+            that the last stream copied out of the way because the engine read them in another order than recorded.
 
         Raises:
             EngineError: An engine failed.

@@ -97,6 +97,7 @@ class Receiver:
                     f"the engine's model serves no consistent version ({base._inconsistent_reason}); nothing was "
                     "changed, push the model first"
                 )
+            self._check_replaced()
             notify(f"push.worker.{kind}", "enter")
             answer |= handler(self, message)
             notify(f"push.worker.{kind}", "exit")
@@ -250,6 +251,15 @@ class Receiver:
         self._model.load(ChunkedTensors(version.table, version.layout, store).tensors())
         self._clear_caches(may_be_spoiled=not version.finite)
         self._inconsistent_reason = ""
+
+    def _check_replaced(self) -> None:
+        """Forget what was served before the engine itself loaded other weights."""
+        served = self._versions.served
+        if (served is not None or self._inconsistent_reason) and self._model.was_replaced():
+            name = None if served is None else served.version
+            _log.warning("push: the engine has loaded other weights by itself; it no longer serves version %r", name)
+            self._versions.forget()
+            self._inconsistent_reason = ""
 
     def _check_awake(self) -> None:
         if "weights" in self._model.asleep():

@@ -58,6 +58,7 @@ class VllmModel(EngineModel):
             True  # whether the engine serves the weights that it started with: now, and before the last load
         )
         self.is_starting = False  # while vLLM loads the model, before it processes weights
+        self._last_load: Any = None
         self._ties = _ties(model)
         self._on_hub: set[frozenset[str]] = set()
 
@@ -136,6 +137,7 @@ class VllmModel(EngineModel):
         self._serves_own = False
         if self.is_starting:
             self.run_loader(self._model, weights)
+            self._note_load()
         else:
             self._reload(self._as_loaded(weights))
 
@@ -148,10 +150,19 @@ class VllmModel(EngineModel):
             except BaseException:
                 self._give_up()
                 raise
+            finally:
+                self._note_load()
         keep_adapters(self._model)
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.runner, reset):
                 getattr(self.runner, reset)()
+
+    def _note_load(self) -> None:
+        # Each reload of the model, also vLLM's own, replaces this list.
+        self._last_load = get_layerwise_info(self._model).loaded_weights
+
+    def was_replaced(self) -> bool:
+        return self._last_load is not None and get_layerwise_info(self._model).loaded_weights is not self._last_load
 
     def _give_up(self) -> None:
         """Abort a reload: incomplete layers get their previous tensors back."""

@@ -1,4 +1,5 @@
-"""Engines that have released their memory to sleep: nothing accesses it, and nothing resumes them."""
+"""Engines that change without a push. While they sleep, nothing accesses their memory, and nothing resumes them; when
+they have reloaded their weights, they no longer serve what was pushed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
-from bytecheckpoint.errors import StateError
+from bytecheckpoint.errors import EngineError, StateError
 from bytecheckpoint.inference.push import HttpEngine, Pusher, RpcEngine
 from bytecheckpoint.testing import time_limit
 
@@ -38,14 +39,15 @@ def _pauses(engine: ToyEngine) -> int:
 )
 def test_a_push(engine: ToyEngine, options: dict[str, Any], tags: tuple[str, ...], message: str) -> None:
     with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30), **options) as pusher:
-        pusher.push(ToyTrainee(1), version=1)
+        for version in (5, 1):
+            pusher.push(ToyTrainee(version), version=version)
         before = _pauses(engine)
         _sleep(engine, *tags)
         try:
-            with pytest.raises(StateError, match=message):
-                pusher.push(ToyTrainee(2), version=2)
             with pytest.raises(StateError, match="do not all hold" if options else "sleeps"):
                 pusher.rollback()
+            with pytest.raises(StateError, match=message):
+                pusher.push(ToyTrainee(2), version=2)
             with pytest.raises(StateError, match="sleeps"):
                 pusher.resume()
         finally:
@@ -76,3 +78,38 @@ def test_an_engine_that_its_owner_resumes_may_have_no_cache(engine: ToyEngine) -
             _sleep(engine)
         assert engine.look()["cleared"] == before
         assert engine.look()["digests"] == expected_digests(4, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_bytes": 120_000}, _STREAMED], ids=["two", "one", "streamed"])
+def test_an_engine_that_reloads(engine: ToyEngine, options: dict[str, Any]) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30), **options) as pusher:
+        for version in (1, 2):
+            pusher.push(ToyTrainee(version), version=version)
+        for worker in range(2):
+            engine.fault(worker, "reload")
+        assert [one["version"] for one in pusher.state()[0]] == [None, None]
+        with pytest.raises(StateError, match="do not all hold"):
+            pusher.rollback()
+        with toy_engine(1) as other, Pusher(HttpEngine(other.url), deadline_s=time_limit(30)) as joining:
+            with pytest.raises(StateError, match="serves what it started with"):
+                joining.push(HttpEngine(engine.url))
+        assert engine.look()["digests"] == expected_digests(0, 2)
+        pusher.push(ToyTrainee(2), version=2)  # its bytes are still there
+        assert engine.look()["digests"] == expected_digests(2, 2)
+        for version in (3, 4):
+            pusher.push(ToyTrainee(version), version=version)
+            assert engine.look()["digests"] == expected_digests(version, 2)
+
+
+def test_an_engine_that_reloads_after_a_failure(engine: ToyEngine) -> None:
+    with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30), **_STREAMED) as pusher:
+        pusher.push(ToyTrainee(1), version=1)
+        engine.fault(0, "fail", 1)
+        with pytest.raises(EngineError, match="is left paused"):
+            pusher.push(ToyTrainee(2), version=2)
+        for worker in range(2):
+            engine.fault(worker, "reload")
+        assert pusher.resume() == [None]
+        assert not engine.paused
+        pusher.push(ToyTrainee(3), version=3)
+        assert engine.look()["digests"] == expected_digests(3, 2)
