@@ -304,6 +304,26 @@ def test_a_worker_stopped_while_its_weights_change(engine: ToyEngine) -> None:
     _assert_serves(engine, 3)
 
 
+def test_a_server_that_does_not_drop_its_cache(engine: ToyEngine) -> None:
+    """It would answer with the old weights, so it stays paused."""
+    with Pusher(HttpEngine(engine.url, pause="keep"), deadline_s=time_limit(30)) as pusher:
+        pusher.push(ToyTrainee(2), version=2)
+        requests = [path for path in engine.look()["log"] if path not in ("/collective_rpc", "/look")]
+        assert requests[-4:] == ["/pause", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+        engine.fault(0, "keep cache", True)
+        try:
+            with pytest.raises(EngineError, match=r"(?s)did not drop its prefix cache.*`bcp push --resume http"):
+                pusher.push(ToyTrainee(3), version=3)
+            assert engine.paused
+            with pytest.raises(EngineError, match="did not drop its prefix cache"):
+                pusher.resume()
+            assert engine.paused
+        finally:
+            engine.fault(0, "keep cache", False)
+        assert pusher.resume() == [3]
+    _assert_serves(engine, 3)
+
+
 def test_an_unreachable_engine(pool: RankPool) -> None:
     message = _same(pool.run(_fail, "http://127.0.0.1:9", "", 10.0), EngineError)
     assert "is the engine up?" in message
