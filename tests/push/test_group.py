@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from bytecheckpoint.inference.push.memory import STREAMED
 from bytecheckpoint.inference.push.transports.base import Place, digest_on_device, word_digest
 from bytecheckpoint.inference.push.transports.group import GroupRendezvous, join_group
 from bytecheckpoint.inference.push.transports.group_transport import GroupTransport
+from bytecheckpoint.inference.push.transports.listening import ADDRESS_VARIABLE, PORTS_VARIABLE, listen
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -67,6 +70,27 @@ def test_two_engines(engine: ToyEngine, other: ToyEngine, pool: RankPool, option
     for version, (report, digests) in enumerate(first, 1):
         assert digests == [expected_digests(version, 2)] * 2
         assert report.mode == STREAMED
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1", "::1", "0.0.0.0"])
+def test_where_members_meet(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv(PORTS_VARIABLE, f"{port}-{min(port + 20, 65535)}")
+    if address:
+        monkeypatch.setenv(ADDRESS_VARIABLE, address)
+    try:
+        listen(1).close()
+    except EngineError:
+        pytest.skip("this host has no such address")
+    rendezvous = GroupRendezvous("gloo", time_limit(10))
+    found = rendezvous.address(["a"], ["b"], [""])
+    assert port <= found.port <= port + 20
+    with ThreadPoolExecutor(2) as threads:
+        members = list(threads.map(lambda rank: join_group(found, rank), range(2)))
+    for member in members:
+        member.leave()
+    rendezvous.close()
 
 
 def _push(engine: ToyEngine, version: int) -> None:

@@ -27,7 +27,14 @@ from bytecheckpoint.inference.push.transports.connection import (
     connect,
     receive,
 )
-from bytecheckpoint.inference.push.transports.listening import ADDRESS_VARIABLE, PORTS_VARIABLE, listen
+from bytecheckpoint.inference.push.transports.listening import (
+    ADDRESS_VARIABLE,
+    PORTS_VARIABLE,
+    _listen_everywhere,
+    listen,
+    local_addresses,
+    own_address,
+)
 from bytecheckpoint.inference.push.transports.shared_memory import Arena, ArenaChunks, SharedMemoryTransport, attach
 from bytecheckpoint.inference.push.transports.tcp import ChunkServer, TcpTransport
 from bytecheckpoint.tensors.dtypes import find_dtype
@@ -162,6 +169,19 @@ def test_a_configured_address(memory: torch.Tensor, monkeypatch: pytest.MonkeyPa
     transport.finish()
     transport.close()
     server.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_all_addresses(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """The other side gets addresses to which it can connect."""
+    monkeypatch.setenv(ADDRESS_VARIABLE, address)
+    hosts = local_addresses()
+    assert "127.0.0.1" in hosts
+    assert not {"0.0.0.0", "::"} & set(hosts)
+    with listen(1) as listener:
+        with _listen_everywhere(0, 1) as everywhere:
+            assert listener.family == (socket.AF_INET if address == "0.0.0.0" else everywhere.family)
+        socket.create_connection(own_address(listener), time_limit(5)).close()
 
 
 def test_a_configured_range_of_ports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from ....errors import EngineError, UsageError
 
-__all__ = ["ADDRESS_VARIABLE", "PORTS_VARIABLE", "listen", "local_addresses"]
+__all__ = ["ADDRESS_VARIABLE", "PORTS_VARIABLE", "listen", "local_addresses", "own_address"]
 
 ADDRESS_VARIABLE = "BYTECHECKPOINT_PUSH_ADDRESS"
 PORTS_VARIABLE = "BYTECHECKPOINT_PUSH_PORTS"
 
 # Addresses for documentation; only the route to them is asked for.
 _OTHER_HOSTS = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+_ALL, _ALL_IPV4 = ("::",), ("0.0.0.0",)  # where to listen; nobody can connect to them
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
@@ -48,7 +49,7 @@ def listen(backlog: int) -> socket.socket:
 def local_addresses() -> tuple[str, ...]:
     """Return the addresses at which other hosts may reach this one, the likeliest first."""
     configured = _configured()
-    if configured:
+    if configured and configured != _ALL_IPV4:
         return configured
     hosts = [os.environ.get("VLLM_HOST_IP", "")]
     for family, other in _OTHER_HOSTS:
@@ -56,7 +57,15 @@ def local_addresses() -> tuple[str, ...]:
             probe.connect((other, 9))  # sends no packet; only selects the outgoing interface
             hosts.append(probe.getsockname()[0])
     hosts += [socket.gethostname(), "127.0.0.1"]
+    if configured == _ALL_IPV4:
+        hosts = [host for host in hosts if ":" not in host]
     return tuple(dict.fromkeys(host for host in hosts if host))
+
+
+def own_address(listener: socket.socket) -> tuple[str, int]:
+    """Return the address and port at which this process reaches its own listening socket."""
+    host, port = listener.getsockname()[:2]
+    return "127.0.0.1" if host in (*_ALL, *_ALL_IPV4) else host, port
 
 
 def _listen_everywhere(port: int, backlog: int) -> socket.socket:
@@ -73,6 +82,8 @@ def _configured() -> tuple[str, ...]:
         return ()
     if name in (interface for _, interface in socket.if_nameindex()):
         return (_address_of_interface(name),)
+    if name in _ALL:
+        return ()
     try:
         return (str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]),)
     except OSError as error:
