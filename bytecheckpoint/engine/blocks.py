@@ -73,28 +73,31 @@ class Block:
 
     def pin(self, device: torch.device) -> int:
         """Register the memory with CUDA, so that device copies run asynchronously. Returns CUDA's error code, or 0.
+        Thread-safe.
 
         All devices may use it then. ``device`` is one that the process uses already: CUDA makes a context, which takes
         hundreds of MiB, on the calling thread's current device, and that is device 0 on a new thread.
         """
-        if self._unpin is not None:
-            return 0
         self.fault_in(self.nbytes)
-        with torch.cuda.device(device):
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            failed = int(runtime.cudaHostRegister(self.address, self.nbytes, _REGISTER_PORTABLE))
-            if failed:
-                _clear_error()
-        if not failed:
-            # Unregister before the addresses are unmapped: CUDA would treat whatever is mapped there next as pinned.
-            self._unpin = weakref.finalize(self, _unregister, self.address, device)
-        return failed
+        with self._lock:  # I/O threads share a block, and CUDA refuses to register memory twice
+            if self._unpin is not None:
+                return 0
+            with torch.cuda.device(device):
+                runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                failed = int(runtime.cudaHostRegister(self.address, self.nbytes, _REGISTER_PORTABLE))
+                if failed:
+                    _clear_error()
+            if not failed:
+                # Unregister before the addresses are unmapped: CUDA would treat what is mapped there next as pinned.
+                self._unpin = weakref.finalize(self, _unregister, self.address, device)
+            return failed
 
     def unpin(self) -> None:
         """Undo ``pin``, if the memory is pinned."""
-        if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
+        with self._lock:
+            if self._unpin is not None:
+                self._unpin()
+                self._unpin = None
 
 
 def _unregister(address: int, device: torch.device) -> None:

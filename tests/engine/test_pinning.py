@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,11 @@ from bytecheckpoint.engine import blocks
 from bytecheckpoint.engine.blocks import PAGE, Block
 from bytecheckpoint.engine.staging.device_copy_out import pin
 from bytecheckpoint.errors import StateError
+from bytecheckpoint.testing import time_limit
 
 DEVICE = torch.device("cuda", 3)
+
+_ALREADY_REGISTERED = 712
 
 
 class Runtime:
@@ -26,14 +30,20 @@ class Runtime:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
         self.current = self.code = self.last_error = 0
+        self.registered: set[int] = set()
+        self.on_register: Callable[[], object] = lambda: None
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append(("register", self.current))
-        self.last_error = self.code
-        return self.code
+        self.on_register()
+        self.last_error = _ALREADY_REGISTERED if address in self.registered else self.code
+        if not self.last_error:
+            self.registered.add(address)
+        return self.last_error
 
     def cudaHostUnregister(self, address: int) -> int:
         self.calls.append(("unregister", self.current))
+        self.registered.remove(address)
         return 0
 
     def cudaGetLastError(self) -> int:
@@ -82,6 +92,42 @@ def test_a_pinned_block_that_is_dropped(runtime: Runtime) -> None:
     del block
     gc.collect()
     assert runtime.calls == [("register", 3), ("unregister", 3)]
+
+
+class _WatchedLock:
+    """Sets ``contended`` when a thread must wait for it."""
+
+    def __init__(self, contended: threading.Event) -> None:
+        self._lock, self._contended = threading.Lock(), contended
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._contended.set()
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_two_threads_pin_one_block(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The I/O threads of a synchronous save share a block; CUDA refuses to register it twice."""
+    block, has_second_come = Block(4 * PAGE), threading.Event()
+    monkeypatch.setattr(block, "_lock", _WatchedLock(has_second_come))
+    with ThreadPoolExecutor(2) as pool:
+        others = []
+
+        def on_register() -> None:
+            if len(runtime.calls) > 1:
+                has_second_come.set()  # it did not wait for the first one
+            else:
+                others.append(pool.submit(pin, block, DEVICE))
+                assert has_second_come.wait(time_limit(60))
+
+        runtime.on_register = on_register
+        pool.submit(pin, block, DEVICE).result()
+        others[0].result()
+    assert runtime.calls == [("register", 3)]
+    block.unpin()
 
 
 def test_an_error_does_not_remain(runtime: Runtime) -> None:
