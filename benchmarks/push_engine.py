@@ -13,6 +13,7 @@ from torch import nn
 from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push import Engine, EngineModel, Receiver
 from bytecheckpoint.inference.push.quantization.blocks import Blocks
+from bytecheckpoint.inference.push.transports.cuda_ipc import compute_device
 
 __all__ = ["LAYER_ROWS", "PipeEngine", "trainee"]
 
@@ -122,7 +123,7 @@ def _serve(pipe: Connection, layers: int, tp: int, rank: int, device: str) -> No
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         worker.model.cuda()
-    receiver = Receiver(worker)
+    receiver = Receiver(worker, device=compute_device() if device == "cuda" else None)
     while True:
         try:
             request = pipe.recv()

@@ -8,12 +8,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-import weakref
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
+
+from .pinning import Pinning
 
 __all__ = ["PAGE", "Block", "page_round"]
 
@@ -22,7 +21,6 @@ PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23  # madvise(2), Linux 5.14: fault in all pages with one call
 _WIPE_ON_FORK = 18  # madvise(2), Linux 4.14: a child gets zeros, so the parent never pays for copies of pages
-_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 # ``mmap.madvise`` holds the GIL, which would stop the training while pages are faulted in; ctypes releases it.
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -53,10 +51,10 @@ class Block:
                 self._memory.madvise(mmap.MADV_HUGEPAGE, self._start, huge)
         self._warm = 0
         self._lock = threading.Lock()
-        self._unpin: Callable[[], object] | None = None
         self.tensor = mapped[self._start : self._start + nbytes]
         self.view = memoryview(self._memory)[self._start : self._start + nbytes]
         self.address = self.tensor.data_ptr()
+        self.pinning = Pinning(self.tensor)
 
     def fault_in(self, nbytes: int) -> None:
         """Bring the first ``nbytes`` into memory before anything is written there. Thread-safe; free if repeated."""
@@ -72,40 +70,10 @@ class Block:
             self._warm = stop
 
     def pin(self, device: torch.device) -> int:
-        """Register the memory with CUDA, so that device copies run asynchronously. Returns CUDA's error code, or 0.
-        Thread-safe.
-
-        All devices may use it then. ``device`` is one that the process uses already: CUDA makes a context, which takes
-        hundreds of MiB, on the calling thread's current device, and that is device 0 on a new thread.
-        """
+        """Fault in the memory and register it with CUDA, like ``Pinning.pin``."""
         self.fault_in(self.nbytes)
-        with self._lock:  # I/O threads share a block, and CUDA refuses to register memory twice
-            if self._unpin is not None:
-                return 0
-            with torch.cuda.device(device):
-                runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                failed = int(runtime.cudaHostRegister(self.address, self.nbytes, _REGISTER_PORTABLE))
-                if failed:
-                    _clear_error()
-            if not failed:
-                # Unregister before the addresses are unmapped: CUDA would treat what is mapped there next as pinned.
-                self._unpin = weakref.finalize(self, _unregister, self.address, device)
-            return failed
+        return self.pinning.pin(device)
 
     def unpin(self) -> None:
         """Undo ``pin``, if the memory is pinned."""
-        with self._lock:
-            if self._unpin is not None:
-                self._unpin()
-                self._unpin = None
-
-
-def _unregister(address: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-
-def _clear_error() -> None:
-    """Forget this thread's last CUDA error, which torch would raise from its next call, for something else."""
-    with suppress(OSError, AttributeError):  # torch has loaded the library, unless it contains it
-        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}").cudaGetLastError()
+        self.pinning.unpin()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
+from cuda_runtime import Runtime, stand_in_runtime
 
-from bytecheckpoint.engine import blocks
 from bytecheckpoint.engine.blocks import PAGE, Block
 from bytecheckpoint.engine.staging.device_copy_out import pin
 from bytecheckpoint.errors import StateError
@@ -21,56 +17,10 @@ from bytecheckpoint.testing import time_limit
 
 DEVICE = torch.device("cuda", 3)
 
-_ALREADY_REGISTERED = 712
-
-
-class Runtime:
-    """Records each call with the device that is current. ``last_error`` is what torch's next call would raise."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-        self.current = self.code = self.last_error = 0
-        self.registered: set[int] = set()
-        self.on_register: Callable[[], object] = lambda: None
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.calls.append(("register", self.current))
-        self.on_register()
-        self.last_error = _ALREADY_REGISTERED if address in self.registered else self.code
-        if not self.last_error:
-            self.registered.add(address)
-        return self.last_error
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append(("unregister", self.current))
-        self.registered.remove(address)
-        return 0
-
-    def cudaGetLastError(self) -> int:
-        self.calls.append(("clear", self.current))
-        self.last_error = 0
-        return self.code
-
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made = Runtime()
-
-    @contextmanager
-    def use(device: torch.device) -> Iterator[None]:
-        before, made.current = made.current, device.index
-        try:
-            yield
-        finally:
-            made.current = before
-
-    monkeypatch.setattr(torch.cuda, "device", use)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    library: Any = lambda name: made  # noqa: E731
-    monkeypatch.setattr(
-        blocks, "ctypes", type("Ctypes", (), {"CDLL": staticmethod(library), "c_size_t": ctypes.c_size_t})
-    )
-    return made
+    return stand_in_runtime(monkeypatch)
 
 
 def test_a_thread_pins_on_the_device_of_the_tensors(runtime: Runtime) -> None:
@@ -112,7 +62,7 @@ class _WatchedLock:
 def test_two_threads_pin_one_block(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The I/O threads of a synchronous save share a block; CUDA refuses to register it twice."""
     block, has_second_come = Block(4 * PAGE), threading.Event()
-    monkeypatch.setattr(block, "_lock", _WatchedLock(has_second_come))
+    monkeypatch.setattr(block.pinning, "_lock", _WatchedLock(has_second_come))
     with ThreadPoolExecutor(2) as pool:
         others = []
 

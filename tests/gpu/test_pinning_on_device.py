@@ -14,6 +14,7 @@ import torch
 from bytecheckpoint.engine.blocks import Block
 from bytecheckpoint.errors import StateError
 from bytecheckpoint.inference.push.ipc.buckets import CudaBuckets
+from bytecheckpoint.inference.push.transports.shared_memory import Arena
 from bytecheckpoint.testing import time_limit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -65,6 +66,17 @@ def test_an_error_of_pinning_does_not_remain() -> None:
         runtime.cudaHostUnregister(block.address)
     assert block.pin(device) == 0
     block.unpin()
+
+
+def test_an_arena_is_pinned() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    arena = Arena(100_000, device)
+    memory, target = arena.memory, torch.zeros(100_000, dtype=torch.uint8, device=device)
+    assert memory.is_pinned()
+    memory.fill_(3)
+    assert target.copy_(memory).eq(3).all()
+    arena.close()
+    assert not memory.is_pinned()
 
 
 def test_expandable_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ class BounceBuffer(Block):
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
         self.transfers: list[Callable[[], object]] = []
-        self.pin_was_tried = False
         self.fault_in(nbytes)
 
     def settle(self) -> None:

@@ -6,7 +6,6 @@ registered with CUDA once, and never from the pages of a file.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,8 +15,6 @@ from ..tensor_bytes import copy_elements
 from .bounce import BounceBuffer
 
 __all__ = ["DeviceCopyIn"]
-
-_log = logging.getLogger(__name__)
 
 
 class DeviceCopyIn:
@@ -40,7 +37,7 @@ class DeviceCopyIn:
 
     def copy(self, out: torch.Tensor, source: torch.Tensor, buffer: BounceBuffer) -> None:
         """Start ``out[...] = source``. The elements of ``source`` are in ``buffer``, which waits for the copy."""
-        _pin(buffer, out.device)
+        buffer.pinning.try_pin(out.device)
         stream = self._streams[out.device]
         with torch.cuda.stream(stream):
             if source.is_contiguous() and not (out.is_contiguous() and out.dtype == source.dtype):
@@ -51,13 +48,3 @@ class DeviceCopyIn:
             copy_elements(out, source, non_blocking=True)
         event: Any = stream.record_event()
         buffer.transfers.append(event.synchronize)
-
-
-def _pin(buffer: BounceBuffer, device: torch.device) -> None:
-    if buffer.pin_was_tried:
-        return
-    buffer.pin_was_tried = True
-    failed = buffer.pin(device)
-    if failed:
-        # Copies from pageable memory are correct too: CUDA reads the bytes before the call returns.
-        _log.debug("CUDA cannot pin a bounce buffer of %d bytes (error %d)", buffer.nbytes, failed)

@@ -181,10 +181,11 @@ class VersionStore:
     """The versions of one worker.
 
     ``served`` is None while the engine serves what it started with, or has loaded itself. ``next`` is being written, or
-    will be; until then it holds the version that was served before.
+    will be; until then it holds the version that was served before. ``device`` is that of the weights, if it is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self.served: HeldVersion | None = None
         self.next: HeldVersion | None = None
         self._before: HeldVersion | None = None
@@ -233,7 +234,7 @@ class VersionStore:
             if found is not None:
                 found.release()
             found = HeldVersion(table, layout, None, [])
-        self.next = found or HeldVersion(table, layout, Arena(layout.nbytes), [])
+        self.next = found or HeldVersion(table, layout, Arena(layout.nbytes, self._device), [])
         return self.next
 
     def serve_next(self, transaction: str) -> None:

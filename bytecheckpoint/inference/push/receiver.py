@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from ...errors import BytecheckpointError, CorruptionError, EngineError, StateError
 from ...telemetry.trace import notify
 from .engine_model import ChunkedTensors, EngineModel, LoadRecord, record_load
@@ -29,6 +31,7 @@ from .transports.cuda_ipc import DeviceArena
 from .transports.group import GroupAddress
 from .transports.group_transport import GroupMember, GroupMemory
 from .transports.ring import RingBuffer, RingMemory
+from .transports.shared_memory import Arena
 from .transports.tcp import ChunkServer
 
 __all__ = ["Receiver", "refuse"]
@@ -49,14 +52,18 @@ class Receiver:
     Args:
         model: The worker's model.
         log_level: The level at which failures are logged; the coordinator raises them as well.
+        device: The device of the model's weights. For a CUDA device, host memory for chunks is registered with CUDA, so
+            that the device copies directly from there.
     """
 
-    def __init__(self, model: EngineModel, log_level: int = logging.WARNING) -> None:
+    def __init__(
+        self, model: EngineModel, log_level: int = logging.WARNING, device: torch.device | None = None
+    ) -> None:
         self.id = secrets.token_hex(8)
         self._log_level = log_level
-        self._model = model
+        self._model, self._device = model, device
         self._records: dict[bytes, tuple[Table, LoadRecord, bool]] = {}
-        self._versions = VersionStore()
+        self._versions = VersionStore(device)
         self._set_aside = 0
         self._ring: RingBuffer | None = None
         self._transaction = ""
@@ -155,7 +162,7 @@ class Receiver:
         mode = message["mode"] or policy.choose_mode(layout.nbytes, self._versions.held)
         version = self._versions.begin(table, layout, mode, self._source.reads)
         if mode == STREAMED:
-            self._ring = _open_ring(message, policy, version, record)
+            self._ring = _open_ring(message, policy, version, record, self._device)
             return {
                 "mode": mode,
                 "known": [],
@@ -444,15 +451,21 @@ def _header(receiver: str) -> dict[str, Any]:
 
 
 def _open_ring(
-    message: Mapping[str, Any], policy: MemoryPolicy, version: HeldVersion, record: LoadRecord
+    message: Mapping[str, Any],
+    policy: MemoryPolicy,
+    version: HeldVersion,
+    record: LoadRecord,
+    device: torch.device | None,
 ) -> RingBuffer:
     """Make a ring buffer in shared memory, in memory of a group's backend, or in memory of the worker's device."""
     waves = policy.ring(version.layout)
-    memory: RingMemory | None = None
+    memory: RingMemory
     digest: Digest = xxh3_digest
     if message["group"]:
         memory = GroupMemory(message["group"], waves.nbytes)
         digest = word_digest if message["group"] == "nccl" else xxh3_digest
     elif message["cuda_ipc"]:
         memory, digest = DeviceArena(waves.nbytes), word_digest
+    else:
+        memory = Arena(waves.nbytes, device)
     return RingBuffer(waves, record.copies, _PATIENCE * message["deadline_s"], memory, digest)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgpack
 import torch
 
+from ...engine.blocks import Block, page_round
 from ...errors import StateError
 from ...tensors.dtypes import find_dtype
 from ...tensors.geometry import Box
@@ -233,11 +234,23 @@ class _Writer:
         unchanged = self._quantizer.unchanged_bytes(tensor, write, self._format.device)
         if unchanged is not None:
             return unchanged
-        if not hasattr(self._local, "scratch"):
-            self._local.scratch = torch.empty(self._longest, dtype=torch.uint8, device=self._format.device)
-        out: torch.Tensor = self._local.scratch[: write.nbytes]
+        out = self._scratch(tensor)[: write.nbytes]
         self._quantizer.fill(out.view(torch_dtype_of(write)).view(write.box.lengths), tensor, write)
         return out
+
+    def _scratch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this thread's memory for a chunk of ``tensor``. A device copies into host memory that is registered
+        with CUDA."""
+        if not hasattr(self._local, "scratch"):
+            if self._format.device.type == "cpu":
+                self._local.block = Block(page_round(max(self._longest, 1)))
+                self._local.scratch = self._local.block.tensor
+            else:
+                self._local.scratch = torch.empty(self._longest, dtype=torch.uint8, device=self._format.device)
+        found: torch.Tensor = self._local.scratch
+        if tensor.is_cuda and not found.is_cuda:
+            self._local.block.pinning.try_pin(tensor.device)
+        return found
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[list[Job]]:

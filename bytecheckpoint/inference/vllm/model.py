@@ -37,6 +37,7 @@ from ..layouts.hub_names import hub_tensors, scale_name
 from ..push.engine_model import EngineModel
 from ..push.quantization.blocks import grid_of
 from ..push.receiver import Receiver
+from ..push.transports.cuda_ipc import compute_device
 from .adapter_slots import keep_adapters
 
 __all__ = ["VllmModel", "keep_receiver", "receiver_of"]
@@ -273,7 +274,7 @@ def receiver_of(vllm_config: Any, model: nn.Module, runner: Any = None) -> Recei
     """
     if model not in _receivers:
         made = VllmModel(vllm_config, model)
-        keep_receiver(made, Receiver(made))
+        keep_receiver(made, Receiver(made, device=compute_device()))
     known, receiver = _receivers[model]
     if known.runner is None:
         known.runner = runner

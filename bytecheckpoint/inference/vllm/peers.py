@@ -20,6 +20,7 @@ from ..push.engines.base import Engine
 from ..push.engines.vllm import TOKEN_VARIABLE, HttpEngine
 from ..push.pusher import Pusher
 from ..push.receiver import Receiver
+from ..push.transports.cuda_ipc import compute_device
 from .model import VllmModel, keep_receiver
 
 __all__ = ["join"]
@@ -59,7 +60,7 @@ def join(op: Operation, model: nn.Module, url: str, deadline_s: float, token: st
     config: Any = get_current_vllm_config()
     loading = VllmModel(config, model)
     loading.is_starting = True
-    receiver = Receiver(loading)
+    receiver = Receiver(loading, device=compute_device())
     end = _coordinate(op, receiver, url, deadline_s, token) if op.rank == 0 else _follow(op, receiver)
     loading.is_starting = False
     if end != _LOADED:

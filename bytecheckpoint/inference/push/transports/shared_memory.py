@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from ....engine.pinning import Pinning
 from ....errors import CorruptionError, EngineError
 from ..layout import ChunkStore, Layout
 from .base import Place, Transport, xxh3_digest
@@ -36,9 +37,12 @@ class ArenaAddress(NamedTuple):
 
 class Arena:
     """``nbytes`` of shared memory of fixed size. A late sender writes into memory that still exists, even when no other
-    process maps it any more."""
+    process maps it any more.
 
-    def __init__(self, nbytes: int) -> None:
+    If this process copies from it to a CUDA ``device``, the memory is registered with CUDA where that is possible.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes = nbytes
         self.token = secrets.token_hex(16)
         size = max(nbytes, 1)
@@ -54,6 +58,9 @@ class Arena:
                 ) from error
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self.memory = _map(self._descriptor, size)
+            self._pinning = Pinning(self.memory)
+            if device is not None and device.type == "cuda":
+                self._pinning.try_pin(device)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -72,6 +79,8 @@ class Arena:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+            self._pinning.unpin()
+            del self._pinning  # it maps the memory too
             self.memory = torch.empty(0, dtype=torch.uint8)
 
     def __del__(self) -> None:
