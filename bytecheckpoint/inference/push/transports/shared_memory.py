@@ -63,6 +63,7 @@ class Arena:
                 self._pinning.try_pin(device)
         except BaseException:
             os.close(self._descriptor)
+            self._descriptor = -1  # `__del__` must not close it again: it may be another file's by then
             raise
 
     @property
