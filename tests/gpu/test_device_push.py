@@ -18,7 +18,7 @@ from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push.transports.cuda_ipc import DeviceArena
 from bytecheckpoint.testing import time_limit
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = pytest.mark.gpu
 
 DEVICES = [f"cuda:{rank % max(torch.cuda.device_count(), 1)}" for rank in range(2)]
 

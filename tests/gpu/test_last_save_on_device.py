@@ -9,7 +9,7 @@ from bytecheckpoint.control.single import SingleOperation
 from bytecheckpoint.errors import DeadlineError
 from bytecheckpoint.manager.last_save import agree_on_last_save
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = pytest.mark.gpu
 
 
 def test_a_busy_device_does_not_join() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import bytecheckpoint as bcp
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = pytest.mark.gpu
 
 
 def _content() -> dict[str, torch.Tensor]:
@@ -31,8 +31,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_bit_for_bit(saved: Path, verify: bool) -> None:
-    state = {"model": {name: torch.zeros_like(tensor, device="cuda") for name, tensor in _content().items()}}
+def test_bit_for_bit(saved: Path, device: torch.device, verify: bool) -> None:
+    state = {"model": {name: torch.zeros_like(tensor, device=device) for name, tensor in _content().items()}}
     for _ in range(3):  # buffers are used again
         bcp.load(saved, state, verify=verify)
         for name, tensor in _content().items():
@@ -40,7 +40,7 @@ def test_bit_for_bit(saved: Path, verify: bool) -> None:
             state["model"][name].zero_()
 
 
-def test_casts_strides_and_slices(saved: Path) -> None:
+def test_casts_strides_and_slices(saved: Path, device: torch.device) -> None:
     content = _content()
     checkpoint = bcp.open(saved)
     large = checkpoint["model.large"]
@@ -49,11 +49,11 @@ def test_casts_strides_and_slices(saved: Path) -> None:
         assert torch.equal(picked, content["large"][box])
     state = {
         "model": {
-            "large": torch.zeros(1111, 3000, device="cuda").t(),
-            "half": torch.zeros(513, 77, device="cuda", dtype=torch.float32),
-            "small": torch.zeros(10, device="cuda")[::2],
-            "scalar": torch.zeros((), device="cuda"),
-            "whole": torch.zeros(1000, dtype=torch.int64, device="cuda"),
+            "large": torch.zeros(1111, 3000, device=device).t(),
+            "half": torch.zeros(513, 77, device=device, dtype=torch.float32),
+            "small": torch.zeros(10, device=device)[::2],
+            "scalar": torch.zeros((), device=device),
+            "whole": torch.zeros(1000, dtype=torch.int64, device=device),
         }
     }
     bcp.load(saved, state)

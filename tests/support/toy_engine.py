@@ -226,7 +226,8 @@ def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int,
 
 
 def _serve(pipe: Connection, worker: ToyWorker) -> None:
-    receiver = Receiver(worker)
+    device = next(worker.model.parameters()).device
+    receiver = Receiver(worker, device=device)
     adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), worker.dtype)
     receivers = AdapterReceivers(adapters)
     flips, own_signal, stops, gate = 0, None, False, threading.Event()
@@ -290,7 +291,7 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             pipe.send(None)
         elif kind == "forget":
             receiver.close()
-            receiver = Receiver(worker)
+            receiver = Receiver(worker, device=device)
             pipe.send(None)
         else:
             descriptors = len(os.listdir("/proc/self/fd"))

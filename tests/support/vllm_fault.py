@@ -86,7 +86,7 @@ class FaultyWorkers(WorkerExtension):
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    bits = xxhash.xxh3_64_hexdigest(byte_view(tensor.detach().contiguous()))
+    bits = xxhash.xxh3_64_hexdigest(byte_view(tensor.detach().cpu().contiguous()))
     return f"{bits} {tensor.dtype} {tuple(tensor.shape)}"
 
 

@@ -106,7 +106,8 @@ def gpus_of(devices: Sequence[str]) -> list[int]:
     if not any(device.startswith((GPU_PREFIX, _MIG_PREFIX)) for device in devices):
         return []
     visible = visible_gpus()
-    # CUDA has the same number for a part of a GPU (MIG) as nvidia-smi and NVML, which name it "MIG-<uuid>".
+    # A part of a GPU (MIG) is "MIG-<uuid>" for nvidia-smi and NVML. That CUDA has the same UUID for it is unverified;
+    # tests/gpu/test_names_of_devices.py compares them. If it has not, such a part is refused as not visible.
     found = [device.replace(_MIG_PREFIX, GPU_PREFIX, 1) for device in devices]
     missing = [device for device, name in zip(devices, found, strict=True) if name not in visible]
     if missing:
