@@ -1,42 +1,56 @@
-"""Run everything that one GPU can prove, within minutes, and write one JSON file and one page.
+"""Run everything that one GPU can prove, within ten minutes, and write one JSON file and one page.
 
     make gpu                                              on a machine with a GPU; needs no network and installs nothing
     python -m benchmarks.gpu --device cpu --mebibytes 8   a dry run of the same code
 
-First all of ``tests/gpu``. Then rounds of floors, this library, ``torch.distributed.checkpoint`` and safetensors in one
-process, which take turns; a push into engines on the same GPU; and the method of checkpoint-engine, written out here,
-because it is the floor of a push through host memory. What is missing is printed in one line, and the rest runs. A
-part that fails is reported, and the others run.
+First all of ``tests/gpu``, file by file. Then rounds of floors, this library, ``torch.distributed.checkpoint``,
+safetensors and checkpoint-engine, which take turns; then pushes into engines on the same GPU (``gpu_parts``). What is
+missing is printed in one line, and the rest runs.
 
-The state is a stack of linear layers with AdamW: three tensors of float32 for each parameter.
+Each file of tests and each part runs in a process of its own, with a time limit: a part that fails, hangs or crashes,
+or leaves the device in error, is reported, and the others run. The results are written again after each of them. This
+process imports nothing but the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 ROOT = Path(__file__).resolve().parents[1]
-NEEDED = ("numpy", "fsspec", "msgpack", "xxhash", "zstandard", "aiofiles", "click", "typing_extensions")
-USEFUL = ("pytest", "pytest_timeout", "xdist", "hypothesis", "psutil", "rich", "safetensors", "vllm")
+
+NEEDED: tuple[str, ...] = ("torch", "numpy", "msgpack", "xxhash", "zstandard", "aiofiles", "typing_extensions")
+"""What the library itself imports."""
+if sys.version_info < (3, 11):
+    NEEDED += ("tomli",)
+USEFUL = {
+    "pytest": "no tests",
+    "pytest_timeout": "a test that hangs ends its file",
+    "fsspec": "no tests",
+    "safetensors": "not compared",
+    "checkpoint_engine": "a loop instead of its function for workers, and no tests with it",
+    "zmq": "nothing with checkpoint_engine",
+    "vllm": "no tests with it",
+    "transformers": "no tests with vllm",
+}
+"""What else is used, and the consequence where it is missing."""
 
 FLOORS = {
     "device to pinned memory": "copy of the state to pinned memory over PCIe",
@@ -44,291 +58,256 @@ FLOORS = {
     "device to device": "copy of the state within the device's memory",
     "direct write": "the same bytes from host memory, O_DIRECT, durable",
     "direct read": "the same bytes into host memory, cold",
+    "one copy of the weights": "a third of the state, within the device's memory",
+    "the weights through one TCP stream": "in host memory",
 }
 FLOOR_OF = {
     "stall, asynchronous": "device to pinned memory",
     "stall, gated": "device to pinned memory",
     "save, durable": "direct write",
     "load, cold": "direct read",
-    "push": "device to device",
+    "push": "one copy of the weights",
 }
 
-_LAYER = 1024
-_BUCKET_BYTES = 64 << 20
-_TEST_LIMIT_S = 300.0
+ROUNDS = ("floors", "library", "dcp", "safetensors", "checkpoint_engine")
+"""The parts of which every round runs once, in turn."""
+ONCE = ("push", "push_by_cuda_ipc")
 
-Seconds = dict[str, list[float]]
-
-
-class Training:
-    """Linear layers of about ``nbytes`` together with the state of their optimizer, after one step."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        width = min(_LAYER * 4, max(16, int((nbytes / 36) ** 0.5)))
-        count = max(1, nbytes // (12 * width * width))
-        self.device = device
-        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, foreach=False, fused=False)
-        self._batch = torch.ones(8, width, device=device)
-        self.step()
-
-    def step(self) -> float:
-        """Train one step; return its seconds."""
-        self.sync()
-        begin = time.perf_counter()
-        self.model(self._batch).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.sync()
-        return time.perf_counter() - begin
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the state but the optimizer's steps, by name."""
-        found = {f"model.{name}": tensor.detach() for name, tensor in self.model.named_parameters()}
-        for index, parameter in enumerate(self.model.parameters()):
-            for name in ("exp_avg", "exp_avg_sq"):
-                found[f"optimizer.{index}.{name}"] = self.optimizer.state[parameter][name]
-        return found
-
-    def forget(self) -> None:
-        """Overwrite the state, so that a load must restore it."""
-        for tensor in self.tensors().values():
-            tensor.zero_()
-
-    def digest(self) -> list[float]:
-        return [float(tensor.double().sum()) for tensor in self.tensors().values()]
+_MEBIBYTES = 4096
+_TESTS_SHARE, _ROUNDS_SHARE = 0.45, 0.8  # of the time: when tests end, and when the last round begins
+_PART_LIMIT_S, _FILE_LIMIT_S = 120.0, 180.0
+_DUMP_S, _KILL_S = 2.0, 5.0
+_TAIL = 4000  # characters of a log
 
 
-class Timer:
-    """Collects seconds by name."""
+@dataclass(frozen=True)
+class Settings:
+    """What all parts must know: the device, the bytes of the state, the rounds, and a folder on the disk to measure."""
 
-    def __init__(self, training: Training) -> None:
-        self.seconds: Seconds = {}
-        self._training = training
-
-    @contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        self._training.sync()
-        begin = time.perf_counter()
-        yield
-        self._training.sync()
-        self.add(name, time.perf_counter() - begin)
-
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds.setdefault(name, []).append(seconds)
+    device: str
+    nbytes: int
+    rounds: int
+    folder: str
 
 
-def missing(names: tuple[str, ...]) -> list[str]:
+@dataclass
+class Run:
+    """The results so far, which ``write`` stores, and when the run must end (of ``time.monotonic()``)."""
+
+    json: Path
+    page: Path
+    begin: float
+    end: float
+    document: dict[str, Any] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Replace the file and the page."""
+        for path, text in ((self.json, json.dumps(self.document, indent=2) + "\n"), (self.page, page(self.document))):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written = path.with_name(f".{path.name}.new")
+            written.write_text(text)
+            written.replace(path)
+
+    def fail(self, name: str, text: str) -> None:
+        """Note the failure of a part or a file."""
+        print(f"{name}: {text.strip().splitlines()[-1]}", flush=True)
+        self.document["failures"][name] = text
+        self.write()
+
+    def left(self, share: float = 1.0) -> float:
+        """Return the seconds until this share of the time is over."""
+        return self.begin + share * (self.end - self.begin) - time.monotonic()
+
+
+def _serve(*given: Any) -> None:
+    from benchmarks.gpu_parts import serve
+
+    serve(*given)
+
+
+class Part:
+    """A part in a process of its own, whose function is ``served``. Killed at the end, with what it has started."""
+
+    def __init__(self, name: str, settings: Settings, log: Path, served: Callable[..., None] = _serve) -> None:
+        processes = multiprocessing.get_context("forkserver")
+        self.name, self._log = name, log
+        self._pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=served, args=(theirs, name, settings, str(log)))
+        self._process.start()
+        theirs.close()
+
+    def run(self, limit_s: float) -> Any:
+        """Return what the part returns. Raises ``PartFailed``, after which it has ended."""
+        limit_s = min(limit_s, _PART_LIMIT_S)
+        try:
+            self._pipe.send("run")
+            if not self._pipe.poll(max(limit_s, 0)):
+                raise PartFailed(self._ended(signal.SIGABRT) + f"\nno end after {limit_s:.0f} s")
+            state, result = self._pipe.recv()
+        except (EOFError, OSError):
+            text = self._ended(signal.SIGKILL)
+            raise PartFailed(f"{text}\nits process ended with code {self._process.exitcode}") from None
+        if state == "failed":
+            self.kill()  # the device may be in error
+            raise PartFailed(result)
+        return result
+
+    def _ended(self, sent: signal.Signals) -> str:
+        """End the processes, the first of them by a signal on which it shows its stacks; return the end of the log."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, sent)
+            self._process.join(_DUMP_S)
+        else:
+            self._process.join(_KILL_S)
+        self.kill()
+        return tail(self._log)
+
+    def kill(self) -> None:
+        """Kill the processes. May be called again."""
+        kill_group(self._process.pid)
+        self._process.join(_KILL_S)
+        self._pipe.close()
+
+
+class PartFailed(Exception):
+    """A part failed; the text says how."""
+
+
+def kill_group(pid: int | None) -> None:
+    """Kill a process and what it has started, if it leads a group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if pid is not None:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def tail(log: Path) -> str:
+    """Return the end of a log."""
+    return log.read_text(errors="replace")[-_TAIL:] if log.exists() else ""
+
+
+def missing(names: Sequence[str]) -> list[str]:
     """Return the packages that are not installed."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
-def run_tests(paths: list[str], limit_s: float) -> dict[str, Any]:
-    """Run tests in another process; return the counts and the last lines of the output if some failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *paths]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    begin = time.perf_counter()
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        return {"failure": f"no end after {limit_s:.0f} s", "output": output[-4000:]}
-    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout)}
-    found: dict[str, Any] = {"seconds": time.perf_counter() - begin, **counts}
-    if done.returncode not in (0, 5):
-        found |= {"failure": f"pytest ended with {done.returncode}", "output": (done.stdout + done.stderr)[-4000:]}
-    return found
-
-
-def floors(training: Training, timer: Timer, folder: str) -> None:
-    """Measure the floors once."""
-    from benchmarks.floors import Floors
-
-    tensors = list(training.tensors().values())
-    is_cuda = training.device.type == "cuda"
-    host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
-    there = [torch.empty_like(tensor) for tensor in tensors]
-    for warm in (True, False):
-        scratch = Timer(training) if warm else timer
-        for name, targets, sources in (
-            ("device to pinned memory", host, tensors),
-            ("pinned memory to device", there, host),
-            ("device to device", there, tensors),
-        ):
-            with scratch.time(name):
-                for target, source in zip(targets, sources, strict=True):
-                    target.copy_(source, non_blocking=True)
-    del host, there
-    disk = Floors(sum(tensor.nbytes for tensor in tensors))
-    try:
-        measured = disk.measure(os.path.join(folder, "floors"))
-    finally:
-        disk.close()
-    for name in ("direct_write", "direct_read"):
-        if (seconds := measured[name] or measured[name.replace("direct", "buffered")]) is not None:
-            timer.add(name.replace("_", " "), seconds)
-
-
-def library(training: Training, timer: Timer, folder: str) -> None:
-    """Save and load with this library once; the load must restore the state."""
-    import bytecheckpoint as bcp
-    from benchmarks.page_cache import evict
-
-    paths = [os.path.join(folder, name) for name in ("asynchronous", "gated", "synchronous")]
-    with timer.time("bytecheckpoint: stall, asynchronous"):
-        handle = bcp.save(paths[0], training.state, async_save=True)
-    handle.result()
-    usual = training.step()
-    training.sync()
-    begin = time.perf_counter()
-    handle = bcp.save(paths[1], training.state, async_save=True, gate=True)
-    stall = time.perf_counter() - begin
-    timer.add("bytecheckpoint: stall, gated", stall + max(0.0, training.step() - usual))
-    handle.result()
-    expected = training.digest()
-    with timer.time("bytecheckpoint: save, durable"):
-        bcp.save(paths[2], training.state)
-    training.forget()
-    for path in Path(paths[2]).rglob("*.safetensors"):
-        evict(str(path))
-    with timer.time("bytecheckpoint: load, cold"):
-        bcp.load(paths[2], training.state)
-    if training.digest() != expected:
-        raise AssertionError("the load did not restore the state")
-
-
-def dcp(training: Training, timer: Timer, folder: str) -> None:
-    """Save and load with ``torch.distributed.checkpoint`` once, with the staging buffers that it reuses."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import async_save, save
-
-    from benchmarks.page_cache import evict, sync_tree
-
-    path = os.path.join(folder, "dcp")
-    state = training.tensors()
-    with timer.time("torch DCP: stall, asynchronous"):
-        stager = _stager(training.device.type == "cuda")
-        pending: Any = async_save(state, checkpoint_id=path + "-async", async_stager=stager, no_dist=True)
-    getattr(pending, "upload_completion", pending).result()
-    with timer.time("torch DCP: save, durable"):
-        save(state, checkpoint_id=path, no_dist=True)
-        sync_tree(path)
-    for one in Path(path).rglob("*"):
-        evict(str(one))
-    with timer.time("torch DCP: load, cold"):
-        load(state, checkpoint_id=path, no_dist=True)
-
-
-@functools.cache
-def _stager(is_cuda: bool) -> Any:
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=is_cuda,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=is_cuda,
+def run_tests(path: str, limit_s: float, log: Path, device: str) -> dict[str, Any]:
+    """Run a file or folder of tests in another process; return the counts, the reasons of skips, and its failure."""
+    command = [sys.executable, "-m", "pytest", "-v", "-rs", "--color=no", "-p", "no:cacheprovider", path]
+    places = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "COLUMNS": "400"}
+    if device == "cpu":
+        environment["BCP_GPU_DRY_RUN"] = "1"
+    limit_s = min(limit_s, _FILE_LIMIT_S)
+    begin, failure = time.monotonic(), ""
+    with log.open("wb") as opened:
+        # Into a file: a pipe would stay open in what the tests have started, and reading it would not end.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=opened, stderr=subprocess.STDOUT, start_new_session=True
         )
-    )
+        try:
+            code = process.wait(max(limit_s, 0))
+        except subprocess.TimeoutExpired:
+            failure = f"no end after {limit_s:.0f} s"
+            process.send_signal(signal.SIGABRT)  # shows the stacks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_DUMP_S)
+        else:
+            failure = "" if code in (0, 5) else f"pytest ended with {code}"
+        finally:
+            kill_group(process.pid)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_S)
+    output = log.read_text(errors="replace")
+    outcomes = re.findall(r"^\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b", output, re.MULTILINE)
+    counts = {what.lower(): outcomes.count(what) for what in dict.fromkeys(outcomes)}
+    skips = sorted({reason.strip() for reason in re.findall(r"^SKIPPED \[\d+\] \S+?: (.*)$", output, re.MULTILINE)})
+    if skips and "SKIPPED" not in outcomes:
+        counts["skipped"] = 1  # the whole file
+    found: dict[str, Any] = {"seconds": time.monotonic() - begin, "counts": counts, "skips": skips}
+    return found | ({"failure": failure, "output": output[-_TAIL:]} if failure else {})
 
 
-def safetensors(training: Training, timer: Timer, folder: str) -> None:
-    """Save and load with safetensors once; it has no asynchronous save."""
-    from safetensors.torch import load_file, save_file
-
-    from benchmarks.page_cache import evict, sync_tree
-
-    path = os.path.join(folder, "state.safetensors")
-    with timer.time("safetensors: save, durable"):
-        save_file(training.tensors(), path)
-        sync_tree(folder)
-    evict(path)
-    with timer.time("safetensors: load, cold"):
-        loaded = load_file(path, device=str(training.device))
-        for name, tensor in training.tensors().items():
-            tensor.copy_(loaded[name])
+def test_all(run: Run, paths: Sequence[str], logs: Path, device: str) -> None:
+    """Run the tests, file by file."""
+    for number, path in enumerate(paths):
+        limit_s = run.left(_TESTS_SHARE)
+        if limit_s <= 0:
+            run.fail(path, "no time was left")
+            continue
+        found = run.document["tests"][path] = run_tests(path, limit_s, logs / f"tests-{number}.log", device)
+        counts = ", ".join(f"{count} {what}" for what, count in found["counts"].items())
+        print(f"{path}: {found.get('failure') or counts} ({found['seconds']:.0f} s)", flush=True)
+        if "failure" in found:
+            run.document["failures"][path] = f"{found.pop('output')}\n{found['failure']}"
+        run.write()
 
 
-def engine_method(training: Training, timer: Timer, folder: str) -> None:
-    """Update weights as checkpoint-engine does: from pinned memory into two buckets in turn, from there to the weights.
-
-    The copy into one bucket overlaps with the copies out of the other. The engine is in this process, so the exchange
-    of handles is not counted.
-    """
-    weights = [parameter.detach() for parameter in training.model.parameters()]
-    is_cuda = training.device.type == "cuda"
-    pinned = [torch.empty(weight.shape, dtype=weight.dtype, pin_memory=is_cuda).copy_(weight) for weight in weights]
-    size = max(_BUCKET_BYTES, max(weight.nbytes for weight in weights))
-    buckets = [torch.empty(size, dtype=torch.uint8, device=training.device) for _ in range(2)]
-    streams = [torch.cuda.Stream(training.device) for _ in range(2)] if is_cuda else []  # type: ignore[no-untyped-call]
-    for warm in (True, False):
-        with (Timer(training) if warm else timer).time("checkpoint-engine's method: push"):
-            for index, (source, weight) in enumerate(zip(pinned, weights, strict=True)):
-                bucket = buckets[index % 2][: weight.nbytes].view(weight.dtype).view(weight.shape)
-                if is_cuda:
-                    with torch.cuda.stream(streams[index % 2]):
-                        bucket.copy_(source, non_blocking=True)
-                        weight.copy_(bucket, non_blocking=True)
-                else:
-                    weight.copy_(bucket.copy_(source))
+def measure(run: Run, names: Sequence[str], settings: Settings, logs: Path) -> None:
+    """Run the rounds, then the parts that run once when the others have freed their memory."""
+    measure_rounds(run, [name for name in ROUNDS if name in names], settings, logs)
+    for name in [name for name in ONCE if name in names]:
+        print(name, flush=True)
+        with parts([name], settings, logs) as running:
+            try:
+                run.document["seconds"] |= running[name].run(run.left())
+            except PartFailed as error:
+                run.fail(name, str(error))
+        run.write()
 
 
-def push(nbytes: int, rounds: int, device: str) -> Seconds:
-    """Push with this library into engines on the same device."""
-    from benchmarks.push import measure
-
-    found: Seconds = measure(nbytes, rounds, 2, device)["seconds"]
-    return {f"bytecheckpoint: push, {name}": seconds for name, seconds in found.items()}
-
-
-PARTS: tuple[Callable[[Training, Timer, str], None], ...] = (floors, library, dcp, safetensors, engine_method)
-
-
-def measure(device: torch.device, nbytes: int, rounds: int, folder: Path, end: float) -> dict[str, Any]:
-    """Return the seconds of every part, and its failures. Ends early when the clock reaches ``end``."""
-    training = Training(nbytes, device)
-    timer, failures = Timer(training), {}
-    done = 0
-    for turn in range(rounds + 1):
-        if turn > 1 and time.monotonic() > end:
-            break
-        for part in PARTS:
-            if part.__name__ in failures:
-                continue
-            with tempfile.TemporaryDirectory(prefix="gpu-", dir=folder) as work:
+def measure_rounds(run: Run, names: Sequence[str], settings: Settings, logs: Path) -> None:
+    """Run each part once in every round, for as long as there is time. A part that fails is left out from then on."""
+    with parts(names, settings, logs) as running:
+        for turn in range(settings.rounds + 1):
+            for name in list(running):
+                if turn > 1 and run.left(_ROUNDS_SHARE) <= 0:
+                    return
                 try:
-                    part(training, timer, work)
-                except Exception as error:  # noqa: BLE001 - the other parts are worth measuring
-                    failures[part.__name__] = "".join(traceback.format_exception(error))[-3000:]
-        if turn == 0:
-            timer.seconds.clear()  # memory, pools and plans are new in the first round
-        done = turn
-    total = sum(tensor.nbytes for tensor in training.tensors().values())
-    return {"bytes": total, "rounds": done, "seconds": timer.seconds, "failures": failures}
+                    found = running[name].run(run.left())
+                except PartFailed as error:
+                    del running[name]
+                    run.fail(name, str(error))
+                    continue
+                run.document["bytes"] = found["bytes"]
+                # Memory, pools and plans are new in the first round.
+                for what, seconds in found["seconds"].items() if turn else ():
+                    run.document["seconds"].setdefault(what, []).extend(seconds)
+                run.write()
+            run.document["rounds"] = turn
+            print(f"round {turn} of {settings.rounds}", flush=True)
+
+
+@contextlib.contextmanager
+def parts(names: Sequence[str], settings: Settings, logs: Path) -> Iterator[dict[str, Part]]:
+    """Start parts; kill them at the end."""
+    with ExitStack() as stack:
+        found = {}
+        for name in names:
+            found[name] = Part(name, settings, logs / f"{name}.log")
+            stack.callback(found[name].kill)
+        yield found
 
 
 def page(document: dict[str, Any]) -> str:
     """Return the page of results."""
     machine, tests = document["machine"], document["tests"]
+    totals: dict[str, int] = {}
+    for found in tests.values():
+        for what, count in found["counts"].items():
+            totals[what] = totals.get(what, 0) + count
+    skips = sorted({reason for found in tests.values() for reason in found["skips"]})
     lines = [
         "# Results on a GPU",
         "",
-        "`make gpu` has written this page. Times are medians of rounds in one process, in which all take turns; see "
-        "`benchmarks/gpu.py`.",
+        "`make gpu` has written this page. Times are medians of rounds in which all parts take turns, each in its own "
+        "process; see `benchmarks/gpu.py`.",
         "",
         f"- {document['created']}, {machine['device']}, torch {machine['torch']}, {machine['cores']} cores",
         f"- State: {document['bytes'] / 1e9:.2f} GB, {document['rounds']} rounds",
         f"- Missing: {', '.join(document['missing']) or 'nothing'}",
-        "- `tests/gpu`: " + ", ".join(f"{count} {what}" for what, count in tests.items() if isinstance(count, int)),
+        "- `tests/gpu`: " + (", ".join(f"{count} {what}" for what, count in totals.items()) or "not run"),
+        *[f"- Skipped: {reason}" for reason in skips],
+        *([] if document["is_complete"] else ["- The run has not ended, or was killed: some results are missing."]),
         "",
         "| | seconds | GB/s | x floor |",
         "| --- | ---: | ---: | ---: |",
@@ -338,69 +317,74 @@ def page(document: dict[str, Any]) -> str:
         what = name.partition(": ")[2]
         floor = next((medians.get(floor) for key, floor in FLOOR_OF.items() if what.startswith(key)), None)
         # A push moves the weights, a third of the state.
-        nbytes = document["bytes"] / 3 if what.startswith("push") else document["bytes"]
-        if floor is not None and what.startswith("push"):
-            floor /= 3
+        nbytes = document["bytes"] / 3 if what.startswith("push") or "weights" in name else document["bytes"]
+        rate = "" if "nothing has changed" in what else f"{nbytes / seconds / 1e9:.2f}"
         ratio = f"{seconds / floor:.2f}" if floor else ""
         label = f"floor: {name} ({FLOORS[name]})" if name in FLOORS else name
-        lines.append(f"| {label} | {seconds:.4f} | {nbytes / seconds / 1e9:.2f} | {ratio} |")
-    failures = {**document["failures"], **({"tests": tests["output"]} if "failure" in tests else {})}
-    for name, text in failures.items():
+        lines.append(f"| {label} | {seconds:.4f} | {rate} | {ratio} |")
+    for name, text in document["failures"].items():
         lines += ["", f"## Failed: {name}", "", "```", text.strip(), "```"]
     return "\n".join(lines) + "\n"
-
-
-def describe(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, but not which one it is."""
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else "CPU only (a dry run)"
-    return {"device": name, "torch": torch.__version__, "cores": os.cpu_count(), "cuda": torch.version.cuda or ""}
 
 
 def main() -> int:
     """Return 0 if everything that could run has passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0", help="cpu for a dry run")
-    parser.add_argument("--mebibytes", type=int, default=4096, help="of the state")
+    parser.add_argument("--mebibytes", type=int, help="of the state; by default 4096, or a twelfth of the memory")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=9.0, help="no round begins later")
+    parser.add_argument("--minutes", type=float, default=9.5, help="everything ends by then")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/gpu.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/performance/gpu.md")
-    parser.add_argument("--tests", nargs="*", default=["tests/gpu"], help="none: run no tests")
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    parser.add_argument("--tests", nargs="*", default=files, help="files or folders; none: run no tests")
+    parser.add_argument("--parts", nargs="*", default=[*ROUNDS, *ONCE], choices=[*ROUNDS, *ONCE], metavar="PART")
     options = parser.parse_args()
-    end = time.monotonic() + 60 * options.minutes
-    absent = missing(NEEDED + USEFUL)
-    print(f"missing: {', '.join(absent) or 'nothing'}", flush=True)
+    absent = missing([*NEEDED, *USEFUL])
+    shown = [f"{name} ({USEFUL[name]})" if name in USEFUL else name for name in absent]
+    print(f"missing: {', '.join(shown) or 'nothing'}", flush=True)
     if needed := [name for name in absent if name in NEEDED]:
-        print(f"the library needs {', '.join(needed)}; copy them here and name their folder in PYTHONPATH")
+        print(f"the library needs {', '.join(needed)}: on a machine with a network, `pip download --no-deps` them for")
+        print(
+            "this Python; here, `pip install --no-index --no-deps` the files, or unzip them into a folder in PYTHONPATH"
+        )
         return 2
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device here; --device cpu makes a dry run")
-        return 2
-    tests: dict[str, Any] = {}
-    if options.tests and "pytest" not in absent:
-        print("running the tests", flush=True)
-        tests = run_tests(options.tests, min(_TEST_LIMIT_S, 30 * options.minutes))
-        print(tests.get("failure") or {name: count for name, count in tests.items() if name != "output"}, flush=True)
-    shutil.rmtree(options.folder / "gpu-benchmark", ignore_errors=True)
-    work = options.folder / "gpu-benchmark"
-    work.mkdir(parents=True)
+    return _run(options, absent)
+
+
+def _run(options: argparse.Namespace, absent: list[str]) -> int:
+    begin = time.monotonic()
+    run = Run(options.json, options.page, begin, begin + 60 * options.minutes)
+    # Processes begin with what is imported there once; it does not touch the device.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.gpu_parts", "bytecheckpoint"])
+    work = Path(tempfile.mkdtemp(prefix="bcp-gpu-", dir=options.folder))
     try:
-        found = measure(device, options.mebibytes << 20, options.rounds, work, end - 60)
-        try:
-            found["seconds"] |= push((options.mebibytes << 20) // 3, min(3, options.rounds), device.type)
-        except Exception as error:  # noqa: BLE001 - the other results are worth writing
-            found["failures"]["push"] = "".join(traceback.format_exception(error))[-3000:]
+        settings = Settings(options.device, (options.mebibytes or _MEBIBYTES) << 20, options.rounds, str(work))
+        with parts(["describe"], settings, work) as describing:
+            try:
+                machine = describing["describe"].run(run.left())
+            except PartFailed as error:
+                print(error)
+                print(f"{options.device} cannot be used here; --device cpu makes a dry run")
+                return 2
+        if options.mebibytes is None and machine["memory"]:
+            nbytes = min(settings.nbytes, machine["memory"] // 12)
+            settings = Settings(options.device, nbytes, options.rounds, str(work))
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        run.document |= {"created": created, "is_complete": False, "machine": machine, "missing": absent}
+        run.document |= {"tests": {}, "bytes": 0, "rounds": 0, "seconds": {}, "failures": {}}
+        run.write()
+        test_all(run, options.tests if "pytest" not in absent else [], work, options.device)
+        # A part has the name of the package that it compares with. checkpoint_engine has a fallback.
+        names = [name for name in options.parts if name != "safetensors" or name not in absent]
+        measure(run, names, settings, work)
+        run.document["is_complete"] = True
+        run.write()
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    document = {"created": created, "machine": describe(device), "missing": absent, "tests": tests, **found}
-    options.json.write_text(json.dumps(document, indent=2) + "\n")
-    options.page.write_text(page(document))
-    print(page(document))
-    return 1 if found["failures"] or "failure" in tests else 0
+    print(page(run.document))
+    return 1 if run.document["failures"] else 0
 
 
 if __name__ == "__main__":

@@ -19,22 +19,23 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from benchmarks.push_engine import PipeEngine, trainee
 from benchmarks.results import header
-from benchmarks.tables import Grid, show
 from bytecheckpoint.inference.push import Pusher, PushReport
 from bytecheckpoint.inference.push.transports.cuda_ipc import synchronize
 
-__all__ = ["COPY", "JOIN", "NOTHING", "STREAM", "WAYS", "grid", "main", "measure", "with_table"]
+if TYPE_CHECKING:
+    from benchmarks.tables import Grid
+
+__all__ = ["COPY", "CUDA_WAYS", "JOIN", "NOTHING", "STREAM", "WAYS", "grid", "main", "measure", "with_table"]
 
 _MARK = "<!-- The rest is written by `python -m benchmarks.push --page`. -->"
 
@@ -62,10 +63,13 @@ COPY, STREAM = "floor: one copy", "floor: one TCP stream"
 NOTHING, JOIN = "nothing has changed", "from the first engine into the second, which joins"
 
 
-def measure(nbytes: int, rounds: int, workers: int = 2, device: str = "cpu") -> dict[str, Any]:
-    """Seconds of every round by transport and by floor, and the bytes that left the sender."""
+def measure(
+    nbytes: int, rounds: int, workers: int = 2, device: str = "cpu", only: Collection[str] = ()
+) -> dict[str, Any]:
+    """Seconds of every round by transport (only these, if given) and by floor, and the bytes that left the sender."""
     model = trainee(nbytes).to(device)
     offered = CUDA_WAYS if device == "cuda" else WAYS
+    offered = {name: way for name, way in offered.items() if name in only or not only}
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     with ExitStack() as stack:
         layers, most = len(list(model.parameters())), max(count for count, _ in offered.values())
@@ -163,6 +167,8 @@ def _stream(nbytes: int) -> float:
 
 def grid(document: dict[str, Any]) -> Grid:
     """Return the results as a table."""
+    from benchmarks.tables import Grid  # needs rich
+
     nbytes, left = document["bytes"], document["left"]
     medians = {name: statistics.median(values) for name, values in document["seconds"].items()}
     rows: list[tuple[str, ...]] = [
@@ -203,6 +209,10 @@ def main() -> None:
     options = parser.parse_args()
     settings = {"mebibytes": options.mebibytes, "rounds": options.rounds, "workers": options.workers}
     found = measure(options.mebibytes << 20, options.rounds, options.workers, "cuda" if options.cuda else "cpu")
+    from rich.console import Console
+
+    from benchmarks.tables import show
+
     document = {"header": header("python -m benchmarks.push", settings, Path.cwd()), **found}
     show(grid(document), Console())
     if options.json:

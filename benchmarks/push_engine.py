@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytecheckpoint.errors import EngineError
+from bytecheckpoint.errors import DeadlineError, EngineError
 from bytecheckpoint.inference.push import Engine, EngineModel, Receiver
 from bytecheckpoint.inference.push.quantization.blocks import Blocks
 from bytecheckpoint.inference.push.transports.cuda_ipc import compute_device
@@ -19,6 +20,7 @@ __all__ = ["LAYER_ROWS", "PipeEngine", "trainee"]
 
 LAYER_ROWS = 2048
 _COLUMNS = 2048
+_LOOK_S = 60.0
 
 
 def trainee(nbytes: int) -> nn.Module:
@@ -91,11 +93,11 @@ class PipeEngine(Engine):
             self._pipes.append(ours)
 
     def call(self, request: str, timeout_s: float) -> list[str]:
-        return self._ask(request)
+        return self._ask(request, timeout_s)
 
     def first_values(self) -> set[float]:
         """Return a digest of all layers of all workers."""
-        return {value for values in self._ask(None) for value in values}
+        return {value for values in self._ask(None, _LOOK_S) for value in values}
 
     def pause(self, timeout_s: float) -> None:
         """Do nothing: no request is running."""
@@ -108,13 +110,17 @@ class PipeEngine(Engine):
         for pipe in self._pipes:
             pipe.close()
 
-    def _ask(self, request: str | None) -> list[Any]:
+    def _ask(self, request: str | None, timeout_s: float) -> list[Any]:
+        end = time.monotonic() + timeout_s
         try:
             for pipe in self._pipes:
                 pipe.send(request)
-            return [pipe.recv() for pipe in self._pipes]
+            answers = [pipe.recv() for pipe in self._pipes if pipe.poll(max(end - time.monotonic(), 0))]
         except (EOFError, OSError) as error:
             raise EngineError(f"a process of {self.name} has ended: {error!r}") from error
+        if len(answers) < len(self._pipes):
+            raise DeadlineError(f"a process of {self.name} did not answer within {timeout_s:g} s")
+        return answers
 
 
 def _serve(pipe: Connection, layers: int, tp: int, rank: int, device: str) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+
 import pytest
 
 from benchmarks.push import COPY, JOIN, NOTHING, STREAM, WAYS, grid, measure, with_table
+from benchmarks.push_engine import PipeEngine
+from bytecheckpoint.errors import DeadlineError
 
 
 @pytest.mark.slow
@@ -20,3 +26,16 @@ def test_every_way_is_measured() -> None:
     assert "Before" in page
     assert "old" not in page
     assert page.count("\n| ") == 2 + len(found["seconds"])
+
+
+def test_an_engine_that_does_not_answer() -> None:
+    before = set(multiprocessing.active_children())
+    engine = PipeEngine("the engine", 1, 1)
+    (process,) = set(multiprocessing.active_children()) - before
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=r"a process of the engine did not answer within 0\.1 s"):
+        engine.call("a request", 0.1)
+    process.kill()
+    process.join()
+    engine.end()
