@@ -18,6 +18,13 @@ _STACKS_S = 290
 _STDERR = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Accept the settings of pytest-timeout where it is not installed, as on a bare machine with a GPU."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addoption("--timeout", type=float, help="has no effect without pytest-timeout")
+        parser.addini("timeout_method", "has no effect without pytest-timeout")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("timeout") is None:
         config.option.timeout = time_limit(_TEST_S)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import re
 import select
 import subprocess
 import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,11 +22,22 @@ from bytecheckpoint.testing import time_limit
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = Settings("cpu", 1 << 20, 1, "")
 
+_BARE = ("torch", "numpy", "msgpack", "xxhash", "zstandard", "aiofiles", "typing_extensions", "pytest")
 
-def _run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+# Stands for a part that ends its process, and first notes what has been written until then.
+_CRASHING = """
+import os, shutil
+shutil.copy(os.environ["TEST_WRITTEN"], os.environ["TEST_SEEN"])
+os.abort()
+"""
+
+
+def _run(
+    tmp_path: Path, *arguments: str, python: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[str]:
     places = ["--json", str(tmp_path / "gpu.json"), "--page", str(tmp_path / "gpu.md"), "--folder", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks.gpu", *places, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = [python, "-m", "benchmarks.gpu", *places, *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -60,6 +74,62 @@ def test_without_a_device_it_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "cuda:0 cannot be used here; --device cpu makes a dry run" in done.stdout
     assert os.listdir(tmp_path) == []
+
+
+def _bare_machine(folder: Path, *names: str) -> str:
+    """Return the Python of an environment that has only these packages, and what they require."""
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    left, seen = list(names), set()
+    while left:
+        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # not for this Python, say
+            continue
+        required = [one for one in distribution.requires or () if "extra ==" not in one]
+        left += {found[0] for one in required if (found := re.match(r"[\w.-]+", one))} - seen
+        seen |= {name, *left}
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(str(distribution.locate_file(top)))
+    return str(folder / "bin/python")
+
+
+def test_a_bare_machine_and_a_part_that_crashes(tmp_path: Path) -> None:
+    """Neither the plug-ins of pytest nor rich are there. What was finished before a crash is written, the rest runs."""
+    python = _bare_machine(tmp_path / "bare", *_BARE)
+    (tmp_path / "crashing/safetensors").mkdir(parents=True)
+    (tmp_path / "crashing/safetensors/__init__.py").touch()
+    (tmp_path / "crashing/safetensors/torch.py").write_text(_CRASHING)
+    tests = ["tests/engine/test_pinning.py", "tests/gpu/test_last_save_on_device.py"]
+    parts = ["floors", "safetensors", "checkpoint_engine"]
+    run = tmp_path / "run"
+    run.mkdir()
+    done = _run(
+        run, "--device", "cpu", "--mebibytes", "3", "--rounds", "1", "--tests", *tests, "--parts", *parts,
+        python=python,
+        PYTHONPATH=str(tmp_path / "crashing"),
+        TEST_WRITTEN=str(run / "gpu.json"),
+        TEST_SEEN=str(tmp_path / "seen.json"),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    (missing,) = [line for line in done.stdout.splitlines() if line.startswith("missing: ")]
+    assert {"pytest_timeout", "zmq", "vllm"} <= set(re.findall(r"(\w+) \(", missing))
+    seen, document = (json.loads(path.read_text()) for path in (tmp_path / "seen.json", run / "gpu.json"))
+    assert [one["counts"] for one in seen["tests"].values()] == [{"passed": 4}, {"skipped": 1}]
+    assert not seen["is_complete"]
+    assert list(document["failures"]) == ["safetensors"]
+    assert "Fatal Python error: Aborted" in document["failures"]["safetensors"]
+    assert document["is_complete"]
+    assert {"device to device", "a loop like checkpoint-engine's, in one process: push"} <= set(document["seconds"])
+
+
+def test_a_machine_without_what_the_library_needs(tmp_path: Path) -> None:
+    python = _bare_machine(tmp_path / "bare", "numpy")
+    done = _run(tmp_path, "--device", "cpu", python=python, PYTHONPATH="")
+    assert done.returncode == 2
+    assert "the library needs torch, msgpack, xxhash, zstandard, aiofiles, typing_extensions" in done.stdout
 
 
 @pytest.mark.parametrize(
