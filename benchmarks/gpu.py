@@ -7,7 +7,7 @@ First all of ``tests/gpu``, file by file. Then rounds of floors, this library, `
 safetensors and checkpoint-engine, which take turns; then pushes into engines on the same GPU (``gpu_parts``). What is
 missing is printed in one line, and the rest runs.
 
-Each file of tests and each part runs in a process of its own, with a time limit: a part that fails, hangs or crashes,
+Each file of tests and each part runs in a separate process with a time limit: a part that fails, hangs or crashes,
 or leaves the device in error, is reported, and the others run. The results are written again after each of them. This
 process imports nothing but the standard library.
 """
@@ -126,7 +126,7 @@ def _serve(*given: Any) -> None:
 
 
 class Part:
-    """A part in a process of its own, whose function is ``served``. Killed at the end, with what it has started."""
+    """A part in a separate process, whose function is ``served``. Killed at the end, with what it has started."""
 
     def __init__(self, name: str, settings: Settings, log: Path, served: Callable[..., None] = _serve) -> None:
         processes = multiprocessing.get_context("forkserver")
@@ -335,8 +335,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=9.5, help="everything ends by then")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/gpu.json")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/performance/gpu.md")
+    parser.add_argument("--json", type=Path, help="by default benchmarks/results/gpu.json; of a dry run, in --folder")
+    parser.add_argument("--page", type=Path, help="by default docs/performance/gpu.md; of a dry run, in --folder")
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py"))
     parser.add_argument("--tests", nargs="*", default=files, help="files or folders; none: run no tests")
     parser.add_argument("--parts", nargs="*", default=[*ROUNDS, *ONCE], choices=[*ROUNDS, *ONCE], metavar="PART")
@@ -355,7 +355,10 @@ def main() -> int:
 
 def _run(options: argparse.Namespace, absent: list[str]) -> int:
     begin = time.monotonic()
-    run = Run(options.json, options.page, begin, begin + 60 * options.minutes)
+    is_dry = options.device == "cpu"
+    json_path = options.json or (options.folder / "gpu.json" if is_dry else ROOT / "benchmarks/results/gpu.json")
+    page_path = options.page or (options.folder / "gpu.md" if is_dry else ROOT / "docs/performance/gpu.md")
+    run = Run(json_path, page_path, begin, begin + 60 * options.minutes)
     # Processes begin with what is imported there once; it does not touch the device.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.gpu_parts", "bytecheckpoint"])
     work = Path(tempfile.mkdtemp(prefix="bcp-gpu-", dir=options.folder))

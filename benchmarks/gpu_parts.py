@@ -1,4 +1,4 @@
-"""What ``benchmarks.gpu`` measures, part by part. Each part runs in a process of its own, one round after another.
+"""What ``benchmarks.gpu`` measures, part by part. Each part runs in a separate process, one round after another.
 
 The state is a stack of linear layers with AdamW: three tensors of float32 for each parameter.
 """

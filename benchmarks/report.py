@@ -27,13 +27,13 @@ from benchmarks.results import FIGURES, figure, floor_of
 from benchmarks.scale_table import job_grids
 from benchmarks.tables import Grid, contestants, floor_grid, profile, reshard
 
-__all__ = ["write"]
+__all__ = ["INTRODUCTION", "write"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PANELS = ("stall", "durable", "cold", "warm")
 _OURS, _THEIRS = "#1b6ca8", "#b9c4cc"
 
-_INTRODUCTION = """\
+INTRODUCTION = """\
 # Performance
 
 <!-- Written by `python -m benchmarks.report`; do not edit. -->
@@ -58,6 +58,9 @@ for bit.
   **bytes read / requested** counts bytes from the disk in the cold load.
 - Over ranks: the slowest rank's time, and all ranks' CPU, memory and bytes. The memory floors use two threads. Bytes
   sent are those of the machine's loopback interface during the save.
+
+All of this ran on CPUs. `make gpu` measures stall, gate, save, load and push on a machine with a GPU, and replaces
+[performance/gpu.md](performance/gpu.md); until then, that page says that no run has been made yet.
 """
 
 
@@ -236,7 +239,7 @@ def _sections(document: Mapping[str, Any], pictures: Path) -> list[str]:
     by_workload = document.get("save_load", {})
     ranks = document.get("ranks", {})
     layouts = ranks.get("layouts", {})
-    parts = [_INTRODUCTION, _about(document), "## Floors\n", _markdown(floor_grid(by_workload), titled=False)]
+    parts = [INTRODUCTION, _about(document), "## Floors\n", _markdown(floor_grid(by_workload), titled=False)]
     for heading, results in (("One process", by_workload), ("Over ranks", layouts)):
         if results:
             parts.append(f"## {heading}\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 import gpu_faults
 import pytest
 
+from benchmarks import report
 from benchmarks.gpu import Part, PartFailed, Settings, run_tests
 from bytecheckpoint.testing import time_limit
 
@@ -35,8 +36,7 @@ os.abort()
 def _run(
     tmp_path: Path, *arguments: str, python: str = sys.executable, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    places = ["--json", str(tmp_path / "gpu.json"), "--page", str(tmp_path / "gpu.md"), "--folder", str(tmp_path)]
-    command = [python, "-m", "benchmarks.gpu", *places, *arguments]
+    command = [python, "-m", "benchmarks.gpu", "--folder", str(tmp_path), *arguments]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
@@ -165,3 +165,11 @@ def test_tests_that_hang(tmp_path: Path) -> None:
     assert found["failure"] == f"no end after {limit_s:.0f} s"
     assert found["counts"] == {"passed": 1}
     assert "in test_hangs" in found["output"]
+
+
+def test_the_page_of_results_says_whether_there_are_any() -> None:
+    link, docs = "[performance/gpu.md](performance/gpu.md)", ROOT / "docs"
+    assert link in report.INTRODUCTION
+    assert link in (docs / "performance.md").read_text()
+    has_run = (ROOT / "benchmarks/results/gpu.json").exists()
+    assert ("No run has been made yet" in (docs / "performance/gpu.md").read_text()) == (not has_run)

@@ -28,7 +28,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 class _OnDevice(torch.Tensor):
-    """A tensor of the host that is said to be on the sender's device."""
+    """A tensor of the host that claims to be on the sender's device."""
 
     is_cuda = True
     device = torch.device("cuda", SENDER)

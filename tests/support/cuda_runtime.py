@@ -1,4 +1,4 @@
-"""A stand-in for the CUDA runtime, as far as host memory is registered with it."""
+"""A stand-in for the functions of the CUDA runtime that register host memory."""
 
 from __future__ import annotations
 
