@@ -20,6 +20,7 @@ __all__ = [
     "PIN_PREFIX",
     "attempt_name",
     "attempt_time",
+    "is_old",
     "job_mark_of",
     "new_attempt",
     "new_attempt_id",
@@ -34,6 +35,8 @@ PIN_PREFIX = "pin-"
 
 JOB_MARK_BYTES = 4
 """Length of the mark that a job with a lease puts into the names of its attempts."""
+
+_LONGEST_SAVE_S = 24 * 3600.0
 
 # The first byte of an attempt's id. Times need only the seven bytes after it.
 _WITHOUT_JOB_MARK, _WITH_JOB_MARK = 0, 1
@@ -78,6 +81,12 @@ def attempt_time(attempt: str) -> float | None:
         return calendar.timegm(time.strptime(when, _TIME))
     except ValueError:
         return None
+
+
+def is_old(attempt: str) -> bool:
+    """Return whether an attempt began more than 24 hours ago, so that whatever it left was left by a killed process."""
+    begun = attempt_time(attempt)
+    return begun is not None and time.time() - begun > _LONGEST_SAVE_S
 
 
 def remove_attempt(backend: StorageBackend, attempt: str) -> bool:

@@ -16,7 +16,6 @@ name of its attempt says only when the checkpoint was saved, and by which job.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,7 +30,7 @@ from ..errors import (
 from ..format.manifest import MANIFEST_KEY, PARENT, Manifest, split_reference
 from ..storage_backends import folder_name, open_like, open_sibling, parent_url
 from ..storage_backends.base import StorageBackend
-from .attempts import PIN_PREFIX, attempt_time
+from .attempts import PIN_PREFIX, is_old
 from .manifest_file import read_manifest
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
 ]
 
 _MAX_PIN_BYTES = 4096
-_LONGEST_SAVE_S = 24 * 3600.0  # an older pin without a committed referrer was left by a save that was killed
 _MAX_TRIES = 16  # to look at pins while other saves put new ones
 
 _log = logging.getLogger(__name__)
@@ -203,8 +201,8 @@ def sweep(
         try:
             by_pin = {name: _needed_by(folder, name) for name in pins}
             manifest = _committed(folder) if pins or MANIFEST_KEY in children else None  # read after the pins
-            pending = [name for name, needed in by_pin.items() if needed is None]
-            if not all(has_ended(name.removeprefix(PIN_PREFIX)) or _is_stale(name) for name in pending):
+            pending = [name.removeprefix(PIN_PREFIX) for name, needed in by_pin.items() if needed is None]
+            if not all(has_ended(one) or is_old(one) for one in pending):
                 return False
             old = [attempt for attempt in attempts if manifest is None or attempt != manifest.attempt]
             begun = [upload for attempt in old for upload in folder.incomplete(f"{attempt}/")]
@@ -278,11 +276,6 @@ def _has_manifest(folder: StorageBackend) -> bool:
 
 def _attempt_of(manifest: Manifest | None) -> str:
     return "" if manifest is None else manifest.attempt
-
-
-def _is_stale(pin: str) -> bool:
-    begun = attempt_time(pin.removeprefix(PIN_PREFIX))
-    return begun is not None and time.time() - begun > _LONGEST_SAVE_S
 
 
 def _sibling(backend: StorageBackend, folder: str) -> StorageBackend:

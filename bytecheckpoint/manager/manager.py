@@ -238,7 +238,11 @@ class CheckpointManager:
             with op.phase("staging"):
                 if staging is not None:
                     held.staging = self._stage_in(staging, keep_staged, job)
-            op.barrier("staging")
+            op.gather("staging", b"")
+            pending = held.staging.pending() if op.rank == 0 and held.staging is not None else b""
+            pending = op.broadcast("staging", pending)
+            if held.staging is not None:
+                held.staging.begin(pending)
         except BaseException:
             held.release()
             raise
@@ -656,7 +660,7 @@ class CheckpointManager:
 
     def _stage_in(self, staging: str | os.PathLike[str], keep: int, job: bytes) -> StagingFolder:
         lease = self._resources.lease
-        folder = StagingFolder(
+        return StagingFolder(
             self.root,
             staging,
             self._storage_options or {},
@@ -668,8 +672,6 @@ class CheckpointManager:
             job=job,
             guard=lease.check if lease is not None else lambda: None,
         )
-        folder.begin()
-        return folder
 
     def _check_usable(self) -> None:
         if self._resources.is_released:

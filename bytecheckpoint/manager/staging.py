@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgpack
+
 from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
-from ..checkpoint.manifest_file import read_manifest
+from ..checkpoint.manifest_file import adopt, decode_manifest, read_manifest, read_manifest_bytes
 from ..checkpoint.nearest import open_staging
 from ..errors import BytecheckpointError, CheckpointError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY
@@ -22,7 +24,7 @@ from ..save.handle import SaveHandle
 from ..storage_backends import join, open_backend
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import find_journals
-from ..transfer.staged import continue_upload, remove_superseded
+from ..transfer.staged import continue_upload, is_pending, remove_superseded
 from .housekeeping import StepNames
 
 __all__ = ["StagingFolder"]
@@ -56,9 +58,21 @@ class StagingFolder:
     def __post_init__(self) -> None:
         self._folder = open_staging(self.path, open_backend(self.root, **self.storage_options))
 
-    def begin(self) -> None:
-        """Continue, in the background, what earlier jobs have not uploaded from this machine."""
-        self._begun = self.uploads.submit(self._begin)
+    def pending(self) -> bytes:
+        """Return the manifests of the checkpoints here that are not uploaded, for ``begin`` on other machines."""
+        found: dict[str, bytes] = {}
+        for path, _ in find_journals(self._folder.url):
+            with suppress(CheckpointError, StorageError):
+                name = os.path.relpath(os.path.dirname(path), self._folder.url)
+                found[name] = read_manifest_bytes(LocalBackend(os.path.dirname(path)))
+        return bytes(msgpack.packb(found))
+
+    def begin(self, manifests: bytes) -> None:
+        """Continue, in the background, what earlier jobs have not uploaded from this machine.
+
+        ``manifests`` are ``pending`` on rank 0: a rank may have been killed before it stored what rank 0 had committed.
+        """
+        self._begun = self.uploads.submit(self._begin, manifests)
 
     def lacks_files(self) -> bool:
         """Whether a checkpoint that is not uploaded has files on other machines, so that no load finds all of it."""
@@ -120,16 +134,29 @@ class StagingFolder:
 
     # -- in the thread that uploads ------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, manifests: bytes) -> None:
         try:
-            self._continue(awaits_others=True)
+            for name, manifest in msgpack.unpackb(manifests).items():
+                self._adopt(LocalBackend(os.path.join(self._folder.url, name)), manifest)
+            self._continue()
             for name in self._staged():
                 self._remove_unfinished(name)
             self._remove_old()
         except Exception as error:  # noqa: BLE001 - training goes on without it
             _log.warning("%s: the staging folder could not be tidied: %s", self._folder.url, error, exc_info=True)
 
-    def _continue(self, *, awaits_others: bool) -> None:
+    def _adopt(self, folder: LocalBackend, data: bytes) -> None:
+        manifest = decode_manifest(data, folder.url)
+        if not is_pending(folder.url, manifest.attempt):
+            return
+        try:
+            is_later = read_manifest(folder).created >= manifest.created
+        except CheckpointError:
+            is_later = False
+        if not is_later:
+            adopt(folder, data)
+
+    def _continue(self, *, gives_up: bool = False) -> None:
         """Continue every upload that no process is at work on."""
         for path, head in list(find_journals(self._folder.url)):
             name = os.path.relpath(os.path.dirname(path), self._folder.url)
@@ -144,7 +171,7 @@ class StagingFolder:
                     head,
                     rate_limit=self.rate,
                     admit=self.guard,
-                    awaits_others=awaits_others,
+                    gives_up=gives_up,
                 )
             except UsageError:
                 continue  # another rank of this machine does it
@@ -157,7 +184,7 @@ class StagingFolder:
         self.forget(name)
         try:
             save.uploaded()
-            self._continue(awaits_others=False)  # the checkpoint that is uploaded now is later than all of them
+            self._continue(gives_up=True)  # the checkpoint that is uploaded now is later than all of them
             self._remove_old()
         except (BytecheckpointError, OSError) as error:
             _log.warning("%s: nothing was removed: %s", self._folder.url, error)

@@ -199,12 +199,16 @@ class SaveCommit:
         unknown.__cause__ = error
         return unknown
 
+    def may_exist(self, error: BaseException) -> bool:
+        """Whether a manifest may refer to the attempt, now or later, although this rank met ``error``."""
+        return self._may_exist and not _failed_before_commit(error)
+
     def remove_files(self, keys: Sequence[str], error: BaseException) -> None:
         """After a failure, remove this rank's files; on rank 0, the whole attempt. Never raises.
 
         Nothing is removed unless it is certain that no manifest refers to the attempt, now or later.
         """
-        if self._may_exist and not _failed_before_commit(error):
+        if self.may_exist(error):
             return
         if self._op.rank != 0:
             with rest_of_deadline(self._backend, self._begun):

@@ -220,7 +220,7 @@ class SaveRun:
         finally:
             self.lifecycle.end_failed()
             if self.upload is not None:  # whose callbacks may ask for the result of the save
-                self.upload.cancel(error)
+                self.upload.cancel(error, may_exist=self._commit is not None and self._commit.may_exist(error))
 
     def _clean_up(self, error: BaseException) -> None:
         """Release staging memory and remove the files that no manifest will ever refer to."""

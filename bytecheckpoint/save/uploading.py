@@ -73,6 +73,11 @@ class SaveUpload:
 
     def start(self, manifest: bytes) -> None:
         """Upload in the background. The save is committed in the folder."""
+        try:
+            if self._journal is not None:
+                self._journal.add_committed()
+        except StorageError as error:
+            _log.warning("%s", error)
         self.lifecycle.queue()
         try:
             self._engine.uploads.submit(self._run, manifest)
@@ -80,10 +85,10 @@ class SaveUpload:
             self.lifecycle.withdraw(StorageError(f"the upload cannot begin: {error}; run bcp upload to make it"))
             self._end_failed()
 
-    def cancel(self, error: BaseException) -> None:
-        """The save has failed: there is nothing to upload."""
+    def cancel(self, error: BaseException, *, may_exist: bool = False) -> None:
+        """The save has failed: there is nothing to upload, unless the checkpoint ``may_exist`` on another machine."""
         if self.lifecycle.withdraw(error):
-            if self._journal is not None:
+            if self._journal is not None and not may_exist:
                 self._journal.remove()
             self._end_failed()
 

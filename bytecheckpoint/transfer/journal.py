@@ -7,6 +7,7 @@ it, and it is removed with the checkpoint. It is a sequence of records, each a l
     ["file", key, size, token, part size]                  an upload began; forgets an earlier one of this file
     ["part", key, number, tag, xxh3-64 of the bytes]       the store has acknowledged a part
     ["stored", key]                                        the file is complete and durable
+    ["committed"]                                          the local copy is committed, by all ranks of the save
     ["pin", key]                                           a pin that protects the target's folder
 
 A record that is incomplete or damaged ends the journal: what follows it is sent again.
@@ -105,6 +106,7 @@ class Journal:
         uploads: The uploads of files that are not complete, by key.
         stored: The keys of complete files.
         pins: The keys of the pins that protect the target's folder.
+        is_committed: Whether the local copy was committed after the journal was begun.
         outdated: What the journal held about another checkpoint, if the one at its side was replaced; else None.
     """
 
@@ -118,6 +120,7 @@ class Journal:
         self.uploads: dict[str, FileUpload] = {}
         self.stored: set[str] = set()
         self.pins: list[str] = []
+        self.is_committed = False
         self.outdated: Progress | None = None
         try:
             os.makedirs(directory, exist_ok=True)
@@ -161,7 +164,7 @@ class Journal:
             return
         if known is not None:
             self.outdated = Progress(self.uploads, self.stored, self.pins)
-            self.uploads, self.stored, self.pins = {}, set(), []
+            self.uploads, self.stored, self.pins, self.is_committed = {}, set(), [], False
         os.ftruncate(self._fd, 0)
         self._append(["transfer", _VERSION, head.direction, head.url, head.attempt, head.rank], durable=True)
 
@@ -185,6 +188,11 @@ class Journal:
         """Record a pin (``checkpoint.references.hold``) that is about to be put."""
         self._append(["pin", key])
         self.pins.append(key)
+
+    def add_committed(self) -> None:
+        """Record that the checkpoint is committed in the journal's folder."""
+        self._append(["committed"])
+        self.is_committed = True
 
     def forget(self, key: str) -> None:
         """Forget what is known of a file. The next ``begin`` records it."""
@@ -216,6 +224,8 @@ class Journal:
             case ["stored", str(key)]:
                 self.uploads.pop(key, None)
                 self.stored.add(key)
+            case ["committed"]:
+                self.is_committed = True
             case ["pin", str(key)]:
                 self.pins.append(key)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from ..checkpoint.attempts import remove_attempt
+from ..checkpoint.attempts import attempt_time, is_old, remove_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes
 from ..checkpoint.references import let_go, release
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
@@ -75,23 +75,32 @@ def continue_upload(
     rate_limit: float | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
     admit: Callable[[], None] = lambda: None,
-    awaits_others: bool = False,
+    gives_up: bool = False,
 ) -> TransferReport | None:
     """Continue the upload that a journal of a rank describes.
 
-    Commits the checkpoint if all files of all ranks are in the store then. If they are not, the last rank that
-    completes its files will do it; with ``awaits_others``, the journal remains, so that loads go on to find the
-    checkpoint in this folder. If this folder holds another checkpoint by now, or the store a later one, the upload is
-    discarded, unless the store has committed it, and None is returned.
+    Commits the checkpoint if all files of all ranks are in the store then. If they are not, the last machine that
+    completes its files will do it. The journal remains until the store has the checkpoint or a later one, and for 24
+    hours after the save at most: so long, loads find the checkpoint in this folder, and nothing removes it there.
 
-    Raises ``UsageError`` if another process continues it, and as ``upload_files`` and ``commit_upload``.
+    If this folder does not hold the checkpoint, another machine may have committed it: then the journal remains as
+    well, unless ``gives_up``. If a later checkpoint has replaced it here or in the store, the upload is discarded.
+
+    Returns what was done; None if nothing could be. Raises ``UsageError`` if another process continues the upload, and
+    as ``upload_files`` and ``commit_upload``.
     """
     assert head.rank is not None
     with Journal(staging.url, head) as journal:
-        report, is_awaited = None, False
-        data = _manifest_of(staging, head.attempt)
-        if data is not None:
-            manifest = decode_manifest(data, staging.url)
+        report, is_over = None, True
+        data, stored = _manifest_of(staging, head.attempt), _committed(store)
+        manifest = None if data is None else decode_manifest(data, staging.url)
+        is_stored = stored is not None and stored.attempt == head.attempt
+        if data is None or manifest is None:
+            is_replaced = journal.is_committed or _is_later(_committed(staging), head) or _is_later(stored, head)
+            is_over = is_stored or is_replaced or gives_up or is_old(head.attempt)
+            if not is_over:
+                _log.info("%s: another machine may have committed %s; its files are kept", staging.url, head.attempt)
+        elif not _was_removed(store, manifest, journal, head.rank):
             send = partial(
                 upload_files,
                 staging,
@@ -102,37 +111,48 @@ def continue_upload(
                 rate_limit=rate_limit,
                 progress=progress,
             )
-            pins = protect(store, journal)
+            protect(store, journal)
             report = send()
             try:
                 if missing_files(store, manifest):
-                    is_awaited = awaits_others
+                    is_over = is_old(head.attempt) or not report.files or _is_later(stored, head)
                 else:
-                    commit_upload(store, manifest, data, admit=admit, pins=pins)
+                    commit_upload(store, manifest, data, admit=admit, pins=journal.pins)
                     if missing_files(store, manifest):
                         _log.warning("%s: another program has removed files; sending them again", store.display_url)
                         send()
             except KeyExistsError as error:
                 _log.warning("%s is not uploaded: %s", staging.url, error)
                 report = None
-        if report is None:
-            _discard(store, head.attempt, journal)
-        if not is_awaited:
+        if is_over:
+            if report is None and not is_stored:
+                discard_transfer(store, journal)
+            let_go(store, journal.pins)
             journal.remove()
     remove_superseded(staging, head.attempt)
     return report
 
 
-def _discard(store: StorageBackend, attempt: str, journal: Journal) -> None:
-    """Remove what an upload has sent, unless the store has committed it: then only the journal was left."""
+def _is_later(manifest: Manifest | None, head: JournalHead) -> bool:
+    """Whether a manifest is of a save that began after the one of a journal, by the clock of rank 0."""
+    one, other = (attempt_time(manifest.attempt) if manifest else None), attempt_time(head.attempt)
+    return one is not None and other is not None and one > other
+
+
+def _was_removed(store: StorageBackend, manifest: Manifest, journal: Journal, rank: int) -> bool:
+    """Whether the store had committed the checkpoint, which was then removed there.
+
+    That is the case if all files of the rank were stored, and none is left: pins protect them from anything else.
+    """
+    own = {key for key, writer in zip(manifest.files.name, manifest.files.rank.tolist()) if writer == rank}
+    return bool(own) and own <= journal.stored and not any(True for _ in store.list(f"{manifest.attempt}/"))
+
+
+def _committed(store: StorageBackend) -> Manifest | None:
     try:
-        is_committed = read_manifest(store).attempt == attempt
+        return read_manifest(store)
     except (CheckpointNotFoundError, NotACheckpointError):
-        is_committed = False
-    if is_committed:
-        let_go(store, journal.pins)
-    else:
-        discard_transfer(store, journal)
+        return None
 
 
 def is_pending(folder: str, attempt: str) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +17,14 @@ from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt_id
 from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
 from bytecheckpoint.errors import BytecheckpointError, StorageError
+from bytecheckpoint.save import commit
+from bytecheckpoint.storage_backends import StorageBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
-from bytecheckpoint.transfer.journal import find_journals
+from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
 
 WORLD = 3
 DEADLINE_S = time_limit(20)
@@ -141,13 +146,24 @@ def test_one_rank_cannot_upload(pool: RankPool, tmp_path: Path, bad: int) -> Non
         [upload] = unfinished_uploads(_machine(root, rank))
         report = finish_upload(upload)
         assert report.sent == (report.size if rank == bad else 0)
-        assert unfinished_uploads(_machine(root, rank)) == []
-        # The last file is there when the rank that could not upload is done.
+        # The last file is there when the rank that could not upload is done. Until then, loads use the folder.
         is_complete = bad in order[:number]
         assert os.path.exists(f"{_store(root)}/step-1/manifest.msgpack") == is_complete
+        assert len(unfinished_uploads(_machine(root, rank))) == (not is_complete)
         if is_complete:
             break
+        found = bcp.latest(_store(root), staging=_machine(root, rank), allow_fresh=True)
+        assert found is None  # of the files of several machines, no load finds all
+        assert bcp.open(f"{_store(root)}/step-1", staging=_machine(root, rank)).manifest.world_size == WORLD
     assert bcp.open(f"{_store(root)}/step-1").verify().ok
+    for rank in range(WORLD):
+        for upload in unfinished_uploads(_machine(root, rank)):
+            assert finish_upload(upload).sent == 0
+    assert list(find_journals(root)) == []
+    assert _names(Path(_store(root)) / "step-1") == {
+        "manifest.msgpack",
+        bcp.open(f"{_store(root)}/step-1").manifest.attempt,
+    }
 
 
 def _train(
@@ -258,4 +274,60 @@ def test_a_killed_job(tmp_path: Path, point: str, event: str) -> None:
         assert _stored(root) == ["step-1", "step-2"]
     for rank in range(2):
         assert _staged(root, rank) == ["step-2"]
+        assert _names(_folder(root, rank, "")) == {"step-2"}
+
+
+def _save_without_adopting(rank: int, world_size: int, root: str, how: str) -> str:
+    """Rank 1 is killed, or fails, when rank 0 has committed on its machine, before it has done so on its own."""
+
+    def fail(backend: StorageBackend, manifest: bytes) -> None:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise StorageError("the disk is full")
+
+    with mock.patch.object(commit, "adopt", fail):
+        manager = _manager(root, rank)
+        try:
+            manager.save(1, _state(1.0)).uploaded(WAIT_S)
+        except BytecheckpointError as error:
+            return str(error)
+        finally:
+            with suppress(BytecheckpointError):
+                manager.close()
+    return ""
+
+
+@pytest.mark.parametrize("how", ["kill", "fail"])
+def test_a_rank_ends_before_it_has_the_manifest(tmp_path: Path, how: str) -> None:
+    """What only rank 0 has committed is complete, and the next job finds it."""
+    root = str(tmp_path)
+    with RankPool(2) as pool:
+        if how == "kill":
+            pool.run(_save_without_adopting, root, how, expect_death={1: signal.SIGKILL})
+        else:
+            assert "the disk is full" in pool.run(_save_without_adopting, root, how)[1]
+    assert (_staged(root, 0), _staged(root, 1)) == (["step-1"], [])
+    [upload] = unfinished_uploads(_machine(root, 1))
+    assert finish_upload(upload).files == 0
+    with RankPool(2) as pool:
+        assert pool.run(_train, root, 2, 2, None) == [1.0] * 2
+    assert _stored(root) == ["step-1", "step-2"]
+    for name in _stored(root):
+        assert bcp.open(f"{_store(root)}/{name}").verify().ok
+    assert list(find_journals(root)) == []
+
+
+def test_what_no_rank_has_committed_is_given_up(pool: RankPool, tmp_path: Path) -> None:
+    """A later checkpoint is uploaded: nothing needs the files of a save whose outcome was unknown."""
+    root = str(tmp_path)
+    pool.run(_train, root, 1, 1, None)
+    for rank in range(WORLD):
+        folder = _folder(root, rank, "step-5")
+        attempt = attempt_name(new_attempt_id(b"gone"))
+        (folder / attempt).mkdir(parents=True)
+        (folder / attempt / f"model-{rank:05d}.safetensors").write_bytes(b"x")
+        Journal(str(folder), JournalHead("to", f"{_store(root)}/step-5", attempt, rank)).close()
+    pool.run(_train, root, 2, 2, None)
+    assert list(find_journals(root)) == []
+    for rank in range(WORLD):
         assert _names(_folder(root, rank, "")) == {"step-2"}

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import references
+from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.convert.copy import copy, remove, unfinished_uploads
 from bytecheckpoint.errors import CorruptionError, KeyExistsError, StorageError, UsageError
 from bytecheckpoint.storage_backends import ObjectWriter, StorageBackend, base, open_backend
@@ -222,7 +222,7 @@ def test_a_job_begins_after_a_copy_was_interrupted(
     faulty.rules = [replace(faulty.rules[0])]
     with pytest.raises(StorageError, match="broken"):
         copy_checkpoint(open_backend(of_a_job), faulty)
-    monkeypatch.setattr(references, "_LONGEST_SAVE_S", -2.0)
+    monkeypatch.setattr(attempts, "_LONGEST_SAVE_S", -2.0)
     _commit_first(tmp_path / "new")
     assert contents(target) == {}
 
