@@ -206,9 +206,13 @@ class Journal:
 
     def _append(self, record: list[Any], *, durable: bool = False) -> None:
         body = msgpack.packb(record)
+        data = _FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
         with self._lock:
             try:
-                os.write(self._fd, _FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body)
+                end = os.lseek(self._fd, 0, os.SEEK_END)
+                if os.write(self._fd, data) < len(data):
+                    os.ftruncate(self._fd, end)  # what follows a torn record would be lost
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 if durable:
                     os.fdatasync(self._fd)
             except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import uuid
 from dataclasses import replace
@@ -282,6 +283,20 @@ def test_records_that_another_version_may_have_written(tmp_path: Path) -> None:
     with Journal(str(tmp_path), JournalHead("to", "memory://x", "1")) as journal:
         assert journal.outdated is not None
         assert (journal.outdated.stored, journal.stored) == ({"a"}, set())
+
+
+def test_a_torn_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full for a moment."""
+    head, write = JournalHead("to", "memory://x", "0"), os.write
+    with Journal(str(tmp_path), head) as journal:
+        journal.add_stored("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
+            with pytest.raises(StorageError, match="No space left"):
+                journal.add_stored("b")
+        journal.add_stored("c")
+    with Journal(str(tmp_path), head) as journal:
+        assert journal.stored == {"a", "c"}
 
 
 def test_the_rate_is_limited(source: Path, memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
