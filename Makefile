@@ -71,8 +71,8 @@ help:
 	@echo "make format     format the code and apply the linter's fixes"
 	@echo "make bench      benchmarks against hardware limits and other systems; writes docs/performance.md (half an hour;"
 	@echo "                BENCH_ARGS='--peers all' for more systems, BENCH_ARGS='--scale 0.01 --rounds 1' for a trial run)"
-	@echo "make gpu        on a machine with a GPU: tests/gpu and benchmarks in ten minutes, without installing anything"
-	@echo "                (PYTHON=..., GPU_ARGS='--mebibytes 8192'); writes benchmarks/results/gpu.json and docs/performance/gpu.md"
+	@echo "make gpu        on a machine with a GPU: tests/gpu and benchmarks in ten minutes, without installing anything;"
+	@echo "                it names what is missing (PYTHON=..., GPU_ARGS='--mebibytes 8192'; writes docs/performance/gpu.md and gpu.json)"
 	@echo "make clean      remove what the other targets created"
 
 # Run the parts named in $(1), print a summary, and fail if one of them failed.

@@ -74,7 +74,7 @@ ROUNDS = ("floors", "library", "dcp", "safetensors", "checkpoint_engine")
 ONCE = ("push", "push_by_cuda_ipc")
 
 _MEBIBYTES = 4096
-_TESTS_SHARE, _ROUNDS_SHARE = 0.45, 0.8  # of the time: when tests end, and when the last round begins
+_TESTS_SHARE, _ROUNDS_SHARE = 0.45, 0.8  # of the time: when tests and rounds end
 _PART_LIMIT_S, _FILE_LIMIT_S = 120.0, 180.0
 _DUMP_S, _KILL_S = 2.0, 5.0
 _TAIL = 4000  # characters of a log
@@ -107,6 +107,12 @@ class Run:
             written = path.with_name(f".{path.name}.new")
             written.write_text(text)
             written.replace(path)
+
+    def add(self, found: dict[str, list[float]]) -> None:
+        """Add the seconds of a part."""
+        for what, seconds in found.items():
+            self.document["seconds"].setdefault(what, []).extend(seconds)
+        self.write()
 
     def fail(self, name: str, text: str) -> None:
         """Note the failure of a part or a file."""
@@ -245,14 +251,15 @@ def test_all(run: Run, paths: Sequence[str], logs: Path, device: str) -> None:
 def measure(run: Run, names: Sequence[str], settings: Settings, logs: Path) -> None:
     """Run the rounds, then the parts that run once when the others have freed their memory."""
     measure_rounds(run, [name for name in ROUNDS if name in names], settings, logs)
-    for name in [name for name in ONCE if name in names]:
-        print(name, flush=True)
+    left = [name for name in ONCE if name in names]
+    while left:
+        name, limit_s = left[0], run.left() / len(left)
+        print(left.pop(0), flush=True)
         with parts([name], settings, logs) as running:
             try:
-                run.document["seconds"] |= running[name].run(run.left())
+                run.add(running[name].run(limit_s))
             except PartFailed as error:
                 run.fail(name, str(error))
-        run.write()
 
 
 def measure_rounds(run: Run, names: Sequence[str], settings: Settings, logs: Path) -> None:
@@ -260,19 +267,17 @@ def measure_rounds(run: Run, names: Sequence[str], settings: Settings, logs: Pat
     with parts(names, settings, logs) as running:
         for turn in range(settings.rounds + 1):
             for name in list(running):
-                if turn > 1 and run.left(_ROUNDS_SHARE) <= 0:
+                if run.left(_ROUNDS_SHARE) <= 0:
                     return
                 try:
-                    found = running[name].run(run.left())
+                    found = running[name].run(run.left(_ROUNDS_SHARE))
                 except PartFailed as error:
                     del running[name]
                     run.fail(name, str(error))
                     continue
                 run.document["bytes"] = found["bytes"]
                 # Memory, pools and plans are new in the first round.
-                for what, seconds in found["seconds"].items() if turn else ():
-                    run.document["seconds"].setdefault(what, []).extend(seconds)
-                run.write()
+                run.add(found["seconds"] if turn else {})
             run.document["rounds"] = turn
             print(f"round {turn} of {settings.rounds}", flush=True)
 
@@ -331,7 +336,7 @@ def main() -> int:
     """Return 0 if everything that could run has passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0", help="cpu for a dry run")
-    parser.add_argument("--mebibytes", type=int, help="of the state; by default 4096, or a twelfth of the memory")
+    parser.add_argument("--mebibytes", type=int, help="of the state; by default 4096, if memory suffices")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=9.5, help="everything ends by then")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
@@ -372,7 +377,9 @@ def _run(options: argparse.Namespace, absent: list[str]) -> int:
                 print(f"{options.device} cannot be used here; --device cpu makes a dry run")
                 return 2
         if options.mebibytes is None and machine["memory"]:
-            nbytes = min(settings.nbytes, machine["memory"] // 12)
+            host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            # All parts of a round keep their copies of the state, on the device and in pinned memory.
+            nbytes = min(settings.nbytes, machine["memory"] // 12, host // 8)
             settings = Settings(options.device, nbytes, options.rounds, str(work))
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         run.document |= {"created": created, "is_complete": False, "machine": machine, "missing": absent}

@@ -313,7 +313,7 @@ def _package(training: Training) -> tuple[Callable[[], None], Callable[[], None]
 
     def check() -> None:
         ours.send(None)
-        if not all(math.isclose(sent, held) for sent, held in zip(expected, ours.recv(), strict=True)):
+        if not all(math.isclose(sent, held, abs_tol=1e-6) for sent, held in zip(expected, ours.recv(), strict=True)):
             raise AssertionError("the worker does not have what was sent")
 
     return update, check
