@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,13 +20,13 @@ from bytecheckpoint.inference.vllm.adapter_slots import keep_adapters
 from bytecheckpoint.inference.vllm.worker import WorkerExtension, answer
 from bytecheckpoint.testing import time_limit
 
-# Computes layouts offline, in no engine: it replaces parts of vLLM, and its own tests cover what it uses.
-_OFFLINE = "layout.py"
+_OWN = {"bcp_adapters", "bcp_source"}  # attributes that this library sets
+_COMMON = {"base_url", "input_size", "output_size", "output_sizes"}  # that each place can do without
 
 
 def _modules() -> list[Path]:
-    found = [path for path in Path(package.__path__[0]).glob("*.py") if path.name != _OFFLINE]
-    assert len(found) > 5
+    found = list(Path(package.__path__[0]).glob("*.py"))
+    assert len(found) > 6
     return found
 
 
@@ -36,13 +37,19 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _private(tree: ast.AST) -> Iterator[str]:
-    """Yield private attributes of other objects than ``self``, and those that are named by a text."""
+    """Yield private attributes of other objects than ``self``, and those that are named by a text, as nobody knows
+    whether they exist."""
     own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_own(node)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or _is_own(node) or node.attr in own:
             continue
         if node.attr.startswith("_") and not node.attr.startswith("__"):
             yield node.attr
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            named = node.args[1]
+            if isinstance(named, ast.Constant) and named.value not in _OWN | _COMMON:
+                yield named.value
 
 
 def _is_own(node: ast.Attribute) -> bool:
@@ -72,6 +79,20 @@ def test_a_part_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
         found = decode(answer(None, None, encode({"kind": "describe", "nonce": "n"})))
         assert "lacks gone.module:x" in found["failure"]["message"]
         assert found["nonce"] == "n"
+    finally:
+        private.check_part.cache_clear()
+
+
+@pytest.mark.parametrize("part", ["layout", "loader", "trainer", "transfer"])
+def test_a_module_whose_part_is_broken(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Not an ``ImportError`` of the first name that is gone."""
+    name = f"{package.__name__}.{part}"
+    monkeypatch.setattr(private, "PARTS", {part: ("json:gone",)})
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    private.check_part.cache_clear()
+    try:
+        with pytest.raises(StateError, match=f"lacks json:gone, which '{part}' of this library needs"):
+            importlib.import_module(name)
     finally:
         private.check_part.cache_clear()
 
@@ -125,7 +146,7 @@ loader.register()
 assert LRUCacheWorkerLoRAManager.add_adapter is before
 loaded = [name for name in sys.modules if name.startswith("bytecheckpoint.inference.vllm.")]
 assert sorted(name.rpartition(".")[2] for name in loaded) == ["loader", "private", "worker"], loaded
-print("GONE", {part: private.missing_names(part) for part in private.PARTS})
+print("GONE", {part: private.missing_names(part) for part in private.PARTS}, private.missing_attributes())
 """
 
 
@@ -136,4 +157,4 @@ def test_this_vllm_has_every_name_and_is_not_changed_by_the_plugin() -> None:
         [sys.executable, "-c", _CHECK], capture_output=True, text=True, timeout=time_limit(120), check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"GONE { {part: [] for part in private.PARTS} }"
+    assert done.stdout.splitlines()[-1] == f"GONE { {part: [] for part in private.PARTS} } []"

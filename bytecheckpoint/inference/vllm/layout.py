@@ -19,10 +19,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-import vllm
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+
+from ...errors import FormatError, StateError, UnsupportedVersionError, UsageError
+from ..layouts.hub_names import hub_tensors
+from ..layouts.hub_shapes import StoredTensor, hub_shapes
+from ..layouts.recording import Recorder
+from ..layouts.strided import StridedView
+from ..layouts.target import LAYOUT_VERSION, TargetLayout
+from .private import check_part
+
+check_part("layout")
+
+import vllm
 from vllm import envs
 from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -34,13 +45,6 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import utils as models_utils
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
-
-from ...errors import FormatError, StateError, UnsupportedVersionError, UsageError
-from ..layouts.hub_names import hub_tensors
-from ..layouts.hub_shapes import StoredTensor, hub_shapes
-from ..layouts.recording import Recorder
-from ..layouts.strided import StridedView
-from ..layouts.target import LAYOUT_VERSION, TargetLayout
 
 __all__ = ["EngineRank", "engine_model", "layout_of"]
 

@@ -12,10 +12,6 @@ from collections.abc import Iterator, Sequence
 import torch
 import xxhash
 from torch import nn
-from vllm.config import LoadConfig, ModelConfig, get_current_vllm_config
-from vllm.logger import init_logger
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ...checkpoint.attempts import ATTEMPT_PREFIX
 from ...checkpoint.checkpoint import Checkpoint
@@ -28,6 +24,13 @@ from ..layouts.coverage import UnrecordedWrites, uncovered
 from ..layouts.hub_names import hub_tensors
 from ..layouts.recording import Copy
 from .private import check_part
+
+check_part("loader")
+
+from vllm.config import LoadConfig, ModelConfig, get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 __all__ = ["BcpModelLoader", "register"]
 

@@ -12,15 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine
-from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
 from ...control import SingleProcess
 from ...errors import UsageError
 from ...runtime.limits import DEFAULT_DEADLINE_S
 from ..push.engines.rpc import RpcEngine
 from ..push.engines.vllm import NativeEngine
 from ..push.pusher import Pusher
+from .private import check_part
+
+check_part("trainer")
+
+from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 __all__ = ["BcpTrainerEngine", "BcpTrainerInitInfo"]
 

@@ -10,14 +10,17 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from .adapter_slots import keep_adapters
+from .private import check_part
+from .worker import answer, post, receiver
+
+check_part("transfer")
+
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-
-from .adapter_slots import keep_adapters
-from .worker import answer, post, receiver
 
 __all__ = ["BcpInitInfo", "BcpTransferEngine", "BcpUpdateInfo"]
 
