@@ -27,8 +27,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV := $(VENV)-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
-# The releases before, each in an environment on top of $(VLLM_VENV). Each run tests the oldest one.
-OLDER_VLLM := 0.30.0 $(if $(filter-out 0,$(BCP_TEST_FULL)),0.31.0)
+# The releases before, each in an environment on top of $(VLLM_VENV). Each run tests one of them, by the seed of samples
+# (tests/support/sampling.py).
+SAMPLE_SEED = $(shell echo $${BCP_TEST_SEED:-$$((0x0$$(git rev-parse --short=7 HEAD 2>/dev/null)))})
+OLDER_VLLM = $(if $(filter-out 0,$(BCP_TEST_FULL)),0.30.0 0.31.0,$(shell echo 0.3$$(($(SAMPLE_SEED) % 2)).0))
 # Trainers' frameworks, each in an environment on top of $(VENV).
 ENGINES := deepspeed megatron huggingface bytecheckpoint
 # Clients and servers of other stores, which no other target needs.
@@ -61,7 +63,7 @@ help:
 	@echo "make test-main  every test that needs no vLLM"
 	@echo "make test-vllm  the tests with a real vLLM, in a second environment (part of make test on Linux x86-64;"
 	@echo "                WITH_VLLM=no skips it)"
-	@echo "make test-vllm-older   load format and pushes with the oldest supported vLLM (BCP_TEST_FULL=1: with each release)"
+	@echo "make test-vllm-older   load format and pushes with an older supported vLLM (BCP_TEST_FULL=1: with each release)"
 	@echo "make test-deepspeed, make test-megatron, make test-huggingface   the tests with a real DeepSpeed, Megatron-core, or"
 	@echo "                transformers and PEFT, each in its environment"
 	@echo "make test-bytecheckpoint   those with folders that the ByteCheckpoint package writes, in its environment"
@@ -131,8 +133,8 @@ test-vllm: $(VLLM_STAMP)
 
 test-vllm-older: $(OLDER_VLLM:%=$(VLLM_VENV)-%/.installed)
 	for version in $(OLDER_VLLM); do $(VLLM_VENV)-$$version/bin/python -m pytest tests/push/test_vllm_names.py \
-	  tests/push/test_vllm_push.py tests/inference/test_vllm_start.py -m vllm -k "this_vllm or own_loader or tokens_after" -n $(JOBS) --dist load \
-	  --durations=5 $(PYTEST_ARGS); done
+	  tests/push/test_vllm_push.py tests/push/test_vllm_server.py tests/push/test_vllm_worker_state.py tests/inference/test_vllm_start.py -m vllm \
+	  -k "this_vllm or own_loader or tokens_after or the_command or that_vllm_reloads" -n $(JOBS) --dist load --durations=5 $(PYTEST_ARGS); done
 
 $(ENGINES:%=test-%): test-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/python -m pytest tests/engines -m $* -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)

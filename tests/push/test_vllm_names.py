@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from bytecheckpoint.inference.vllm.adapter_slots import keep_adapters
 from bytecheckpoint.inference.vllm.worker import WorkerExtension, answer
 from bytecheckpoint.testing import time_limit
 
+ROOT = Path(__file__).parents[2]
 _OWN = {"bcp_adapters", "bcp_source"}  # attributes that this library sets
 _COMMON = {"base_url", "input_size", "output_size", "output_sizes"}  # that each place can do without
 
@@ -81,6 +83,15 @@ def test_a_part_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found["nonce"] == "n"
     finally:
         private.check_part.cache_clear()
+
+
+def test_the_extra_allows_the_tested_releases() -> None:
+    first, last = (int(release.removeprefix("0.")) for release in private.TESTED.split(" to "))
+    (allowed,) = re.findall(r'^vllm = \["vllm(.+)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert allowed == f">=0.{first},<0.{last + 1}"
+    pinned = (ROOT / "requirements-vllm.txt").read_text()
+    assert f"\nvllm-cpu==0.{last}." in pinned
+    assert f"0.3$$(($(SAMPLE_SEED) % {last - first}))" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("part", ["layout", "loader", "trainer", "transfer"])
