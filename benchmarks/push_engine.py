@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import DeadlineError, EngineError
-from bytecheckpoint.inference.push import Engine, EngineModel, Receiver
+from bytecheckpoint.inference.push import Engine, Receiver
+from bytecheckpoint.inference.push.engine_model import EngineModel
 from bytecheckpoint.inference.push.quantization.blocks import Blocks
 from bytecheckpoint.inference.push.transports.cuda_ipc import compute_device
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .engine_model import EngineModel
 from .engines.base import Engine
 from .engines.rpc import LocalEngine, RpcEngine
 from .engines.targets import DraftEngine
@@ -18,7 +17,6 @@ __all__ = [
     "AdapterEngine",
     "DraftEngine",
     "Engine",
-    "EngineModel",
     "HttpEngine",
     "IpcEngine",
     "LocalEngine",

@@ -174,8 +174,10 @@ def missing_names(part: str) -> list[str]:
 
 @functools.cache
 def check_part(part: str) -> None:
-    """Raise ``StateError`` when this vLLM does not have all names of a part."""
+    """Raise ``StateError`` when this vLLM does not have all names of a part, and an import's error without vLLM."""
     missing = missing_names(part)
+    if any(name.startswith("vllm") for name in missing) and importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
     if missing:
         try:
             version = metadata.version("vllm")

@@ -148,10 +148,13 @@ class HttpEngine(CollectiveRpc):
             raise EngineError(f"{self.name}{path} did not answer with JSON: {body[:200]!r}") from error
 
     def unreachable(self, timeout_s: float) -> str:
-        """Return why requests of this process do not reach the server; empty if they do.
+        """Find out whether requests of this process reach the server.
 
         Args:
             timeout_s: The limit of the wait, in seconds.
+
+        Returns:
+            Why they do not; empty if they do.
         """
         request = urllib.request.Request(f"{self.name}/health", headers=self._headers)
         try:
