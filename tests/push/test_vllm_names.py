@@ -39,8 +39,7 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _private(tree: ast.AST) -> Iterator[str]:
-    """Yield private attributes of other objects than ``self``, and those that are named by a text, as nobody knows
-    whether they exist."""
+    """Yield private attributes of other objects than ``self``, and those that are named by a text."""
     own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_own(node)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or _is_own(node) or node.attr in own:

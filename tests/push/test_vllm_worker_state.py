@@ -1,4 +1,4 @@
-"""What a worker of vLLM knows of itself: its runner, whether its memory is mapped, and whether vLLM has loaded other
+"""The state of a vLLM worker: its runner, whether its memory is mapped, and whether vLLM has loaded other
 weights since. A model without an engine; needs vLLM."""
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class PeerSource:
         """End a transfer and its hold on the served version."""
         transfer = self._transfers.pop(message["transaction"], None)
         if transfer is not None:
-            transfer.end("the coordinator gave it up")
+            transfer.end("the coordinator ended it")
         return {}
 
     def close(self, reason: str) -> None:

@@ -79,7 +79,7 @@ class Pusher:
                 raise UsageError("a group receives into its own memory; use group or cuda_ipc, not both")
         engines = [engines] if isinstance(engines, Engine) else list(engines or ())
         self._deadline_s, self._communicator = deadline_s, communicator
-        # Rank 0 gives up on an engine before the other ranks give up on rank 0, so that all raise the same cause.
+        # Rank 0's wait for an engine ends before the other ranks' wait for rank 0, so that all raise the same cause.
         self._coordinator = PushCoordinator(
             engines,
             chunk_bytes=chunk_bytes,
@@ -107,7 +107,7 @@ class Pusher:
         """Make every engine serve new weights. Returns when all of them do.
 
         If this raises, on any rank, every engine serves the previous version, and the next push works. If an engine
-        cannot serve that version (as when weights are streamed), it is left paused, and the error says so.
+        cannot serve that version (as when weights are streamed), it is left paused, which the error states.
 
         Args:
             what: A module, a state as for ``bytecheckpoint.save``, an open checkpoint, or another ``Engine`` that was
@@ -117,7 +117,7 @@ class Pusher:
             section: The section of the state or checkpoint to push.
             framework: Name of the adapter to use for ``what``; by default it is inferred.
             rename: Maps the names of the state to those that the engine's model loads.
-            strict: Require that every element of every engine parameter is filled, that an engine takes a tensor
+            strict: Require that every element of every engine parameter is filled, that an engine uses a tensor
                 completely or not at all, and that an engine that sends has the exact values.
             check_finite: Refuse values that are NaN or infinite, as senders would send them (after a cast). They are
                 found before any weight changes, except where a checkpoint is streamed.

@@ -115,7 +115,7 @@ class RelayEngine(HttpEngine):
             self._busy.release()
             raise
         answered.add_done_callback(lambda _: self._busy.release())
-        return [answered.result()]  # the model observes the deadline, and says what is late
+        return [answered.result()]  # the model observes the deadline, and reports what is late
 
     @property
     def address(self) -> dict[str, Any] | None:

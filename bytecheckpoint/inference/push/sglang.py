@@ -115,7 +115,7 @@ class SglangEngine(RelayEngine):
         # The first step returns when the update of this process has ended. Loading again is the only way to be sure
         # that all workers have the version.
         self.on_exit(_renaming(name), (path, document), _CONTINUE)
-        # SGLang mixes up the answers of two updates at a time, so this one is not given up when time is over.
+        # SGLang mixes up the answers of two updates at a time, so this one is not abandoned when time is over.
         self._running = run_daemon(lambda: self._post(path, document, _UNBOUNDED_S), "bcp-push-update")
         if not wait([self._running], max(end - time.monotonic(), 0.0)).done:
             raise DeadlineError(f"{self.name} did not load the weights in time; is one of its workers stopped?")
@@ -132,7 +132,7 @@ class SglangEngine(RelayEngine):
         return self._running
 
     def start_path(self) -> str:
-        """Return the path from which the server has loaded its weights; empty if it does not say."""
+        """Return the path from which the server has loaded its weights; empty if that is unknown."""
         try:
             with self._opener.open(Request(f"{self.name}/model_info", headers=self._headers), timeout=_INFO_S) as found:
                 document = json.loads(found.read())

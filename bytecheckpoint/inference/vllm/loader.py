@@ -73,7 +73,7 @@ class BcpModelLoader(BaseModelLoader):
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
             raise UsageError(
-                f"load format {_LOAD_FORMAT} takes {', '.join(sorted(_OPTIONS))} as extra configuration, not "
+                f"load format {_LOAD_FORMAT} accepts {', '.join(sorted(_OPTIONS))} as extra configuration, not "
                 f"{', '.join(map(str, unknown))}"
             )
         if not isinstance(options.get("peers", []), list):

@@ -1,6 +1,6 @@
 """Engines that are set up for checkpoint-engine, without bytecheckpoint in their workers.
 
-Each worker reads entire tensors from memory that rank 0 gives it (see ``relay.py``).
+Each worker reads entire tensors from memory that rank 0 shares with it (see ``relay.py``).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class IpcEngine(RelayEngine):
     def may_raise(self) -> bool:
         """Whether workers may end an update by an exception.
 
-        vLLM reads only the answer of the first worker that raises, and takes the others for answers to its next
+        vLLM reads only the answer of the first worker that raises, and uses the others as answers to its next
         requests. Other engines expect an exception when an update fails.
         """
         return not self._collective
@@ -180,7 +180,7 @@ class _WholeModel(RelayModel):
                 error_text = update.finish()
                 self._engine.resume_on_exit()
                 if error_text:
-                    # After an earlier exception of a worker, vLLM takes late answers for those of this request.
+                    # After an earlier exception of a worker, vLLM uses late answers as those of this request.
                     _log.warning("push: all workers have loaded the weights, but %s", error_text)
             except BaseException as error:
                 update.give_up(error)

@@ -212,7 +212,7 @@ class Update:
         self._guard.watch({})
 
     def _answer(self) -> str:
-        """Return what the engine says about the update."""
+        """Return what the engine reports about the update."""
         if not self._request.done():
             return "the engine has not reported anything"
         return self._error() or "the engine reports that the update has ended"

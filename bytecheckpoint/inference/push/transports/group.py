@@ -113,7 +113,7 @@ class Group(ABC):
     """One member's end of a group. For one thread at a time; ``leave`` may be called from another.
 
     All operations return when the tensors, which are contiguous bytes on ``device``, may be used again. They call
-    ``check`` now and then, which raises to give up, and raise ``GroupBroken``.
+    ``check`` now and then, which raises to end the wait, and raise ``GroupBroken``.
     """
 
     device = torch.device("cpu")

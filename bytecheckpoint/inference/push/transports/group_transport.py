@@ -79,7 +79,7 @@ class GroupTransport(Transport):
         with self._changed:
             self._changed.wait_for(lambda: self._next == number or self._is_interrupted)
             if self._is_interrupted:
-                raise GroupBroken("this sender gave up")
+                raise GroupBroken("this sender ended the transfer")
         root = _root([(place.target, place.chunk) for place in places])
         label = torch.frombuffer(bytearray(digest.to_bytes(8, "big")), dtype=torch.uint8).to(self._group.device)
         synchronize([data, label])  # the group uses other streams

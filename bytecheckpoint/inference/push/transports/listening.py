@@ -24,7 +24,7 @@ PORTS_VARIABLE = "BYTECHECKPOINT_PUSH_PORTS"
 
 # Addresses for documentation; only the route to them is asked for.
 _OTHER_HOSTS = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-_ALL, _ALL_IPV4 = ("::",), ("0.0.0.0",)  # where to listen; nobody can connect to them
+_ALL, _ALL_IPV4 = ("::",), ("0.0.0.0",)  # only for listening
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
