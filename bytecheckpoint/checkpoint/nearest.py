@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from typing_extensions import Buffer
 
@@ -41,7 +43,7 @@ _log = logging.getLogger(__name__)
 def open_staging(staging: str | os.PathLike[str], store: StorageBackend) -> LocalBackend:
     """Return the folder below ``staging`` for what ``store`` holds: its URL as a path, without user and password.
 
-    So one staging folder serves all paths, and ``join`` of names below the URL is ``join`` of folders.
+    An endpoint in the options of ``store`` follows the scheme: a bucket may have the same name at two of them. So one staging folder serves all paths, and ``join`` of names below the URL is ``join`` of folders.
 
     Raises ``UsageError`` if ``staging`` is not a local folder.
     """
@@ -50,7 +52,13 @@ def open_staging(staging: str | os.PathLike[str], store: StorageBackend) -> Loca
         raise UsageError(f"staging must be a local folder, not {root.display_url}")
     scheme, _, path = store.display_url.replace(HIDDEN_PASSWORD, "").rpartition("://")
     parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-    return LocalBackend(os.path.join(root.url, scheme.replace("/", "-") or "file", *parts), direct_io=root.direct_io)
+    endpoint = re.sub(r"[^\w.-]+", "-", urlsplit(_endpoint(store.options)).netloc.rpartition("@")[2])
+    top = (scheme.replace("/", "-") or "file") + (f"@{endpoint}" if endpoint else "")
+    return LocalBackend(os.path.join(root.url, top, *parts), direct_io=root.direct_io)
+
+
+def _endpoint(options: Mapping[str, Any]) -> str:
+    return str(options.get("endpoint_url") or (options.get("client_kwargs") or {}).get("endpoint_url") or "")
 
 
 def with_staging(options: Mapping[str, Any], staging: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -97,8 +105,10 @@ class NearestBackend(StorageBackend):
         self._far.deadline_s = value
 
     def fall_back(self, error: BytecheckpointError) -> StorageBackend | None:
-        """Return the store, if the copy on this machine may be what is damaged."""
+        """Return the store, if the copy on this machine may be what is damaged. ``error`` names the file."""
         with self._lock:
+            if any(key in str(error) for key in self._elsewhere):
+                return None  # it was read from the store
             self._damaged.add(str(error))
         _log.warning("the copy in %s cannot be used, reading %s instead: %s", self._near.url, self.display_url, error)
         return self._far

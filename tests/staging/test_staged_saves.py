@@ -190,6 +190,22 @@ def test_damaged_ranges_are_read_from_the_store(
         places.load()
 
 
+@pytest.mark.parametrize("damage", ["head", "middle", "values"])
+def test_damage_in_the_store_is_not_blamed_on_the_copy(
+    places: Places, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+    pattern = "extra_state-*.msgpack" if damage == "values" else "model-*"
+    path = next(path for path in places.path().rglob(pattern) if damage == "values" or path.stat().st_size > 1e6)
+    data = bytearray(path.read_bytes())
+    data[{"head": 9, "middle": len(data) // 2, "values": 40}[damage]] ^= 1
+    path.write_bytes(data)
+    (places.staged() / path.relative_to(places.path())).unlink()
+    with pytest.raises(bcp.errors.CorruptionError, match=str(path)):
+        places.load()
+    assert "cannot be used" not in caplog.text
+
+
 def test_a_failed_upload_is_continued(places: Places) -> None:
     fail_upload(places, 1.0)
     check(places.load()[0], 1.0)
@@ -389,3 +405,11 @@ def test_invalid_arguments(places: Places) -> None:
 def test_a_user_and_a_password_are_no_folder(tmp_path: Path) -> None:
     folder = open_staging(tmp_path, MemoryBackend("user:secret@runs", "7b"))
     assert folder.url == str(tmp_path / "memory" / "runs" / "7b")
+
+
+def test_endpoints_have_folders_of_their_own(tmp_path: Path) -> None:
+    store = MemoryBackend("runs", "7b")
+    store.options = {"endpoint_url": "http://user:secret@minio:9000/"}
+    assert open_staging(tmp_path, store).url == str(tmp_path / "memory@minio-9000" / "runs" / "7b")
+    store.options = {"client_kwargs": {"endpoint_url": "https://s3.example.org"}}
+    assert open_staging(tmp_path, store).url == str(tmp_path / "memory@s3.example.org" / "runs" / "7b")

@@ -230,10 +230,10 @@ def test_a_killed_save_with_staging(tmp_path: Path, proxy: FaultProxy, bucket: s
             assert proxy.waiting.acquire(timeout=time_limit(60)), proxy.kinds
         job.kill()
     proxy.go_on.set()
-    folder = staging / "s3" / bucket / "runs" / "step-7"
+    folder = staging / f"s3@{proxy.url.partition('://')[2].replace(':', '-')}" / bucket / "runs" / "step-7"
     known = acknowledged(folder)
     assert len(known) >= 3
-    assert bcp.load(url, {"extra": {"step": 0}}, staging=staging, storage_options=s3).loaded
+    assert bcp.load(url, {"extra": {"step": 0}}, staging=staging, storage_options=options).loaded
     proxy.rule = gate = Gate("none", 0, f"/{bucket}/runs/step-7/")
     [upload] = unfinished_uploads(str(staging))
     report = finish_upload(upload, storage_options=options)
