@@ -31,7 +31,7 @@ from ..control.peers import PeerIdentity
 from ..errors import KeyChangedError, KeyExistsError, KeyNotFoundError, RootInUseError, StorageError
 from ..storage_backends.base import StorageBackend
 
-__all__ = ["HEARTBEATS_PER_LEASE", "LEASE_KEY", "Lease", "LeaseRecord"]
+__all__ = ["HEARTBEATS_PER_LEASE", "LEASE_KEY", "Lease", "LeaseRecord", "check_holder"]
 
 LEASE_KEY = "lease.msgpack"
 
@@ -207,6 +207,13 @@ class Lease:
                 f"{self._backend.url}: {found} has taken this root over from job {self.job.hex()}, which sent no "
                 f"heartbeat for too long. This job must not save there any more: stop it, or use another root"
             )
+
+
+def check_holder(backend: StorageBackend, job: bytes) -> None:
+    """Raise ``RootInUseError`` if another job than ``job`` holds the lease. For ranks that do not hold it themselves."""
+    found, _ = _read(backend)
+    if found is not None and found.job != job:
+        raise RootInUseError(f"{backend.url}: {found} has taken this root over from job {job.hex()}")
 
 
 def _has_died(backend: StorageBackend, found: LeaseRecord, own: LeaseRecord) -> bool:

@@ -44,7 +44,7 @@ from .callbacks import CallbackRunner, Callbacks
 from .coordinator import Call, CoordinationRounds, Decision, SaveCoordinator, SavesInFlight
 from .housekeeping import Committed, Housekeeping, StepNames
 from .last_save import agree_on_last_save
-from .lease import HEARTBEATS_PER_LEASE, Lease
+from .lease import HEARTBEATS_PER_LEASE, Lease, check_holder
 from .options import Cadence, ExceptionSave, Preemption, Retention
 from .resources import ManagerResources
 from .signals import SignalWatch
@@ -659,7 +659,8 @@ class CheckpointManager:
         )
 
     def _stage_in(self, staging: str | os.PathLike[str], keep: int, job: bytes) -> StagingFolder:
-        lease = self._resources.lease
+        lease, backend = self._resources.lease, open_backend(self.root, **(self._storage_options or {}))
+        backend.deadline_s = self._deadline_s
         return StagingFolder(
             self.root,
             staging,
@@ -670,7 +671,7 @@ class CheckpointManager:
             rate=self._options.upload_rate,
             deadline_s=self._options.deadline_s,
             job=job,
-            guard=lease.check if lease is not None else lambda: None,
+            guard=lease.check if lease is not None else partial(check_holder, backend, job),
         )
 
     def _check_usable(self) -> None:

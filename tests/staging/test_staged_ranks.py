@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt_id
 from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
 from bytecheckpoint.errors import BytecheckpointError, StorageError
+from bytecheckpoint.manager.lease import LeaseRecord
 from bytecheckpoint.save import commit
 from bytecheckpoint.storage_backends import StorageBackend
 from bytecheckpoint.testing import time_limit
@@ -331,3 +333,32 @@ def test_what_no_rank_has_committed_is_given_up(pool: RankPool, tmp_path: Path) 
     assert list(find_journals(root)) == []
     for rank in range(WORLD):
         assert _names(_folder(root, rank, "")) == {"step-2"}
+
+
+def _continue_without_the_root(rank: int, world_size: int, root: str) -> list[str]:
+    """Another job takes the root over before rank 1 continues its upload, which would complete the checkpoint."""
+    stop = _fail_uploads_on(1, rank)
+    manager = _manager(root, rank, lease_s=600.0)
+    try:
+        with pytest.raises(StorageError, match="the store is broken"):
+            manager.save(1, _state(1.0)).uploaded(WAIT_S)
+    finally:
+        stop()
+    dist.barrier()
+    lease = Path(_store(root)) / "lease.msgpack"
+    if rank == 0:
+        lease.write_bytes(replace(LeaseRecord.unpack(lease.read_bytes()), job=b"next").pack())
+    dist.barrier()
+    staging = manager._resources.staging
+    if rank == 1:
+        staging._continue()
+    dist.barrier()
+    staging._unfinished.clear()
+    with suppress(BytecheckpointError):
+        manager.close()
+    return [path.parent.name for path in Path(_store(root)).glob("*/manifest.msgpack")]
+
+
+def test_a_job_that_lost_its_root_commits_from_no_rank(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        assert pool.run(_continue_without_the_root, str(tmp_path)) == [[], []]
