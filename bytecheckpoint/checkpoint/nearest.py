@@ -43,7 +43,8 @@ _log = logging.getLogger(__name__)
 def open_staging(staging: str | os.PathLike[str], store: StorageBackend) -> LocalBackend:
     """Return the folder below ``staging`` for what ``store`` holds: its URL as a path, without user and password.
 
-    An endpoint in the options of ``store`` follows the scheme: a bucket may have the same name at two of them. So one staging folder serves all paths, and ``join`` of names below the URL is ``join`` of folders.
+    An endpoint in the options of ``store`` follows the scheme: a bucket may have the same name at two of them. So one
+    staging folder serves all paths, and ``join`` of names below the URL is ``join`` of folders.
 
     Raises ``UsageError`` if ``staging`` is not a local folder.
     """

@@ -210,7 +210,7 @@ class Lease:
 
 
 def check_holder(backend: StorageBackend, job: bytes) -> None:
-    """Raise ``RootInUseError`` if another job than ``job`` holds the lease. For ranks that do not hold it themselves."""
+    """Raise ``RootInUseError`` if another job than ``job`` holds the lease. For ranks that do not hold one."""
     found, _ = _read(backend)
     if found is not None and found.job != job:
         raise RootInUseError(f"{backend.url}: {found} has taken this root over from job {job.hex()}")

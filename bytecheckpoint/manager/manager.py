@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -97,7 +98,8 @@ class CheckpointManager:
         gate: As in ``bytecheckpoint.save``; ignored if ``async_save`` is False.
         staging: As in ``bytecheckpoint.save``. ``resume`` and the other searches also find, and prefer, what is in the
             folder. A new manager continues the uploads of earlier jobs from its machine. ``wait`` and ``close`` wait
-            for uploads; an upload that fails does not disturb the training before.
+            for uploads; an upload that fails does not disturb the training before. On a preemption signal or an
+            exception, uploads that do not end within the grace period (``Preemption.grace_s``) are stopped.
         keep_staged: How many checkpoints stay in the staging folder; those that are not uploaded yet stay anyway.
         upload_rate: As in ``bytecheckpoint.save``.
         allow_pickle: As in ``bytecheckpoint.save``.
@@ -417,6 +419,7 @@ class CheckpointManager:
             return None
         with self._rounds.round(followed_by="save") as op:
             decision = self._coordinate(op, step, metrics, milestone, is_due=is_due, is_forced=force)
+        end = time.monotonic() + decision.grace_s
         handle = None
         if decision.save:
             is_leaving = decision.preemption_signal != 0
@@ -424,7 +427,7 @@ class CheckpointManager:
             with self._checkpointer.following(op, "save", deadline_s):
                 handle = self._begin_save(step, state, decision.metrics, milestone, deadline_s)
         if decision.preemption_signal:
-            self._leave(step, decision.preemption_signal)
+            self._leave(step, decision.preemption_signal, end)
         return handle
 
     def request_save(self) -> None:
@@ -438,11 +441,14 @@ class CheckpointManager:
             BytecheckpointError: The failure of a save or of an upload, on all ranks.
         """
         self._check_usable()
+        self._finish_saves()
+        if self._resources.staging is not None:
+            self._resources.staging.wait()
+
+    def _finish_saves(self) -> None:
         with self._rounds.round() as op, self._settling():
             self._resources.in_flight.finish(op)
         self._callbacks.poll()
-        if self._resources.staging is not None:
-            self._resources.staging.wait()
 
     def close(self) -> None:
         """Wait for all saves, then release the lease, the signal handlers and the threads.
@@ -470,6 +476,9 @@ class CheckpointManager:
                 # The other ranks may be elsewhere or gone, so this rank does not wait for them.
                 self._rounds.report_failure(error)
                 self._save_on(error)
+                if self._resources.staging is not None:
+                    self._resources.in_flight.drain()
+                    self._resources.staging.leave(self._preemption.grace_s)
         except BaseException as failure:
             if error is None:
                 self._save_on(failure)
@@ -606,6 +615,8 @@ class CheckpointManager:
         lease, housekeeping, staging = self._resources.lease, self._resources.housekeeping, self._resources.staging
         if lease is not None:
             options = replace(options, job=lease.job, guard=lease.check)
+        if staging is not None:
+            options = replace(options, upload_stop=staging.stop)
         if housekeeping is not None:
             housekeeping.expect(saved.name)
         if staging is not None:
@@ -628,12 +639,14 @@ class CheckpointManager:
             staging.follow(handle, saved.name)
         return handle
 
-    def _leave(self, step: int, number: int) -> None:
+    def _leave(self, step: int, number: int, end: float) -> None:
         _log.warning("%s: received %s; step %d is the last one", self.root, signal.Signals(number).name, step)
         self.preempted = True
         exits = self._preemption.action == "exit"
         try:
-            self.wait()
+            self._finish_saves()
+            if self._resources.staging is not None:  # half of what is left: parts in flight end, and the lease
+                self._resources.staging.leave((end - time.monotonic()) / 2)
         finally:
             if exits:
                 self._resources.release()

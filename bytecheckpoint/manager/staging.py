@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,6 +26,7 @@ from ..storage_backends import join, open_backend
 from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import find_journals
 from ..transfer.staged import continue_upload, is_pending, remove_superseded
+from ..transfer.transfer import Stop
 from .housekeeping import StepNames
 
 __all__ = ["StagingFolder"]
@@ -50,6 +52,7 @@ class StagingFolder:
     deadline_s: float
     job: bytes
     guard: Callable[[], None]
+    stop: Stop = field(default_factory=Stop)  # ends the uploads of the saves that are made with it
     _unfinished: list[SaveHandle] = field(default_factory=list)
     _expected: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -125,6 +128,19 @@ class StagingFolder:
         if failures:
             raise failures[0]
 
+    def leave(self, timeout_s: float) -> None:
+        """Wait for uploads for so long, and stop them then: the next job, or ``bcp upload``, continues them."""
+        end = time.monotonic() + timeout_s
+        saves, self._unfinished = self._unfinished, []
+        for save in saves:
+            with suppress(BytecheckpointError):  # logged already, or it has not ended
+                save.uploaded(max(0.0, end - time.monotonic()))
+        wait([self._begun], max(0.0, end - time.monotonic()))
+        if not all([self._begun.done(), *(save.is_uploaded() for save in saves)]):
+            _log.warning("%s: not everything is uploaded; the next job, or bcp upload, continues", self._folder.url)
+        self.stop.set()
+        self.stop = Stop()
+
     def drain(self) -> None:
         """Wait until all uploads have ended. Their failures are logged already."""
         try:
@@ -158,7 +174,10 @@ class StagingFolder:
 
     def _continue(self, *, gives_up: bool = False) -> None:
         """Continue every upload that no process is at work on."""
+        stop = self.stop
         for path, head in list(find_journals(self._folder.url)):
+            if stop.is_set:
+                return
             name = os.path.relpath(os.path.dirname(path), self._folder.url)
             if head.rank is None or head.direction != "to" or not self.names.is_managed(name):
                 continue
@@ -172,6 +191,7 @@ class StagingFolder:
                     rate_limit=self.rate,
                     admit=self.guard,
                     gives_up=gives_up,
+                    stop=stop,
                 )
             except UsageError:
                 continue  # another rank of this machine does it

@@ -17,6 +17,7 @@ from ..format.manifest import MAX_ENCODED_CHUNK, pack_metadata
 from ..planners import Layout
 from ..runtime.arguments import check_arguments, choice
 from ..runtime.limits import DEFAULT_DEADLINE_S
+from ..transfer.transfer import Stop
 from ..version import VERSION
 from .replicas import Replicas
 
@@ -55,6 +56,7 @@ class SaveOptions:
         upload_rate: Bytes per second of the upload; None for no limit.
         job: Mark of the job that holds the lease of the root; part of the attempt's name.
         guard: Called on rank 0 right before the manifest is written. If it raises, the save fails.
+        upload_stop: Ends the upload before it is complete.
     """
 
     framework: str | None = None
@@ -75,6 +77,7 @@ class SaveOptions:
     upload_rate: float | None = None
     job: bytes = b""
     guard: Callable[[], None] = field(default=lambda: None, compare=False)
+    upload_stop: Stop = field(default_factory=Stop, compare=False)
 
     def checked(self) -> SaveOptions:
         """Return these options as the types that the code expects. Raises ``UsageError`` if one is invalid."""

@@ -107,7 +107,13 @@ class SaveUpload:
                     if rank == 0:  # another job may begin, and clean up, while an ended job's upload is unfinished
                         pins = protect(store, self._journal)
                     report = upload_files(
-                        self.staging, store, manifest, self._journal, rank=rank, rate_limit=self._options.upload_rate
+                        self.staging,
+                        store,
+                        manifest,
+                        self._journal,
+                        rank=rank,
+                        rate_limit=self._options.upload_rate,
+                        stop=self._options.upload_stop,
                     )
                     timings.count("transfer", report.sent)
             except BaseException as error:  # noqa: BLE001 - raised below, where the other ranks learn of it

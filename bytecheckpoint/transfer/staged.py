@@ -22,7 +22,7 @@ from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 from .copying import discard_transfer, missing_files, protect
 from .journal import Journal, JournalHead, find_journals
-from .transfer import Transfer, TransferReport
+from .transfer import Stop, Transfer, TransferReport
 
 __all__ = ["commit_upload", "continue_upload", "is_pending", "remove_superseded", "upload_files"]
 
@@ -38,12 +38,12 @@ def upload_files(
     rank: int,
     rate_limit: float | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
+    stop: Stop | None = None,
 ) -> TransferReport:
     """Upload the files that ``rank`` wrote. Raises as ``Transfer.run``."""
     rows = [row for row, writer in enumerate(manifest.files.rank.tolist()) if writer == rank]
-    return Transfer(
-        staging, store, manifest, rows=rows, journal=journal, rate_limit=rate_limit, progress=progress
-    ).run()
+    transfer = Transfer(staging, store, manifest, rows=rows, journal=journal, rate_limit=rate_limit, progress=progress)
+    return (stop or Stop()).run(transfer)
 
 
 def commit_upload(
@@ -76,6 +76,7 @@ def continue_upload(
     progress: Callable[[int], None] = lambda nbytes: None,
     admit: Callable[[], None] = lambda: None,
     gives_up: bool = False,
+    stop: Stop | None = None,
 ) -> TransferReport | None:
     """Continue the upload that a journal of a rank describes.
 
@@ -110,6 +111,7 @@ def continue_upload(
                 rank=head.rank,
                 rate_limit=rate_limit,
                 progress=progress,
+                stop=stop,
             )
             protect(store, journal)
             report = send()

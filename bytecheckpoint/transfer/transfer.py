@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +20,7 @@ from ..storage_backends.base import PartWriter, StorageBackend
 from .journal import FileUpload, Journal
 from .source import SourceFile
 
-__all__ = ["WINDOW", "Transfer", "TransferReport"]
+__all__ = ["WINDOW", "Stop", "Transfer", "TransferReport"]
 
 _T = TypeVar("_T")
 
@@ -69,6 +70,36 @@ class _File:
 
     def length(self, number: int) -> int:
         return min(self.writer.part_bytes, self.size - number * self.writer.part_bytes)
+
+
+class Stop:
+    """Ends transfers before they are complete. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[Transfer] = set()
+        self.is_set = False
+
+    def set(self) -> None:
+        """Stop the transfers that run, after the parts that are in flight, and all later ones."""
+        with self._lock:
+            self.is_set = True
+            running = [*self._running]
+        for transfer in running:
+            transfer.stop()
+
+    def run(self, transfer: Transfer) -> TransferReport:
+        """Run a transfer until it is stopped. Raises as ``Transfer.run``."""
+        with self._lock:
+            self._running.add(transfer)
+            is_set = self.is_set
+        if is_set:
+            transfer.stop()
+        try:
+            return transfer.run()
+        finally:
+            with self._lock:
+                self._running.discard(transfer)
 
 
 class Transfer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -387,6 +388,32 @@ def test_the_rate_is_limited(places: Places, monkeypatch: pytest.MonkeyPatch) ->
     begun = time.monotonic()
     places.save(1.0, upload_rate=10 << 20).uploaded(WAIT_S)
     assert time.monotonic() - begun > 0.5
+
+
+@pytest.mark.parametrize("how", ["signal", "exception"])
+def test_uploads_do_not_outlast_the_grace_period(places: Places, how: str) -> None:
+    """An upload that would take weeks. The next job makes it."""
+    options: dict[str, Any] = {"staging": places.staging, "preemption": bcp.Preemption(grace_s=1.0)}
+    handles = []
+
+    def train() -> None:
+        with bcp.CheckpointManager(places.store, upload_rate=1.0, **options) as manager:
+            handles.append(manager.save(1, state(1.0), force=True))
+            if how == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+                manager.save(2, state(2.0))
+            raise ZeroDivisionError
+
+    with pytest.raises(SystemExit if how == "signal" else ZeroDivisionError):
+        train()
+    assert handles[0].is_uploaded()
+    assert not (places.path() / "manifest.msgpack").exists()
+    check(places.load()[0], 1.0)
+    with bcp.CheckpointManager(places.store, **options) as manager:
+        manager.resume(loaded := empty())
+    check(loaded, 2.0 if how == "signal" else 1.0)
+    assert bcp.open(places.path()).verify().ok
+    assert list(find_journals(str(places.staging))) == []
 
 
 def test_invalid_arguments(places: Places) -> None:
