@@ -158,7 +158,7 @@ def release(
         def is_over(attempt: str, attempts: set[str] = attempts) -> bool:
             return attempt in attempts or attempt == manifest.attempt or has_ended(attempt)
 
-        if folder:
+        if folder and not _needed_elsewhere(holder, manifest.attempt):
             holder.delete([PIN_PREFIX + manifest.attempt])
         if not sweep(holder, attempts, is_over, files=() if folder else manifest.files.name):
             remaining.append(folder or folder_name(backend))
@@ -204,6 +204,7 @@ def sweep(
             pending = [name.removeprefix(PIN_PREFIX) for name, needed in by_pin.items() if needed is None]
             if not all(has_ended(one) or is_old(one) for one in pending):
                 return False
+            by_pin |= {PIN_PREFIX + one: _needed_elsewhere(folder, one) for one in pending}
             old = [attempt for attempt in attempts if manifest is None or attempt != manifest.attempt]
             begun = [upload for attempt in old for upload in folder.incomplete(f"{attempt}/")]
             stored = {stat.key for attempt in old for stat in folder.list(f"{attempt}/")}
@@ -250,6 +251,24 @@ def _needed_by(folder: StorageBackend, pin: str) -> set[str] | None:
     if manifest is None or PIN_PREFIX + manifest.attempt != pin:
         return None
     return _named(manifest, folder_name(folder)) if name else set()
+
+
+def _needed_elsewhere(folder: StorageBackend, attempt: str) -> set[str]:
+    """Return the files in a folder that a renamed or copied referrer names: a sibling with this attempt.
+
+    Raises ``CheckpointError`` if that cannot be found out.
+    """
+    parent, needed = parent_url(folder), set[str]()
+    if not parent:
+        return needed
+    root = open_like(folder, parent)
+    for child in root.list_children(""):
+        if not child.endswith("/") or not {MANIFEST_KEY, f"{attempt}/"} <= {*root.list_children(child)}:
+            continue
+        manifest = _committed(open_sibling(folder, child[:-1]))
+        if manifest is not None and manifest.attempt == attempt:
+            needed |= _named(manifest, folder_name(folder))
+    return needed
 
 
 def _named(manifest: Manifest, folder: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,31 @@ def test_old_pins_of_killed_saves_do_not_count(tmp_path: Path, tensor: torch.Ten
     pin.write_text("../step-2/manifest.msgpack")
     remove(str(tmp_path / "step-1"))
     assert not (tmp_path / "step-1").exists()
+
+
+def _run_job(root: Path, tensor: torch.Tensor, steps: list[int]) -> None:
+    default_checkpointer().engine.last_commit = None
+    with bcp.CheckpointManager(root, base="auto", preemption=None) as manager:
+        for step in steps:
+            manager.save(step, {"tree": {"t": tensor}}, force=True)
+            manager.wait()
+
+
+@pytest.mark.parametrize("how", ["renamed", "copied"])
+def test_a_folder_that_was_renamed_or_copied_keeps_what_it_refers_to(
+    tmp_path: Path, tensor: torch.Tensor, how: str
+) -> None:
+    """Its pin leads nowhere, but a sibling has its attempt. What remains is removed with that one."""
+    _run_job(tmp_path, tensor, [1, 2])
+    if how == "renamed":
+        (tmp_path / "step-2").rename(tmp_path / "best")
+    else:
+        shutil.copytree(tmp_path / "step-2", tmp_path / "best")
+        remove(str(tmp_path / "step-2"))
+    remove(str(tmp_path / "step-1"))
+    _run_job(tmp_path, -tensor - 1, [3])
+    _check(tmp_path / "best", tensor)
+    assert (tmp_path / "step-1").exists()
+    remove(str(tmp_path / "best"))
+    _run_job(tmp_path, tensor, [4])
+    assert {path.name for path in tmp_path.iterdir()} == {"step-3", "step-4"}
