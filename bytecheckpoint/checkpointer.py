@@ -34,7 +34,7 @@ from .runtime.arguments import ARGUMENTS, check_arguments
 from .runtime.limits import DEFAULT_DEADLINE_S
 from .save.gating import pass_gates
 from .save.handle import SaveHandle
-from .save.options import SaveOptions, WhenBusy
+from .save.options import SaveOptions, WaitFor, WhenBusy
 from .save.protocol import save as run_save
 from .save.replicas import Replicas
 from .save.warmup import warm_up
@@ -121,6 +121,7 @@ class Checkpointer:
         base: URL | None = None,
         gate: bool = False,
         staging: URL | None = None,
+        wait_for: WaitFor = "staging",
         upload_rate: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
@@ -196,10 +197,12 @@ class Checkpointer:
                 not detected. If the state does not fit into the staging memory, the call copies it as it does without a
                 gate.
             staging: A folder on a local disk of each machine. The checkpoint is committed there first, and uploaded to
-                ``path`` in the background: ``SaveHandle.result`` waits for the commit in the folder,
+                ``path`` in the background: ``SaveHandle.committed`` waits for the commit in the folder,
                 ``SaveHandle.uploaded`` for the one at ``path``. An upload that is interrupted is continued by
                 ``bcp upload``, or by the ``CheckpointManager`` of the restarted job. The folder keeps what was uploaded
                 to load from; only a ``CheckpointManager`` removes it.
+            wait_for: Which of both ``SaveHandle.result``, and a call without ``async_save``, waits for: "staging" or
+                "path". If an upload fails, "path" raises its error, and the checkpoint is in the staging folders.
             upload_rate: Bytes per second that this rank uploads at most, on average; None for no limit. With
                 ``staging``.
             storage_options: Options for the storage backend, such as credentials or ``endpoint_url``.
@@ -243,6 +246,7 @@ class Checkpointer:
             base=base,
             gate=gate,
             staging=staging,
+            wait_for=wait_for,
             upload_rate=upload_rate,
         )
         return self.save_with(path, lambda: state, options, async_save=async_save, storage_options=storage_options)

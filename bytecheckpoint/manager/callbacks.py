@@ -84,7 +84,7 @@ class CallbackRunner:
     def _ended(self, handle: SaveHandle) -> None:
         error = handle.exception()
         if error is None:
-            _call(self._callbacks.on_committed, handle.result())
+            _call(self._callbacks.on_committed, handle.committed())
         else:
             _call(self._callbacks.on_failed, handle, error)
 

@@ -97,7 +97,7 @@ class SavesInFlight:
         """
         with op.phase(_EARLIER_SAVES):
             while self._saves and self._saves[0].done():
-                self._saves.popleft().result()
+                self._saves.popleft().committed()
 
     def wait_for_room(self, op: Operation) -> None:
         """Wait until one more save may begin on all ranks. Raises like ``settle``."""

@@ -38,7 +38,7 @@ from ..planners import Layout
 from ..runtime.arguments import STEP, check_arguments, check_choice
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..save.handle import SaveHandle
-from ..save.options import SaveOptions, WhenBusy
+from ..save.options import SaveOptions, WaitFor, WhenBusy
 from ..save.replicas import Replicas
 from ..storage_backends import join, open_backend, url_text
 from .callbacks import CallbackRunner, Callbacks
@@ -101,6 +101,8 @@ class CheckpointManager:
             for uploads; an upload that fails does not disturb the training before. On a preemption signal or an
             exception, uploads that do not end within the grace period (``Preemption.grace_s``) are stopped.
         keep_staged: How many checkpoints stay in the staging folder; those that are not uploaded yet stay anyway.
+        wait_for: As in ``bytecheckpoint.save``, for the handles of asynchronous saves only: an upload that runs or
+            fails is no reason for any ``save`` to wait or to raise.
         upload_rate: As in ``bytecheckpoint.save``.
         allow_pickle: As in ``bytecheckpoint.save``.
         metadata: Plain values that are stored with every checkpoint. The keys ``"metrics"``, ``"milestone"``
@@ -156,6 +158,7 @@ class CheckpointManager:
         gate: bool = False,
         staging: str | os.PathLike[str] | None = None,
         keep_staged: int = 1,
+        wait_for: WaitFor = "staging",
         upload_rate: float | None = None,
         allow_pickle: bool = False,
         metadata: Mapping[str, Any] | None = None,
@@ -188,6 +191,7 @@ class CheckpointManager:
             base=base,
             gate=gate,
             staging=staging,
+            wait_for=wait_for,
             upload_rate=upload_rate,
         )
         self._resources = held = ManagerResources(self, self.root, SavesInFlight(max_in_flight))
@@ -611,6 +615,7 @@ class CheckpointManager:
             metadata={**self._metadata, **metadata},
             deadline_s=deadline_s,
             gate=self._options.gate and is_async,
+            wait_for=self._options.wait_for if is_async else "staging",
         )
         lease, housekeeping, staging = self._resources.lease, self._resources.housekeeping, self._resources.staging
         if lease is not None:

@@ -55,9 +55,10 @@ class SaveResult:
 class SaveHandle:
     """A save in progress, or one that has ended. Thread-safe.
 
-    The checkpoint exists, durably and for every reader, once ``result`` returns; with ``staging``, it is in the staging
-    folders then, and at its path once ``uploaded`` returns. If ``result`` raises, it does not exist, except after
-    ``CommitUnknownError`` (the outcome is unknown) and ``SavePendingError`` (the save continues).
+    The checkpoint exists, durably and for every reader, once ``result`` returns; with ``staging``, it is in the
+    staging folders once ``committed`` returns, and at its path once ``uploaded`` returns. If ``result`` raises, it
+    does not exist, except after ``CommitUnknownError`` (the outcome is unknown) and ``SavePendingError`` (the save
+    continues).
 
     Attributes:
         url: Where the checkpoint is saved.
@@ -77,6 +78,7 @@ class SaveHandle:
         self._lifecycle = lifecycle
         self._staging: Staging | None = None
         self._upload: SaveLifecycle[TransferReport] | None = None
+        self._waits_for_upload = False
         self._bytes_total = 0
 
     @property
@@ -129,11 +131,11 @@ class SaveHandle:
         return SaveProgress(self._lifecycle.state.name.lower(), nbytes, max(self._bytes_total, nbytes))
 
     def done(self) -> bool:
-        """Return whether the save has ended, successfully or not."""
+        """Return whether the save has ended, successfully or not; an upload may go on."""
         return self._lifecycle.state.is_final
 
     def result(self, timeout: float | None = None) -> SaveResult:
-        """Wait until the checkpoint is committed.
+        """Wait until the checkpoint is committed; with ``staging``, where ``wait_for`` of the save says.
 
         Args:
             timeout: Seconds to wait; None waits without a limit.
@@ -148,12 +150,26 @@ class SaveHandle:
             CommitUnknownError: The checkpoint may or may not exist.
             BytecheckpointError: The failure, on whichever rank it occurred. Nothing was committed.
         """
+        return self.uploaded(timeout) if self._waits_for_upload else self.committed(timeout)
+
+    def committed(self, timeout: float | None = None) -> SaveResult:
+        """Wait until the checkpoint is committed, with ``staging`` in the staging folders.
+
+        Args:
+            timeout: Seconds to wait; None waits without a limit.
+
+        Returns:
+            What was committed.
+
+        Raises:
+            BytecheckpointError: As ``result``.
+        """
         return self._lifecycle.result(timeout)
 
     def uploaded(self, timeout: float | None = None) -> SaveResult:
         """Wait until the checkpoint is committed at the path of the save, also with ``staging``.
 
-        Without ``staging``, the same as ``result``.
+        Without ``staging``, the same as ``committed``.
 
         Args:
             timeout: Seconds to wait; None waits without a limit.
@@ -169,16 +185,16 @@ class SaveHandle:
         end = None if timeout is None else time.monotonic() + timeout
         if self._upload is not None:
             self._upload.result(timeout)
-        return self.result(None if end is None else max(0.0, end - time.monotonic()))
+        return self.committed(None if end is None else max(0.0, end - time.monotonic()))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the save has ended, and return its error instead of raising it.
+        """Wait until the save has ended, and return its error instead of raising it. Does not wait for an upload.
 
         Args:
             timeout: Seconds to wait; None waits without a limit.
 
         Returns:
-            The error that ``result`` raises; None if the checkpoint is committed.
+            The error that ``committed`` raises; None if the checkpoint is committed.
 
         Raises:
             SavePendingError: The save has not ended after ``timeout`` seconds and continues.

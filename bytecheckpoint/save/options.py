@@ -21,12 +21,15 @@ from ..transfer.transfer import Stop
 from ..version import VERSION
 from .replicas import Replicas
 
-__all__ = ["AUTO", "SaveOptions", "WhenBusy"]
+__all__ = ["AUTO", "SaveOptions", "WaitFor", "WhenBusy"]
 
 AUTO = "auto"
 """The value of ``codec`` that lets each rank choose, and of ``base`` that takes the newest checkpoint."""
 
 _MAX_SHOWN = 100  # characters of a metadata value in a message
+
+WaitFor = Literal["staging", "path"]
+"""Which commit ``SaveHandle.result`` waits for."""
 
 WhenBusy = Literal["wait", "skip"]
 """What an asynchronous save does when earlier saves still hold the staging memory it needs."""
@@ -53,6 +56,7 @@ class SaveOptions:
         gate: Copy parameters and optimizer state after the call has returned.
         staging: The folder in which the checkpoint is committed first, and from which it is uploaded; None if it is
             written to its path.
+        wait_for: Whether ``result`` waits for the commit in the staging folders, or for the one at the path.
         upload_rate: Bytes per second of the upload; None for no limit.
         job: Mark of the job that holds the lease of the root; part of the attempt's name.
         guard: Called on rank 0 right before the manifest is written. If it raises, the save fails.
@@ -74,6 +78,7 @@ class SaveOptions:
     base: str | os.PathLike[str] | None = None
     gate: bool = False
     staging: str | os.PathLike[str] | None = None
+    wait_for: WaitFor = "staging"
     upload_rate: float | None = None
     job: bytes = b""
     guard: Callable[[], None] = field(default=lambda: None, compare=False)
@@ -84,7 +89,13 @@ class SaveOptions:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         options = replace(
             self,
-            **check_arguments(values, layout=choice(Layout), when_busy=choice(WhenBusy), replicas=choice(Replicas)),
+            **check_arguments(
+                values,
+                layout=choice(Layout),
+                when_busy=choice(WhenBusy),
+                wait_for=choice(WaitFor),
+                replicas=choice(Replicas),
+            ),
         )
         options.selection.check()
         options._check_codec()
@@ -103,6 +114,8 @@ class SaveOptions:
         return size if self.codec is None and self.base is None else min(size, MAX_ENCODED_CHUNK)
 
     def _check_staging(self) -> None:
+        if self.wait_for != "staging" and self.staging is None:
+            raise UsageError("wait_for needs staging: without it, there is only one commit")
         if self.upload_rate is not None and self.staging is None:
             raise UsageError("upload_rate needs staging: without it, the save itself writes to the path")
         if self.base is not None and self.staging is not None:

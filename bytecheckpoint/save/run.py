@@ -207,6 +207,7 @@ class SaveRun:
         """Save to a folder of this machine, and upload from there."""
         self.upload = SaveUpload(self.engine, self.op, self.backend, staging, self.options)
         self.handle._upload = self.upload.lifecycle
+        self.handle._waits_for_upload = self.options.wait_for == "path"
         if self.op.rank == 0:
             self.upload.check()
         self.backend = self.upload.staging

@@ -19,7 +19,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint.nearest import open_staging
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
-from bytecheckpoint.errors import CheckpointNotFoundError, StorageError, UsageError
+from bytecheckpoint.errors import CheckpointNotFoundError, SavePendingError, StorageError, UsageError
 from bytecheckpoint.storage_backends import base, open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
@@ -96,6 +96,21 @@ def held_uploads() -> Iterator[None]:
         stop()
 
 
+@contextmanager
+def failing_uploads() -> Iterator[None]:
+    """Let uploads fail until the block ends."""
+
+    def observe(name: str, event: str) -> None:
+        if (name, event) == ("upload.transfer", "enter"):
+            raise StorageError("the store is broken")
+
+    stop = telemetry.observe(observe)
+    try:
+        yield
+    finally:
+        stop()
+
+
 def fail_upload(places: Places, value: float, at: str = "transfer") -> str:
     """Save, and let the upload fail in this step; return the attempt."""
 
@@ -128,6 +143,43 @@ def test_a_save_is_in_both_places(places: Places, is_async: bool) -> None:
     assert contents(places.path()) == contents(places.staged())
     assert bcp.open(places.path()).verify().ok
     assert list(find_journals(str(places.staging))) == []
+
+
+def test_the_caller_chooses_what_result_waits_for(places: Places) -> None:
+    with held_uploads():
+        handle = places.save(1.0, async_save=True, wait_for="path")
+        result = handle.committed(WAIT_S)
+        assert handle.done()
+        assert handle.exception() is None
+        assert handle.staged()
+        with pytest.raises(SavePendingError):
+            handle.result(0.0)
+        assert not (places.path() / "manifest.msgpack").exists()
+    assert handle.result(WAIT_S) == result
+    assert bcp.open(places.path()).verify().ok
+
+
+def test_a_call_that_waits_for_the_path_raises_why_the_upload_failed(places: Places) -> None:
+    with failing_uploads(), pytest.raises(StorageError, match="the store is broken"):
+        places.save(1.0, wait_for="path")
+    check(places.load()[0], 1.0)
+    finish_upload(*unfinished_uploads(str(places.staging)))
+    assert places.save(2.0, "step-2", wait_for="path").is_uploaded()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_manager_does_not_wait_for_the_path(places: Places, is_async: bool) -> None:
+    """Only the handles do."""
+    options: dict[str, Any] = {"staging": places.staging, "preemption": None, "async_save": is_async}
+    with failing_uploads(), bcp.CheckpointManager(places.store, wait_for="path", **options) as manager:
+        handle = manager.save(1, state(1.0), force=True)
+        assert handle is not None
+        handle.committed(WAIT_S)
+        with pytest.raises(StorageError, match="the store is broken"):
+            handle.uploaded(WAIT_S)
+        manager.save(2, state(2.0), force=True)
+        with pytest.raises(StorageError, match="the store is broken"):
+            manager.wait()
 
 
 def test_without_staging_a_save_is_uploaded_when_it_is_committed(tmp_path: Path) -> None:
@@ -421,6 +473,10 @@ def test_invalid_arguments(places: Places) -> None:
         bcp.save(places.path(), state(1.0), upload_rate=1e6)
     with pytest.raises(UsageError, match="upload_rate must be a positive number"):
         places.save(1.0, upload_rate=-1)
+    with pytest.raises(UsageError, match="wait_for needs staging"):
+        bcp.save(places.path(), state(1.0), wait_for="path")
+    with pytest.raises(UsageError, match="wait_for"):
+        places.save(1.0, wait_for="store")
     with pytest.raises(UsageError, match="staging must be a local folder"):
         bcp.save(places.path(), state(1.0), staging="memory://x")
     with pytest.raises(UsageError, match="staging must be a path"):
