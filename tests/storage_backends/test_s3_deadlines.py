@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -25,7 +26,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.cli import cli
-from bytecheckpoint.errors import BytecheckpointError, CheckpointNotFoundError
+from bytecheckpoint.convert.reshard import reshard
+from bytecheckpoint.errors import BytecheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.s3 import writers
 from bytecheckpoint.testing import time_limit
@@ -191,6 +193,7 @@ _SAVES: dict[str, tuple[Callable[[], Rule], str]] = {
     "a lost reply to the manifest": (lambda: _manifest("lose", 1), ""),
     "a token that expires": (lambda: _after("part", "expired"), "credentials have expired"),
     "clock skew": (lambda: lambda exchange: "skewed", "clock of this machine differs"),
+    "another region": (lambda: lambda exchange: "elsewhere", "in another region"),
     "nothing from the commit on": (lambda: _from_manifest("stall"), "reading it back failed too"),
     "a manifest that is refused": (lambda: _manifest("refuse"), "SlowDown"),
 }
@@ -207,6 +210,27 @@ def test_a_save(faults: Faults, case: str) -> None:
         assert any(text in failure for text in error.split("|")), failure
 
 
+def _once(rule: Rule) -> Rule:
+    """Only the first fault of a rule."""
+    found: list[str] = []
+
+    def first(exchange: Exchange) -> str | None:
+        what = None if found else rule(exchange)
+        found.extend([what] if what else [])
+        return what
+
+    return first
+
+
+def _file(what: str) -> Rule:
+    return lambda exchange: what if exchange.path.endswith(".safetensors") else None
+
+
+def _ranged(what: str) -> Rule:
+    """Of the reads of tensors but the last one, which ends with the file."""
+    return lambda exchange: what if exchange.kind == "get" and exchange.start == 4096 else None
+
+
 def _data(what: str) -> Rule:
     """Of the reads of tensors, not of headers and values."""
     return lambda exchange: what if exchange.kind == "get" and exchange.start else None
@@ -220,6 +244,13 @@ _LOADS: dict[str, tuple[Callable[[], Rule], str]] = {
     "nothing after the manifest": (lambda: _after("get", "stall"), "did not answer"),
     "replies that are too short": (lambda: _after("get", "cut"), "reading"),
     "a token that expires": (lambda: _after("get", "expired"), "credentials have expired"),
+    "clock skew": (lambda: lambda exchange: "skewed", "clock of this machine differs"),
+    "another region": (lambda: lambda exchange: "elsewhere", "in another region"),
+    "a reply that is too long": (lambda: _once(_ranged("longer")), ""),
+    "replies that are too long": (lambda: _ranged("longer"), "ShortReplyError"),
+    "one wrong byte of a tensor": (lambda: _once(_data("flip")), ""),
+    "one wrong byte of a header": (lambda: _once(_file("flip")), ""),
+    "wrong bytes of tensors": (lambda: _data("flip"), "checksum mismatch"),
     "tensors without reply": (lambda: _data("stall"), "cannot read bytes"),
     "tensors whose replies stop": (lambda: _data("hang"), "cannot read bytes"),
     "tensors whose replies are too short": (lambda: _data("cut"), "cannot read bytes"),
@@ -233,9 +264,25 @@ def test_a_load(faults: Faults, case: str) -> None:
     failure = faults.run(faults.load)
     assert error in failure, failure
     assert bool(error) is bool(failure)
-    if case != "a token that expires":
+    if case not in ("a token that expires", "clock skew", "another region"):
         # To ask a silent store why it is silent would take as long again.
         assert "head" not in faults.proxy.kinds
+
+
+def test_one_wrong_byte_of_encoded_tensors(faults: Faults) -> None:
+    url = faults.url + "-encoded"
+    bcp.save(url, _state(1), codec="zstd", storage_options=faults.direct)
+    faults.proxy.rule = _once(_data("flip"))
+    state = _state(0)
+    bcp.load(url, state, storage_options=faults.options)
+    assert torch.equal(state["model"]["w"], _state(1)["model"]["w"])
+
+
+def test_one_wrong_byte_of_a_checkpoint_that_is_rewritten(faults: Faults, tmp_path: Path) -> None:
+    """Conversions fetch shards unchanged."""
+    faults.proxy.rule = _once(_data("flip"))
+    reshard(bcp.open(faults.url, storage_options=faults.options), str(tmp_path / "to"), files=1)
+    assert torch.equal(bcp.open(tmp_path / "to")["model.w"].load(), _state(1)["model"]["w"])
 
 
 @pytest.mark.parametrize("what", ["stall", "hang"])
@@ -268,6 +315,30 @@ def test_a_wrong_address(faults: Faults, monkeypatch: pytest.MonkeyPatch, case: 
     ]
     for call in calls:
         assert expected[case] in faults.run(call)
+
+
+def test_thousands_of_keys(faults: Faults) -> None:
+    """Each listing of ``latest`` and ``ls`` has several pages, of one object here."""
+    root = faults.url.rpartition("/")[0]
+    for step in (2, 3, 10):
+        bcp.save(f"{root}/step-{step}", {"extra_state": {"step": step}}, step=step, storage_options=faults.direct)
+    faults.proxy.rule = lambda exchange: "pages" if exchange.kind == "list" else None
+    newest = bcp.latest(root, storage_options=faults.options)
+    assert newest is not None
+    assert newest.step == 10
+    assert faults.proxy.kinds.count("list") > 4, "one page for each checkpoint"
+    options = [text for name, value in faults.options.items() for text in ("-o", f"{name}={value}")]
+    shown = CliRunner().invoke(cli, ["ls", "--json", root, *options])
+    assert shown.exit_code == 0, shown.output
+    assert [one["step"] for one in json.loads(shown.stdout)["entries"]] == [1, 2, 3, 10]
+
+
+def test_a_search_that_ends_between_two_pages(faults: Faults) -> None:
+    root = faults.url.rpartition("/")[0]
+    bcp.save(f"{root}/step-2", {"extra_state": {}}, step=2, storage_options=faults.direct)
+    faults.proxy.rule = lambda exchange: {"list": "pages" if exchange.number == 1 else "stall"}.get(exchange.kind)
+    with faults.endured(), pytest.raises(StorageError, match="did not answer"):
+        bcp.latest(root, storage_options=faults.options, deadline_s=faults.deadline_s)
 
 
 def test_uploads_that_killed_processes_left_are_removed_by_no_save(faults: Faults) -> None:

@@ -18,9 +18,9 @@ from bytecheckpoint.testing import time_limit
 __all__ = ["Exchange", "FaultProxy", "fault_proxy"]
 
 
-def _error(status: bytes, code: bytes) -> bytes:
+def _error(status: bytes, code: bytes, header: bytes = b"") -> bytes:
     body = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>%s</Code><Message>-</Message></Error>' % code
-    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+    return b"HTTP/1.1 %s\r\n%sContent-Length: %d\r\n\r\n%s" % (status, header, len(body), body)
 
 
 _ERRORS = {
@@ -28,6 +28,7 @@ _ERRORS = {
     "ended": _error(b"404 Not Found", b"NoSuchUpload"),
     "broken": _error(b"500 Internal Server Error", b"InternalError"),
     "expired": _error(b"400 Bad Request", b"ExpiredToken"),
+    "elsewhere": _error(b"301 Moved Permanently", b"PermanentRedirect", b"x-amz-bucket-region: eu-west-1\r\n"),
     "skewed": _error(b"403 Forbidden", b"RequestTimeTooSkewed"),
 }
 
@@ -68,6 +69,9 @@ Rule = Callable[[Exchange], str | None]
 * ``hang``: stop in the middle of the reply's body.
 * ``lose``: pass it on, and close the connection instead of replying.
 * ``cut``: close the connection in the middle of the reply's body.
+* ``flip``: change the last byte of the reply's body.
+* ``longer``: reply with the range that ends one byte later.
+* ``elsewhere``: reply that the bucket is in another region.
 * ``shift``: reply with the range that begins one byte later.
 * ``ignore``: pass it on without its conditions, as to a store that does not know them.
 * ``unquoted``: accept only versions without quotes in its conditions, as Ceph does.
@@ -170,6 +174,9 @@ class FaultProxy:
         if what == "shift":
             first, _, last = _header(head, b"range").partition(b"=")[2].partition(b"-")
             head = head.replace(b"=" + first + b"-" + last, b"=%d-%d" % (int(first) + 1, int(last) + 1))
+        if what == "longer":
+            last = _header(head, b"range").rpartition(b"-")[2]
+            head = head.replace(b"-" + last + b"\r\n", b"-%d\r\n" % (int(last) + 1), 1)
         if what == "ignore":
             head = _CONDITIONS.sub(b"", head)
         if what == "unquoted":
@@ -187,6 +194,10 @@ class FaultProxy:
             if self._closed:
                 return False
         reply = late or _ERRORS.get(what or "") or self._ask(head, body)
+        if head.startswith(b"HEAD "):
+            reply = reply[: reply.index(b"\r\n\r\n") + 4]
+        if what == "flip":
+            reply = reply[:-1] + bytes([reply[-1] ^ 1])
         if what == "lose":
             return False
         connection.sendall(reply[: reply.index(b"\r\n\r\n") + 14] if what in ("cut", "hang") else reply)

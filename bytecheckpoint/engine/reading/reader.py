@@ -26,7 +26,7 @@ from .fetch import Fetcher
 from .frame_reader import FrameReader
 from .placement import ReadPart
 from .read_plan import ReadPlan, plan_reads
-from .stored_files import OpenFiles, StoredFiles, read_stored_file
+from .stored_files import OpenFiles, StoredFiles, read_stored_file, source_after
 from .task_queue import TaskQueue
 from .views import StoredViews
 
@@ -202,8 +202,8 @@ class Reader:
         )
 
     def _fall_back(self, error: CorruptionError | StorageError) -> StoredFiles | None:
-        """Return the files of another store to read instead, after ``error``; None if there is none."""
-        other = self.backend.fall_back(error)
+        """Return the files to read instead, after ``error`` (see ``source_after``); None if there are none."""
+        other = source_after(self.backend, error)
         return None if other is None else StoredFiles(other, self.stored)
 
     def _heads(self, files: Sequence[int]) -> list[int]:

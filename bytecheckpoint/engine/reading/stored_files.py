@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,12 +11,19 @@ import numpy as np
 import xxhash
 
 from ...codecs import Codec, find_codec
-from ...errors import CorruptionError, KeyNotFoundError, StorageError, UnsupportedVersionError
+from ...errors import (
+    CorruptionError,
+    KeyNotFoundError,
+    StorageError,
+    UnsupportedVersionError,
+)
 from ...format.manifest import COMPANION, Manifest, split_reference
 from ...storage_backends import folder_name, open_sibling
 from ...storage_backends.base import ObjectReader, StorageBackend
 
-__all__ = ["Fault", "OpenFiles", "StoredFiles", "read_stored_file"]
+__all__ = ["Fault", "OpenFiles", "StoredFiles", "read_stored_file", "source_after"]
+
+_log = logging.getLogger(__name__)
 
 Fault = Callable[[int, CorruptionError], None]
 """Called with the row of a shard and the fault in one of its chunks: raises the fault, or records it and returns."""
@@ -30,10 +38,22 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
     try:
         return _read_stored_file(backend, manifest, row, head_only)
     except (CorruptionError, StorageError) as error:
-        other = backend.fall_back(error)
+        other = source_after(backend, error)
         if other is None:
             raise
     return _read_stored_file(other, manifest, row, head_only)
+
+
+def source_after(backend: StorageBackend, error: CorruptionError | StorageError) -> StorageBackend | None:
+    """Return the store to read from once more after ``error``; None if it is to be raised.
+
+    That is the other copy, if there is one. Bytes from a remote store may have changed on their way.
+    """
+    other = backend.fall_back(error)
+    if other is None and backend.is_remote and isinstance(error, CorruptionError):
+        _log.warning("reading once more: %s", error)
+        return backend
+    return other
 
 
 def _read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, head_only: bool) -> bytes:  # noqa: FBT001
