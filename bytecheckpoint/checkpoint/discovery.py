@@ -30,7 +30,7 @@ from ..storage_backends import join, open_backend, open_sibling
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 from .manifest_file import read_manifest
-from .nearest import open_nearest
+from .nearest import open_below, open_nearest
 from .references import holds_only_pinned, older_attempts, pins_of
 
 __all__ = [
@@ -127,7 +127,7 @@ def find_newest(
             problems.append(f"{name}: loading it failed before")
             continue
         try:
-            found = open_complete(join(top.url, name), name, options, top.deadline_s)
+            found = open_complete(top, name, options)
             (ignored if is_exception_save(found.manifest) else complete).append(found)
         except CheckpointNotFoundError:
             continue  # removed after it was listed
@@ -217,7 +217,7 @@ def _all_complete(
         check_is_root(top)
     for name in names:
         try:
-            found = open_complete(join(top.url, name), name, options, top.deadline_s)
+            found = open_complete(top, name, options)
             if not is_exception_save(found.manifest):
                 yield found
         except (CheckpointNotFoundError, NotACheckpointError):
@@ -226,11 +226,9 @@ def _all_complete(
             _log.warning("skipped an invalid checkpoint: %s", error)
 
 
-def open_complete(
-    url: str, name: str, options: Mapping[str, Any], deadline_s: float = DEFAULT_DEADLINE_S
-) -> CompleteCheckpoint:
-    """Open the checkpoint at ``url``. Raises ``CheckpointError`` unless it is complete."""
-    backend = open_nearest(url, options, deadline_s)
+def open_complete(root: StorageBackend, name: str, options: Mapping[str, Any]) -> CompleteCheckpoint:
+    """Open a checkpoint below ``root`` (see ``open_below``). Raises ``CheckpointError`` unless it is complete."""
+    backend = open_below(root, name, options)
     manifest = read_manifest(backend)
     _check_files_complete(backend, manifest)
     return CompleteCheckpoint(name, backend, manifest)

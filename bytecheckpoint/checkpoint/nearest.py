@@ -13,6 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,17 +22,19 @@ from typing_extensions import Buffer
 from ..errors import HIDDEN_PASSWORD, BytecheckpointError, CheckpointError, KeyNotFoundError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..runtime.limits import DEFAULT_DEADLINE_S
-from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, open_backend
+from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, join, open_backend
 from ..storage_backends.base import Conditions, ObjectReader
 from ..storage_backends.keys import TEMPORARY_PREFIX
 from ..storage_backends.local.backend import LocalBackend
 from .attempts import ATTEMPT_PREFIX
 from .manifest_file import decode_manifest
 
-__all__ = ["JOURNAL_PREFIX", "NearestBackend", "nearest", "open_nearest", "open_staging", "with_staging"]
+__all__ = ["JOURNAL_PREFIX", "NearestBackend", "nearest", "open_below", "open_nearest", "open_staging", "with_staging"]
 
 JOURNAL_PREFIX = TEMPORARY_PREFIX + "transfer-"
 """The prefix of the names of journals; that of an upload goes on with ``to-``."""
+
+_LEAST_S = 0.5
 
 _STAGING = "staging"  # the storage option that ``with_staging`` adds
 
@@ -78,6 +81,14 @@ def open_nearest(
     return backend
 
 
+def open_below(root: StorageBackend, name: str, options: Mapping[str, Any]) -> StorageBackend:
+    """Return the backend of a folder below ``root``, which ``open_nearest`` has opened with the same options."""
+    backend = open_nearest(join(root.url, name), options, root.deadline_s)
+    if isinstance(root, NearestBackend) and isinstance(backend, NearestBackend):
+        backend._is_silent = root._is_silent
+    return backend
+
+
 def nearest(store: StorageBackend, staging: str | os.PathLike[str] | None) -> StorageBackend:
     """Return a backend that reads copies in the folder ``staging`` where it can; ``store`` itself if that is None."""
     return store if staging is None else NearestBackend(open_staging(staging, store), store)
@@ -92,6 +103,7 @@ class NearestBackend(StorageBackend):
         self._lock = threading.Lock()
         self._elsewhere: set[str] = set()  # data files that are not in near
         self._damaged: set[str] = set()
+        self._is_silent = False  # whether the store did not answer when it was last asked
 
     @property
     def url(self) -> str:
@@ -178,7 +190,8 @@ class NearestBackend(StorageBackend):
             return self._far.get(MANIFEST_KEY, max_size=max_size)
         is_pending = _is_pending(self._near.url)
         try:
-            far = self._far.get(MANIFEST_KEY, max_size=max_size)
+            with self._asking():
+                far = self._far.get(MANIFEST_KEY, max_size=max_size)
         except KeyNotFoundError:
             if not is_pending:
                 raise
@@ -190,12 +203,28 @@ class NearestBackend(StorageBackend):
 
     def _of_store(self, read: Callable[[], _T], otherwise: _T) -> _T:
         try:
-            return read()
+            with self._asking():
+                return read()
         except StorageError as error:
             if not os.path.isdir(self._near.url):
                 raise
             _log.warning("%s cannot be listed; using the copies in %s: %s", self.display_url, self._near.url, error)
             return otherwise
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Ask the store what the copies here can answer too. If it did not answer before, do not wait long."""
+        deadline_s = self._far.deadline_s
+        if self._is_silent:
+            self._far.deadline_s = min(_LEAST_S, deadline_s)
+        self._is_silent = False
+        try:
+            yield
+        except StorageError as error:
+            self._is_silent = error.is_late
+            raise
+        finally:
+            self._far.deadline_s = deadline_s
 
     # -- the store alone -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import CheckpointError, UnsupportedVersionError
 from ..runtime.arguments import check_arguments
-from ..storage_backends import join, open_backend
+from ..storage_backends import open_backend
 from ..storage_backends.base import StorageBackend
 from .checkpoint import Checkpoint
 from .discovery import CompleteCheckpoint, check_is_root, committed_names, is_exception_save, open_complete
@@ -63,7 +63,7 @@ def _new_checkpoints(
 def _open(root: StorageBackend, name: str, options: Mapping[str, Any]) -> CompleteCheckpoint | None:
     """The checkpoint, or None if it cannot be read yet or was removed; it is then tried again."""
     try:
-        return open_complete(join(root.url, name), name, options["storage_options"])
+        return open_complete(root, name, options["storage_options"])
     except UnsupportedVersionError:
         raise
     except CheckpointError as error:

@@ -434,6 +434,32 @@ def test_a_store_that_cannot_be_read(places: Places, monkeypatch: pytest.MonkeyP
     check(places.load()[0], 1.0)
 
 
+def test_a_store_that_does_not_answer_is_waited_for_once(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+    limits: list[float] = []
+
+    def silent(self: LocalBackend, *_: object, **__: object) -> Any:
+        limits.append(self.deadline_s)
+        error = StorageError("the store did not answer")
+        error.is_late = True
+        raise error
+
+    class Silent(LocalBackend):
+        get = list = list_children = silent
+
+    monkeypatch.setattr(
+        "bytecheckpoint.checkpoint.nearest.open_backend",
+        lambda path, **_: (Silent if os.fspath(path).startswith(str(places.store)) else LocalBackend)(path),
+    )
+    newest = bcp.latest(places.store, staging=places.staging, deadline_s=600)
+    assert newest is not None
+    assert newest.url == str(places.path())
+    first, *others = limits
+    assert first == 600
+    assert others
+    assert max(others) < 1
+
+
 def test_the_rate_is_limited(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six parts, of which the first is sent at once."""
     monkeypatch.setattr(base._PiecewiseWriter, "part_bytes", 1 << 20)
