@@ -47,7 +47,7 @@ class _LateError(Exception):
 class _Reply:
     """A reply, which other threads receive: of a server that sends it byte by byte, no receive call times out.
 
-    After the deadline, such a thread goes on. It is a daemon, and fills memory of its own.
+    After the deadline, such a thread goes on. It is a daemon, and fills memory that nothing else uses.
     """
 
     def __init__(self, ask: Callable[[], urllib3.BaseHTTPResponse], end: float) -> None:

@@ -45,7 +45,7 @@ def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, h
 
 
 def source_after(backend: StorageBackend, error: CorruptionError | StorageError) -> StorageBackend | None:
-    """Return the store to read from once more after ``error``; None if it is to be raised.
+    """Return the store to read from once more after ``error``; None if it must be raised.
 
     That is the other copy, if there is one. Bytes from a remote store may have changed on their way.
     """
