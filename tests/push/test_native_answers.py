@@ -22,10 +22,7 @@ class _Engine(HttpEngine):
         self.late: Exception | None = None
         self.idle: list[socket.socket] = []
 
-    def transfer_step(self, step: str, document: Any, timeout_s: float) -> None:
-        if step != "update_weights":
-            return
-        info = document["update_info"]
+    def init_transfer(self, info: Any, timeout_s: float) -> None:
         self.requests.append(info)
         if len(self.requests) == 1:
             raise EngineError("the engine did not respond")

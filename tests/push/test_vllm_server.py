@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -28,7 +29,7 @@ from vllm_server import ask_server, serving, tokens_of
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.cli import cli
-from bytecheckpoint.errors import EngineError
+from bytecheckpoint.errors import DeadlineError, EngineError
 from bytecheckpoint.inference.push import (
     AdapterEngine,
     HttpEngine,
@@ -114,6 +115,44 @@ def test_the_engine_ends_a_pause_of_a_sender_that_is_killed(server: str) -> None
     assert tokens_of(server) == reference_tokens(made("llama", 11))
 
 
+def _end_in_apply(rank: int, world_size: int, url: str, number: int) -> None:
+    """Send the request that applies a version, and do not wait for its answer."""
+    init_transfer = HttpEngine.init_transfer
+
+    def end(engine: HttpEngine, info: Any, timeout_s: float) -> None:
+        if decode(info["request"])["kind"] != "apply":
+            init_transfer(engine, info, timeout_s)
+            return
+        HttpEngine.init_transfer = init_transfer  # type: ignore[method-assign]
+        with contextlib.suppress(DeadlineError):
+            init_transfer(engine, info, 0.05)
+        os.kill(os.getpid(), number)
+
+    HttpEngine.init_transfer = end  # type: ignore[method-assign]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Pusher(NativeEngine(HttpEngine(url)), deadline_s=time_limit(120)) as pusher:
+        try:
+            pusher.push(made("llama", 11), version=11)
+        except KeyboardInterrupt:
+            return
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=str)
+def test_a_sender_that_ends_while_weight_transfer_applies(server: str, end: int) -> None:
+    """vLLM allows one session of its transfer at a time, and nobody would end that of a killed sender."""
+    with Pusher(NativeEngine(HttpEngine(server)), deadline_s=time_limit(120)) as pusher:
+        pusher.push(made("llama", 10), version=10)
+    with RankPool(1) as pool:
+        pool.run(_end_in_apply, server, int(end), expect_death={0: end} if end == signal.SIGKILL else {})
+    until(lambda: not ask_server(server, "/is_paused")["is_paused"], "resumed")
+    assert tokens_of(server) in [reference_tokens(made("llama", seed)) for seed in (10, 11)]
+    for engine, seed in ((NativeEngine(HttpEngine(server)), 12), (HttpEngine(server), 13)):
+        with Pusher(engine, deadline_s=time_limit(120)) as pusher:
+            assert pusher.resume() == [pusher.state()[0][0]["version"]]
+            pusher.push(made("llama", seed), version=seed)
+        assert tokens_of(server) == reference_tokens(made("llama", seed))
+
+
 def test_wrong_arguments_are_answered(server: str) -> None:
     """An exception of a worker would leave the other one's response unread, for vLLM's next request."""
     for args in ([1], [], ["a", "b"], [None], ["a:b"], [["a"]]):
@@ -122,9 +161,10 @@ def test_wrong_arguments_are_answered(server: str) -> None:
             decode(answers[0])["failure"]["kind"]
         ] * _TP
     for info in ({}, {"request": 1, "hosts": None, "port": "x", "key": "zz"}, {"request": "a", "others": 1}):
-        ask_server(server, "/start_weight_update", {})
-        ask_server(server, "/update_weights", {"update_info": info})
-        ask_server(server, "/finish_weight_update", {})
+        ask_server(server, "/init_weight_transfer_engine", {"init_info": info})
+    ask_server(server, "/start_weight_update", {})
+    ask_server(server, "/update_weights", {"update_info": {"names": []}})
+    ask_server(server, "/finish_weight_update", {})
     with Pusher(HttpEngine(server), deadline_s=time_limit(120)) as pusher:
         pusher.push(made("llama", 12), version=12)
     assert tokens_of(server) == reference_tokens(made("llama", 12))

@@ -18,7 +18,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,7 +29,9 @@ from torch import nn
 from toy_adapters import ToyAdapters
 
 from bytecheckpoint import telemetry
+from bytecheckpoint.errors import EngineError
 from bytecheckpoint.inference.push.engine_model import EngineModel
+from bytecheckpoint.inference.push.engines.answers import post_answer
 from bytecheckpoint.inference.push.engines.targets import split_target
 from bytecheckpoint.inference.push.lora.model import AdapterReceivers
 from bytecheckpoint.inference.push.messages import decode
@@ -236,8 +238,8 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             kind, argument = pipe.recv()
         except EOFError:
             return
-        if kind == "bcp_push":
-            target, request = split_target(argument)
+        if kind in ("bcp_push", "init_info"):
+            target, request = split_target(argument if kind == "bcp_push" else argument["request"])
             meant = receiver if target is None else receivers.receiver(target)
             asked = decode(request)["kind"]
             if asked == "verify" and flips:
@@ -246,7 +248,11 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             if asked in ("apply", "stream") and own_signal is not None:
                 sent, own_signal = own_signal, None
                 os.kill(os.getpid(), sent)
-            pipe.send(meant.answer(request, None if target is None else receiver))
+            answer = meant.answer(request, None if target is None else receiver)
+            if kind == "init_info":
+                with suppress(EngineError):  # the sender is gone
+                    post_answer(argument["hosts"], argument["port"], argument["key"], worker.rank, worker.tp, answer)
+            pipe.send(answer)
             if asked == "listen" and stops:
                 stops = False
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -353,6 +359,9 @@ class _Front(BaseHTTPRequestHandler):
                 pipe.send((kind, argument))
             return [pipe.recv() for pipe in self.pipes]
 
+        if self.path == "/init_weight_transfer_engine":
+            self._all("init_info", document["init_info"])
+            return {}
     def _send(self, code: int, document: Any) -> None:
         data = json.dumps(document).encode()
         self.send_response(code)

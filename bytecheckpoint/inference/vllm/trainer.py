@@ -43,19 +43,26 @@ class _ClientEngine(RpcEngine):
     """An engine behind a ``VLLMWeightSyncClient``. Its owner pauses and resumes it, as with vLLM's own backends."""
 
     def __init__(self, client: Any) -> None:
-        def call(step: str, *arguments: Any) -> None:
-            getattr(client, step)(*arguments)
+        def set_version(version: str) -> None:
+            client.start_weight_update()
+            client.finish_weight_update(version)
 
-        super().__init__(call, name=getattr(client, "base_url", type(client).__name__))
+        methods = {"set version": set_version, "init transfer": client.init_weight_transfer_engine}
+        super().__init__(
+            lambda method, *arguments: methods[method](*arguments),
+            name=getattr(client, "base_url", type(client).__name__),
+        )
 
-    def transfer_step(self, step: str, document: Mapping[str, Any], timeout_s: float) -> None:
-        self._run(step, timeout_s, *document.values())
+    def init_transfer(self, info: Mapping[str, Any], timeout_s: float) -> None:
+        self._run("init transfer", timeout_s, info)
 
     def pause(self, timeout_s: float) -> None:
         return
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        return
+        if changed and version is not None:
+            # Both steps in one thread: an interrupt must not leave vLLM's session open.
+            self._run("set version", timeout_s, str(version))
 
 
 class BcpTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]

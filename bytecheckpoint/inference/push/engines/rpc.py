@@ -76,20 +76,18 @@ class RpcEngine(CollectiveRpc):
             if not isinstance(error.__cause__, AttributeError):
                 raise
 
-    def transfer_step(self, step: str, document: Mapping[str, Any], timeout_s: float) -> None:
-        """Run a step of vLLM's own weight transfer.
+    def init_transfer(self, info: Mapping[str, Any], timeout_s: float) -> None:
+        """Pass plain data to the weight transfer of all workers.
 
         Args:
-            step: The name of the step.
-            document: Its arguments.
+            info: The data.
             timeout_s: The limit of the wait, in seconds.
 
         Raises:
             DeadlineError: vLLM did not answer in time.
-            EngineError: The step failed.
+            EngineError: vLLM failed, or has no weight transfer.
         """
-        arguments = (SimpleNamespace(**document),) if step == "update_weights" else document.values()
-        self._run(step, timeout_s, *arguments)
+        self._run("init_weight_transfer_engine", timeout_s, SimpleNamespace(init_info=info))
 
     def _run(self, method: str, timeout_s: float, *arguments: Any, **options: Any) -> Any:
         """Call a method that may never return: vLLM waits for a stopped worker without a bound."""

@@ -1,7 +1,7 @@
 """vLLM engines: a server over HTTP, and any engine over vLLM's own weight transfer.
 
 vLLM's weight transfer (``--weight-transfer-config '{"backend": "bcp"}'``) carries requests to its workers by
-``update_weights``.
+``init_weight_transfer_engine``.
 """
 
 from __future__ import annotations
@@ -106,19 +106,18 @@ class HttpEngine(CollectiveRpc):
     def address(self) -> dict[str, Any] | None:
         return {"url": self.name, "pause": self._pause_mode, "headers": self._headers, "tls": self._tls}
 
-    def transfer_step(self, step: str, document: Mapping[str, Any], timeout_s: float) -> None:
-        """Run a step of vLLM's own weight transfer.
+    def init_transfer(self, info: Mapping[str, Any], timeout_s: float) -> None:
+        """Pass plain data to the weight transfer of all workers.
 
         Args:
-            step: The name of the step.
-            document: Its arguments.
+            info: The data.
             timeout_s: The limit of the wait, in seconds.
 
         Raises:
             DeadlineError: vLLM did not answer in time.
-            EngineError: The step failed.
+            EngineError: vLLM failed, or has no weight transfer.
         """
-        self._post(f"/{step}", document, timeout_s)
+        self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
     def _post(self, path: str, document: Mapping[str, Any] | None, timeout_s: float) -> Any:
         data = b"" if document is None else json.dumps(document).encode()
@@ -212,22 +211,14 @@ class NativeEngine(Engine):
         # Each request has its own listener and key, so late answers to an earlier one are refused. Answers arrive while
         # vLLM still handles the request.
         with closing(Answers()) as answers:
-            info = {"request": request, **answers.where}
-            # One session per request: a session that a dead sender leaves open would block the next one.
-            self._engine.transfer_step("start_weight_update", {}, budget.left)
-            self._engine.transfer_step("update_weights", {"update_info": info}, budget.left)
-            self._engine.transfer_step("finish_weight_update", {"weight_version": None}, budget.left)
+            self._engine.init_transfer({"request": request, **answers.where}, budget.left)
             return answers.wait(self.name, budget)
 
     def pause(self, timeout_s: float) -> None:
         self._engine.pause(timeout_s)
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
-        budget = Budget(timeout_s)
-        if changed and version is not None:
-            self._engine.transfer_step("start_weight_update", {}, budget.left)
-            self._engine.transfer_step("finish_weight_update", {"weight_version": str(version)}, budget.left)
-        self._engine.resume(None, budget.left, changed=changed)
+        self._engine.resume(version, timeout_s, changed=changed)
 
     @property
     def resumes(self) -> bool:  # type: ignore[override]
