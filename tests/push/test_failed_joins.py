@@ -154,7 +154,7 @@ def test_the_holder_is_killed_while_it_sends(engine: ToyEngine, pool: RankPool) 
             begun(join)
             os.kill(holder.look()["pids"][1], signal.SIGKILL)
             message = _same(join.result(), EngineError)
-        assert f"{holder.url} has ended: one of its workers was killed" in message
+        assert f"{holder.url} has ended: its server or one of its workers was killed" in message
     _assert_serves(engine, 2)
     _push(engine, 3)
     _assert_serves(engine, 3)

@@ -251,7 +251,7 @@ def test_a_killed_worker(pool: RankPool) -> None:
         _push(engine, 1)
         os.kill(engine.look()["pids"][1], signal.SIGKILL)
         message = _same(pool.run(_fail, engine.url), EngineError)
-        assert message.startswith(f"{engine.url} has ended: one of its workers was killed or failed")
+        assert message.startswith(f"{engine.url} has ended: its server or one of its workers was killed or failed")
         assert "--worker-extension-cls" not in message
     assert _segments() <= before
 

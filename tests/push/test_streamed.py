@@ -212,7 +212,7 @@ def test_a_worker_killed_while_it_loads(pool: RankPool, options: dict[str, Any])
         _push(engine, 1, options)
         engine.fault(1, "die in apply")
         message = same(pool.run(fail, engine.url, "", options), EngineError)
-        assert f"{engine.url} has ended: one of its workers was killed or failed" in message
+        assert f"{engine.url} has ended: its server or one of its workers was killed or failed" in message
 
 
 def test_a_failed_version_does_not_revert_an_earlier_one_of_the_same_name(engine: ToyEngine) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from ...errors import DeadlineError, EngineError
 from ...format.safetensors import HeaderEntry, build_header, parse_header
 from ...tensors.shards import basic_meta
 from .daemon import run_daemon
+from .engines.vllm import MissingEndpoint
 from .messages import check_faults
 from .relay import RelayEngine, RelayModel, Step
 
@@ -91,7 +93,8 @@ class SglangEngine(RelayEngine):
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         if changed and version is not None:
-            self._post(*_renaming(str(version)), timeout_s)
+            with suppress(MissingEndpoint):
+                self._post(*_renaming(str(version)), timeout_s)
         self._post(*_CONTINUE, timeout_s)
         self.on_exit()
 
@@ -144,8 +147,8 @@ class SglangEngine(RelayEngine):
     def _refused(self, path: str, code: int, text: str) -> EngineError:
         hint = ""
         if code in (404, 405):
-            hint = "; is this a server of SGLang 0.5 or later?"
-        elif code in (401, 403):
+            return MissingEndpoint(f"{self.name} has no {path}; is this a server of SGLang 0.5 or later? {text}")
+        if code in (401, 403):
             hint = "; pass token=, the server's --admin-api-key or --api-key"
         elif path == "/update_weights_from_disk":
             hint = "; do its workers see the folder (folder=), and are these the names of the model on the hub?"

@@ -13,7 +13,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -23,13 +23,20 @@ from .answers import METHOD, Answers, CollectiveRpc
 from .base import Budget, Engine
 from .rpc import PauseMode, RpcEngine
 
-__all__ = ["TOKEN_VARIABLE", "HttpEngine", "NativeEngine"]
+__all__ = ["TOKEN_VARIABLE", "HttpEngine", "MissingEndpoint", "NativeEngine"]
 
 _HEALTH_S = 5.0
 _NOT_AUTHENTICATED = (401, 403, 407)
+_KILLED = (
+    "its server or one of its workers was killed or failed, and its log has the cause; restart it, then push again"
+)
 
 TOKEN_VARIABLE = "BYTECHECKPOINT_PUSH_TOKEN"
 """Of the environment: the ``token`` of engines that are named by their address alone."""
+
+
+class MissingEndpoint(EngineError):
+    """The server has no such endpoint."""
 
 
 class HttpEngine(CollectiveRpc):
@@ -67,6 +74,7 @@ class HttpEngine(CollectiveRpc):
             raise UsageError(f"the address of an engine begins with http:// or https://, and this one is {url!r}")
         self.name = url.rstrip("/")
         self._pause_mode = pause
+        self._has_answered = False
         self._headers = dict(headers or {})
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -92,7 +100,8 @@ class HttpEngine(CollectiveRpc):
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise EngineError(f"{self.name} did not drop its prefix cache; it would answer with the old weights")
         if changed and version is not None:
-            self._post("/update_weight_version", {"new_version": str(version)}, timeout_s)
+            with suppress(MissingEndpoint):  # a server without versions of weights
+                self._post("/update_weight_version", {"new_version": str(version)}, timeout_s)
         self._post("/resume", None, timeout_s)
 
     @property
@@ -126,6 +135,7 @@ class HttpEngine(CollectiveRpc):
         try:
             with self._opener.open(request, timeout=timeout_s) as response:
                 body = response.read()
+            self._has_answered = True
         except urllib.error.HTTPError as error:
             with error:
                 raise self._refused(path, error.code, error.read()[:2000].decode(errors="replace")) from None
@@ -136,10 +146,9 @@ class HttpEngine(CollectiveRpc):
                 ) from None
             cause = getattr(error, "reason", error)
             if isinstance(cause, (ConnectionResetError, http.client.RemoteDisconnected)):
-                raise EngineError(
-                    f"{self.name} ended while it handled {path}: was its server or one of its workers killed? Its log "
-                    "has the cause; restart it, then push again"
-                ) from error
+                raise EngineError(f"{self.name} ended while it handled {path}: {_KILLED}") from error
+            if self._has_answered:
+                raise EngineError(f"{self.name} has ended: {_KILLED} ({path} cannot be reached: {error})") from error
             raise EngineError(f"{self.name}{path} cannot be reached: {error}; is the engine up?") from error
         try:
             return json.loads(body) if body else None
@@ -174,18 +183,17 @@ class HttpEngine(CollectiveRpc):
         except urllib.error.HTTPError as error:
             error.close()
             return error.code in (404, 405)  # another server
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             return isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
 
     def _refused(self, path: str, code: int, text: str) -> EngineError:
         hint = ""
-        if code == 404:
-            hint = "; start vLLM with VLLM_SERVER_DEV_MODE=1"
-        elif "EngineCore" in text or "EngineDead" in text or not self._is_alive():
-            return EngineError(
-                f"{self.name} has ended: one of its workers was killed or failed, and its log has the cause; restart "
-                f"it, then push again ({path} answered {code}: {text})"
-            )
+        if code in (404, 405):
+            return MissingEndpoint(f"{self.name} has no {path}; start vLLM with VLLM_SERVER_DEV_MODE=1: {text}")
+        if "EngineCore" in text or "EngineDead" in text or not self._is_alive():
+            return EngineError(f"{self.name} has ended: {_KILLED} ({path} answered {code}: {text})")
+        if path == "/collective_rpc" and self._has_answered:
+            hint = "; one of its workers was killed or failed, and its log has the cause"
         elif path == "/collective_rpc":
             hint = (
                 "; its log has the reason. One of its workers may have been killed, or it was started without "

@@ -14,6 +14,7 @@ import torch
 
 from ....errors import EngineError, UsageError
 from ..engines.rpc import PauseMode
+from ..engines.vllm import MissingEndpoint
 from ..relay import RelayEngine, RelayModel
 from ..transports.cuda_ipc import visible_gpus
 from .buckets import Buckets, align_tensor, gpus_of, make_buckets
@@ -86,17 +87,14 @@ class IpcEngine(RelayEngine):
         self.resume_on_exit()
         try:
             super().pause(timeout_s)
-        except _MissingEndpoint:
+        except MissingEndpoint:
             self._can_pause = False
             self.on_exit()
 
     def resume(self, version: int | str | None, timeout_s: float, *, changed: bool) -> None:
         if not self._can_pause:
             return
-        try:
-            super().resume(version, timeout_s, changed=changed)
-        except _MissingEndpoint:  # an older engine has no version endpoint
-            super().resume(None, timeout_s, changed=changed)
+        super().resume(version, timeout_s, changed=changed)
         self.on_exit()
 
     def resume_on_exit(self) -> None:
@@ -128,25 +126,16 @@ class IpcEngine(RelayEngine):
             try:
                 self._post("/collective_rpc", {"method": "update_weights_from_ipc", "args": [names]}, _UNBOUNDED_S)
                 return
-            except _MissingEndpoint:
+            except MissingEndpoint:
                 self._collective = False
         try:
             self._post("/update_weights_from_ipc", {"zmq_handles": names}, _UNBOUNDED_S)
-        except _MissingEndpoint:
+        except MissingEndpoint:
             self._collective = True
             raise EngineError(
                 f"{self.name} has neither /collective_rpc nor /update_weights_from_ipc; start vLLM with "
                 "VLLM_SERVER_DEV_MODE=1"
             ) from None
-
-    def _refused(self, path: str, code: int, text: str) -> EngineError:
-        if code in (404, 405):
-            return _MissingEndpoint(f"{self.name} has no {path}: {text}")
-        return super()._refused(path, code, text)
-
-
-class _MissingEndpoint(EngineError):
-    """The engine has no such endpoint."""
 
 
 class _WholeModel(RelayModel):
