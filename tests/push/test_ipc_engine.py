@@ -243,7 +243,9 @@ def test_a_worker_that_is_busy_when_the_push_begins(engine: ToyEngine, pool: Ran
     _assert_serves(engine, 3)
 
 
-def _die_in_third_bucket(rank: int, world_size: int, url: str) -> str:
+def _die_in_third_bucket(rank: int, world_size: int, url: str, log: Path) -> str:
+    with log.open("wb") as opened:
+        os.dup2(opened.fileno(), 2)
     send = Update.send
     sent = 0
 
@@ -262,9 +264,12 @@ def _die_in_third_bucket(rank: int, world_size: int, url: str) -> str:
     raise AssertionError("the push did not fail")
 
 
-def test_a_killed_sender(engine: ToyEngine, pool: RankPool) -> None:
+def test_a_killed_sender(engine: ToyEngine, pool: RankPool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
     with RankPool(2) as other:
-        other.run(_die_in_third_bucket, engine.url, expect_death={0: signal.SIGKILL})
+        other.run(_die_in_third_bucket, engine.url, log, expect_death={0: signal.SIGKILL})
+    until(lambda: "\n" in log.read_text(), "the guard has reported it")
+    assert f"{engine.url} has a part of a version and is left paused; push again, or restart it" in log.read_text()
     assert engine.look()["memories"] == [0, 0]
     end = time.monotonic() + time_limit(30)  # the guard must end too
     while "@bcp-" in Path("/proc/net/unix").read_text():

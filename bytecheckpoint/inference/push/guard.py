@@ -2,13 +2,14 @@
 
 It outlives the sender. Workers of checkpoint-engine wait for the sender's next message without a bound, and connect
 again to the socket name that they were given: the guard takes over these names and sends the last messages. Then it
-sends the requests that make a paused engine continue, and removes a folder. It is this file, run as a script that
-imports nothing of the library.
+sends the requests that make a paused engine continue, and removes a folder. What it cannot repair, it writes to the
+standard error of the sender. It is this file, run as a script that imports nothing of the library.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import select
@@ -61,7 +62,6 @@ class ExitGuard:
             [sys.executable, __file__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
 
@@ -73,10 +73,11 @@ class ExitGuard:
         """Set how servers of ``request`` are verified, a result of ``tls_of``."""
         self._keep("tls", tls)
 
-    def request(self, requests: Sequence[tuple[str, Mapping[str, str], Any]]) -> None:
+    def request(self, requests: Sequence[tuple[str, Mapping[str, str], Any]], fault: str = "") -> None:
         """Set the requests (address, headers, document) to send if this process ends, each after the one before has
-        succeeded. Replaces earlier ones."""
+        succeeded, and a ``fault`` to report then. Replaces earlier ones."""
         self._keep("requests", list(requests))
+        self._keep("fault", fault)
 
     def remove(self, folder: str | None) -> None:
         """Set the folder to remove, at the end, if this process ends."""
@@ -150,9 +151,16 @@ def _succeeds(tls: Mapping[str, Any] | None, url: str, headers: Mapping[str, str
     try:
         with opener.open(request, timeout=_PATIENCE_S) as response:
             response.read()
-    except OSError:
+    except (OSError, http.client.HTTPException) as error:
+        _report(f"{url} failed: {error!r}; its engine is left paused until the next push")
         return False
     return True
+
+
+def _report(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stderr.write(f"bytecheckpoint: the sender of a push was killed; {text}\n")
+        sys.stderr.flush()
 
 
 def _main() -> None:
@@ -161,6 +169,8 @@ def _main() -> None:
     if kept.get("messages"):
         _send_last({name: [bytes.fromhex(one) for one in messages] for name, messages in kept["messages"].items()})
     all(_succeeds(kept.get("tls"), *request) for request in kept.get("requests", ()))
+    if kept.get("fault"):
+        _report(kept["fault"])
     if kept.get("folder"):
         shutil.rmtree(kept["folder"], ignore_errors=True)
 

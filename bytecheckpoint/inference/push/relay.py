@@ -92,9 +92,12 @@ class RelayEngine(HttpEngine):
             self._guard.trust(self._tls)
         return self._guard
 
-    def on_exit(self, *steps: Step) -> None:
-        """Set what the guard posts if this process is killed, each step after the one before has succeeded."""
-        self.guard.request([(f"{self.name}{path}", self._headers, document) for path, document in steps])
+    def on_exit(self, *steps: Step, is_partial: bool = False) -> None:
+        """Set what the guard posts if this process is killed, each step after the one before has succeeded. An engine
+        that has a part of a version stays paused (``is_partial``), and the guard reports it."""
+        fault = f"{self.name} has a part of a version and is left paused; push again, or restart it"
+        requests = [(f"{self.name}{path}", self._headers, document) for path, document in steps]
+        self.guard.request(requests, fault if is_partial else "")
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         end = time.monotonic() + timeout_s

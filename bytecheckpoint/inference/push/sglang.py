@@ -125,7 +125,7 @@ class SglangEngine(RelayEngine):
         try:
             self._running.result()
         except EngineError:
-            self.on_exit()  # it has a part of the weights
+            self.on_exit(is_partial=True)
             raise
         self.on_exit(_CONTINUE)
 

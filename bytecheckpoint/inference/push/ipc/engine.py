@@ -159,7 +159,7 @@ class _WholeModel(RelayModel):
             update = self._begin()
             try:
                 update.begin(buckets.handles)
-                self._engine.on_exit()  # from here, the engine has a part of the weights
+                self._engine.on_exit(is_partial=True)  # from here on
                 self._send(named, sizes, buckets, update)
                 update.send(None)  # the workers release the memory
                 update.wait()
