@@ -1,29 +1,43 @@
-"""Requests to an engine that does not pause, or answers too late, never make it serve inconsistent weights."""
+"""Requests to an engine that does not pause, answers too late, or is in another push, never make it serve inconsistent
+weights."""
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import pytest
 
-from bytecheckpoint.errors import BytecheckpointError, DeadlineError, EngineError
+from bytecheckpoint.errors import BytecheckpointError, DeadlineError, StateError
 from bytecheckpoint.inference.push.commit import EngineCommit
 from bytecheckpoint.inference.push.engines.base import Budget, Engine
-from bytecheckpoint.inference.push.messages import encode
+from bytecheckpoint.inference.push.leases import HeldLease, settle
+from bytecheckpoint.inference.push.messages import decode, encode
 
 MESSAGE = {"transaction": "t", "version": 2}
+LONG_S = 100.0
 
 
 class Recorded(Engine):
-    """An engine with one worker that applies every version."""
+    """An engine with one worker that applies every version, and cannot revert. ``late`` requests are not answered in
+    time. ``waits`` has the limits of the waits, by request."""
 
     name = "the engine"
 
-    def __init__(self, *, pauses: bool = True) -> None:
-        self.pauses = pauses
+    def __init__(self, *, pauses: bool = True, late: str = "", transaction: str = "t") -> None:
+        self.pauses, self.late, self.transaction = pauses, late, transaction
         self.calls: list[str] = []
+        self.waits: dict[str, float] = {}
+        self.answer: dict[str, Any] = {"version": 2, "inconsistent_reason": "", "applied_by": "t"}
 
     def call(self, request: str, timeout_s: float) -> list[str]:
-        self.calls.append("call")
-        return [encode({"version": 2, "inconsistent_reason": "", "applied_by": "t", "transaction": "t"})]
+        kind = decode(request)["kind"]
+        self.calls.append(kind)
+        self.waits[kind] = timeout_s
+        if kind == self.late:
+            raise DeadlineError(f"{kind} takes too long")
+        answer = {**self.answer, "transaction": self.transaction, "has_begun": True, "has_sender": False}
+        return [encode(answer)]
 
     def pause(self, timeout_s: float) -> None:
         self.calls.append("pause")
@@ -34,6 +48,12 @@ class Recorded(Engine):
         self.calls.append("resume")
 
 
+def _loaded(engine: Engine) -> EngineCommit:
+    commit = EngineCommit(engine, MESSAGE, "")
+    assert commit.load("apply", Budget(LONG_S)) is None
+    return commit
+
+
 def _apply(engine: Engine, *, was_inconsistent: bool = False, is_abandoned: bool = False) -> BytecheckpointError | None:
     commit = EngineCommit(engine, MESSAGE, "", was_inconsistent, lambda: is_abandoned)
     return commit.load("stream", Budget(1.0)) or commit.finish(Budget(1.0))
@@ -42,7 +62,7 @@ def _apply(engine: Engine, *, was_inconsistent: bool = False, is_abandoned: bool
 def test_an_engine_resumes_after_applying() -> None:
     engine = Recorded()
     assert _apply(engine) is None
-    assert engine.calls == ["pause", "call", "resume"]
+    assert engine.calls == ["pause", "stream", "status", "resume"]
 
 
 def test_an_engine_that_answers_after_the_push_was_abandoned_stays_paused() -> None:
@@ -50,20 +70,107 @@ def test_an_engine_that_answers_after_the_push_was_abandoned_stays_paused() -> N
     engine = Recorded()
     error = _apply(engine, is_abandoned=True)
     assert "it is left paused" in str(error)
-    assert engine.calls == ["pause", "call"]
+    assert engine.calls == ["pause", "stream"]
 
 
 @pytest.mark.parametrize("was_inconsistent", [False, True])
 def test_an_engine_that_cannot_pause_is_resumed_unless_it_was_inconsistent(was_inconsistent: bool) -> None:
     engine = Recorded(pauses=False)
     assert isinstance(_apply(engine, was_inconsistent=was_inconsistent), DeadlineError)
-    assert engine.calls == (["pause"] if was_inconsistent else ["pause", "resume"])
+    assert engine.calls == (["pause"] if was_inconsistent else ["pause", "status", "resume"])
 
 
-def test_engines_that_cannot_be_reached_by_a_worker_resume_after_an_interrupt() -> None:
+@pytest.mark.parametrize("pauses", [True, False])
+def test_an_engine_that_another_push_has_paused_is_left_alone(pauses: bool) -> None:
+    """As after this process was stopped, and the next push did not wait for it."""
+    engine = Recorded(pauses=pauses, transaction="another")
+    assert "another push into the engine has begun, so this one leaves it alone" in str(_apply(engine))
+    assert "resume" not in engine.calls
+
+
+def test_an_engine_that_does_not_accept_a_lease_is_not_touched() -> None:
+    class Addressed(Recorded):
+        address = {"url": "http://127.0.0.1:1"}
+
+    engine = Addressed(late="lease")
+    assert isinstance(_apply(engine), DeadlineError)
+    assert engine.calls == ["lease"]
+
+
+def test_a_lease_may_last_longer_than_the_wait_for_it() -> None:
+    class Addressed(Recorded):
+        address = {"url": "http://127.0.0.1:1"}
+
+    engine = Addressed(late="lease")
+    with pytest.raises(DeadlineError):
+        HeldLease(engine, "t", "", 2 * LONG_S, LONG_S)
+    assert engine.waits["lease"] == LONG_S
+
+
+def test_an_interrupt_waits_as_long_as_the_stage_may_last(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests of the push come first, in which the workers may load."""
     engine = Recorded()
+    commit = _loaded(engine)
+    commit.interrupt(Budget(LONG_S), is_complete=False, is_alone=True)
+    assert engine.calls == ["pause", "apply", "revert", "settle", "status", "resume"]
+    assert min(engine.waits[kind] for kind in ("revert", "settle", "status")) > LONG_S / 2
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_an_interrupt_leaves_no_engine_with_a_version_that_others_do_not_have(
+    is_complete: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Recorded()
+    commit = _loaded(engine)
+    with caplog.at_level(logging.ERROR):
+        commit.interrupt(Budget(LONG_S), is_complete=is_complete, is_alone=False)
+    assert ("resume" in engine.calls) is is_complete
+    assert ("cannot return to the one before" in caplog.text) is not is_complete
+
+
+def test_an_engine_that_cannot_revert_stays_paused() -> None:
+    engine = Recorded()
+    error = _loaded(engine).undo(Budget(LONG_S))
+    assert "the engine has version 2 and cannot return to the one before, so it is left paused" in str(error)
+    assert "resume" not in engine.calls
+
+
+def test_a_version_of_the_same_name_is_another_one() -> None:
+    engine = Recorded()
+    commit = _loaded(engine)
+    engine.answer["applied_by"] = "an earlier push"
+    assert commit.undo(Budget(LONG_S)) is None
+    assert engine.calls[-1] == "resume"
+
+
+@pytest.mark.parametrize("load_fails", [True, False])
+def test_an_engine_that_reverts_too_slowly_is_left_to_its_worker(
+    load_fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be healthy: to end the lease would leave it paused."""
+    ended: list[str] = []
+    monkeypatch.setattr(HeldLease, "end", lambda lease, wait_s: ended.append("properly"))
+    monkeypatch.setattr(HeldLease, "lose", lambda lease: ended.append("lost"))
+    engine = Recorded(late="revert")
     commit = EngineCommit(engine, MESSAGE, "")
-    assert commit.load("apply", Budget(1.0)) is None
-    commit.interrupt(is_complete=False)
-    assert engine.calls == ["pause", "call", "call", "call", "resume"]
-    assert isinstance(commit.undo(Budget(1.0)), EngineError)  # it serves the version that it reverts to
+    if load_fails:
+        failure = {"kind": "EngineError", "message": "no", "faults": [], "traceback_text": "", "serving": ""}
+        engine.answer |= {"failure": failure, "pid": 1, "host": "h"}
+    error = commit.load("apply", Budget(LONG_S)) or commit.undo(Budget(LONG_S))
+    assert "it is unknown what the engine serves now; it is left paused" in str(error)
+    assert "the next push resumes it" in str(error)
+    assert ended == ["lost"]
+    assert "resume" not in engine.calls
+
+
+def test_a_push_that_begins_while_another_one_is_ended_keeps_its_pause() -> None:
+    class Overtaken(Recorded):
+        def call(self, request: str, timeout_s: float) -> list[str]:
+            if decode(request)["kind"] == "status":
+                self.transaction = "another"
+            return super().call(request, timeout_s)
+
+    engine = Overtaken()
+    with pytest.raises(StateError, match="another push into the engine has begun"):
+        settle(engine, LONG_S, "t")
+    assert engine.calls == ["settle", "status"]

@@ -83,7 +83,7 @@ def test_a_rollback_that_fails(engines: list[ToyEngine]) -> None:
         with pytest.raises(EngineError, match=r"is left paused; push again, or restart it: `bcp push CHECKPOINT --to"):
             pusher.rollback()
         assert engines[0].paused
-        assert not engines[1].paused
+        assert engines[1].paused  # engines switch together, or not at all
         pusher.push(ToyTrainee(3), version=3)
     _assert_serve(engines, 3)
 

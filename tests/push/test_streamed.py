@@ -166,7 +166,7 @@ def test_the_first_push_rolls_back_to_what_the_engine_started_with(pool: RankPoo
         _push(engine, 3)
 
 
-def test_engines_that_cannot_roll_back_keep_the_new_version(engine: ToyEngine, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_roll_back_stays_paused_when_another_fails(engine: ToyEngine, tmp_path: Path) -> None:
     gate = tmp_path / "the first has it whole"
     os.mkfifo(gate)
     with toy_engine(2) as other, gate.open("rb+", buffering=0) as opened:
@@ -180,10 +180,15 @@ def test_engines_that_cannot_roll_back_keep_the_new_version(engine: ToyEngine, t
             opened.write(b"!")
             with pytest.raises(EngineError, match="the layer does not fit") as raised:
                 push.result()
-            assert f"{engine.url} cannot revert and continues with version 2" in str(raised.value)
+            left = f"{engine.url} has version 2 and cannot return to the one before, so it is left paused"
+            assert left in str(raised.value)
+            assert f"`bcp push --resume {engine.url}` or the next push resumes it" in str(raised.value)
+            assert engine.paused
+            assert other.paused
+            with Pusher(HttpEngine(engine.url), deadline_s=time_limit(30)) as own:
+                assert own.resume() == [2]
             assert engine.look()["digests"] == expected_digests(2, 2)
             assert not engine.paused
-            assert other.paused
             pusher.push(ToyTrainee(3), version=3)
         for one in (engine, other):
             assert one.look()["digests"] == expected_digests(3, 2)

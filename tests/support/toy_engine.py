@@ -245,8 +245,8 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
             if asked == "verify" and flips:
                 flips -= 1
                 meant._versions.next.memory[1000] ^= 1  # type: ignore[union-attr]
-            if asked in ("apply", "stream") and own_signal is not None:
-                sent, own_signal = own_signal, None
+            if own_signal is not None and asked in own_signal[1]:
+                (sent, _), own_signal = own_signal, None
                 os.kill(os.getpid(), sent)
             answer = meant.answer(request, None if target is None else receiver)
             if kind == "init_info":
@@ -259,8 +259,10 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
         elif kind == "flip":
             flips += 1
             pipe.send(None)
-        elif kind in ("stop in apply", "die in apply"):
-            own_signal = signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL
+        elif kind.startswith(("stop in ", "die in ")):
+            asked = kind.split()[-1]
+            sent = signal.SIGSTOP if kind.startswith("stop") else signal.SIGKILL
+            own_signal = sent, ("apply", "stream") if asked == "apply" else (asked,)
             pipe.send(None)
         elif kind == "stop after listen":
             stops = True
@@ -311,8 +313,10 @@ class _Front(BaseHTTPRequestHandler):
     pipes: list[Connection]
     pids: list[int]
     is_dead = False
+    busy = 0  # how many requests a proxy answers next
     token = ""
     drops_cache = True
+    missing: Sequence[str] = ()
     log: list[str]
     lock = threading.Lock()
 
@@ -326,6 +330,13 @@ class _Front(BaseHTTPRequestHandler):
             self._send(401, {"error": "Unauthorized"})
             return
         self.log.append(self.path.partition("?")[0])
+        if self.log[-1] in _Front.missing:
+            self._send(404, {"detail": "Not Found"})
+            return
+        if _Front.busy and self.path not in ("/look", "/fault"):
+            _Front.busy -= 1
+            self._send(503, {"error": "no healthy upstream"})
+            return
         try:
             answer = self._answer(json.loads(body) if body else {})
         except (EOFError, OSError) as error:
@@ -337,6 +348,9 @@ class _Front(BaseHTTPRequestHandler):
     def _answer(self, document: dict[str, Any]) -> Any:
         if self.path == "/collective_rpc":
             return {"results": self._all(document["method"], document["args"][0])}
+        if self.path == "/init_weight_transfer_engine":
+            self._all("init_info", document["init_info"])
+            return {}
         if self.path == "/look":
             seen = self._all("look", None)
             names = ("digests", "rehearsals", "descriptors", "threads", "adapters", "arenas", "cleared")
@@ -346,6 +360,9 @@ class _Front(BaseHTTPRequestHandler):
         if self.path == "/fault" and document["what"] == "keep cache":
             _Front.drops_cache = not document["argument"]
             return None
+        if self.path == "/fault" and document["what"] == "busy":
+            _Front.busy = document["argument"]
+            return {}
         if self.path == "/fault":
             pipe = self.pipes[document["worker"]]
             with self.lock:
@@ -359,9 +376,6 @@ class _Front(BaseHTTPRequestHandler):
                 pipe.send((kind, argument))
             return [pipe.recv() for pipe in self.pipes]
 
-        if self.path == "/init_weight_transfer_engine":
-            self._all("init_info", document["init_info"])
-            return {}
     def _send(self, code: int, document: Any) -> None:
         data = json.dumps(document).encode()
         self.send_response(code)
@@ -380,6 +394,7 @@ def _main() -> None:
     parser.add_argument("--blocks", type=int, nargs=2)
     parser.add_argument("--devices", nargs="*", default=[])
     parser.add_argument("--token", default="")
+    parser.add_argument("--missing", nargs="*", default=[])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
@@ -396,7 +411,7 @@ def _main() -> None:
         pipes.append(ours)
         pids.append(process.pid)
     _Front.pipes, _Front.pids, _Front.log = pipes, pids, []  # type: ignore[assignment]
-    _Front.token = arguments.token
+    _Front.token, _Front.missing = arguments.token, arguments.missing
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Front)
     print(server.server_address[1], flush=True)
     server.serve_forever()
@@ -429,14 +444,20 @@ class ToyEngine:
 
 @contextmanager
 def toy_engine(
-    tp: int, dtype: str = "float32", blocks: tuple[int, int] | None = None, devices: Sequence[str] = (), token: str = ""
+    tp: int,
+    dtype: str = "float32",
+    blocks: tuple[int, int] | None = None,
+    devices: Sequence[str] = (),
+    token: str = "",
+    missing: Sequence[str] = (),
 ) -> Iterator[ToyEngine]:
     """With ``blocks``, one that has its matrices in 8 bits with scales of such blocks. ``devices`` of its workers, in
-    whose memory weights may arrive: ``cuda:N``, or "host" for the stand-in. Requests need the ``token``."""
+    whose memory weights may arrive: ``cuda:N``, or "host" for the stand-in. Requests need the ``token``, and the
+    endpoints that are ``missing`` do not exist."""
     command = [sys.executable, __file__, "--tp", str(tp), "--dtype", dtype]
     if blocks is not None:
         command += ["--blocks", *map(str, blocks)]
-    command += ["--token", token, "--devices", *devices]
+    command += ["--token", token, "--devices", *devices, "--missing", *missing]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     try:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgpack
 import xxhash
 
-from ...errors import ControlError, EngineError, StateError
+from ...errors import BytecheckpointError, ControlError, EngineError, StateError
 from .commit import EngineCommit
 from .engines.base import Budget, Engine, ask, check_awake
 from .layout import Holding
@@ -241,22 +241,26 @@ class PushCoordinator:
         is_abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
         """Load on all engines, and resume them together. Reverts all when one fails."""
-        is_complete = False
+        failed: list[BytecheckpointError] = []  # in the order of time: later ones may be consequences
+
+        def note(error: BytecheckpointError | None) -> None:
+            if error is not None:
+                failed.append(error)
+
         try:
-            errors = self._on_all(lambda commit: commit.load(request, budget), commits)
-            is_complete = not any(errors)
-            if is_complete:
-                errors = self._on_all(lambda commit: commit.finish(budget), commits)
+            self._on_all(lambda commit: note(commit.load(request, budget)), commits)
+            if not failed:
+                self._on_all(lambda commit: note(commit.finish(budget)), commits)
             elif is_abandoned():
                 for commit in commits:
                     commit.abandon()
             else:
-                errors += self._on_all(lambda commit: commit.undo(budget), commits)
+                self._on_all(lambda commit: note(commit.undo(budget)), commits)
         except BaseException:
+            is_complete = all(commit.is_loaded for commit in commits)
             for commit in commits:
-                commit.interrupt(is_complete=is_complete)
+                commit.interrupt(budget, is_complete=is_complete, is_alone=len(commits) == 1)
             raise
-        failed = [error for error in errors if error is not None]
         if failed:
             first = first_cause(failed)
             first.args = ("\n".join(str(error) for error in (first, *(one for one in failed if one is not first))),)

@@ -12,26 +12,41 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
-from ...errors import BytecheckpointError, EngineError
+from ...errors import BytecheckpointError, EngineError, StateError
 from .daemon import run_daemon
 from .engines.addresses import engine_at, server_at
 from .engines.base import Budget, Engine, ask, ask_all, check_awake
 from .transports.connection import Acceptor, Endpoint, connect, receive
 
-__all__ = ["HeldLease", "PauseLease", "check_consistent", "push_command", "resume_command", "settle"]
+__all__ = [
+    "HeldLease",
+    "Inconsistent",
+    "PauseLease",
+    "check_consistent",
+    "check_own",
+    "push_command",
+    "resume_command",
+    "settle",
+]
 
 _CONNECT_S = 1.0  # a firewall that drops packets must not delay each push for longer
 _SETTLE_S = 600.0  # requests of the lost push come first, in which the engine may load weights
+_RETRY_S = 1.0
 _PROBE_S = 2.0
 # The kernel asks every five seconds whether the sender's host still runs, and gives up after the third question.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 _log = logging.getLogger(__name__)
+
+
+class Inconsistent(EngineError):
+    """All workers have answered, and they serve no complete version, or different ones."""
 
 
 def resume_command(engine: Engine) -> str:
@@ -54,35 +69,66 @@ def settle(engine: Engine, wait_s: float, transaction: str | None = None) -> int
     """End a push whose sender is gone: check that the engine serves one complete version, and resume it.
 
     Workers that serve different versions, because the sender was lost while one of them rolled back, return to the
-    version before. Without ``transaction``, any push ends whose sender is not connected.
+    version before. A push that has not begun to change the engine goes on.
+
+    Args:
+        engine: The engine.
+        wait_s: The limit of the wait, in seconds.
+        transaction: The push to end, by default whichever has begun and has no connected sender.
 
     Returns:
         The version; None for what the engine started with.
 
     Raises:
-        EngineError: The engine serves no complete version. It is left paused.
-        StateError: A sender is connected, or the engine sleeps.
+        Inconsistent: The engine serves no complete version. It is left paused.
+        StateError: Another push has begun to change the engine, or a sender is connected. Nothing was changed. Or the
+            engine sleeps.
         DeadlineError: The engine did not answer in time.
+        EngineError: The engine failed.
     """
     budget = Budget(wait_s)
-    answers = ask(engine, "settle", {"transaction": transaction}, budget.left)
+    if transaction is None:
+        answers = ask(engine, "status", {}, budget.left)
+        transaction = next((answer["transaction"] for answer in answers if answer["has_begun"]), "")
+        _check_free(engine, answers, transaction)
+    answers = _settle(engine, transaction, budget)
     if len({answer["applied_by"] for answer in answers}) > 1:
-        ask_all(engine, "revert", {"transaction": answers[0]["transaction"]}, budget.left)
-        answers = ask(engine, "settle", {"transaction": transaction}, budget.left)
+        ask_all(engine, "revert", {"transaction": transaction}, budget.left)
+        answers = _settle(engine, transaction, budget)
     version = check_consistent(engine, answers)
     check_awake(engine, answers)
+    # Rolling back takes time, in which another push may have paused the engine.
+    _check_free(engine, ask(engine, "status", {}, budget.left), transaction)
     engine.resume(version, budget.left, changed=True)
     return version
 
 
+def _settle(engine: Engine, transaction: str, budget: Budget) -> list[dict[str, Any]]:
+    answers = ask(engine, "settle", {"transaction": transaction}, budget.left)
+    _check_free(engine, answers, transaction)
+    return answers
+
+
+def _check_free(engine: Engine, answers: Sequence[Mapping[str, Any]], transaction: str) -> None:
+    check_own(engine, answers, transaction)
+    if any(answer["has_sender"] for answer in answers):
+        raise StateError(f"a push into {engine.name} is in progress, and its sender is alive; nothing was changed")
+
+
+def check_own(engine: Engine, answers: Sequence[Mapping[str, Any]], transaction: str) -> None:
+    """Raise ``StateError`` when another push than ``transaction`` has begun to change the engine."""
+    if any(answer["has_begun"] and answer["transaction"] != transaction for answer in answers):
+        raise StateError(f"another push into {engine.name} has begun, so this one leaves it alone")
+
+
 def check_consistent(engine: Engine, answers: list[dict[str, Any]]) -> int | str | None:
-    """Return the version that all workers serve. Raises ``EngineError`` if there is none."""
+    """Return the version that all workers serve. Raises ``Inconsistent`` if there is none."""
     reasons = [answer["inconsistent_reason"] for answer in answers if answer["inconsistent_reason"]]
     if reasons:
-        raise EngineError(f"{engine.name} serves no consistent version: {reasons[0]}")
+        raise Inconsistent(f"{engine.name} serves no consistent version: {reasons[0]}")
     if len({answer["applied_by"] for answer in answers}) > 1:
         versions = ", ".join(f"{answer['version']!r}" for answer in answers)
-        raise EngineError(f"workers of {engine.name} serve different versions: {versions}")
+        raise Inconsistent(f"workers of {engine.name} serve different versions: {versions}")
     version: int | str | None = answers[0]["version"]
     return version
 
@@ -92,7 +138,7 @@ class PauseLease(Acceptor):
 
     def __init__(self, address: Mapping[str, Any], transaction: str, seconds: float) -> None:
         self.is_connected = False
-        self._address, self._transaction = address, transaction
+        self.transaction, self._address = transaction, address
         self._state, self._is_over = threading.Lock(), False
         super().__init__()
         self._timer = threading.Timer(seconds, self._expire, ["did not end its push in time"])
@@ -132,14 +178,29 @@ class PauseLease(Acceptor):
         run_daemon(lambda: self._settle(why), "bcp-push-settle")
 
     def _settle(self, why: str) -> None:
-        engine = engine_at(self._address)
+        engine, budget = engine_at(self._address), Budget(_SETTLE_S)
         try:
-            version = settle(engine, _SETTLE_S, self._transaction)
+            version = self._settle_until(engine, budget)
             _log.warning("push: the sender %s; %s resumed with version %r", why, engine.name, version)
+        except StateError as error:
+            _log.warning("push: the sender %s: %s", why, error)
         except BytecheckpointError as error:
             _log.error("push: the sender %s; %s is left paused: %s; %s", why, engine.name, error, push_command(engine))
         finally:
             engine.close()
+
+    def _settle_until(self, engine: Engine, budget: Budget) -> int | str | None:
+        """Settle, and try again after errors that may pass, such as those of a proxy."""
+        while True:
+            try:
+                return settle(engine, budget.left, self.transaction)
+            except (Inconsistent, StateError):
+                raise
+            except BytecheckpointError as error:
+                if budget.is_over:
+                    raise
+                _log.warning("push: %s cannot be resumed now: %s; trying again", engine.name, error)
+            time.sleep(_RETRY_S)
 
 
 @functools.cache  # a warning is enough once, and a firewall that drops packets delays the worker
@@ -148,19 +209,19 @@ def _unreachable(address: str) -> str:
 
 
 class HeldLease:
-    """A sender's side of a lease on one engine. ``holder`` is the receiver of its first worker.
+    """A sender's side of a lease of ``seconds`` on one engine. ``holder`` is the receiver of its first worker.
 
     Raises ``EngineError`` or ``DeadlineError`` when the workers do not accept the lease; nothing is paused then.
     """
 
-    def __init__(self, engine: Engine, transaction: str, holder: str, seconds: float) -> None:
+    def __init__(self, engine: Engine, transaction: str, holder: str, seconds: float, wait_s: float) -> None:
         self._engine, self._transaction = engine, transaction
         self._connecting: Future[tuple[socket.socket, str]] | None = None
         address = engine.address
         if address is None:
             return
         message = {"transaction": transaction, "holder": holder, "address": address, "seconds": seconds}
-        answers = ask(engine, "lease", message, seconds)
+        answers = ask(engine, "lease", message, wait_s)
         endpoint, fault = next(answer["lease"] for answer in answers if "lease" in answer)
         if fault:
             _log.warning(

@@ -44,7 +44,7 @@ __all__ = [
     "without_traceback",
 ]
 
-PROTOCOL = 7
+PROTOCOL = 8
 """The version of the messages; both sides must have the same."""
 
 E = TypeVar("E", bound=BaseException)

@@ -67,6 +67,7 @@ class Receiver:
         self._set_aside = 0
         self._ring: RingBuffer | None = None
         self._transaction = ""
+        self._has_begun = False  # whether the transaction may change weights: its engine is about to pause
         self._is_settled = False
         self._is_verified = False
         self._inconsistent_reason = ""
@@ -151,7 +152,8 @@ class Receiver:
         """Begin a transaction: provide memory for a layout, and return what it already contains."""
         self._check_awake()
         self._stop_listening()
-        self._is_verified, self._is_settled, self._transaction = False, False, message["transaction"]
+        self._transaction, self._has_begun = message["transaction"], False
+        self._is_verified = self._is_settled = False
         digest, packed, table_digest = message["layouts"].get(self.id, (b"", None, b""))
         known_record = self._records.get(table_digest)
         layout = None if known_record is None else self._versions.layout(digest, packed)
@@ -309,7 +311,8 @@ class Receiver:
     def _revert(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Roll back the version that this transaction applied, if it did and a rollback is possible."""
         versions, transaction = self._versions, message["transaction"]
-        if not versions.was_applied_by(transaction):
+        # When another transaction has begun, its senders may be writing into the memory of the version before.
+        if transaction != self._transaction or not versions.was_applied_by(transaction):
             return {"reverted": False}
         assert versions.served is not None
         reason = f"version {versions.served.version!r} was reverted"
@@ -331,21 +334,26 @@ class Receiver:
         if message["transaction"] != self._transaction:
             raise EngineError("this push is over: another one began; nothing was applied, push again")
         self._end_lease()
+        self._has_begun = True
         if message["holder"] != self.id:
             return {}
         self._lease = PauseLease(message["address"], message["transaction"], message["seconds"])
         return {"lease": [self._lease.endpoint, self._lease.unreachable]}
 
+    def _status(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        has_sender = self._lease is not None and self._lease.is_connected
+        return {"has_begun": self._has_begun, "has_sender": has_sender}
+
     def _settle(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """End the transaction of a sender that is gone: nothing of it is applied any more."""
+        """End the transaction of a sender that is gone: nothing of it is applied any more. One that has not begun to
+        change weights goes on, because its sender may be alive."""
         transaction = message["transaction"]
-        if transaction is None and self._lease is not None and self._lease.is_connected:
-            raise StateError("a push is in progress, and its sender is alive; nothing was changed")
-        if transaction in (None, self._transaction):
+        if self._lease is not None and self._lease.transaction == transaction:
             self._end_lease()
+        if self._has_begun and self._transaction == transaction:
             self._stop_listening()
             self._is_verified, self._is_settled = False, True
-        return {}
+        return self._status(message)
 
     def _end_lease(self) -> None:
         if self._lease is not None:
@@ -419,6 +427,7 @@ class Receiver:
         "finish": _finish,
         "lease": _take_lease,
         "end_lease": _release_lease,
+        "status": _status,
         "settle": _settle,
         "revert": _revert,
         "rollback": _return_to_before,
