@@ -210,9 +210,14 @@ def _stalled_writes() -> threading.Event:
     return gate
 
 
-def _die_at(point: str, event: str, victim: str, name: str, now: str) -> None:
+def _nothing() -> None: ...
+
+
+def _signal_at(point: str, event: str, pid: int, number: int, name: str, now: str) -> None:
+    """``pid`` is 0 for this worker, and 1 for the server."""
     if (name, now) == (point, event):
-        os.kill(os.getppid() if victim == "server" else os.getpid(), signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill({0: os.getpid(), 1: os.getppid()}.get(pid, pid), number)
 
 
 def _worker(pipe: Connection, tp: int, rank: int, dtype: str, blocks: tuple[int, int] | None, device: str) -> None:
@@ -232,7 +237,7 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
     receiver = Receiver(worker, device=device)
     adapters = ToyAdapters(dict.fromkeys(("q", "k", "v", "out"), HIDDEN), worker.dtype)
     receivers = AdapterReceivers(adapters)
-    flips, own_signal, stops, gate = 0, None, False, threading.Event()
+    flips, own_signal, stops, gate, unobserve = 0, None, False, threading.Event(), _nothing
     while True:
         try:
             kind, argument = pipe.recv()
@@ -276,8 +281,9 @@ def _serve(pipe: Connection, worker: ToyWorker) -> None:
         elif kind == "go on":
             gate.set()
             pipe.send(None)
-        elif kind == "die at":
-            telemetry.observe(functools.partial(_die_at, *argument))
+        elif kind == "signal at":
+            unobserve()
+            unobserve = telemetry.observe(functools.partial(_signal_at, *argument)) if argument else _nothing
             pipe.send(None)
         elif kind == "fail":
             worker.failures += argument
