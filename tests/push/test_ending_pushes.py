@@ -1,4 +1,4 @@
-"""Who ends the pause of a push: its own sender, the engine's worker or ``resume``, but nobody that of another push."""
+"""The pause of a push is ended by its own sender, the engine's worker or ``resume``, and by no other push."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def _end_in_apply(rank: int, world_size: int, url: str, number: int) -> None:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=str)
 def test_a_sender_that_ends_while_weight_transfer_applies(server: str, end: int) -> None:
-    """vLLM allows one session of its transfer at a time, and nobody would end that of a killed sender."""
+    """vLLM allows one session of its transfer at a time, and that of a killed sender would stay open."""
     with Pusher(NativeEngine(HttpEngine(server)), deadline_s=time_limit(120)) as pusher:
         pusher.push(made("llama", 10), version=10)
     with RankPool(1) as pool:

@@ -158,7 +158,7 @@ def _succeeds(tls: Mapping[str, Any] | None, url: str, headers: Mapping[str, str
 
 
 def _report(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    with contextlib.suppress(OSError):  # it has no reader any more
         sys.stderr.write(f"bytecheckpoint: the sender of a push was killed; {text}\n")
         sys.stderr.flush()
 
