@@ -37,7 +37,6 @@ __all__ = [
     "hold",
     "holds_only_pinned",
     "is_pinned",
-    "let_go",
     "older_attempts",
     "pin",
     "pins_of",
@@ -45,6 +44,7 @@ __all__ = [
     "remove_checkpoint",
     "settle",
     "sweep",
+    "unpin",
 ]
 
 _MAX_PIN_BYTES = 4096
@@ -72,14 +72,14 @@ def pin(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> None:
 
 
 def hold(folder: StorageBackend, pin: str) -> None:
-    """Protect all files in a folder while a transfer writes there: for 24 hours, or until ``let_go``.
+    """Protect all files in a folder while a transfer writes there: for 24 hours, or until ``unpin``.
 
     ``pin`` is ``PIN_PREFIX`` and a new attempt. Raises ``StorageError``.
     """
     folder.put(pin, MANIFEST_KEY.encode())
 
 
-def let_go(folder: StorageBackend, pins: Sequence[str]) -> None:
+def unpin(folder: StorageBackend, pins: Sequence[str]) -> None:
     """Remove the pins of a transfer that has ended. Logs a failure and never raises."""
     try:
         _delete(folder, pins)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, PIN_PREFIX, new_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes, remove_files
-from ..checkpoint.references import hold, let_go
+from ..checkpoint.references import hold, unpin
 from ..errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -94,9 +94,9 @@ def copy_checkpoint(
                     journal.remove()
                 if journal is None or is_useless:
                     _remove_unless_committed(target, manifest)
-                    let_go(target, pins)
+                    unpin(target, pins)
                 raise
-            let_go(target, pins)
+            unpin(target, pins)
         if journal is not None:
             journal.remove()
     return report
@@ -111,7 +111,7 @@ def protect(target: StorageBackend, journal: Journal | None) -> Sequence[str]:
     if journal is not None:
         journal.add_pin(pin)
     hold(target, pin)
-    let_go(target, earlier)  # they may be old
+    unpin(target, earlier)  # they may be old
     return [pin]
 
 
@@ -182,7 +182,7 @@ def discard_transfer(target: StorageBackend, done: Journal | Progress) -> None:
         except StorageError as error:
             _log.warning("%s/%s: cannot end its upload, which may cost money: %s", target.display_url, key, error)
     remove_files(target, [key for key in done.stored if key.startswith(ATTEMPT_PREFIX)])
-    let_go(target, done.pins)
+    unpin(target, done.pins)
 
 
 def _remove_unless_committed(target: StorageBackend, manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 
 from ..checkpoint.attempts import attempt_time, is_old, remove_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes
-from ..checkpoint.references import let_go, release
+from ..checkpoint.references import release, unpin
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
 from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
@@ -59,7 +59,7 @@ def commit_upload(
     A checkpoint that was saved later is not replaced: ``KeyExistsError``.
     """
     replaced = commit(store, data, unless_after=manifest.created, admit=admit)
-    let_go(store, pins)
+    unpin(store, pins)
     if replaced is not None:
         try:
             release(store, replaced)
@@ -129,7 +129,7 @@ def continue_upload(
         if is_over:
             if report is None and not is_stored:
                 discard_transfer(store, journal)
-            let_go(store, journal.pins)
+            unpin(store, journal.pins)
             journal.remove()
     remove_superseded(staging, head.attempt)
     return report
