@@ -415,8 +415,8 @@ def test_an_incremental_save_whose_base_gets_no_reply_is_not_complete(faults: Fa
     faults.proxy.kinds.clear()
     faults.proxy.rule = lambda exchange: "stall" if exchange.kind == "get" and exchange.start else None
     assert "did not answer" in saves.run()
-    looks, removal = ["get", "get"], ["begin", "list"]  # of uploads and objects of the attempt
-    assert faults.proxy.kinds == looks + removal
+    assert "put" not in faults.proxy.kinds, "no pin, and no file"
+    assert faults.proxy.kinds.count("list") <= 1, "for the removal of the attempt"
 
 
 def test_an_incremental_save_that_ends_in_a_silent_store(faults: Faults) -> None:
