@@ -190,7 +190,7 @@ class WritingTests(StoreTests):
             with pytest.raises(KeyNotFoundError):
                 later.complete(["tag"] * _part_count(later, len(data)))
 
-    def test_an_upload_that_nobody_completes(self, backend: StorageBackend) -> None:
+    def test_an_upload_that_no_process_completes(self, backend: StorageBackend) -> None:
         """If it outlives its process, it is listed until it is ended, and nothing of it is an object."""
         data = content_of(self.large_bytes)
         writer = backend.create_parts("dir/object", len(data))
