@@ -106,8 +106,9 @@ class StagingFolder:
 
     def follow(self, save: SaveHandle, name: str) -> None:
         """Once this save is uploaded, remove earlier checkpoints from the folder."""
-        self._unfinished = [one for one in self._unfinished if not one.is_uploaded()]
-        self._unfinished.append(save)
+        ended = [one for one in self._unfinished if one.is_uploaded()]
+        failed = [one for one in ended if _has_failed(one)][:1]  # the first one is what ``wait`` raises
+        self._unfinished = [*failed, *(one for one in self._unfinished if one not in ended), save]
         save.add_uploaded_callback(partial(self._after_upload, name))
 
     def is_busy(self) -> bool:
@@ -237,3 +238,11 @@ class StagingFolder:
     def _staged(self) -> list[str]:
         children = (child for child in self._folder.list_children("") if child.endswith("/"))
         return [child[:-1] for child in children if self.names.is_managed(child[:-1])]
+
+
+def _has_failed(save: SaveHandle) -> bool:
+    try:
+        save.uploaded()
+    except BytecheckpointError:
+        return True
+    return False

@@ -90,9 +90,9 @@ class S3Backend(StorageBackend):
             return client.run(action, self._put_if(client, action, key, content, {"IfMatch": if_version}, changed))
         return client.run(action, self._put(client, action, key, content))
 
-    async def _put(self, client: Client, action: str, key: str, content: memoryview, **arguments: Any) -> str:
+    async def _put(self, client: Client, action: str, key: str, content: memoryview) -> str:
         async def send() -> str:
-            reply = await client.call("put_object", **self._address(client, key), Body=Body(content), **arguments)
+            reply = await client.call("put_object", **self._address(client, key), Body=Body(content))
             return str(reply.get("ETag", ""))
 
         return await client.repeat(Request(action, self.deadline_s, "put", len(content)), send)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 from collections.abc import Sequence
 
 from typing_extensions import Buffer
@@ -19,7 +20,7 @@ from .retries import Request
 
 __all__ = ["S3PartWriter", "Upload"]
 
-_ABORT_S = 0.75  # the caller has waited for the deadline already; ``incomplete`` shows what remains
+_LEAST_S = 0.75  # where the caller has waited for the deadline already; ``incomplete`` shows what remains
 _TOKEN = re.compile(r"(?P<part_bytes>[1-9]\d*) (?P<mark>[0-9a-f]{32}) (?P<id>\S+)")
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Upload:
     async def complete(self, upload: str, tags: Sequence[str]) -> None:
         """Make the object of all parts."""
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
-        where = {**self._address, "UploadId": upload}
+        where, begun = {**self._address, "UploadId": upload}, time.monotonic()
 
         async def send() -> None:
             try:
@@ -71,12 +72,13 @@ class Upload:
             await self._client.repeat(Request(self._action, self._deadline_s, "complete"), send)
         except Exception as error:
             # The reply to an earlier try may be lost, or another process has ended the upload.
-            if code_of(error) != "NoSuchUpload" or not await self._is_stored():
+            left_s = max(_LEAST_S, begun + self._deadline_s - time.monotonic())
+            if code_of(error) != "NoSuchUpload" or not await self._is_stored(left_s):
                 raise
 
-    async def _is_stored(self) -> bool:
+    async def _is_stored(self, deadline_s: float) -> bool:
         found, _ = await self._client.repeat(
-            Request(self._action, self._deadline_s), lambda: self._client.mark_of(self._address)
+            Request(self._action, deadline_s), lambda: self._client.mark_of(self._address)
         )
         return found == self.mark
 
@@ -84,7 +86,7 @@ class Upload:
         """End the upload without an object."""
         try:
             await self._client.repeat(
-                Request(self._action, min(_ABORT_S, self._deadline_s)),
+                Request(self._action, min(_LEAST_S, self._deadline_s)),
                 lambda: self._client.call("abort_multipart_upload", **self._address, UploadId=upload),
             )
         except Exception as error:

@@ -182,6 +182,22 @@ def test_a_manager_does_not_wait_for_the_path(places: Places, is_async: bool) ->
             manager.wait()
 
 
+def test_a_manager_reports_an_upload_that_failed_before_others_succeeded(places: Places) -> None:
+    with bcp.CheckpointManager(places.store, staging=places.staging, preemption=None) as manager:
+        with failing_uploads():
+            failed = manager.save(1, state(1.0), force=True)
+            assert failed is not None
+            with pytest.raises(StorageError, match="the store is broken"):
+                failed.uploaded(WAIT_S)
+        for step in (2, 3):
+            done = manager.save(step, state(2.0), force=True)
+            assert done is not None
+            done.uploaded(WAIT_S)
+        with pytest.raises(StorageError, match="the store is broken"):
+            manager.wait()
+        manager.wait()
+
+
 def test_without_staging_a_save_is_uploaded_when_it_is_committed(tmp_path: Path) -> None:
     called = []
     handle = bcp.save(tmp_path / "step-1", state(1.0))
