@@ -17,6 +17,7 @@ from ..errors import StateError, UsageError
 from ..format.manifest import MANIFEST_TRAILER, Manifest
 from ..planners import PlanCache
 from ..runtime.exit import before_exit
+from ..storage_backends import StorageBackend, parent_url
 from .blocks import Block
 from .files import FileLayout
 from .merging.merge import MIN_MERGE_BLOCKS, MergeWork
@@ -40,17 +41,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class LastCommit:
-    """A committed checkpoint, whose manifest has ``size`` bytes and ends in its checksum, ``trailer``."""
+    """A committed checkpoint, whose manifest has ``size`` bytes and ends in its checksum, ``trailer``.
+
+    ``parent`` is the URL of the folder that it is in; empty if no reference could name it there.
+    """
 
     url: str = field(repr=False)  # it may contain a password
+    parent: str = field(repr=False)
     manifest: Manifest
     size: int
     trailer: bytes
 
     @classmethod
-    def of(cls, url: str, manifest: Manifest, data: bytes) -> LastCommit:
-        """Describe a checkpoint whose encoded manifest is ``data``."""
-        return cls(url, manifest, len(data), data[-MANIFEST_TRAILER:])
+    def of(cls, backend: StorageBackend, manifest: Manifest, data: bytes) -> LastCommit:
+        """Describe the checkpoint at the root of a backend, whose encoded manifest is ``data``."""
+        return cls(backend.url, parent_url(backend), manifest, len(data), data[-MANIFEST_TRAILER:])
 
 
 def _close_at_exit(engine: weakref.ref[IOEngine]) -> None:

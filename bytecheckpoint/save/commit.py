@@ -127,7 +127,7 @@ class SaveCommit:
             raise
         self._is_committed = True
         if self._options.base is not None:
-            self.last_commit = LastCommit.of(self._backend.url, manifest, data)
+            self.last_commit = LastCommit.of(self._backend, manifest, data)
         self._timings.point("commit.after")
         try:
             self._op.broadcast("committed", self.manifest)

@@ -212,11 +212,13 @@ def _newest(engine: IOEngine, backend: StorageBackend) -> LastCommit | None:
     """
     own, last = folder_name(backend), engine.last_commit
     try:
-        if last is not None:
-            known = open_like(backend, last.url)
-            here = _sibling(backend, folder_name(known)).url if own else backend.url
-            if _sibling(known, folder_name(known)).url == here and _is_current(known, last):
-                return last
+        # One in another store may need other options, so it is not even opened.
+        if (
+            last is not None
+            and (last.parent == parent_url(backend) if own else last.url == backend.url)
+            and _is_current(open_like(backend, last.url), last)
+        ):
+            return last
         if not own:
             return _read(backend)
         newest = find_newest(
@@ -234,7 +236,7 @@ def _sibling(backend: StorageBackend, folder: str) -> StorageBackend:
 
 def _read(backend: StorageBackend) -> LastCommit:
     data = read_manifest_bytes(backend)
-    return LastCommit.of(backend.url, decode_manifest(data, backend.url), data)
+    return LastCommit.of(backend, decode_manifest(data, backend.url), data)
 
 
 def _is_current(backend: StorageBackend, found: LastCommit) -> bool:

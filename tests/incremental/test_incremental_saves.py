@@ -380,6 +380,17 @@ def test_s3(s3: dict[str, Any], bucket: str) -> None:
     _save_remove_and_copy(f"s3://{bucket}/runs", s3)
 
 
+@pytest.mark.s3
+def test_one_process_saves_to_several_stores(s3: dict[str, Any], bucket: str, tmp_path: Path) -> None:
+    """A regression: the checkpoint that it saved last was opened with the other store's options."""
+    tree = tensors()
+    for step in (1, 2, 3):
+        for root, options in ((str(tmp_path), {}), (f"s3://{bucket}/runs", s3)):
+            written = save(f"{root}/step-{step}", tree, storage_options=options)
+            assert (written < 8000) == (step > 1)
+            check(f"{root}/step-{step}", tree, storage_options=options)
+
+
 def _save_remove_and_copy(root: str, options: dict[str, Any]) -> None:
     tree = tensors()
     save(f"{root}/step-1", tree, storage_options=options)
