@@ -161,7 +161,8 @@ class Part:
     def _ended(self, sent: signal.Signals) -> str:
         """End the processes, the first of them by a signal on which it shows its stacks; return the end of the log."""
         if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, sent)
+            with contextlib.suppress(ProcessLookupError):  # the fork server has noticed its end before this process
+                os.kill(self._process.pid, sent)
             self._process.join(_DUMP_S)
         else:
             self._process.join(_KILL_S)

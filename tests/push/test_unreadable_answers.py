@@ -57,5 +57,5 @@ def test_an_engine_that_has_answered_before() -> None:
 
 def test_the_guard_process_goes_on(url: str, capfd: pytest.CaptureFixture[str]) -> None:
     """It has a folder to remove."""
-    assert not _succeeds(f"{url}/resume", {}, None)
+    assert not _succeeds(None, f"{url}/resume", {}, None)
     assert f"{url}/resume failed: BadStatusLine('unreadable" in capfd.readouterr().err
