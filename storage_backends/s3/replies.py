@@ -135,6 +135,8 @@ def is_repeatable(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """Return one line about an error: its code and what the store says, or its type and text."""
     reply = _reply(error)
+    if isinstance(error, RecursionError):  # of botocore, which asks for the region by a request that is redirected too
+        return f"the store redirects every request ({_HINTS['PermanentRedirect']})"
     if reply is None:
         return without_userinfo(f"{type(error).__name__}: {error}") if str(error) else type(error).__name__
     code, message = code_of(error), str(reply.get("Error", {}).get("Message", ""))

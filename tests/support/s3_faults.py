@@ -28,6 +28,7 @@ _ERRORS = {
     "ended": _error(b"404 Not Found", b"NoSuchUpload"),
     "broken": _error(b"500 Internal Server Error", b"InternalError"),
     "expired": _error(b"400 Bad Request", b"ExpiredToken"),
+    "nowhere": _error(b"301 Moved Permanently", b"PermanentRedirect"),
     "elsewhere": _error(b"301 Moved Permanently", b"PermanentRedirect", b"x-amz-bucket-region: eu-west-1\r\n"),
     "skewed": _error(b"403 Forbidden", b"RequestTimeTooSkewed"),
 }
@@ -71,7 +72,7 @@ Rule = Callable[[Exchange], str | None]
 * ``cut``: close the connection in the middle of the reply's body.
 * ``flip``: change the last byte of the reply's body.
 * ``longer``: reply with the range that ends one byte later.
-* ``elsewhere``: reply that the bucket is in another region.
+* ``elsewhere``: reply that the bucket is in another region; ``nowhere``: in which one is not said.
 * ``shift``: reply with the range that begins one byte later.
 * ``ignore``: pass it on without its conditions, as to a store that does not know them.
 * ``unquoted``: accept only versions without quotes in its conditions, as Ceph does.
