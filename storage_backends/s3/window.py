@@ -56,13 +56,17 @@ class Window:
             fresh.madvise(mmap.MADV_HUGEPAGE)
         return fresh
 
-    def give_back(self, buffer: mmap.mmap, *, was_sent: bool = False) -> None:
+    def give_back(self, buffer: mmap.mmap) -> None:
         """Take back a buffer that nothing uses any more."""
         with self._changed:
-            self._taken -= 1
-            self._sent -= was_sent
             if self._writers and len(self._idle) < PARTS_IN_FLIGHT + _FILLING:
                 self._idle.append(buffer)
+        self.forget(1)
+
+    def forget(self, count: int) -> None:
+        """Count buffers as returned that no other writer may get, because a thread may still be writing into them."""
+        with self._changed:
+            self._taken -= count
             self._changed.notify_all()
 
     def acquire_slot(self, timeout_s: float, *, with_buffer: bool = False) -> bool:
@@ -76,7 +80,9 @@ class Window:
             self._sent += is_free and with_buffer
         return is_free
 
-    def release_slot(self) -> None:
+    def release_slot(self, *, with_buffer: bool = False) -> None:
+        """Release a slot of ``acquire_slot``, with the same argument."""
         with self._changed:
             self._in_flight -= 1
+            self._sent -= with_buffer
             self._changed.notify_all()

@@ -83,8 +83,13 @@ class MultipartWriter(CheckedWriter):
         buffer = self._client.window.take_buffer(self._part_bytes, self._deadline_s)
         if buffer is None:
             raise self._stalled()
-        with self._changed:
-            part = self._filling.setdefault(number, _Part(buffer, length))
+        try:
+            with self._changed:
+                self._raise_failure()
+                part = self._filling.setdefault(number, _Part(buffer, length))
+        except BaseException:
+            self._client.window.give_back(buffer)
+            raise
         if part.buffer is not buffer:  # another thread was faster
             self._client.window.give_back(buffer)
         return part
@@ -103,11 +108,10 @@ class MultipartWriter(CheckedWriter):
         if not self._client.window.acquire_slot(self._deadline_s, with_buffer=True):
             raise self._stalled()
         with self._changed:
-            del self._filling[number]
             if self._state != "open":
-                self._client.window.release_slot()
-                self._client.window.give_back(part.buffer, was_sent=True)
+                self._client.window.release_slot(with_buffer=True)
                 self._raise_failure()
+            del self._filling[number]
             sent = self._client.start(self._send_part(number, part))
             self._sent.append(sent)
         sent.add_done_callback(self._has_ended)
@@ -119,7 +123,7 @@ class MultipartWriter(CheckedWriter):
         return error
 
     def _has_ended(self, sent: Future[None]) -> None:
-        self._client.window.release_slot()
+        self._client.window.release_slot(with_buffer=True)
         error = None if sent.cancelled() else sent.exception()
         if isinstance(error, Exception):
             self._fail(storage_error(error, self._action))
@@ -137,7 +141,7 @@ class MultipartWriter(CheckedWriter):
         try:
             self._tags[number] = await self._upload.send(await self._begun(), number, part.data)
         finally:
-            self._client.window.give_back(part.buffer, was_sent=True)
+            self._client.window.give_back(part.buffer)
 
     async def _begun(self) -> str:
         """Return the id of the upload, which the first part begins."""
@@ -185,9 +189,9 @@ class MultipartWriter(CheckedWriter):
 
     def _leave(self) -> None:
         self._is_counted = False
-        for part in self._filling.values():
-            self._client.window.give_back(part.buffer)
-        self._filling.clear()
+        with self._changed:
+            self._client.window.forget(len(self._filling))
+            self._filling.clear()
         self._client.window.leave()
 
     async def _abort(self) -> None:

@@ -82,6 +82,33 @@ def test_s3_bucket_is_never_made(s3: dict[str, Any]) -> None:
         backend.list_children()
 
 
+def test_an_abort_while_another_thread_writes(damaged: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other writer gets the buffer into which the thread goes on writing, and no slot or buffer is lost."""
+    writer = damaged.create("object", len(DATA))
+    window = _client(damaged).window
+    is_copying, go_on = threading.Event(), threading.Event()
+    copy = np.copyto
+
+    def slow(*arguments: Any) -> None:
+        is_copying.set()
+        assert go_on.wait(time_limit(20))
+        copy(*arguments)
+
+    monkeypatch.setattr(writers.np, "copyto", slow)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(writer.write, 0, DATA)
+        assert is_copying.wait(time_limit(20))
+        (part,) = writer._filling.values()  # type: ignore[attr-defined]
+        window.enter()  # another writer, for which buffers are kept
+        writer.abort()
+        assert part.buffer not in window._idle
+        go_on.set()
+        with pytest.raises(StorageError, match="aborted"):
+            writing.result(time_limit(20))
+    window.leave()
+    assert window._taken == window._in_flight == window._sent == window._writers == 0
+
+
 def test_s3_forgotten_writer_stores_nothing(bucket: str, s3: dict[str, Any]) -> None:
     backend = open_backend(f"s3://{bucket}", **s3)
     writer = backend.create("large", 20 * 2**20)
@@ -268,7 +295,7 @@ def test_a_failed_part_whose_callback_is_late(
 ) -> None:
     """A future wakes those that wait for it before it runs its callbacks."""
     monkeypatch.setattr(
-        writers.MultipartWriter, "_has_ended", lambda writer, sent: writer._client.window.release_slot()
+        writers.MultipartWriter, "_has_ended", lambda writer, sent: writer._client.window.release_slot(with_buffer=True)
     )
     proxy.rule = lambda exchange: "refuse" if exchange.part == 2 else None
     damaged.deadline_s = time_limit(2)

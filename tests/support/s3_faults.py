@@ -72,7 +72,7 @@ Rule = Callable[[Exchange], str | None]
 * ``cut``: close the connection in the middle of the reply's body.
 * ``flip``: change the last byte of the reply's body.
 * ``longer``: reply with the range that ends one byte later.
-* ``elsewhere``: reply that the bucket is in another region; ``nowhere``: in which one is not said.
+* ``elsewhere``: reply that the bucket is in another region. ``nowhere``: the same, without the region's name.
 * ``shift``: reply with the range that begins one byte later.
 * ``ignore``: pass it on without its conditions, as to a store that does not know them.
 * ``unquoted``: accept only versions without quotes in its conditions, as Ceph does.
