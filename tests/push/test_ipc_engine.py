@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from bytecheckpoint.testing import time_limit
 
 pytest.importorskip("checkpoint_engine")
 
-from join_probes import until
+from join_probes import held_by, until, wait_until_it_holds_at_most
 from leak_watch import held_now
 from torch.distributed.fsdp import fully_shard
 from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
@@ -71,11 +70,6 @@ def _assert_serves(engine: ToyEngine, version: int) -> None:
     assert not engine.paused
 
 
-def _wait_for_at_most(engine: ToyEngine, descriptors: list[int]) -> None:
-    """Wait until no worker has more descriptors; ZeroMQ closes those of a socket a moment after the socket."""
-    until(lambda: all(map(le, engine.look()["descriptors"], descriptors)), f"at most {descriptors} descriptors")
-
-
 def _push_and_look(rank: int, world_size: int, url: str, versions: list[int], options: dict[str, Any]) -> list[Any]:
     found = []
     with Pusher(_ipc_engine(url) if rank == 0 else None, deadline_s=time_limit(30), **options) as pusher:
@@ -98,7 +92,7 @@ def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, options: dict[s
             assert ["experts"] in buckets  # larger than a bucket should be
             assert sorted(name for bucket in buckets for name in bucket) == sorted(names)
         assert seen["memories"] == [0, 0]
-    _wait_for_at_most(engine, first[1][1]["descriptors"])
+    wait_until_it_holds_at_most(engine, {"descriptors": first[1][1]["descriptors"]})
 
 
 def test_different_dtypes_in_the_job_and_the_engine() -> None:
@@ -309,9 +303,9 @@ def test_resources_do_not_grow(engine: ToyEngine) -> None:
         with _pusher(engine.url, **RING) as pusher:
             for version in versions:
                 pusher.push(ToyTrainee(version), version=version)
-        held.append((engine.look()["descriptors"], held_now()))
+        held.append((held_by(engine), held_now()))
     assert held[0][1] == held[1][1]
-    _wait_for_at_most(engine, held[0][0])
+    wait_until_it_holds_at_most(engine, held[0][0])
 
 
 def test_targets_other_than_the_model_are_refused(engine: ToyEngine) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from join_probes import held_by, wait_until_it_holds_at_most
 from leak_watch import held_now
 from torch.distributed.fsdp import fully_shard
 from toy_engine import ToyEngine, ToyTrainee, digest_of, expected_digests, toy_engine
@@ -64,13 +65,13 @@ def test_ten_updates_in_a_row(engine: ToyEngine, pool: RankPool, tcp: bool) -> N
 
 @pytest.mark.parametrize("tcp", [False, True])
 def test_resources_do_not_grow(engine: ToyEngine, tcp: bool) -> None:
-    held = []
-    for versions in ((11, 12), (13, 14, 15)):
-        _push_all(0, 1, engine.url, list(versions), tcp)
-        seen, own = engine.look(), held_now()
-        held.append((seen["descriptors"], seen["threads"], own.descriptors, own.threads, own.shared_memory))
-    assert held[0] == held[1]
-    assert not held[1][-1]
+    _push_all(0, 1, engine.url, [11, 12], tcp)
+    engine_before, before = held_by(engine), held_now()
+    _push_all(0, 1, engine.url, [13, 14, 15], tcp)
+    after = held_now()
+    assert (after.descriptors, after.threads) == (before.descriptors, before.threads)
+    assert not after.shared_memory
+    wait_until_it_holds_at_most(engine, engine_before)
 
 
 def test_each_worker_gets_its_part_once(pool: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""Helpers for joins that are held up in the middle."""
+"""Helpers for joins that are held up in the middle, and for what an engine holds."""
 
 from __future__ import annotations
 
@@ -23,6 +23,26 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"still not so: {what}"
         time.sleep(0.01)
+
+
+def held_by(engine: ToyEngine) -> dict[str, list[int]]:
+    """Return what each worker holds, except threads and descriptors that end a moment after a push."""
+    looks = [engine.look() for _ in range(5)]
+    return {
+        name: [min(counts) for counts in zip(*(look[name] for look in looks), strict=True)]
+        for name in ("descriptors", "threads", "arenas")
+        if name in looks[0]
+    }
+
+
+def wait_until_it_holds_at_most(engine: ToyEngine, held: dict[str, list[int]]) -> None:
+    """Wait until no worker holds more; a thread or a socket ends a moment after the push that used it."""
+
+    def is_so() -> bool:
+        seen = engine.look()
+        return all(now <= then for name in held for now, then in zip(seen[name], held[name], strict=True))
+
+    until(is_so, f"at most {held}")
 
 
 def arenas(engine: ToyEngine) -> list[int]:
