@@ -24,10 +24,11 @@ __all__ = ["Communicator", "Operation"]
 class Operation(ABC):
     """One save or load across all ranks: a sequence of named phases that every rank runs in the same order.
 
-    Any exchange may raise ``RankFailedError`` (another rank reported a failure or its process ended),
-    ``DeadlineError`` or ``DisagreementError``. The operation has then failed on every rank, and each further exchange
-    raises the same error. The next operation works. Use an operation from one thread at a time; only ``streams`` may
-    be used by several threads at once. Use it as a context manager, or call ``close``.
+    Any exchange may raise ``RankFailedError`` (another rank reported a failure or its process ended), ``DeadlineError``
+    or ``DisagreementError``. The operation has then failed on every rank, and each further exchange raises the same
+    error. The next operation works. Use an operation from one thread at a time; only ``streams`` may be used by several
+    threads at once, and ``fail`` by another thread: an exchange that waits then raises. Use it as a context manager, or
+    call ``close``.
 
     Example:
         >>> with communicator.operation("save", deadline_s=60) as operation:
@@ -181,7 +182,7 @@ class Operation(ABC):
         """
 
     @abstractmethod
-    def follow(self, kind: str, *, deadline_s: float) -> Operation:
+    def follow(self, kind: str, *, deadline_s: float, is_patient: bool = False) -> Operation:
         """Begin an operation that continues this one, which may be closed.
 
         All ranks of this operation take part. They match by this operation and not by a count, so a rank for which
@@ -190,6 +191,8 @@ class Operation(ABC):
         Args:
             kind: As for ``Communicator.operation``.
             deadline_s: As for ``Communicator.operation``.
+            is_patient: Wait for ranks that may be busy for any time, such as with transfers that have limits of
+                their own, as long as their processes answer. ``deadline_s`` then limits how long one may be silent.
 
         Returns:
             The new operation.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -22,12 +23,13 @@ from .timings import (
     NOTE_LIFETIME_INTERVALS,
     NOTES_PER_DEADLINE,
     PROBE_ANSWER_S,
+    PROBES_PER_DEADLINE,
     ROOT_GRACE_S,
     STEP_GRACE_S,
     WAIT_CHECK_S,
 )
 
-__all__ = ["ParentTimeLimit", "SocketOperation"]
+__all__ = ["ParentTimeLimit", "PatientTimeLimit", "SocketOperation"]
 
 
 class SocketOperation(Operation):
@@ -37,10 +39,12 @@ class SocketOperation(Operation):
     what arrives for them (``tree.py``).
     """
 
-    def __init__(self, router: Router, network: Network, prefix: str, deadline_s: float) -> None:
+    def __init__(
+        self, router: Router, network: Network, prefix: str, deadline_s: float, *, is_patient: bool = False
+    ) -> None:
         """Enter the operation. ``prefix`` is ``<kind>/<number>``, and for one that follows another
         ``<prefix of the other>/<number>><kind>/0``."""
-        self._router, self._network, self._deadline_s = router, network, deadline_s
+        self._router, self._network, self._deadline_s, self._is_patient = router, network, deadline_s, is_patient
         self.rank, self.world_size = router.rank, router.tree.world_size
         self._state = router.begin(prefix)
         self._outcome = Outcome(router, self._state, deadline_s)
@@ -125,10 +129,10 @@ class SocketOperation(Operation):
             self._streams = SocketStreams(self._network, self._outcome)
         return self._streams
 
-    def follow(self, kind: str, *, deadline_s: float) -> SocketOperation:
+    def follow(self, kind: str, *, deadline_s: float, is_patient: bool = False) -> SocketOperation:
         self._following += 1
         prefix = f"{self._state.prefix}/{self._following}>{kind}/0"
-        return SocketOperation(self._router, self._network, prefix, deadline_s)
+        return SocketOperation(self._router, self._network, prefix, deadline_s, is_patient=is_patient)
 
     def wait_for_others_to_leave(self, timeout_s: float) -> None:
         self._router.wait_for_others(self._state, timeout_s)
@@ -166,7 +170,13 @@ class SocketOperation(Operation):
         is_for_children = senders is router.children
         start = time.monotonic()
         next_note = start + self._note_interval_s
-        limit = TimeLimit(self._deadline_s) if is_for_children else ParentTimeLimit(self._deadline_s, router)
+        limit: TimeLimit
+        if self._is_patient:
+            limit = PatientTimeLimit(self._deadline_s, router, lambda: router.missing(state, key, senders))
+        elif is_for_children:
+            limit = TimeLimit(self._deadline_s)
+        else:
+            limit = ParentTimeLimit(self._deadline_s, router)
 
         def has_changed() -> bool:
             missing = router.missing(state, key, senders)
@@ -203,6 +213,9 @@ class SocketOperation(Operation):
         return self._router.note(self._state, peer, NOTE_LIFETIME_INTERVALS * self._note_interval_s)
 
     def _raise_deadline(self, phase: str, missing: list[int], waited_s: float, *, is_for_children: bool) -> NoReturn:
+        if self._is_patient:
+            silent = [peer for peer in missing if self._router.is_silent(peer)]
+            self._outcome.raise_deadline(phase, silent, context=", whose process does not answer at all")
         if is_for_children:
             self._outcome.raise_deadline(phase, self._late_ranks(missing))
         parent = self._router.parent
@@ -248,3 +261,22 @@ class ParentTimeLimit(TimeLimit):
         if self._has_probed and router.is_silent(router.parent):
             return min(self.deadline_s, PROBE_ANSWER_S) if self._was_silent else self.deadline_s
         return self.deadline_s + ROOT_GRACE_S + (router.tree.depth(router.rank) - 1) * STEP_GRACE_S
+
+
+class PatientTimeLimit(TimeLimit):
+    """How long a rank waits for others that may be busy for any time: until one has not answered a probe."""
+
+    def __init__(self, deadline_s: float, router: Router, missing: Callable[[], list[int]]) -> None:
+        super().__init__(deadline_s)
+        self._router, self._missing = router, missing
+        self._probe_at_s = 0.0
+
+    def seconds(self, waited_s: float) -> float:
+        router, peers = self._router, self._missing()
+        if any(router.silent_s(peer) > self.deadline_s for peer in peers):
+            return 0.0
+        if waited_s >= self._probe_at_s:
+            self._probe_at_s = waited_s + self.deadline_s / PROBES_PER_DEADLINE
+            for peer in peers:
+                router.probe(peer)
+        return math.inf

@@ -89,7 +89,7 @@ class Router:
         self._lost: dict[int, str] = {}
         self._first_seen_ended: dict[int, float] = {}
         self._closing: set[int] = set()
-        self._silent: set[int] = set()
+        self._silent: dict[int, float] = {}  # when the first probe was sent that a peer has not answered
 
     # For the ranks' operations.
 
@@ -208,12 +208,17 @@ class Router:
     def probe(self, peer: int) -> None:
         """Ask a peer for an answer, which its network thread gives; until a message arrives, it is silent."""
         with self._lock:
-            self._silent.add(peer)
+            self._silent.setdefault(peer, time.monotonic())
         self._network.send(peer, Message("probe", "").pack())
 
     def is_silent(self, peer: int) -> bool:
         """Whether no message of a peer has arrived since this rank last probed it."""
         return peer in self._silent
+
+    def silent_s(self, peer: int) -> float:
+        """Return how long a peer has not answered a probe; 0 if it has answered, or was not probed."""
+        begun = self._silent.get(peer)
+        return 0.0 if begun is None else time.monotonic() - begun
 
     def check_processes(self, peers: Iterable[int]) -> None:
         """Notice which of these peers have ended on this host, once their last messages have been read."""
@@ -254,7 +259,7 @@ class Router:
         """Handle a message."""
         message = Message.unpack(data)
         with self._lock:
-            self._silent.discard(sender)
+            self._silent.pop(sender, None)
             if message.kind == "closing":
                 self._closing.add(sender)
                 return

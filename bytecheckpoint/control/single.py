@@ -45,7 +45,7 @@ class SingleOperation(Operation):
     def streams(self) -> Streams:
         return NoStreams()
 
-    def follow(self, kind: str, *, deadline_s: float) -> SingleOperation:
+    def follow(self, kind: str, *, deadline_s: float, is_patient: bool = False) -> SingleOperation:
         return SingleOperation()
 
     def wait_for_others_to_leave(self, timeout_s: float) -> None:

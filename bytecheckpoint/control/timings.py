@@ -16,6 +16,7 @@ __all__ = [
     "LONGEST_NOTE_INTERVAL_S",
     "NOTES_PER_DEADLINE",
     "NOTE_LIFETIME_INTERVALS",
+    "PROBES_PER_DEADLINE",
     "PROBE_ANSWER_S",
     "PROCESS_CHECK_S",
     "REGISTRATION_POLL_PER_RANK_S",
@@ -44,6 +45,9 @@ STEP_GRACE_S = 0.2
 
 PROBE_ANSWER_S = 0.5
 """How long a peer whose process has answered nothing since an earlier wait may take to answer at last."""
+
+PROBES_PER_DEADLINE = 8
+"""How often a rank that waits for busy ranks asks whether their processes still answer."""
 
 LONGEST_NOTE_INTERVAL_S = 1.0
 NOTES_PER_DEADLINE = 8

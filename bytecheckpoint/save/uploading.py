@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -28,8 +27,6 @@ from .lifecycle import SaveLifecycle
 from .options import SaveOptions
 
 __all__ = ["SaveUpload"]
-
-_SLOWEST = 4  # times as long as this rank may another one upload, before this one stops waiting for it
 
 _log = logging.getLogger(__name__)
 
@@ -82,13 +79,17 @@ class SaveUpload:
         try:
             self._engine.uploads.submit(self._run, manifest)
         except RuntimeError as error:
-            self.lifecycle.withdraw(StorageError(f"the upload cannot begin: {error}; run bcp upload to make it"))
+            failure = StorageError(f"the upload cannot begin: {error}; run bcp upload to make it")
+            self.lifecycle.withdraw(failure)
+            self._report(failure)
             self._end_failed()
 
     def cancel(self, error: BaseException, *, may_exist: bool = False) -> None:
         """The save has failed: there is nothing to upload, unless the checkpoint ``may_exist`` on another machine."""
         if self.lifecycle.withdraw(error):
-            if self._journal is not None and not may_exist:
+            if may_exist:
+                self._report(error)
+            elif self._journal is not None:
                 self._journal.remove()
             self._end_failed()
 
@@ -96,7 +97,7 @@ class SaveUpload:
         if not self.lifecycle.start():
             return
         self.lifecycle.finish_merge()
-        store, rank, begun = self._store, self._op.rank, time.monotonic()
+        store, rank = self._store, self._op.rank
         timings = Timings("upload", rank, store.url)
         failure: BaseException | None = None
         pins: Sequence[str] = ()
@@ -118,8 +119,8 @@ class SaveUpload:
                     timings.count("transfer", report.sent)
             except BaseException as error:  # noqa: BLE001 - raised below, where the other ranks learn of it
                 failure = error
-            limit_s = self._options.deadline_s + _SLOWEST * (time.monotonic() - begun)
-            with self._op.follow("upload", deadline_s=limit_s) as op:
+            stopped = StorageError(f"the upload to {store.display_url} was stopped")
+            with self._follow() as op, self._options.upload_stop.calling(partial(op.fail, "transfer", stopped)):
                 with op.phase("transfer"):
                     if failure is not None:
                         raise failure
@@ -146,6 +147,15 @@ class SaveUpload:
         finally:
             del failure
         remove_superseded(self.staging, self._attempt)
+
+    def _report(self, error: BaseException) -> None:
+        """Report to ranks that may wait for this one that it does not upload its files."""
+        with self._follow() as op:
+            op.fail("transfer", error)
+
+    def _follow(self) -> Operation:
+        # Another rank may still upload its files of earlier saves.
+        return self._op.follow("upload", deadline_s=self._options.deadline_s, is_patient=True)
 
     def _admit(self, timings: Timings) -> None:
         timings.point("commit.before")

@@ -43,7 +43,8 @@ def upload_files(
     """Upload the files that ``rank`` wrote. Raises as ``Transfer.run``."""
     rows = [row for row, writer in enumerate(manifest.files.rank.tolist()) if writer == rank]
     transfer = Transfer(staging, store, manifest, rows=rows, journal=journal, rate_limit=rate_limit, progress=progress)
-    return (stop or Stop()).run(transfer)
+    with (stop or Stop()).calling(transfer.stop):
+        return transfer.run()
 
 
 def commit_upload(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -73,33 +73,34 @@ class _File:
 
 
 class Stop:
-    """Ends transfers before they are complete. Thread-safe."""
+    """Ends transfers before they are complete, after the parts that are in flight. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[Transfer] = set()
+        self._actions: list[Callable[[], None]] = []
         self.is_set = False
 
     def set(self) -> None:
-        """Stop the transfers that run, after the parts that are in flight, and all later ones."""
+        """Run the actions of the blocks that are running, and of all later ones."""
         with self._lock:
             self.is_set = True
-            running = [*self._running]
-        for transfer in running:
-            transfer.stop()
+            actions = [*self._actions]
+        for action in actions:
+            action()
 
-    def run(self, transfer: Transfer) -> TransferReport:
-        """Run a transfer until it is stopped. Raises as ``Transfer.run``."""
+    @contextmanager
+    def calling(self, action: Callable[[], None]) -> Iterator[None]:
+        """Run ``action``, which ends the block early, if this is set before the block ends."""
         with self._lock:
-            self._running.add(transfer)
+            self._actions.append(action)
             is_set = self.is_set
-        if is_set:
-            transfer.stop()
         try:
-            return transfer.run()
+            if is_set:
+                action()
+            yield
         finally:
             with self._lock:
-                self._running.discard(transfer)
+                self._actions.remove(action)
 
 
 class Transfer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -158,11 +159,14 @@ def die(rank, world_size, group_size, dying, when):
     return first, second
 
 
-def stop(rank, world_size, group_size, stopped, when):
+def stop(rank, world_size, group_size, stopped, when, is_patient=False):
     """One rank is stopped until all others have raised; then all continue."""
     communicator, store = connect(rank, world_size, group_size), dist.distributed_c10d._get_default_store()
     operation = communicator.operation("save", deadline_s=DEADLINE_S)
     operation.barrier("begun")
+    if is_patient:
+        with operation:
+            operation = operation.follow("upload", deadline_s=DEADLINE_S, is_patient=True)
     store.set(f"begun/{rank}", "")
     waker = (stopped + 1) % world_size
     if rank == stopped:
@@ -184,6 +188,27 @@ def stop(rank, world_size, group_size, stopped, when):
     finished = has_no_unfinished_operations(communicator)
     communicator.close()
     return seen, works, finished
+
+
+def one_is_busy(rank, world_size, group_size, busy):
+    """One rank comes to an exchange long after the deadline of the others."""
+    communicator, store = connect(rank, world_size, group_size), dist.distributed_c10d._get_default_store()
+    with communicator.operation("save", deadline_s=DEADLINE_S) as save:
+        save.barrier("begun")
+        operation = save.follow("upload", deadline_s=DEADLINE_S, is_patient=True)
+    waiting = (busy + 1) % world_size
+    if rank == waiting:
+        timer = threading.Timer(2 * DEADLINE_S, store.set, ("is late", ""))
+        timer.start()
+    if rank == busy:
+        store.wait(["is late"])
+    seen = raised_by(lambda: operation.barrier("transferred"))
+    if rank == waiting:
+        timer.join()
+    operation.close()
+    works = exchange(communicator)
+    communicator.close()
+    return seen, works
 
 
 def is_stopped(pid):
@@ -328,6 +353,22 @@ def test_a_stopped_rank_is_named_by_all_others_by_the_deadline(pool, group_size,
         assert len({seen for seen, _, _ in results}) == 1, "the stopped rank raises the same"
     assert all(works for _, works, _ in results), "the next operation works"
     assert all(finished for _, _, finished in results), "no state is left"
+
+
+@pytest.mark.parametrize(("group_size", "stopped"), [(2, 0), (2, 2), (2, 3), (6, 3)])
+def test_a_patient_operation_names_a_stopped_rank(pool, group_size, stopped):
+    results = pool.run(stop, group_size, stopped, "before", True, world_size=WORLD)
+    for rank, (seen, works, finished) in enumerate(results):
+        if rank != stopped:
+            assert seen[0] == DeadlineError.__name__
+            assert f"for rank(s) {stopped} of {WORLD}, whose process does not answer at all" in seen[1]
+        assert works
+        assert finished
+
+
+@pytest.mark.parametrize(("group_size", "busy"), [(2, 0), (2, 2), (6, 3)])
+def test_a_patient_operation_waits_for_a_busy_rank(pool, group_size, busy):
+    assert pool.run(one_is_busy, group_size, busy, world_size=WORLD) == [(None, True)] * WORLD
 
 
 def test_a_leader_may_end_after_its_group_has_left(pool):

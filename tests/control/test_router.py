@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from bytecheckpoint.control.failure import FailureRecord
 from bytecheckpoint.control.messages import WaitStep
-from bytecheckpoint.control.operation import ParentTimeLimit, SocketOperation
+from bytecheckpoint.control.operation import ParentTimeLimit, PatientTimeLimit, SocketOperation
 from bytecheckpoint.control.outcome import Outcome
 from bytecheckpoint.control.peers import PeerIdentity
 from bytecheckpoint.control.router import Router
@@ -222,6 +223,23 @@ def test_a_rank_waits_beyond_its_deadline_only_for_a_parent_that_answers(ranks):
     assert next_limit.seconds(0) == PROBE_ANSWER_S
     ranks.deliver()
     assert next_limit.seconds(0.1) == 60 + ROOT_GRACE_S
+
+
+def test_a_patient_rank_waits_while_the_others_answer(ranks):
+    ranks.begin()
+    router = ranks.routers[0]
+    limit = PatientTimeLimit(60, router, lambda: [1, 2])
+    for waited_s in (0, 59, 1000):
+        assert limit.seconds(waited_s) == math.inf
+        assert router.is_silent(1)
+        assert router.is_silent(2)
+        ranks.deliver()
+        assert not router.is_silent(2)
+    limit = PatientTimeLimit(0, router, lambda: [1, 2])
+    assert limit.seconds(1) == math.inf, "no rank has been asked"
+    assert limit.seconds(2) == 0, "no answer has arrived"
+    ranks.deliver()
+    assert limit.seconds(3) == math.inf
 
 
 def test_only_the_first_late_report_waits_for_a_peer_that_does_not_answer(ranks, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,73 @@ def test_damage_where_ranks_share_reads(pool: RankPool, tmp_path: Path) -> None:
     results = pool.run(_load_replicas, root)
     assert [is_equal for is_equal, _ in results] == [True] * WORLD
     assert sum("damaged" in note for _, notes in results for note in notes) >= 1
+
+
+def _save_behind_a_backlog(rank: int, world_size: int, root: str, slow: int) -> bool:
+    """One rank begins its upload when twice the deadline has passed on another, which has uploaded its files."""
+    deadline_s = time_limit(2)
+    store = dist.distributed_c10d._get_default_store()
+    timer = threading.Timer(2 * deadline_s, store.set, (f"{root} is late", ""))
+
+    def observe(name: str, event: str) -> None:
+        if rank == slow and (name, event) == ("upload.transfer", "enter"):
+            store.wait([f"{root} is late"])
+        elif rank == (slow + 1) % world_size and (name, event) == ("upload.transfer", "exit"):
+            timer.start()
+
+    stop = telemetry.observe(observe)
+    try:
+        path = f"{_store(root)}/step-1"
+        handle = bcp.save(path, _state(1.0), staging=_machine(root, rank), deadline_s=deadline_s)
+        handle.uploaded(WAIT_S)
+        return os.path.exists(f"{path}/manifest.msgpack")
+    finally:
+        stop()
+        timer.cancel()
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_wait_for_the_backlog_of_another_machine(pool: RankPool, tmp_path: Path, slow: int) -> None:
+    assert all(pool.run(_save_behind_a_backlog, str(tmp_path), slow))
+    assert list(find_journals(str(tmp_path))) == []
+    assert bcp.open(f"{_store(str(tmp_path))}/step-1").verify().ok
+
+
+def _stop_while_another_uploads(rank: int, world_size: int, root: str) -> str:
+    """Rank 0 ends its training with an exception, and the upload of rank 1 goes on until it has."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def observe(name: str, event: str) -> None:
+        if rank == 1 and (name, event) == ("upload.transfer", "enter"):
+            store.wait([f"{root} has ended"])
+        elif rank == 0 and (name, event) == ("upload.transfer", "exit"):
+            store.set(f"{root} is uploaded", "")
+
+    stop = telemetry.observe(observe)
+    handles = []
+    try:
+        with (
+            suppress(ZeroDivisionError, BytecheckpointError),
+            _manager(root, rank, preemption=bcp.Preemption(grace_s=0.1)) as manager,
+        ):
+            handles.append(manager.save(1, _state(1.0)))
+            if rank == 0:
+                store.wait([f"{root} is uploaded"])
+                raise ZeroDivisionError
+        if rank == 0:
+            store.set(f"{root} has ended", "")
+        with pytest.raises(BytecheckpointError) as raised:
+            handles[0].uploaded(WAIT_S)
+        return str(raised.value)
+    finally:
+        stop()
+
+
+def test_a_stop_ends_the_wait_for_another_machine(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        for failure in pool.run(_stop_while_another_uploads, str(tmp_path)):
+            assert f"the upload to {_store(str(tmp_path))}/step-1 was stopped" in failure
+    assert {head.rank for _, head in find_journals(str(tmp_path))} == {0, 1}
 
 
 @pytest.mark.parametrize("bad", [0, 2])
