@@ -5,6 +5,8 @@ Every backend checks each key that it receives, so that a hostile name in a mani
 
 from __future__ import annotations
 
+import re
+
 from ..errors import StorageError
 
 __all__ = [
@@ -25,6 +27,9 @@ MAX_COMPONENT_BYTES = 255
 
 TEMPORARY_PREFIX = ".bcp-tmp-"
 """The prefix of temporary files, on stores where an object is first written under another name."""
+
+_CONTROL = re.compile("[\x00-\x1f\x7f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def check_key(key: str) -> None:
@@ -102,9 +107,9 @@ def _fault(key: str) -> str:
 def _character_fault(text: str) -> str:
     if "\\" in text:
         return "it has a backslash"
-    if any(ord(char) < 0x20 or ord(char) == 0x7F for char in text):
+    if _CONTROL.search(text):
         return "it has a NUL or another control character"
-    if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
+    if _SURROGATE.search(text):
         return "it cannot be written as UTF-8"
     return ""
 

@@ -108,15 +108,13 @@ class ChunkHasher:
         self._assumed = chunks
         self._checksums[chunks], self.digests[chunks] = checksums[chunks], digests[chunks]
 
-    def assumes(self, start: int, stop: int) -> bool:
-        """Whether bytes ``[start, stop)`` of the stream belong only to chunks whose values are given."""
-        first, last = int(np.searchsorted(self._stops, start, side="right")), int(np.searchsorted(self._starts, stop))
-        return first < last and int(self._starts[first]) <= start and bool(self._assumed[first:last].all())
-
     def skip(self, nbytes: int) -> None:
-        """Pass the next bytes of the stream, for which ``assumes`` is true."""
-        self.position += nbytes
-        self.chunks_done = int(np.searchsorted(self._stops, self.position, side="right"))
+        """Pass the next bytes of the stream: whole chunks whose values are given. Raises ``ValueError`` otherwise."""
+        stop, first = self.position + nbytes, self.chunks_done
+        done = int(np.searchsorted(self._stops, stop, side="right"))
+        if self._partial is not None or self._stops[done - 1] != stop or not self._assumed[first:done].all():
+            raise ValueError(f"bytes [{self.position}, {stop}) are not whole chunks whose checksums are given")
+        self.position, self.chunks_done = stop, done
 
     def _keep(self, first: int, values: list[int]) -> None:
         if self._has_digests:

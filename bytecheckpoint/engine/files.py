@@ -64,7 +64,8 @@ class FileImage:
     ``shards[i]`` occupies ``nbytes[i]`` bytes at ``offsets[i]``, counted from the end of the head, in ascending order.
     ``shards`` is empty if the bytes come from elsewhere, and after all of them are staged. With a ``codec``, sizes and
     offsets are those before encoding; ``widths`` are as in ``FileLayout``. With ``has_digests``, the chunks get strong
-    checksums; those that equal the ``base``'s are not written.
+    checksums; those that equal the ``base``'s are not written. Of them, those that are known to be equal before they
+    are copied are ``shared``, and long runs of them are ``gaps``: ranges of bytes of the file that are not staged.
     """
 
     key: str
@@ -78,6 +79,8 @@ class FileImage:
     codec: str = "raw"
     has_digests: bool = False
     base: BaseChunks | None = None
+    shared: npt.NDArray[np.bool_] | None = None
+    gaps: Sequence[tuple[int, int]] = ()
 
     @property
     def data_size(self) -> int:
@@ -88,6 +91,11 @@ class FileImage:
     def size(self) -> int:
         """Bytes of the file."""
         return len(self.head) + self.data_size
+
+    def staged_ranges(self) -> Sequence[tuple[int, int]]:
+        """Return the ranges of bytes of the file between the gaps."""
+        edges = [0, *(edge for gap in self.gaps for edge in gap), self.size]
+        return [(begin, end) for begin, end in zip(edges[::2], edges[1::2]) if begin < end]
 
     def head_checksum(self) -> int:
         """Return the checksum of the head that the manifest records."""

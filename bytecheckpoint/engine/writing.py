@@ -26,7 +26,6 @@ from .checksums import ChunkHasher
 from .encoding import ChunkEncoder, Frames, UnencodedPiece
 from .files import FileImage
 from .staging.staging import Staging
-from .unchanged import unchanged_chunks
 
 __all__ = ["FileSequence", "FileWriter", "WrittenFile", "check_space", "write_images", "write_whole"]
 
@@ -96,11 +95,15 @@ class FileWriter:
         self._encoder = None
         if image.codec != "raw":
             self._encoder = ChunkEncoder(image, chunk_size, find_codec(image.codec), self._hasher)
-        self._writer = backend.create(image.key, image.size)
+        if image.shared is not None:
+            assert image.base is not None
+            self._hasher.assume(image.shared, image.base.checksum, image.base.digest)
+        self._writer = backend.create(image.key, sum(end - begin for begin, end in image.staged_ranges()))
 
     def write(self, start: int, data: memoryview, release: Release = lambda: None) -> None:
-        """Hash ``data``, the next bytes of the file, and queue the write of them at byte ``start``.
+        """Hash ``data``, the bytes of the file from ``start`` on, and queue the write of them.
 
+        They follow the last ones, or the gap of the image after those.
         The frames of an encoded file overwrite ``data``, and are written from there. ``release`` is called when the
         piece is written or its write has failed or is abandoned, also if this method raises. Raises the failure of an
         earlier write.
@@ -108,6 +111,7 @@ class FileWriter:
         release = partial(_call_once, [release])
         try:
             self._raise_failure()
+            self._pass_gap(start)
             with self._timings.measure("hash", len(data)):
                 self._hasher.update(start, data)
             if self._encoder is None:
@@ -121,26 +125,19 @@ class FileWriter:
             release()
             raise
 
-    def share(self, chunks: npt.NDArray[np.bool_]) -> None:
-        """Take these chunks from the base. Their content is not hashed."""
-        assert self._image.base is not None
-        self._hasher.assume(chunks, self._image.base.checksum, self._image.base.digest)
-
-    def shares(self, start: int, stop: int) -> bool:
-        """Whether bytes ``[start, stop)`` of the file belong only to chunks that ``share`` has named."""
-        return self._hasher.assumes(start, stop)
-
-    def skip(self, start: int, nbytes: int) -> None:
-        """Do the same as ``write`` for bytes that are shared."""
-        assert self._encoder is not None
-        self._raise_failure()
-        self._hasher.skip(nbytes)
-        piece = self._encoder.cut(start, memoryview(b""), lambda: None, nbytes)
+    def _pass_gap(self, stop: int) -> None:
+        """Do the same as ``write`` for the bytes before ``stop``, which the base has."""
+        start = self._hasher.position
+        if start == stop or self._encoder is None:
+            return
+        self._hasher.skip(stop - start)
+        piece = self._encoder.cut(start, memoryview(b""), lambda: None, stop - start)
         if piece is not None:
             self._writes.append((self._executor.submit(self._encode_piece, self._encoder, piece), lambda: None))
 
     def wait(self) -> None:
-        """Wait for all queued writes. Raises the first failure."""
+        """Wait until all of the file is written. Raises the first failure."""
+        self._pass_gap(self._image.size)
         wait([task for task, _ in self._writes], return_when=FIRST_EXCEPTION)
         self._raise_failure()
 
@@ -259,9 +256,6 @@ def write_images(
 ) -> list[WrittenFile]:
     """Write every image of ``staging`` to a durable file, each piece as soon as it is copied.
 
-    With ``on_demand``, tensors of an incremental file are compared with its base where they are, and pieces without a
-    new chunk are not copied.
-
     A piece's memory is given back when the piece is written. On an error, incomplete files are removed and no thread
     uses staging memory when the error is raised; removing complete files is up to the caller.
     """
@@ -271,14 +265,7 @@ def write_images(
                 if not image.key:
                     continue  # fragments, which go to other ranks
                 file = files.create(image)
-                if staging.on_demand and image.base is not None:
-                    with timings.measure("hash", image.data_size):
-                        file.share(unchanged_chunks(image, chunk_size, executor))
                 for piece in staging.pieces_of(image):
-                    if file.shares(piece.start, piece.stop):
-                        staging.skip(piece)
-                        file.skip(piece.start, piece.nbytes)
-                        continue
                     file.write(piece.start, staging.content(piece), partial(staging.release, piece))
             return files.finish()
         except BaseException as error:

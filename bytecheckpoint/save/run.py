@@ -13,6 +13,7 @@ from ..checkpoint.manifest_file import check_replaceable
 from ..control.base import Operation
 from ..engine.files import FileImage, data_key
 from ..engine.resources import IOEngine
+from ..engine.unchanged import find_unchanged
 from ..engine.writing import check_space
 from ..errors import SaveSkippedError, StateError, UsageError
 from ..frameworks.sections import check_state
@@ -105,6 +106,9 @@ class SaveRun:
         images = local.images(planned.files, planned.assignment, shards, share.attempt, codec)
         if self._base is not None:
             self._base.apply(images, planned.files, self.commit.chunk_size, self.op.rank)
+            if not self.options.gate:  # which is to return before most of the state is read
+                chunk_size, engine = self.commit.chunk_size, self.engine
+                find_unchanged(images, chunk_size, engine.io, engine.copy_helpers, self.timings)
         merge_files = [] if merge is None else merge.files
         merged = [file.section for file in merge_files]
         self._keys += [image.key for image in images]

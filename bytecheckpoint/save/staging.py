@@ -167,7 +167,7 @@ class StateCopy:
             )
 
     def _count_staged(self) -> None:
-        self._timings.count("stage", sum(image.size for image in self.staging.images))
+        self._timings.count("stage", sum(piece.nbytes for piece in self.staging.pieces))
 
 
 def would_wait(engine: IOEngine, plans: Plans, local: LocalState) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from independent_reader import read_checkpoint
 from torch import nn
 
@@ -19,7 +23,10 @@ import bytecheckpoint as bcp
 from bytecheckpoint.convert.copy import copy, remove
 from bytecheckpoint.convert.diff import diff
 from bytecheckpoint.convert.reshard import reshard
+from bytecheckpoint.engine import unchanged
 from bytecheckpoint.engine.checksums import ChunkHasher
+from bytecheckpoint.engine.staging import arena
+from bytecheckpoint.engine.staging.staging import Staging
 from bytecheckpoint.errors import CorruptionError, StorageError, UsageError
 from bytecheckpoint.save import incremental
 from bytecheckpoint.storage_backends import open_backend
@@ -126,6 +133,50 @@ def test_only_changed_chunks_are_written(tmp_path: Path) -> None:
     assert save(tmp_path / "step-4", third) > unchanged + third["frozen"].nbytes - CHUNK
     for step, tree in ((1, first), (2, first), (3, second), (4, third)):
         check(tmp_path / f"step-{step}", tree)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_random_changes(data: st.DataObject) -> None:
+    """Gaps of any length between changed chunks, which begin and end anywhere in the blocks of staging memory."""
+    sizes = data.draw(st.lists(st.integers(0, 9 * CHUNK), min_size=1, max_size=6))
+    first = {f"t{number}": torch.arange(size).to(torch.uint8) for number, size in enumerate(sizes)}
+    second = clone(first)
+    for tensor in second.values():
+        if len(tensor):
+            for at in data.draw(st.lists(st.integers(0, len(tensor) - 1), max_size=4)):
+                tensor[at] += 1
+    min_gap, block = data.draw(st.integers(1, 4)) * CHUNK, data.draw(st.sampled_from([4096, 8192]))
+    budget = data.draw(st.sampled_from([None, 4 * block]))
+    options = data.draw(st.sampled_from([{}, {"async_save": True}, {"async_save": True, "gate": True}]))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(mock.patch.object(unchanged, "_MIN_GAP", min_gap))
+        stack.enter_context(mock.patch.object(arena, "BLOCK", block))
+        checkpointer = stack.enter_context(bcp.Checkpointer(memory_budget=budget))
+        for step, tree in enumerate((first, second, second)):
+            path = folder / f"step-{step}"
+            handle = checkpointer.save(path, {"tree": tree}, base="auto", chunk_size=CHUNK, **options)
+            written = handle.result().bytes_written
+        assert written <= 5 * CHUNK + 241 * len(sizes), "an unchanged state: heads and short chunks"
+        for step, tree in enumerate((first, second, second)):
+            check(folder / f"step-{step}", tree)
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_long_unchanged_parts_are_not_staged(tmp_path: Path, use_async: bool) -> None:
+    chunk = 64 << 10
+    first = {"weight": torch.arange((40 << 20) // 4), "adapter": torch.zeros(chunk // 4)}
+    second = {"weight": first["weight"].clone(), "adapter": torch.ones(chunk // 4)}
+    second["weight"][5 << 20] += 1
+    staged = []
+    for step, tree in enumerate((first, second)):
+        with mock.patch.object(Staging, "_copy", autospec=True, side_effect=Staging._copy) as copies:
+            save(tmp_path / f"step-{step}", tree, chunk_size=chunk, async_save=use_async)
+        staged.append(sum(call.args[1].nbytes for call in copies.call_args_list))
+        check(tmp_path / f"step-{step}", tree)
+    assert staged[0] > 80 << 20
+    assert staged[1] < 3 * chunk
 
 
 def test_references_are_never_chains(tmp_path: Path) -> None:

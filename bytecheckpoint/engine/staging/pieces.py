@@ -1,7 +1,8 @@
 """How the images of a save's files map to the arena's blocks.
 
-The images are laid out one after another, each starting on a page, and this sequence is divided into blocks. A *piece*
-is the part of one image in one block. Pieces are copied, hashed, written and released one by one.
+The ranges of bytes that the images stage are laid out one after another, each as far from the start of a page as in
+its file, and this sequence is divided into blocks. A *piece* is the part of one range in one block. Pieces are copied,
+hashed, written and released one by one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..blocks import page_round
+from ..blocks import PAGE
 from ..files import FileImage
 
 __all__ = ["Piece", "split_images"]
@@ -33,15 +34,16 @@ class Piece:
 
 
 def split_images(images: Sequence[FileImage], block_size: int) -> list[Piece]:
-    """Divide all images into pieces, in order. Each piece starts on a page, in the file and in memory."""
+    """Divide all images into pieces, in order. Without gaps, each starts on a page, in the file and in memory."""
     pieces: list[Piece] = []
     position = 0
     for image in images:
-        start = 0
-        while start < image.size:
-            block, offset = divmod(position + start, block_size)
-            stop = min(start + block_size - offset, image.size)
-            pieces.append(Piece(len(pieces), image, start, stop, block, offset))
-            start = stop
-        position += page_round(image.size)
+        for start, end in image.staged_ranges():
+            position += (start - position) % PAGE
+            while start < end:
+                block, offset = divmod(position, block_size)
+                stop = min(start + block_size - offset, end)
+                pieces.append(Piece(len(pieces), image, start, stop, block, offset))
+                position += stop - start
+                start = stop
     return pieces

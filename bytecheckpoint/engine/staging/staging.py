@@ -287,11 +287,6 @@ class Staging:
             event.synchronize()
         return self._blocks[piece.block].view[piece.offset : piece.offset + piece.nbytes]
 
-    def skip(self, piece: Piece) -> None:
-        """Treat a piece whose content is not needed as written. Only with ``on_demand``."""
-        self._note_copied(piece)
-        self.release(piece)
-
     def release(self, piece: Piece) -> None:
         """Release a piece that is written, or never will be. A block returns to the arena with its last piece."""
         with self._changed:
