@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -35,6 +35,75 @@ __all__ = ["push_command"]
 
 _POLL_S = 2.0
 _SGLANG_PAUSES: dict[PauseMode, SglangPause] = {"wait": "retract", "abort": "abort", "keep": "in_place"}
+
+
+@dataclass(frozen=True)
+class _PushOptions:
+    """The options of ``bcp push`` that describe the weights and the engines."""
+
+    version: str | None
+    section: str
+    rename: Callable[[str], str] | None
+    pause: PauseMode
+    adapter: str | None
+    native: bool
+    group: GroupBackend | None
+    cuda_ipc: bool
+    protocol: str | None
+    devices: tuple[str, ...]
+    deadline_s: float
+    token: str | None
+    headers: Mapping[str, str]
+    allow_nonfinite: bool
+    partial: bool
+
+    def check(self, *, is_watching: bool, is_from_engine: bool) -> None:
+        """Raise ``click.UsageError`` for options that exclude each other."""
+        if is_watching and (self.adapter is not None or self.version is not None):
+            raise click.UsageError("--watch pushes models under their steps; use it without --adapter and --version")
+        if is_from_engine and (self.rename or self.adapter is not None or self.group is not None or self.cuda_ipc):
+            raise click.UsageError(
+                "--rename, --adapter, --group and --cuda-ipc apply to checkpoints; an engine sends what it received"
+            )
+        if self.protocol is not None and (
+            self.native or self.adapter is not None or self.group is not None or self.cuda_ipc
+        ):
+            raise click.UsageError(
+                f"--protocol {self.protocol} pushes only models, and excludes --native, --adapter, --group and "
+                "--cuda-ipc"
+            )
+        if self.group is not None and self.cuda_ipc:
+            raise click.UsageError("a group receives into its own memory; use --group or --cuda-ipc, not both")
+
+    def engine(self, url: str) -> Engine:
+        """Return the engine with bytecheckpoint at this address."""
+        engine = HttpEngine(url, pause=self.pause, **self._access())
+        return NativeEngine(engine) if self.native else engine
+
+    def pusher(self, urls: Sequence[str], adapter: Mapping[str, Any] | None = None) -> Pusher:
+        """Return the pusher to the engines at these addresses; ``adapter`` is the configuration of an adapter."""
+        engines = [self._target(url, adapter) for url in urls]
+        return Pusher(engines, deadline_s=self.deadline_s, group=self.group, cuda_ipc=self.cuda_ipc)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of every ``Pusher.push``."""
+        return {
+            "section": self.section,
+            "rename": self.rename,
+            "strict": not self.partial,
+            "check_finite": not self.allow_nonfinite,
+        }
+
+    def _target(self, url: str, adapter: Mapping[str, Any] | None) -> Engine:
+        if self.protocol == "sglang":
+            return SglangEngine(url, pause=_SGLANG_PAUSES[self.pause], **self._access())
+        if self.protocol is not None:
+            return IpcEngine(url, devices=self.devices or None, pause=self.pause, **self._access())
+        engine = self.engine(url)
+        return engine if self.adapter is None else AdapterEngine(engine, self.adapter, adapter)
+
+    def _access(self) -> dict[str, Any]:
+        return {"token": self.token, "headers": self.headers}
 
 
 def _parse_headers(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -136,21 +205,7 @@ def push_command(
     root: str | None,
     watch_s: float | None,
     resumed: tuple[str, ...],
-    version: str | None,
-    section: str,
-    rename: Callable[[str], str] | None,
-    pause: PauseMode,
-    adapter: str | None,
-    native: bool,
-    group: GroupBackend | None,
-    cuda_ipc: bool,
-    protocol: str | None,
-    devices: tuple[str, ...],
-    deadline_s: float,
-    token: str | None,
-    headers: Mapping[str, str],
-    allow_nonfinite: bool,
-    partial: bool,
+    **given: Any,
 ) -> None:
     """Push the weights of SOURCE into running engines. Each worker receives only its own part of them.
 
@@ -172,72 +227,61 @@ def push_command(
     '{"backend": "bcp"}'. For --protocol checkpoint-engine, use checkpoint-engine's own extension.
     For --protocol sglang, nothing; by default running requests are computed again with the new weights.
     """
-    access: dict[str, Any] = {"token": token, "headers": headers}
-    make_engine = functools.partial(_engine, pause=pause, native=native, access=access)
+    push = _PushOptions(**given)
     if resumed:
-        if source is not None or urls or root is not None or protocol is not None:
+        if source is not None or urls or root is not None or push.protocol is not None:
             raise click.UsageError("--resume pushes nothing; use it without SOURCE, --to, --watch and --protocol")
-        _resume(out, [make_engine(url) for url in resumed], deadline_s)
+        _resume(out, [push.engine(url) for url in resumed], push.deadline_s)
         return
     if (source is None) == (root is None) or not urls:
         raise click.UsageError("name what to push (SOURCE or --watch ROOT) and the engines (--to URL)")
-    if root is not None and (adapter is not None or version is not None):
-        raise click.UsageError("--watch pushes models under their steps; use it without --adapter and --version")
-    source = source if root is None else root
-    assert source is not None
-    from_engine = root is None and source.startswith(("http://", "https://"))
-    if from_engine and (rename or adapter is not None or group is not None or cuda_ipc):
-        raise click.UsageError(
-            "--rename, --adapter, --group and --cuda-ipc apply to checkpoints; an engine sends what it received"
-        )
-    if protocol is not None and (native or adapter is not None or group is not None or cuda_ipc):
-        raise click.UsageError(
-            f"--protocol {protocol} pushes only models, and excludes --native, --adapter, --group and --cuda-ipc"
-        )
-    if group is not None and cuda_ipc:
-        raise click.UsageError("a group receives into its own memory; use --group or --cuda-ipc, not both")
-    storage_options = options_for(source, options)
-    config = None if adapter is None else adapter_config(source, storage_options=storage_options)
-    engines: list[Engine] = []
-    for url in urls:
-        engine: Engine
-        if protocol is None:
-            engine = make_engine(url)
-        elif protocol == "sglang":
-            engine = SglangEngine(url, pause=_SGLANG_PAUSES[pause], **access)
-        else:
-            engine = IpcEngine(url, devices=devices or None, pause=pause, **access)
-        engines.append(engine if adapter is None else AdapterEngine(engine, adapter, config))
+    push.check(is_watching=root is not None, is_from_engine=source is not None and _is_engine(source))
     if root is not None:
-        with Pusher(engines, deadline_s=deadline_s, group=group, cuda_ipc=cuda_ipc) as pusher:
-            for checkpoint in _newest(root, watch_s, storage_options):
-                report = _push_one(
-                    pusher, checkpoint, section, rename, strict=not partial, check_finite=not allow_nonfinite
-                )
-                if report is not None:
-                    out.document({"source": checkpoint.url, **report.plain(), "total_s": report.total_s})
-                    out.line(f"the engines serve version {report.version} after {report.total_s:.2f} s")
-        return
+        _follow(out, root, watch_s, urls, push, options_for(root, options))
+    elif source is not None:
+        _push(out, source, urls, push, options_for(source, options))
+
+
+def _is_engine(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+def _push(
+    out: Output, source: str, urls: Sequence[str], push: _PushOptions, storage_options: Mapping[str, Any]
+) -> None:
+    """Push a checkpoint, or what an engine serves."""
+    config = None if push.adapter is None else adapter_config(source, storage_options=storage_options)
     with ExitStack() as stack:
-        pusher = stack.enter_context(Pusher(engines, deadline_s=deadline_s, group=group, cuda_ipc=cuda_ipc))
+        pusher = stack.enter_context(push.pusher(urls, config))
         what: Any
-        if from_engine:
-            what = make_engine(source)
+        if _is_engine(source):
+            what = push.engine(source)
             stack.callback(what.close)
+            name = what.name
         else:
             what = api.open(source, storage_options=storage_options)
+            name = what.url
         with out.stages() as progress:
-            report = pusher.push(
-                what,
-                version=version,
-                section=section,
-                rename=rename,
-                strict=not partial,
-                check_finite=not allow_nonfinite,
-                progress=progress,
-            )
-    out.document({"source": what.name if from_engine else what.url, **report.plain(), "total_s": report.total_s})
+            report = pusher.push(what, version=push.version, progress=progress, **push.arguments())
+    out.document({"source": name, **report.plain(), "total_s": report.total_s})
     _show(out, report)
+
+
+def _follow(
+    out: Output,
+    root: str,
+    timeout_s: float | None,
+    urls: Sequence[str],
+    push: _PushOptions,
+    storage_options: Mapping[str, Any],
+) -> None:
+    """Push each checkpoint that a training job commits below ``root``."""
+    with push.pusher(urls) as pusher:
+        for checkpoint in _newest(root, timeout_s, storage_options):
+            report = _push_one(pusher, checkpoint, push)
+            if report is not None:
+                out.document({"source": checkpoint.url, **report.plain(), "total_s": report.total_s})
+                out.line(f"the engines serve version {report.version} after {report.total_s:.2f} s")
 
 
 def _newest(root: str, timeout_s: float | None, storage_options: Mapping[str, Any]) -> Iterator[Checkpoint]:
@@ -254,30 +298,17 @@ def _newest(root: str, timeout_s: float | None, storage_options: Mapping[str, An
             yield newest
 
 
-def _push_one(
-    pusher: Pusher,
-    checkpoint: Checkpoint,
-    section: str,
-    rename: Callable[[str], str] | None,
-    *,
-    strict: bool,
-    check_finite: bool,
-) -> PushReport | None:
+def _push_one(pusher: Pusher, checkpoint: Checkpoint, push: _PushOptions) -> PushReport | None:
     """Push a checkpoint. When an engine fails, or the checkpoint is damaged, was removed, or has values that are not
     finite, the next one follows."""
     try:
-        return pusher.push(checkpoint, section=section, rename=rename, strict=strict, check_finite=check_finite)
+        return pusher.push(checkpoint, **push.arguments())
     except BytecheckpointError as error:
         is_misuse = isinstance(error, (MismatchError, NameNotFoundError, UsageError))
         if is_misuse and not isinstance(error, StateError):
             raise  # the next one would fail too
         click.echo(f"bcp: step {checkpoint.step} was not pushed: {printable(str(error))}", err=True)
         return None
-
-
-def _engine(url: str, *, pause: PauseMode, native: bool, access: Mapping[str, Any]) -> Engine:
-    engine = HttpEngine(url, pause=pause, **access)
-    return NativeEngine(engine) if native else engine
 
 
 def _resume(out: Output, engines: list[Engine], deadline_s: float) -> None:
