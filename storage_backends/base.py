@@ -310,6 +310,18 @@ class StorageBackend(ABC):
         """The root without user and password, for messages."""
         return without_userinfo(self.url)
 
+    def endpoint(self) -> str:
+        """Return what distinguishes this store from others that have a root with the same ``url``.
+
+        Returns:
+            For example the URL of a server that is an option, without user and password; empty, as by default, if
+            ``url`` names one store only, or the backend cannot find it out.
+
+        Raises:
+            StorageError: An option is not valid.
+        """
+        return ""
+
     def conditions(self) -> Conditions:
         """Return which conditions ``put`` accepts. The default implementation returns that it accepts none.
 

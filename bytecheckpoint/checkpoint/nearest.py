@@ -228,6 +228,9 @@ class NearestBackend(StorageBackend):
 
     # -- the store alone -----------------------------------------------------------------------------------------
 
+    def endpoint(self) -> str:
+        return self._far.endpoint()
+
     def conditions(self) -> Conditions:
         return self._far.conditions()
 

@@ -143,6 +143,9 @@ class _WrappingBackend(StorageBackend):
     def _around(self, call: Call, operation: Callable[[int | None], _T]) -> _T:
         raise NotImplementedError
 
+    def endpoint(self) -> str:
+        return self.inner.endpoint()
+
     def conditions(self) -> Conditions:
         return self.inner.conditions()
 

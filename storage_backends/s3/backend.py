@@ -70,6 +70,10 @@ class S3Backend(StorageBackend):
     def url(self) -> str:
         return self._url
 
+    def endpoint(self) -> str:
+        client = self._client()
+        return client.run(f"opening {self.display_url}", client.endpoint())
+
     def conditions(self) -> Conditions:
         client = self._client()
         return client.run(f"opening {self.display_url}", self._put_rules(client)).conditions

@@ -65,6 +65,11 @@ class Client:
         bucket, key, _ = self._fs.split_path(url)
         return str(bucket), str(key).strip("/")
 
+    async def endpoint(self) -> str:
+        """Return the URL of the endpoint without user and password; empty for AWS, where a bucket's name is unique."""
+        url = str((await self._connected()).meta.endpoint_url)
+        return "" if is_known_endpoint(url) else without_userinfo(url)
+
     async def call(self, method: str, **arguments: Any) -> Any:
         """Send one request, once."""
         await self._connected()

@@ -10,6 +10,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +20,14 @@ import pytest
 
 pytest.importorskip("s3fs")
 
+from bytecheckpoint.checkpoint.nearest import nearest
 from bytecheckpoint.errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.s3 import retries, writers
 from bytecheckpoint.storage_backends.s3.client import Client
 from bytecheckpoint.storage_backends.s3.window import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
+from bytecheckpoint.testing.faults import FaultyBackend
 from bytecheckpoint.testing.storage import StorageConformance
 from tests.support.forked_store import use_in_forked_child
 from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
@@ -33,6 +36,23 @@ pytestmark = pytest.mark.s3
 
 PART = 5 << 20  # the smallest that S3 accepts
 DATA = np.random.default_rng(0).bytes(3 * PART + 17)
+
+
+def test_the_endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """However it is set; never with user and password. AWS is one store."""
+    keys = {"key": "x", "secret": "y"}
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for options in ({"endpoint_url": "http://a:1"}, {"client_kwargs": {"endpoint_url": "http://a:1"}}):
+        for backend in (store := open_backend("s3://bucket/x", **keys, **options), FaultyBackend(store)):
+            assert backend.endpoint() == "http://a:1"
+        assert nearest(store, tmp_path).endpoint() == "http://a:1"
+    assert "secret" not in open_backend("s3://bucket", **keys, endpoint_url="http://user:secret@a:1").endpoint()
+    for region in ("us-east-1", "eu-west-1"):
+        assert open_backend("s3://bucket", **keys, client_kwargs={"region_name": region}).endpoint() == ""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://b:2")
+    assert open_backend("s3://bucket", **keys).endpoint() == "http://b:2"
+    assert open_backend("memory://bucket").endpoint() == ""
 
 
 class TestS3(StorageConformance):
