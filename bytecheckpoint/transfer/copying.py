@@ -6,25 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from ..checkpoint.attempts import ATTEMPT_PREFIX, PIN_PREFIX, new_attempt
-from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes, remove_files
-from ..checkpoint.references import hold, unpin
-from ..errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    KeyExistsError,
-    KeyNotFoundError,
-    NotACheckpointError,
-    StorageError,
-)
+from ..checkpoint.attempts import PIN_PREFIX, new_attempt
+from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest_bytes
+from ..checkpoint.references import hold, sweep, unpin
+from ..errors import CheckpointError, CommitUnknownError, KeyExistsError, KeyNotFoundError, StorageError
 from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, encode
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
 from .journal import Journal, JournalHead, Progress
 from .transfer import WINDOW, Transfer, TransferReport
 
-__all__ = ["copy_checkpoint", "discard_transfer", "missing_files", "protect"]
+__all__ = ["copy_checkpoint", "end_uploads", "missing_files", "protect"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +49,15 @@ def copy_checkpoint(
         raise KeyExistsError(f"{target.url} is both source and target; give another target")
     is_there = _holds(target, manifest)
     with _open_journal(source, target, manifest.attempt) or nullcontext() as journal:
+        if journal is not None and journal.outdated is not None:
+            _discard(target, journal.outdated.attempt, journal.outdated)
         if is_there:
             progress(manifest.file_bytes)
             report = TransferReport(len(manifest.files), manifest.file_bytes)
+            if journal is not None:
+                end_uploads(target, journal)  # another copy has stored these files
+                unpin(target, journal.pins)
         else:
-            if journal is not None and journal.outdated is not None:
-                discard_transfer(target, journal.outdated)
 
             def send(rows: Sequence[int]) -> TransferReport:
                 return Transfer(
@@ -89,12 +84,10 @@ def copy_checkpoint(
                 raise
             except BaseException as error:
                 is_useless = isinstance(error, (CheckpointError, KeyExistsError)) and not is_committed
-                if journal is not None and is_useless:
-                    discard_transfer(target, journal)
-                    journal.remove()
                 if journal is None or is_useless:
-                    _remove_unless_committed(target, manifest)
-                    unpin(target, pins)
+                    _discard(target, manifest.attempt, journal, pins)
+                    if journal is not None:
+                        journal.remove()
                 raise
             unpin(target, pins)
         if journal is not None:
@@ -174,24 +167,25 @@ def _holds(target: StorageBackend, manifest: Manifest) -> bool:
     return True
 
 
-def discard_transfer(target: StorageBackend, done: Journal | Progress) -> None:
-    """End the uploads of a transfer, and remove its files; no manifest at the target names them."""
+def end_uploads(target: StorageBackend, done: Journal | Progress) -> None:
+    """End the uploads of a transfer, whose files are not complete. Logs a failure and never raises."""
     for key, upload in done.uploads.items():
         try:
             target.create_parts(key, upload.size, token=upload.token).abort()
         except StorageError as error:
             _log.warning("%s/%s: cannot end its upload, which may cost money: %s", target.display_url, key, error)
-    remove_files(target, [key for key in done.stored if key.startswith(ATTEMPT_PREFIX)])
-    unpin(target, done.pins)
 
 
-def _remove_unless_committed(target: StorageBackend, manifest: Manifest) -> None:
+def _discard(target: StorageBackend, attempt: str, done: Journal | Progress | None, pins: Sequence[str] = ()) -> None:
+    """Remove what a copy has written, but nothing that a committed checkpoint or another transfer may need."""
+    if done is not None:
+        end_uploads(target, done)
+        pins = done.pins
+    unpin(target, pins)
     try:
-        if read_manifest(target).attempt == manifest.attempt:
-            return
-    except (CheckpointNotFoundError, NotACheckpointError):
-        pass
-    except (CheckpointError, StorageError) as error:
-        _log.warning("%s: it is unknown whether the copy is committed; its files remain: %s", target.display_url, error)
-        return
-    remove_files(target, manifest.files.name)
+        is_removed = sweep(target, [attempt], lambda one: False)
+    except StorageError as error:
+        _log.warning("%s: cannot remove %s: %s", target.display_url, attempt, error)
+    else:
+        if not is_removed:
+            _log.warning("%s: %s remains, because another program may be writing there", target.display_url, attempt)

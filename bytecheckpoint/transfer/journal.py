@@ -72,11 +72,9 @@ class FileUpload:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a transfer has done: the uploads of files that are not complete, by key, and the keys of complete files.
+    """What a transfer of ``attempt`` has done; the other attributes are those of ``Journal``."""
 
-    ``pins`` are its pins.
-    """
-
+    attempt: str
     uploads: dict[str, FileUpload]
     stored: set[str]
     pins: list[str]
@@ -163,7 +161,7 @@ class Journal:
             os.ftruncate(self._fd, found[-1][1])
             return
         if known is not None:
-            self.outdated = Progress(self.uploads, self.stored, self.pins)
+            self.outdated = Progress(known.attempt, self.uploads, self.stored, self.pins)
             self.uploads, self.stored, self.pins, self.is_committed = {}, set(), [], False
         os.ftruncate(self._fd, 0)
         self._append(["transfer", _VERSION, head.direction, head.url, head.attempt, head.rank], durable=True)

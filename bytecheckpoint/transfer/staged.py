@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from ..checkpoint.attempts import attempt_time, is_old, remove_attempt
-from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes
+from ..checkpoint.attempts import ATTEMPT_PREFIX, attempt_time, is_old, remove_attempt
+from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes, remove_files
 from ..checkpoint.references import release, unpin
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
 from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
-from .copying import discard_transfer, missing_files, protect
+from .copying import end_uploads, missing_files, protect
 from .journal import Journal, JournalHead, find_journals
 from .transfer import Stop, Transfer, TransferReport
 
@@ -129,7 +129,8 @@ def continue_upload(
                 report = None
         if is_over:
             if report is None and not is_stored:
-                discard_transfer(store, journal)
+                end_uploads(store, journal)
+                remove_files(store, [key for key in journal.stored if key.startswith(ATTEMPT_PREFIX)])
             unpin(store, journal.pins)
             journal.remove()
     remove_superseded(staging, head.attempt)

@@ -18,7 +18,7 @@ import xxhash
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.convert.copy import copy, remove, unfinished_uploads
-from bytecheckpoint.errors import CorruptionError, KeyExistsError, StorageError, UsageError
+from bytecheckpoint.errors import CommitUnknownError, CorruptionError, KeyExistsError, StorageError, UsageError
 from bytecheckpoint.storage_backends import ObjectWriter, StorageBackend, base, open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
@@ -226,6 +226,62 @@ def test_a_job_begins_after_a_copy_was_interrupted(
     monkeypatch.setattr(attempts, "_LONGEST_SAVE_S", -2.0)
     _commit_first(tmp_path / "new")
     assert contents(target) == {}
+
+
+def test_files_of_an_earlier_copy_that_other_checkpoints_need(tmp_path: Path, memory: MemoryBackend) -> None:
+    """A copy was committed without a reply, became the base of another checkpoint, and was removed."""
+    save(str(tmp_path / "source"), base="auto", chunk_size=10_000)
+    source, target = open_backend(tmp_path / "source"), open_backend(f"{memory.url}/runs/step-1")
+    lost = FaultRule("put", "manifest*", error=StorageError("lost"), after=True)
+    with pytest.raises(CommitUnknownError):
+        copy_checkpoint(source, FaultyBackend(target, [lost]))
+    save(f"{memory.url}/runs/step-2", base="auto", chunk_size=10_000)
+    assert bcp.open(f"{memory.url}/runs/step-2").manifest.references.name
+    remove(target.url)
+    assert list(target.list("attempt-"))
+    save(source.url, seed=1)
+    assert len(list(find_journals(source.url))) == 1
+    copy_checkpoint(source, target)
+    assert bcp.open(target.url).verify().ok
+    assert bcp.open(f"{memory.url}/runs/step-2").verify().ok
+
+
+def test_the_copy_was_committed_without_a_reply(source: Path, memory: MemoryBackend) -> None:
+    """The next one removes the journal and the pin."""
+    lost = FaultRule("put", "manifest*", error=StorageError("lost"), after=True)
+    with pytest.raises(CommitUnknownError):
+        copy_checkpoint(open_backend(source), FaultyBackend(memory, [lost]))
+    assert list(memory.list("pin-"))
+    assert copy_checkpoint(open_backend(source), memory).sent == 0
+    assert contents(memory) == contents(open_backend(source))
+    assert list(find_journals(str(source))) == []
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_damaged_source_and_an_undamaged_one(
+    source: Path, tmp_path: Path, memory: MemoryBackend, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    """A copy from another place was committed ``during`` the one that fails, or begun ``before``: it loses nothing."""
+    good, damaged = open_backend(source), open_backend(tmp_path / "damaged")
+    copy_checkpoint(good, damaged)
+    names = bcp.open(good.url).manifest.files.name
+    path = tmp_path / "damaged" / names[-1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    if moment == "before":
+        broken = FaultRule("put", "manifest*", error=StorageError("broken"), times=None)
+        with pytest.raises(StorageError, match="broken"):
+            copy_checkpoint(good, FaultyBackend(memory, [broken]))
+    rule = FaultRule("put_part", names[0], hook=lambda call: moment == "during" and copy_checkpoint(good, memory))
+    with pytest.raises(CorruptionError):
+        copy_checkpoint(damaged, FaultyBackend(memory, [rule]), window=1)
+    assert rule.matched
+    assert list(find_journals(damaged.url)) == []
+    if moment == "before":
+        assert "remains, because another program may be writing there" in caplog.text
+        assert copy_checkpoint(good, memory).sent == 0
+    assert contents(memory) == contents(good)
 
 
 @pytest.mark.parametrize("nth", [1, 2])
