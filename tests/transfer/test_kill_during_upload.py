@@ -1,9 +1,8 @@
-"""Uploads by real processes to a real S3 server, killed at any moment and continued."""
+"""Copies by real processes to a real S3 server, killed at any moment and continued."""
 
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import msgpack
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -26,13 +24,23 @@ from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.transfer.journal import find_journals
-from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
+from tests.support.killed_copies import (
+    ENDS,
+    PART,
+    PARTS,
+    WINDOW,
+    Gate,
+    acknowledged,
+    contents,
+    kill_often,
+    parts_of,
+    pending_ids,
+    upload_ids,
+)
+from tests.support.s3_faults import FaultProxy, fault_proxy
 from tests.support.transfer_launcher import Launcher, launcher
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
-
-PART = 5 << 20
-WINDOW = 2
 
 
 @pytest.fixture(scope="module")
@@ -58,82 +66,29 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "root" / "step-7"
 
 
-def records(root: Path) -> list[Any]:
-    """Return the records of the only journal, from its bytes alone."""
-    [(path, _)] = find_journals(str(root))
-    data, at, found = Path(path).read_bytes(), 0, []
-    while at < len(data):
-        length, _ = struct.unpack_from("<IQ", data, at)
-        found.append(msgpack.unpackb(data[at + 12 : at + 12 + length]))
-        at += 12 + length
-    return found
-
-
-def acknowledged(root: Path) -> set[tuple[str, int]]:
-    """Return the file and number of each part that the store has confirmed."""
-    return {(record[1], record[2] + 1) for record in records(root) if record[0] == "part"}
-
-
-def upload_ids(root: Path) -> set[str]:
-    return {record[3].split()[-1] for record in records(root) if record[0] == "file"}
-
-
-def pending_ids(bucket: str, s3: dict[str, Any]) -> set[str]:
-    return {one["UploadId"] for one in fsspec.filesystem("s3", **s3).list_multipart_uploads(bucket)}
-
-
-class Gate:
-    """A rule that passes ``passed`` requests of a kind, and holds all later ones of this kind."""
-
-    def __init__(self, kind: str, passed: int, target: str) -> None:
-        self.kind, self.left, self._target = kind, passed, target
-        self.parts: list[tuple[str, int]] = []
-
-    def __call__(self, exchange: Exchange) -> str | None:
-        if exchange.part is not None:
-            self.parts.append((exchange.path.removeprefix(self._target), exchange.part))
-        if exchange.kind != self.kind or "/pin-" in exchange.path:
-            return None
-        self.left -= 1
-        return None if self.left >= 0 else "wait"
-
-
 def test_ten_kills(source: Path, proxy: FaultProxy, bucket: str, s3: dict[str, Any], bcp_processes: Launcher) -> None:
     """No acknowledged part is sent again, and the result is equal, wherever the upload is killed."""
-    url, target = f"s3://{bucket}/runs/step-7", f"/{bucket}/runs/step-7/"
+    url, target, root = f"s3://{bucket}/runs/step-7", f"/{bucket}/runs/step-7/", source.parent
     options = [f"-o{name}={value}" for name, value in {**s3, "endpoint_url": proxy.url}.items()]
-    commands = [("copy", source, url), ("upload", source.parent), ("upload", source.parent, f"s3://{bucket}/runs")]
-    # Where the upload is killed, and how many requests are held then. A held request arrives, its reply does not.
-    kills = [("part", 0, 2), *[("part", passed, WINDOW) for passed in (1, 2, 1, 0, 3, 1)]]
-    kills += [("complete", 0, 1), ("complete", 0, 1), ("put", 0, 1)]
-    total, known, begun = 0, set[tuple[str, int]](), set[str]()
-    for index, (kind, passed, held) in enumerate(kills):
-        proxy.rule = gate = Gate(kind, passed, target)
-        proxy.go_on.clear()
-        pid = bcp_processes.start(*commands[index % 3 if index else 0], *options, window=WINDOW)
-        for _ in range(held):
-            assert proxy.waiting.acquire(timeout=time_limit(60)), f"{kind} {proxy.kinds}"
-        bcp_processes.kill(pid)
-        proxy.go_on.set()
-        assert not known & set(gate.parts), f"kill {index}"
-        assert len(acknowledged(source)) >= len(known) + (passed if kind == "part" else 0)
-        known = acknowledged(source)
-        begun |= upload_ids(source)
-        total += len(gate.parts)
-        assert [(one.path, one.url) for one in unfinished_uploads(str(source.parent))] == [(str(source), url)]
+    commands = [
+        (*command, *options)
+        for command in (("copy", source, url), ("upload", root), ("upload", root, f"s3://{bucket}/runs"))
+    ]
+
+    def check() -> None:
+        assert [(one.path, one.url) for one in unfinished_uploads(str(root))] == [(str(source), url)]
+
+    total, begun = kill_often([*PARTS, *ENDS], commands, source, target, proxy, bcp_processes, check)
     proxy.rule = gate = Gate("none", 0, target)
-    bcp_processes.start("upload", source.parent, *options, window=WINDOW)
+    bcp_processes.start("upload", root, *options, window=WINDOW)
     assert bcp_processes.wait() == 0
     assert gate.parts == []
-    count = sum(-(-int(size) // PART) for size in bcp.open(str(source)).manifest.files.size if size > 8 << 20)
-    assert count <= total <= count + 2 * 7
-    there, here = open_backend(url, **s3), open_backend(source)
-    assert {stat.key: there.get(stat.key) for stat in there.list()} == {
-        one.key: here.get(one.key) for one in here.list()
-    }
+    count = parts_of(bcp.open(str(source)))
+    assert count <= total <= count + 2 * len(PARTS)
+    assert contents(open_backend(url, **s3)) == contents(open_backend(source))
     assert bcp.open(url, storage_options=s3).verify().ok
     assert not begun & pending_ids(bucket, s3)
-    assert list(find_journals(str(source.parent))) == []
+    assert list(find_journals(str(root))) == []
 
 
 def _kill_in_a_part(source: Path, url: str, options: list[str], proxy: FaultProxy, processes: Launcher) -> None:
