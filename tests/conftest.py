@@ -44,6 +44,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[_STDERR])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep journals of copies between stores out of the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     faulthandler.dump_traceback_later(time_limit(_STACKS_S), file=item.config.stash[_STDERR])

@@ -28,16 +28,29 @@ _rate_limit = click.option(
 @click.argument("source")
 @click.argument("target")
 @_rate_limit
-def copy_command(out: Output, options: Mapping[str, Any], source: str, target: str, rate_limit: int | None) -> None:
+@click.option(
+    "--journal",
+    metavar="DIR",
+    help="Local directory that records what is done. Default: SOURCE or TARGET, if one of them is a local directory, "
+    "else $XDG_STATE_HOME/bytecheckpoint/copies (~/.local/state/bytecheckpoint/copies).",
+)
+def copy_command(
+    out: Output, options: Mapping[str, Any], source: str, target: str, rate_limit: int | None, journal: str | None
+) -> None:
     """Copy the checkpoint SOURCE to TARGET, on the same store or another.
 
-    Every byte is verified before it is written. If one of the two is a local directory, run the same command again
-    after a failure: it continues where the first one stopped.
+    Every byte is verified before it is written. Run the same command again after a failure: it continues where the
+    first one stopped.
     """
     found = api.open(source, storage_options=options_for(source, options))
     with _interruptible(), out.progress("copy", found.manifest.flattened().file_bytes) as progress:
         report = copy(
-            found, target, rate_limit=rate_limit, progress=progress, storage_options=options_for(target, options)
+            found,
+            target,
+            rate_limit=rate_limit,
+            progress=progress,
+            journal=journal,
+            storage_options=options_for(target, options),
         )
     out.document(_show(out, found.url, report))
 

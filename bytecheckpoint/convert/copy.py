@@ -92,15 +92,15 @@ def copy(
     rate_limit: float | None = None,
     window: int = WINDOW,
     progress: Progress = lambda nbytes: None,
+    journal: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CopyReport:
     """Copy a checkpoint exactly, and check every byte before it is written.
 
-    The manifest is written when all files are durable. If the source or the target is a local directory, a journal in
-    it records what is done: after a failed or killed copy, call it again, and what is done is not done again. Objects
-    in S3 continue after their last confirmed part, all others after their last complete file. Without a journal, and if
-    the source is damaged, nothing remains at the target after a failure. If the target holds this checkpoint already,
-    nothing is written.
+    The manifest is written when all files are durable. A journal records what is done: after a failed or killed copy,
+    call it again, and what is done is not done again. Objects in S3 continue after their last confirmed part, all
+    others after their last complete file. If the source is damaged, or the journal cannot be written, nothing remains
+    at the target after a failure. If the target holds this checkpoint already, nothing is written.
 
     Args:
         checkpoint: The checkpoint to copy.
@@ -109,6 +109,9 @@ def copy(
         window: Parts that are read, checked and written at the same time, of 16 MiB for S3 (more for files above
             140 GB) and 8 MiB for other stores. The copy needs memory for that many.
         progress: Called with the number of bytes done since the last call, in another thread.
+        journal: A local directory for the journal, which ``unfinished_uploads`` does not look at. By default, the
+            journal is in the target or the source, if one of them is a local directory; of a copy between two other
+            stores, it is in ``$XDG_STATE_HOME/bytecheckpoint/copies``, by default below ``~/.local/state``.
         storage_options: Options for the target's storage backend.
 
     Returns:
@@ -127,8 +130,18 @@ def copy(
     if window < 1 or (rate_limit is not None and not rate_limit > 0):
         raise UsageError(f"window must be at least 1 and rate_limit above 0, got {window} and {rate_limit}")
     checkpoint.require_checksums()
+    journals = None if journal is None else open_backend(journal)
+    if not isinstance(journals, LocalBackend | None):
+        raise UsageError(f"journal must be a local directory, not {journals.display_url}")
     target = open_backend(target_url, **dict(storage_options or {}))
-    report = copy_checkpoint(checkpoint.backend, target, window=window, rate_limit=rate_limit, progress=progress)
+    report = copy_checkpoint(
+        checkpoint.backend,
+        target,
+        window=window,
+        rate_limit=rate_limit,
+        progress=progress,
+        journals=None if journals is None else journals.url,
+    )
     return CopyReport(target.url, report.files, report.size, report.sent)
 
 

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, CommitUnknownError, KeyExistsError, KeyNot
 from ..format.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, encode
 from ..storage_backends.base import StorageBackend
 from ..storage_backends.local.backend import LocalBackend
-from .journal import Journal, JournalHead, Progress
+from .journal import Journal, JournalHead, Progress, user_directory
 from .transfer import WINDOW, Transfer, TransferReport
 
 __all__ = ["copy_checkpoint", "end_uploads", "missing_files", "protect"]
@@ -28,14 +28,16 @@ def copy_checkpoint(
     window: int = WINDOW,
     rate_limit: float | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
+    journals: str | None = None,
 ) -> TransferReport:
     """Copy a checkpoint exactly, and check every byte before it is sent.
 
     The copy of an incremental checkpoint is complete: it has the frames that other checkpoints have of the source.
 
-    If one side is a local directory, a journal there lets a later call continue after a failure. A damaged source, and
-    without a journal any failure, leaves nothing at the target. ``rate_limit`` is in bytes per second; ``progress`` is
-    called in another thread with the bytes done since the last call.
+    A journal lets a later call continue after a failure. It is in the local directory ``journals``; by default in the
+    target or the source, if one of them is a local directory, else in ``user_directory``. A damaged source, and without
+    a journal any failure, leaves nothing at the target. ``rate_limit`` is in bytes per second; ``progress`` is called
+    in another thread with the bytes done since the last call.
 
     Raises ``KeyExistsError`` if the target holds another checkpoint; one that holds this checkpoint is left as it is.
     """
@@ -45,10 +47,10 @@ def copy_checkpoint(
     if manifest.references.name:
         manifest = stored.flattened()
         data = encode(manifest)
-    if source.url == target.url:
+    if source.url == target.url and source.endpoint() == target.endpoint():
         raise KeyExistsError(f"{target.url} is both source and target; give another target")
     is_there = _holds(target, manifest)
-    with _open_journal(source, target, manifest.attempt) or nullcontext() as journal:
+    with _open_journal(source, target, manifest.attempt, journals) or nullcontext() as journal:
         if journal is not None and journal.outdated is not None:
             _discard(target, journal.outdated.attempt, journal.outdated)
         if is_there:
@@ -123,22 +125,26 @@ def _send_missing(target: StorageBackend, manifest: Manifest, send: Callable[[Se
         send(rows)
 
 
-def _open_journal(source: StorageBackend, target: StorageBackend, attempt: str) -> Journal | None:
-    """Open the journal of a transfer: at the target if that is a local directory, else at the source if that is one.
-
-    Returns None, after a warning, if it cannot be written.
-    """
-    if isinstance(target, LocalBackend):
-        directory, head = target.url, JournalHead("from", source.display_url, attempt)
-    elif isinstance(source, LocalBackend):
-        directory, head = source.url, JournalHead("to", target.display_url, attempt)
-    else:
-        return None
+def _open_journal(
+    source: StorageBackend, target: StorageBackend, attempt: str, directory: str | None
+) -> Journal | None:
+    """Open the journal of a copy. Returns None, after a warning, if it cannot be written."""
     try:
-        return Journal(directory, head)
+        if directory is None and isinstance(target, LocalBackend):
+            return Journal(target.url, JournalHead("from", source.display_url, attempt))
+        if directory is None and isinstance(source, LocalBackend):
+            return Journal(source.url, JournalHead("to", target.display_url, attempt))
+        head = JournalHead("between", _place(target), attempt, source=_place(source))
+        return Journal(user_directory() if directory is None else directory, head)
     except StorageError as error:
-        _log.warning("%s; a transfer that fails cannot be continued", error)
+        _log.warning("%s; if the copy fails, it begins again: choose a directory with --journal", error)
         return None
+
+
+def _place(backend: StorageBackend) -> str:
+    """Return the URL of a root and of its endpoint: other endpoints may have the same bucket."""
+    endpoint = backend.endpoint()
+    return f"{backend.display_url} at {endpoint}" if endpoint else backend.display_url
 
 
 def _holds(target: StorageBackend, manifest: Manifest) -> bool:

@@ -1,9 +1,10 @@
 """What a transfer has done so far, in a file that another process can continue from.
 
 The journal is next to the local copy of the checkpoint. Its name is that of a temporary file, so that no listing shows
-it, and it is removed with the checkpoint. It is a sequence of records, each a length, a checksum and a msgpack list:
+it, and it is removed with the checkpoint. Of a copy between two stores, it is in a directory of the user, where
+``find_journals`` does not find it. It is a sequence of records, each a length, a checksum and a msgpack list:
 
-    ["transfer", version, direction, URL of the other side, attempt, rank or nil]       first, once
+    ["transfer", version, direction, URL of the other side, attempt, rank or nil, source]       first, once
     ["file", key, size, token, part size]                  an upload began; forgets an earlier one of this file
     ["part", key, number, tag, xxh3-64 of the bytes]       the store has acknowledged a part
     ["stored", key]                                        the file is complete and durable
@@ -32,15 +33,14 @@ from typing_extensions import Self
 from ..checkpoint.nearest import JOURNAL_PREFIX
 from ..errors import StorageError, UsageError
 
-__all__ = ["FileUpload", "Journal", "JournalHead", "Progress", "find_journals"]
+__all__ = ["FileUpload", "Journal", "JournalHead", "Progress", "find_journals", "user_directory"]
 
 _VERSION = 1
 _FRAME = struct.Struct("<IQ")  # length and xxh3-64 of the record that follows
 _MAX_RECORD = 64 << 10
 _MAX_JOURNAL = 256 << 20
 
-
-Direction = Literal["to", "from"]
+Direction = Literal["to", "from", "between"]
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,22 @@ class JournalHead:
     """What a journal is about.
 
     Attributes:
-        direction: Whether the local copy is sent "to" the other side, or comes "from" it.
-        url: The other side, without user and password.
+        direction: Whether the copy next to the journal is sent "to" the other side, or comes "from" it; or "between",
+            if the journal is next to neither side.
+        url: The other side, without user and password; of a copy between two stores, the target.
         attempt: The attempt of the checkpoint.
         rank: The rank whose files are transferred; None if all are.
+        source: Where a copy between two stores comes from, without user and password.
     """
 
     direction: Direction
     url: str
     attempt: str
     rank: int | None = None
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"from {self.source} to {self.url}" if self.source else f"{self.direction} {self.url}"
 
 
 @dataclass
@@ -82,14 +88,30 @@ class Progress:
 
 def _journal_path(directory: str, head: JournalHead) -> str:
     """Return the path of the journal in a local directory."""
+    if head.direction == "between":
+        sides = f"{head.source}\n{head.url}"
+        return os.path.join(directory, f"copy-{xxhash.xxh3_64_hexdigest(sides.encode())}.journal")
     # A copy of another checkpoint to the same place finds the journal, and what remains to be removed. The uploads of
     # a rank to one path, one after the other, have a journal each.
     named = head.url if head.rank is None else f"{head.url} {head.attempt} {head.rank}"
     return os.path.join(directory, f"{JOURNAL_PREFIX}{head.direction}-{xxhash.xxh3_64_hexdigest(named.encode())}")
 
 
+def user_directory() -> str:
+    """Return the directory for the journals of this user's copies between two stores.
+
+    Raises ``StorageError`` if the user has no home directory.
+    """
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state):  # the standard ignores such a value
+        state = os.path.expanduser("~/.local/state")
+    if not os.path.isabs(state):
+        raise StorageError("there is no directory for the journal: neither XDG_STATE_HOME nor HOME is set")
+    return os.path.join(state, "bytecheckpoint", "copies")
+
+
 def find_journals(root: str) -> Iterator[tuple[str, JournalHead]]:
-    """Yield the path and the head of every journal below a directory."""
+    """Yield the path and the head of every journal below a directory, except those of copies between two stores."""
     for directory, folders, names in os.walk(root):
         folders.sort()
         for name in sorted(names):
@@ -121,7 +143,7 @@ class Journal:
         self.is_committed = False
         self.outdated: Progress | None = None
         try:
-            os.makedirs(directory, exist_ok=True)
+            os.makedirs(directory, 0o700 if head.direction == "between" else 0o777, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise StorageError(f"cannot open the journal {path}: {error.strerror}") from error
@@ -147,7 +169,7 @@ class Journal:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
                 raise UsageError(
-                    f"another process copies this checkpoint {head.direction} {head.url}: it has locked {self._path}; "
+                    f"another process copies this checkpoint {head}: it has locked {self._path}; "
                     f"wait until it has ended"
                 ) from None
             # A file system without locks: parts that two processes send are equal.
@@ -164,7 +186,8 @@ class Journal:
             self.outdated = Progress(known.attempt, self.uploads, self.stored, self.pins)
             self.uploads, self.stored, self.pins, self.is_committed = {}, set(), [], False
         os.ftruncate(self._fd, 0)
-        self._append(["transfer", _VERSION, head.direction, head.url, head.attempt, head.rank], durable=True)
+        first = ["transfer", _VERSION, head.direction, head.url, head.attempt, head.rank, head.source]
+        self._append(first, durable=True)
 
     def begin(self, key: str, upload: FileUpload) -> None:
         """Record a new upload. It is durable on return: a lost record would hide the upload, which costs money."""
@@ -257,8 +280,14 @@ def _read_head(path: str) -> JournalHead | None:
 
 def _head(record: Any) -> JournalHead | None:
     match record:
-        case ["transfer", int(version), "to" | "from" as direction, str(url), str(attempt), int() | None as rank] if (
-            version == _VERSION
-        ):
-            return JournalHead(direction, url, attempt, rank)
+        case [
+            "transfer",
+            int(version),
+            "to" | "from" | "between" as direction,
+            str(url),
+            str(attempt),
+            int() | None as rank,
+            str(source),
+        ] if version == _VERSION:
+            return JournalHead(direction, url, attempt, rank, source)
     return None

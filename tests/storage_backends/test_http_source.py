@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 import threading
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,8 +31,11 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.http import HttpBackend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
+from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 from bytecheckpoint.testing.storage.reading import ReadingTests
+from bytecheckpoint.transfer.copying import copy_checkpoint
 
 DATA = bytes(range(256)) * 20_000
 
@@ -293,3 +297,17 @@ def test_a_head_that_never_ends() -> None:
         finally:
             is_over.set()
             thread.join()
+
+
+def test_a_copy_to_another_store_continues(server: Server, tmp_path: Path) -> None:
+    """The journal is next to neither side."""
+    _save(server.root)
+    source, target = bcp.open(f"{server.url}/checkpoint"), MemoryBackend(uuid.uuid4().hex)
+    last = source.manifest.files.name[-1]
+    broken = FaultRule("put_part", last, error=StorageError("broken"))
+    journals = str(tmp_path / "journals")
+    with pytest.raises(StorageError, match="broken"):
+        copy_checkpoint(source.backend, FaultyBackend(target, [broken]), window=1, journals=journals)
+    report = copy_checkpoint(source.backend, target, journals=journals)
+    assert report.sent == int(source.manifest.files.size[-1]) < report.size
+    assert bcp.open(target.url).verify().ok
