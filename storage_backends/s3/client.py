@@ -16,11 +16,11 @@ from fsspec.utils import tokenize
 
 from ...errors import StorageError, without_userinfo
 from ..base import Conditions
+from ..window import Window
 from .direct import Connections
 from .probe import PutRules, is_known_endpoint, probe
 from .replies import is_missing, storage_error
 from .retries import Request, Retries
-from .window import Window
 
 __all__ = ["MARK", "Client", "client_for"]
 

@@ -18,7 +18,7 @@ pytest.importorskip("s3fs")
 import bytecheckpoint as bcp
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.s3 import backend, writers
-from bytecheckpoint.storage_backends.s3.window import PARTS_IN_FLIGHT
+from bytecheckpoint.storage_backends.window import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]

@@ -25,7 +25,7 @@ from bytecheckpoint.errors import AccessDeniedError, KeyExistsError, KeyNotFound
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.s3 import retries, writers
 from bytecheckpoint.storage_backends.s3.client import Client
-from bytecheckpoint.storage_backends.s3.window import PARTS_IN_FLIGHT
+from bytecheckpoint.storage_backends.window import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultyBackend
 from bytecheckpoint.testing.storage import StorageConformance
@@ -114,7 +114,7 @@ def test_an_abort_while_another_thread_writes(damaged: StorageBackend, monkeypat
         assert go_on.wait(time_limit(20))
         copy(*arguments)
 
-    monkeypatch.setattr(writers.np, "copyto", slow)
+    monkeypatch.setattr(np, "copyto", slow)
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(writer.write, 0, DATA)
         assert is_copying.wait(time_limit(20))

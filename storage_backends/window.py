@@ -1,4 +1,4 @@
-"""The parts in flight: how many there may be, and their memory."""
+"""The parts of large objects in flight: how many there may be, and their memory."""
 
 from __future__ import annotations
 
