@@ -3,15 +3,18 @@
 Paths and the schemes ``file`` and ``local`` are served by local files, ``memory`` by this process's memory. Another
 package serves a scheme through the entry point group ``bytecheckpoint.storage_backends`` (name: the scheme; value: a
 class with ``from_url``). ``s3`` and ``s3a`` have a backend on s3fs's client, ``http`` and ``https`` a read-only one.
-All other schemes, and every chain (``dir::s3://...``), are passed to fsspec.
+``gs`` and ``az`` have one on obstore, if it is installed. All other schemes, and every chain (``dir::s3://...``), are
+passed to fsspec.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from ..errors import StorageError, UnsupportedURLError
@@ -31,6 +34,8 @@ __all__ = [
 ]
 
 ENTRY_POINT_GROUP = "bytecheckpoint.storage_backends"
+
+_log = logging.getLogger(__name__)
 
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*(?:://[^:]*)?::")
@@ -154,6 +159,8 @@ def _open(text: str, options: dict[str, Any]) -> StorageBackend:
         return _load_plugin(scheme).from_url(text, **options)
     if scheme in ("http", "https"):
         return _open_http(text, options)
+    if scheme in ("gs", "gcs", "az", "abfs", "abfss"):
+        return _open_cloud(scheme, text, options)
     return _open_with_fsspec(scheme, text, options)
 
 
@@ -233,6 +240,40 @@ def _open_http(url: str, options: dict[str, Any]) -> StorageBackend:
     except ImportError as error:
         raise UnsupportedURLError("http:// needs a package that is not installed: pip install urllib3") from error
     return HttpBackend.from_url(url, **options)
+
+
+def _open_cloud(scheme: str, url: str, options: dict[str, Any]) -> StorageBackend:
+    """Open a root in GCS or Azure with obstore, if it serves the URL and the options, and otherwise with fsspec."""
+    client, rest = options.get("client"), {name: value for name, value in options.items() if name != "client"}
+    if client not in (None, "fsspec", "obstore"):
+        raise UnsupportedURLError(f"{url!r}: client={client!r} is not known; pass 'obstore' or 'fsspec'")
+    if client == "fsspec" or (client is None and find_spec("obstore") is None):
+        return _open_with_fsspec(scheme, url, rest)
+    from .obstore.places import NotServedError, place_of
+
+    try:
+        place = place_of(url, rest, is_chosen=client == "obstore")
+        from .obstore.backend import ObstoreBackend
+        from .obstore.client import is_inherited
+
+        if is_inherited():
+            raise NotServedError("this process was forked from one that has used it; start it with 'spawn'")
+        return ObstoreBackend(url, place)
+    except NotServedError as error:
+        reason = str(error)
+    if client == "obstore":
+        raise UnsupportedURLError(f"obstore cannot serve {url!r}: {reason}")
+    _log_choice(scheme, reason)
+    try:
+        return _open_with_fsspec(scheme, url, rest)
+    except UnsupportedURLError as error:
+        raise UnsupportedURLError(f"{error}. obstore is installed, but cannot serve it: {reason}") from None
+
+
+@cache
+def _log_choice(scheme: str, reason: str) -> None:
+    """Say once why fsspec serves a scheme."""
+    _log.info("%s://: fsspec is used instead of obstore, which is faster: %s", scheme, reason)
 
 
 def _open_with_fsspec(scheme: str, url: str, options: dict[str, Any]) -> StorageBackend:

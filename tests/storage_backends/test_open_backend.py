@@ -85,7 +85,7 @@ def test_unknown_scheme_says_what_is_known() -> None:
 def test_scheme_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(UnsupportedURLError, match="gcsfs"):
-        open_backend("gs://bucket/x")
+        open_backend("gs://bucket/x", client="fsspec")
 
 
 @pytest.mark.parametrize("url", ["s3:/bucket/x", Path("s3://bucket/x"), "file:/x", "", "file://host/x", "file://x"])

@@ -1,4 +1,4 @@
-"""GCS, through gcsfs, on fake-gcs-server."""
+"""GCS, through gcsfs, on fake-gcs-server. tests/storage_backends/test_obstore_backend.py tests obstore."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bytecheckpoint.errors import StorageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.testing.storage import StorageConformance
 from tests.support.store_rows import HttpRows
@@ -33,3 +34,10 @@ class TestGcs(StorageConformance):
 class TestGcsCheckpoints(HttpRows):
     def options_at(self, store: Store, endpoint: str) -> dict[str, Any]:
         return {**store.options, "endpoint_url": endpoint}
+
+
+def test_this_server_has_no_uploads_for_obstore(store: Store) -> None:
+    """If this fails, the server has learned GCS's XML interface: run the conformance suite with obstore here."""
+    backend = open_backend(f"{store.root}/{uuid.uuid4().hex}", **{**store.options, "client": "obstore"})
+    with pytest.raises(StorageError, match=r"\b404\b"):
+        backend.put("object", b"x")

@@ -39,7 +39,7 @@ backend.close()
 def use_in_forked_child(url: str, options: dict[str, Any]) -> None:
     """Use a backend, fork, and use it in both processes."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _SCRIPT, url, repr(options)],
+        [sys.executable, "-W", "ignore", "-c", _SCRIPT, url, repr({k: v for k, v in options.items() if k != "client"})],
         capture_output=True,
         text=True,
         timeout=time_limit(120),

@@ -31,7 +31,9 @@ _ERRORS = {
     "nowhere": _error(b"301 Moved Permanently", b"PermanentRedirect"),
     "elsewhere": _error(b"301 Moved Permanently", b"PermanentRedirect", b"x-amz-bucket-region: eu-west-1\r\n"),
     "skewed": _error(b"403 Forbidden", b"RequestTimeTooSkewed"),
+    "denied": _error(b"403 Forbidden", b"AccessDenied"),
 }
+_ERRORS["applied"] = _ERRORS["refuse"]
 
 _DENIED = _error(b"403 Forbidden", b"AccessDenied")
 _NOT_IMPLEMENTED = _error(b"501 Not Implemented", b"NotImplemented")
@@ -63,6 +65,8 @@ Rule = Callable[[Exchange], str | None]
 * ``expired``, ``skewed``: reply that the token has expired, that the clocks differ.
 * ``pages``: pass a listing of objects on with the smallest page.
 * ``late``: pass it on, and reply when ``FaultProxy.go_on`` is set.
+* ``applied``: pass it on, and reply 503.
+* ``denied``: reply 403.
 * ``reset``: reset the connection while its body arrives.
 * ``stall``: never reply.
 * ``deaf``: read no byte of its body, and never reply.
@@ -189,6 +193,8 @@ class FaultProxy:
         if what == "pages":
             head = head.replace(b"list-type=2", b"list-type=2&max-keys=1", 1)
         late = self._ask(head, body) if what == "late" else b""
+        if what == "applied":
+            self._ask(head, body)
         if what in ("wait", "late"):
             self.waiting.release()
             self.go_on.wait(time_limit(60))

@@ -78,6 +78,7 @@ def _full(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _save_sharded(rank: int, world_size: int, url: str, options: Mapping[str, Any]) -> None:
+    warnings.filterwarnings("ignore", "Sending a large body", ResourceWarning)  # of aiohttp, to its client
     bcp.save(url, {"model": _sharded(1)}, storage_options=dict(options))
 
 

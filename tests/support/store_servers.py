@@ -198,6 +198,7 @@ def _azurite() -> Path:
 
 def _check_azure() -> None:
     _need_module("adlfs", "adlfs")
+    _need_module("obstore", "obstore")
     _need_command("node")
     if not _azurite().exists():
         raise NotInstalled("needs Azurite, which npm installs")
@@ -264,7 +265,7 @@ def _run_gcs(folder: Path) -> Iterator[Store]:
         _wait_for("fake-gcs-server", lambda: _is_open(port), log)
         options = {"endpoint_url": endpoint, "token": "anon", "project": "test"}
         fsspec.filesystem("gs", skip_instance_cache=True, **options).mkdir("bucket-of-tests")
-        yield Store("gs://bucket-of-tests", options, endpoint)
+        yield Store("gs://bucket-of-tests", {**options, "client": "fsspec"}, endpoint)
 
 
 # Ceph

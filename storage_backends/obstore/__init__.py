@@ -1,0 +1,5 @@
+"""Objects in GCS and Azure, through obstore."""
+
+from __future__ import annotations
+
+__all__: list[str] = []
