@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import StorageError, UnsupportedURLError
 from .base import StorageBackend
 from .keys import check_key, is_object_key
+from .obstore.places import SCHEMES, NotServedError, place_of
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -159,7 +160,7 @@ def _open(text: str, options: dict[str, Any]) -> StorageBackend:
         return _load_plugin(scheme).from_url(text, **options)
     if scheme in ("http", "https"):
         return _open_http(text, options)
-    if scheme in ("gs", "gcs", "az", "abfs", "abfss"):
+    if scheme in SCHEMES:
         return _open_cloud(scheme, text, options)
     return _open_with_fsspec(scheme, text, options)
 
@@ -249,8 +250,6 @@ def _open_cloud(scheme: str, url: str, options: dict[str, Any]) -> StorageBacken
         raise UnsupportedURLError(f"{url!r}: client={client!r} is not known; pass 'obstore' or 'fsspec'")
     if client == "fsspec" or (client is None and find_spec("obstore") is None):
         return _open_with_fsspec(scheme, url, rest)
-    from .obstore.places import NotServedError, place_of
-
     try:
         place = place_of(url, rest, is_chosen=client == "obstore")
         from .obstore.backend import ObstoreBackend

@@ -1,6 +1,7 @@
 """The backend for every store that fsspec can reach: GCS, Azure, HDFS, SFTP, SMB, WebDAV and others.
 
-S3 has its own (``storage_backends.s3``), which a chain (``dir::s3://...``) does not use.
+S3 has its own (``storage_backends.s3``), and so have GCS and Azure if obstore is installed and has the options that are
+passed (``storage_backends.obstore``). A chain (``dir::s3://...``) does not use them.
 
 How atomic an operation is depends on the store:
 

@@ -98,14 +98,12 @@ class StreamWriter(PartedWriter):
         with self._changed:
             self._raise_failure()
             self._seal()
-        self._client.run(self._action, self._finish, self._deadline_s)
+        self._client.run(self._action, self._close, self._deadline_s)
         with self._changed:
             self._state = "complete"
         self._leave()
 
-    async def _finish(self) -> None:
-        # obstore ends the upload after a part that has failed only if it is not closing the file.
-        await self._file.flush()
+    async def _close(self) -> None:
         await self._file.close()
 
     def abort(self) -> None:

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 pytest.importorskip("obstore")
+from obstore.exceptions import GenericError
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import (
@@ -39,6 +40,7 @@ from bytecheckpoint.storage_backends import StorageBackend, open_backend
 from bytecheckpoint.storage_backends.obstore import writers
 from bytecheckpoint.storage_backends.obstore.backend import ObstoreBackend
 from bytecheckpoint.storage_backends.obstore.client import client_for
+from bytecheckpoint.storage_backends.obstore.errors import map_error
 from bytecheckpoint.storage_backends.window import PARTS_IN_FLIGHT, Window
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.storage import StorageConformance
@@ -319,6 +321,16 @@ def test_a_store_that_does_not_answer(backend: StorageBackend, front: GoogleFron
     assert isinstance(caught.value, UnansweredError) == operation.startswith("put")
 
 
+def test_a_store_that_refuses_and_then_stalls(backend: StorageBackend, front: GoogleFront) -> None:
+    """obstore may repeat a request until the deadline, and then wait as long for its reply."""
+    backend.deadline_s = time_limit(1)
+    backend.put("object", b"there")
+    begun = time.monotonic()
+    front.rule = lambda exchange: "refuse" if time.monotonic() - begun < 0.8 * backend.deadline_s else "stall"
+    with pytest.raises(StorageError, match="did not answer"):
+        backend.get("object")
+
+
 def test_an_address_without_a_server_fails_at_once() -> None:
     backend = open_backend("gs://bucket/root", token="anon", endpoint_url="http://127.0.0.1:1")
     begun = time.monotonic()
@@ -340,6 +352,14 @@ def test_what_errors_mean(backend: StorageBackend, front: GoogleFront) -> None:
         with pytest.raises(StorageError, match="bucket") as caught:
             operation()
         assert not isinstance(caught.value, KeyNotFoundError)
+
+
+def test_signatures_of_urls_are_not_shown() -> None:
+    url = "https://me.blob.core.windows.net/c/k?sv=2020-02-10&sig=SECRET"
+    error = GenericError(f"Error performing GET {url} in 1ms - no reply\n\nDebug source:\nGeneric {{ {url} }}")
+    mapped = map_error(error, "reading 'k'")
+    assert str(mapped) == "reading 'k': Error performing GET https://me.blob.core.windows.net/c/k?*** in 1ms - no reply"
+    assert "SECRET" not in f"{mapped!r} {error} {error!r}"
 
 
 def test_secrets_are_in_no_error() -> None:

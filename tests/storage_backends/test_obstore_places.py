@@ -232,7 +232,6 @@ def test_without_obstore(monkeypatch: pytest.MonkeyPatch, opened: list[dict[str,
     with pytest.raises(UnsupportedURLError, match="too old"):
         open_backend("gs://bucket/a", client="obstore")
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "bytecheckpoint.storage_backends.obstore.places")
     open_backend("gs://bucket/a", token="anon")
     assert opened == [{"token": "anon"}]
 
