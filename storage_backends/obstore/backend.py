@@ -25,7 +25,7 @@ from ...errors import (
     KeyNotFoundError,
     StorageError,
     UnansweredError,
-    UnsupportedURLError,
+    without_userinfo,
 )
 from ..base import Conditions, ObjectReader, ObjectStat, ObjectWriter, StorageBackend
 from ..buffers import byte_view, check_max_size, writable_view
@@ -33,7 +33,7 @@ from ..keys import check_children_prefix, check_key, check_prefix, is_object_key
 from ..writers import BufferedWriter
 from .client import Client, client_for
 from .errors import is_beyond_end, is_refused, was_repeated
-from .places import SCHEMES, NotServedError, Place, place_of
+from .places import SCHEMES, Place
 from .writers import StreamWriter
 
 __all__ = ["ObstoreBackend"]
@@ -64,16 +64,13 @@ class ObstoreBackend(StorageBackend):
         self._url, self._place = url.rstrip("/"), place
         self._root = f"{place.prefix}/" if place.prefix else ""
 
-    @classmethod
-    def from_url(cls, url: str, **options: Any) -> ObstoreBackend:
-        try:
-            return cls(url, place_of(url, options, is_chosen=True))
-        except NotServedError as error:
-            raise UnsupportedURLError(f"obstore cannot serve {url!r}: {error}") from None
-
     @property
     def url(self) -> str:
         return self._url
+
+    def endpoint(self) -> str:
+        config = self._place.config
+        return without_userinfo(str(config.get("endpoint") or config.get("base_url") or ""))
 
     def conditions(self) -> Conditions:
         return Conditions(if_absent=True, if_version=True)

@@ -103,6 +103,8 @@ class Client:
             return future.result()
         except CancelledError:
             raise StorageError(f"{action}: it was aborted") from None
+        except StorageError:
+            raise
         except Exception as error:
             mapped = map_error(error, action, reading=reading, putting=putting)
             self._has_answered |= not mapped.is_late

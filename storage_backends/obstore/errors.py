@@ -24,7 +24,7 @@ _XML = re.compile(r"(?s)<\?xml.*?<Code>([^<]*)</Code>(?:\s*<Message>([^<\n]*))?.
 _QUERY = re.compile(r"(https?://[^\s?]*)\?\S+")
 _NO_CONTAINER = ("ContainerNotFound", "NoSuchBucket")
 _PASSING = frozenset({408, 429})
-_MAX_TEXT = 600
+_MAX_TEXT = 8000  # of a key, twice, and what follows it
 
 
 def _text_of(error: BaseException) -> str:

@@ -30,9 +30,9 @@ _log = logging.getLogger(__name__)
 class StreamWriter(PartedWriter):
     """Passes parts to one of obstore's writers, in order, as soon as they and all before them are whole.
 
-    obstore sends them from this memory, several at a time. It does not tell when the store has confirmed one, but drops
-    the part's array then, which frees the slot and the memory in the window. The last part, if it is shorter than the
-    others, stays here until ``complete``, because obstore would hold it without sending it.
+    obstore sends them from this memory, several at a time. It does not report that the store has confirmed one, but
+    drops the part's array then, which frees the slot and the memory in the window. The last part, if it is shorter than
+    the others, stays here until ``complete``, because obstore would hold it without sending it.
     """
 
     def __init__(self, client: Client, action: str, path: str, size: int, deadline_s: float) -> None:

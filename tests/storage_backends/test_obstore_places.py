@@ -174,6 +174,15 @@ def test_options_that_only_adlfs_has(options: dict[str, Any]) -> None:
     assert _KEY not in str(caught.value)
 
 
+def test_endpoints() -> None:
+    """A container of one name exists in each account."""
+    assert open_backend("gs://bucket/a", token="anon").endpoint() == ""
+    assert (
+        open_backend("gs://bucket/a", token="anon", endpoint_url="http://a:b@host:1").endpoint() == "http://***@host:1"
+    )
+    assert open_backend("az://container/a", **_AZURE).endpoint() == _ENDPOINT
+
+
 def test_options_of_obstore() -> None:
     """Only a caller who has chosen it may pass them, and have it look for credentials."""
     options = {"account_name": "me", "msi_endpoint": "http://x", "client_options": {"proxy_url": "http://p"}}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from leak_watch import held_now, median, memory_now
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
@@ -84,6 +88,24 @@ class TestAzureCheckpointsThroughObstore(_ThroughObstore, HttpRows):
         assert checkpoint.tree("extra_state")["step"] == 3
         stored = {found.key for found in open_backend(url, **store.options).list()}
         assert stored == {"manifest.msgpack", *checkpoint.manifest.files.name}
+
+    def test_twenty_saves_hold_what_two_held(self, store: Store, url: str) -> None:
+        state = {"model": {"weight": torch.zeros(6 << 20)}, "extra_state": {"step": 0}}  # two parts
+        memory, held = [], []
+        with bcp.Checkpointer() as checkpointer:
+            for step in range(20):
+                state["extra_state"]["step"] = step
+                options = dict(store.options)
+                checkpointer.save(url, state, async_save=True, storage_options=options).result()
+                gc.collect()
+                memory.append(memory_now())
+                held.append(held_now())
+        assert median(memory[-5:]) - median(memory[1:6]) < 10 << 20
+        assert held[-1].native_threads <= held[1].native_threads + 4
+        new = Counter(held[-1].threads) - Counter(held[1].threads)
+        assert all(name.startswith("bcp-io") for name in new)  # started when they are needed
+        assert held[-1].descriptors.count("socket") <= held[1].descriptors.count("socket") + 4
+        assert set(Counter(held[-1].descriptors) - Counter(held[1].descriptors)) <= {"socket"}
 
     def test_both_clients_find_the_same_checkpoint(self, store: Store, url: str) -> None:
         state = {"extra_state": {"größe?": 1}}
