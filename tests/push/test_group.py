@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import threading
@@ -30,7 +31,7 @@ from bytecheckpoint.inference.push import HttpEngine, Pusher
 from bytecheckpoint.inference.push import pusher as pusher_module
 from bytecheckpoint.inference.push.memory import STREAMED
 from bytecheckpoint.inference.push.transports.base import Place, digest_on_device, word_digest
-from bytecheckpoint.inference.push.transports.group import GroupRendezvous, join_group
+from bytecheckpoint.inference.push.transports.group import GroupBroken, GroupRendezvous, join_group
 from bytecheckpoint.inference.push.transports.group_transport import GroupTransport
 from bytecheckpoint.inference.push.transports.listening import ADDRESS_VARIABLE, PORTS_VARIABLE, listen
 from bytecheckpoint.testing import time_limit
@@ -92,6 +93,33 @@ def test_where_members_meet(monkeypatch: pytest.MonkeyPatch, address: str) -> No
     for member in members:
         member.leave()
     rendezvous.close()
+
+
+@pytest.mark.parametrize("how", ["check", "broken"])
+def test_an_error_that_is_kept_does_not_keep_connections(how: str) -> None:
+    """A member that leaves is noticed by one that waits for it, whenever Python collects cycles."""
+    rendezvous = GroupRendezvous("gloo", time_limit(60))
+    found = rendezvous.address(["a"], ["b", "c"], [""])
+    with ThreadPoolExecutor(3) as threads:
+        members = list(threads.map(lambda rank: join_group(found, rank), range(3)))
+        gc.disable()
+        try:
+            waiting = threads.submit(members[2].receive, 1, [torch.zeros(8)], lambda: None)
+            if how == "broken":
+                members[0].leave()
+            with pytest.raises(GroupBroken if how == "broken" else StateError) as kept:
+                members[1].receive(0, [torch.zeros(8)], _stop if how == "check" else lambda: None)
+            members[1].leave()
+            with pytest.raises(GroupBroken):
+                waiting.result(time_limit(20))
+            assert kept.value.__traceback__ is not None
+        finally:
+            gc.enable()
+    rendezvous.close()
+
+
+def _stop() -> None:
+    raise StateError("the push is over")
 
 
 def _push(engine: ToyEngine, version: int) -> None:

@@ -234,10 +234,11 @@ class RankPush(Push):
                 gathered = op.gather("push.write", message) or ()
                 with op.phase("push.apply"):
                     broken = _first_broken(gathered)
-                    if is_group and gathered and broken is None:
+                    if is_group and gathered:
                         for ring in rings.values():
                             with suppress(StreamBroken):  # the engine reports the cause
-                                ring.finish()  # a sender that ends from now on is not missed
+                                # A sender that ends from now on is not missed; one that has failed already is.
+                                ring.finish() if broken is None else ring.interrupt()
                     if stream is not None:
                         stream.end(broken)
                 return gathered

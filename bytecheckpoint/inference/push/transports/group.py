@@ -144,8 +144,10 @@ class Group(ABC):
 
     def broadcast(self, members: tuple[int, ...], root: int, tensors: Tensors, check: Check) -> None:
         """Copy the tensors of ``root`` to all ``members`` of a subgroup."""
-        subgroup, position = self._subgroups.get(members), members.index(root)
-        self._start(subgroup, lambda group: [group.broadcast(tensor, position) for tensor in tensors], check)
+        position = members.index(root)
+        self._start(
+            self._subgroups.get(members), lambda group: [group.broadcast(tensor, position) for tensor in tensors], check
+        )
 
     @abstractmethod
     def _form(self, name: str, rank: int, size: int) -> Any:
@@ -155,7 +157,10 @@ class Group(ABC):
         """Start operations of ``group``, which is None after ``leave``, and wait for them."""
         if group is None:
             raise GroupBroken("this member has left the group")
-        self._run(group, operations, check)
+        try:
+            self._run(group, operations, check)
+        finally:
+            del group  # an error that is kept refers to this frame, and would keep connections open after ``leave``
 
     @abstractmethod
     def _run(self, group: Any, operations: Callable[[Any], list[Any]], check: Check) -> None:
@@ -253,15 +258,18 @@ class _Gloo(Group):
         works: list[Any] = []
         try:
             works += operations(group)
-            for work in works:
+            while works:
                 check()
-                work.wait()
+                works.pop(0).wait()
         except RuntimeError as error:
-            works.clear()  # they keep connections open, and the traceback keeps them
             is_late = time.monotonic() - begin >= self._wait_s
             # Without the position in gloo's source and without its advice.
             text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". ")[0]
+            error.__traceback__ = None  # its frames refer to the group, too
             raise GroupBroken(f"the group broke: {text}", is_late=is_late) from None
+        finally:
+            works.clear()
+            del group
 
 
 class _Nccl(Group):

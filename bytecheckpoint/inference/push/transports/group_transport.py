@@ -154,14 +154,20 @@ class GroupMember(Membership):
             for reception in self._receptions:
                 _receive(group, rank, ring, reception)
         except Exception as error:  # noqa: BLE001 - the model's thread raises it
-            known = SenderLost(str(error)) if isinstance(error, GroupBroken) else error
-            if not isinstance(known, BytecheckpointError):
-                _log.warning("push: receiving from a group failed", exc_info=True)
-                known = EngineError(f"receiving from a group failed: {type(error).__name__}: {error}")
-            ring.fail(known)  # before the other members notice: their failures must not hide this one
+            ring.fail(_known(error))  # before the other members notice: their failures must not hide this one
             group.leave()
             if self._group is group:
                 self._group = None
+
+
+def _known(error: Exception) -> BytecheckpointError:
+    """Return what the model's thread raises for an error of the thread that receives."""
+    if isinstance(error, GroupBroken):
+        return SenderLost(str(error))
+    if isinstance(error, BytecheckpointError):
+        return error
+    _log.warning("push: receiving from a group failed", exc_info=error)
+    return EngineError(f"receiving from a group failed: {type(error).__name__}: {error}")
 
 
 def _receive(group: Group, rank: int, ring: RingBuffer, reception: Reception) -> None:
