@@ -254,7 +254,15 @@ class FormatError(CheckpointError):
 
 
 class CorruptionError(CheckpointError):
-    """Stored bytes differ from the manifest; the message contains file, tensor and byte range."""
+    """Stored bytes differ from the manifest; the message contains file, tensor and byte range.
+
+    Attributes:
+        key: The key of the file in its store; empty if it is unknown, or the bytes are in no file.
+    """
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class StorageError(BytecheckpointError, OSError):
@@ -262,6 +270,9 @@ class StorageError(BytecheckpointError, OSError):
 
     is_late: bool = False
     """The store was asked until the deadline; asking it again takes as long."""
+
+    key: str = ""
+    """The key of the data file of a checkpoint that could not be read; empty in errors of backends."""
 
 
 class KeyNotFoundError(StorageError, FileNotFoundError):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Buffer, Self
 
-from ..errors import BytecheckpointError, StorageError, UnsupportedURLError, without_userinfo
+from ..errors import CorruptionError, StorageError, UnsupportedURLError, without_userinfo
 
 __all__ = [
     "Conditions",
@@ -571,13 +571,14 @@ class StorageBackend(ABC):
             StorageError: An upload could not be ended. Others may have been ended.
         """
 
-    def fall_back(self, error: BytecheckpointError) -> StorageBackend | None:
+    def fall_back(self, error: CorruptionError | StorageError) -> StorageBackend | None:
         """Return another store with the same objects, to read what could not be read from this one.
 
         The default implementation is for stores that are the only copy.
 
         Args:
-            error: Why the bytes are needed from elsewhere: they could not be read, or differ from their checksum.
+            error: Why the bytes are needed from elsewhere: they could not be read, or differ from their checksum. Its
+                ``key`` is that of the file.
 
         Returns:
             The other store; None if there is none.

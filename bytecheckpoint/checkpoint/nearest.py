@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import Buffer
 
-from ..errors import HIDDEN_PASSWORD, BytecheckpointError, CheckpointError, KeyNotFoundError, StorageError, UsageError
+from ..errors import HIDDEN_PASSWORD, CheckpointError, CorruptionError, KeyNotFoundError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..runtime.limits import DEFAULT_DEADLINE_S
 from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, join, open_backend
@@ -101,8 +101,9 @@ class NearestBackend(StorageBackend):
         self._near, self._far, self.options = near, far, far.options
         self.is_remote, self.read_size, self.atomic_writer = far.is_remote, far.read_size, far.atomic_writer
         self._lock = threading.Lock()
+        self._here: set[str] = set()  # data files that were read in near
         self._elsewhere: set[str] = set()  # data files that are not in near
-        self._damaged: set[str] = set()
+        self._damaged: set[str] = set()  # descriptions of what could not be read in near
         self._is_silent = False  # whether the store did not answer when it was last asked
 
     @property
@@ -117,14 +118,18 @@ class NearestBackend(StorageBackend):
     def deadline_s(self, value: float) -> None:
         self._far.deadline_s = value
 
-    def fall_back(self, error: BytecheckpointError) -> StorageBackend | None:
-        """Return the store, if the copy on this machine may be what is damaged. ``error`` names the file."""
+    def fall_back(self, error: CorruptionError | StorageError) -> StorageBackend | None:
+        """Return the store, if it is the copy on this machine that is damaged."""
         with self._lock:
-            if any(key in str(error) for key in self._elsewhere):
-                return None  # it was read from the store
+            if error.key not in self._here:
+                return None  # it was read from the store, as are the files of older checkpoints
+        self._note_damage(error)
+        return self._far
+
+    def _note_damage(self, error: CorruptionError | StorageError) -> None:
+        with self._lock:
             self._damaged.add(str(error))
         _log.warning("the copy in %s cannot be used, reading %s instead: %s", self._near.url, self.display_url, error)
-        return self._far
 
     def remarks(self) -> Sequence[str]:
         """Describe which files were not read on this machine."""
@@ -175,12 +180,16 @@ class NearestBackend(StorageBackend):
         if not key.startswith(ATTEMPT_PREFIX):
             return read(self._far)
         try:
-            return read(self._near)
+            found = read(self._near)
         except KeyNotFoundError:
             with self._lock:
                 self._elsewhere.add(key)
         except StorageError as error:
-            self.fall_back(error)
+            self._note_damage(error)
+        else:
+            with self._lock:
+                self._here.add(key)
+            return found
         return read(self._far)
 
     def _manifest(self, max_size: int | None) -> bytes:

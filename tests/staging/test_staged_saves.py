@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -20,8 +21,10 @@ from bytecheckpoint import telemetry
 from bytecheckpoint.checkpoint.nearest import open_staging
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import CheckpointNotFoundError, SavePendingError, StorageError, UsageError
+from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, encode
 from bytecheckpoint.storage_backends import base, open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
+from bytecheckpoint.storage_backends.local.page_cache import PageCache
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import CountingBackend
@@ -272,6 +275,66 @@ def test_damage_in_the_store_is_not_blamed_on_the_copy(
     (places.staged() / path.relative_to(places.path())).unlink()
     with pytest.raises(bcp.errors.CorruptionError, match=str(path)):
         places.load()
+    assert "cannot be used" not in caplog.text
+
+
+def rename_files(folder: Path, names: dict[str, str]) -> None:
+    """Let data files of a checkpoint have other names. A save does not make such names."""
+    manifest = decode((folder / MANIFEST_KEY).read_bytes())
+    files = manifest.files
+    for row, key in enumerate(files.name):
+        attempt, name = key.split("/", 1)
+        files.name[row] = f"{attempt}/{names.get(name, name)}"
+        (folder / key).rename(folder / files.name[row])
+    (folder / MANIFEST_KEY).write_bytes(encode(manifest))
+
+
+@pytest.mark.parametrize("damage", ["bytes", "head", "short"])
+def test_damage_to_a_copy_whose_key_contains_that_of_a_file_that_is_not_near(places: Places, damage: str) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+    for folder in (places.path(), places.staged()):
+        rename_files(folder, {"extra_state-00000.msgpack": "file", "model-00000.safetensors": "file-2"})
+    next(places.staged().glob("*/file")).unlink()
+    path = next(places.staged().glob("*/file-2"))
+    data = bytearray(path.read_bytes())
+    data[9 if damage == "head" else len(data) // 2] ^= 1
+    path.write_bytes(data[: len(data) // 2] if damage == "short" else data)
+    loaded, report = places.load()
+    check(loaded, 1.0)
+    assert ["1 file(s) are not" in note or "damaged" in note for note in report.notes] == [True, True]
+
+
+def test_a_disk_that_cannot_read_the_copy(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    places.save(1.0).uploaded(WAIT_S)
+
+    def fail(self: PageCache, *_: int) -> bool:
+        if os.readlink(f"/proc/self/fd/{self._fd}").startswith(str(places.staging)):
+            raise OSError(errno.EIO, "the disk is broken")
+        return True
+
+    monkeypatch.setattr(PageCache, "has", fail)
+    loaded, report = places.load()
+    check(loaded, 1.0)
+    assert [note for note in report.notes if "damaged" in note]
+
+
+@pytest.mark.parametrize("damage", ["bytes", "missing"])
+def test_damage_to_an_older_checkpoint_is_not_blamed_on_the_copy(
+    places: Places, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bcp.save(places.path(), state(1.0), base="auto")
+    changed = state(1.0)
+    changed["model"]["bias"][0] = 7
+    bcp.save(places.path("step-2"), changed, base="auto")
+    assert bcp.open(places.path("step-2")).manifest.references.name
+    path = max(places.path().rglob("model-*"), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    if damage == "bytes":
+        path.write_bytes(data)
+    with pytest.raises(bcp.errors.CorruptionError, match=str(path)):
+        places.load("step-2")
     assert "cannot be used" not in caplog.text
 
 

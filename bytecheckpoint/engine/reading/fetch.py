@@ -70,7 +70,11 @@ class Fetcher:
                 on_frame = on_fault if self.checked else None
                 opened = stack.enter_context(FrameReader(self.source, file, opened, memory.scratch, on_frame))
             page = 0
-            if not opened.is_cached(begin, length):
+            try:
+                is_cached = opened.is_cached(begin, length)
+            except StorageError as error:  # a broken disk
+                raise self.source.read_error(file, plan.row[first], begin, begin + length, error) from error
+            if not is_cached:
                 page = opened.direct_alignment() if length >= _MIN_DIRECT_BYTES else 0
                 on_wait(page > 0)
             check = ChunkCheck(self.source, file, on_fault) if self.checked else None

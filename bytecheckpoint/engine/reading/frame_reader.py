@@ -160,7 +160,10 @@ class FrameReader(ObjectReader):
         frame = min(first + int(np.searchsorted(ends, size, side="right")), past - 1)
         row, begin, end = self._source.frame_place(self._file, frame)
         found = self._source.read_error(self._file, row, begin, end, error, source=source)
-        return found if isinstance(found, CorruptionError) else error
+        if isinstance(found, CorruptionError):
+            return found
+        error.key = found.key  # ``fetch`` describes the error, as one of the file that has references
+        return error
 
 
 class _Output:

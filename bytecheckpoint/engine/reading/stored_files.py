@@ -77,9 +77,11 @@ def _read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, hea
     if xxhash.xxh3_64_intdigest(head) != int(files.head_checksum[row]):
         what = {"tensors": "header", COMPANION: "text"}.get(files.kind[row], "values")
         section = manifest.sections[int(files.section[row])].name
-        raise CorruptionError(
-            f"{backend.url}/{key}: checksum mismatch in the {what} of section {section}, bytes [0, {length}): "
-            f"this is not the file that was saved (changed, or swapped with another)"
+        raise _corruption(
+            backend,
+            key,
+            f"checksum mismatch in the {what} of section {section}, bytes [0, {length}): this is not the file that was "
+            f"saved (changed, or swapped with another)",
         )
     return bytes(head)
 
@@ -146,17 +148,16 @@ class StoredFiles:
 
     def mismatch(self, file: int, row: int, begin: int, end: int) -> CorruptionError:
         """Return the error for bytes of shard ``row`` whose checksum differs from the manifest's."""
+        key, problem = self.manifest.files.name[file], f"checksum mismatch in {self._where(row)}"
         if self.is_encoded(file):
-            return CorruptionError(
-                f"{self.backend.url}/{self.manifest.files.name[file]}: checksum mismatch in {self._where(row)}, "
-                f"decoded bytes [{begin}, {end}): the codec {self.manifest.files.codec[file]} returns other bytes than "
-                f"were saved. Install the version of its package that wrote them, or load an earlier checkpoint"
+            return _corruption(
+                self.backend,
+                key,
+                f"{problem}, decoded bytes [{begin}, {end}): the codec {self.manifest.files.codec[file]} returns other "
+                f"bytes than were saved. Install the version of its package that wrote them, or load an earlier "
+                f"checkpoint",
             )
-        return CorruptionError(
-            f"{self.backend.url}/{self.manifest.files.name[file]}: checksum mismatch in {self._where(row)}, bytes "
-            f"[{begin}, {end}): the stored bytes changed after they were written; restore the file or load an earlier "
-            f"checkpoint"
-        )
+        return _changed(self.backend, key, f"{problem}, bytes [{begin}, {end})")
 
     def frame_place(self, file: int, frame: int) -> tuple[int, int, int]:
         """Return the shard of a frame, and the range of its stored bytes."""
@@ -174,21 +175,15 @@ class StoredFiles:
         frames = self.manifest.files.frames
         assert frames is not None
         backend, key, _ = self.holder(file, int(frames.source[frame]))
-        return row, CorruptionError(
-            f"{backend.url}/{key}: {problem} in {self._where(row)}, bytes "
-            f"[{begin}, {end}): the stored bytes changed after they were written; restore the file or load an earlier "
-            f"checkpoint"
-        )
+        return row, _changed(backend, key, f"{problem} in {self._where(row)}, bytes [{begin}, {end})")
 
     def crc_mismatch(self, file: int, begin: int, end: int) -> CorruptionError:
         """Return the error for bytes of a file whose CRC-32 differs from the one that is stored with them."""
         start = self.manifest.files.head_length[file] + self.manifest.shard_offset
         inside = (self.manifest.shard_file == file) & (start >= begin) & (start < end)
         where = ", ".join(map(self._where, np.flatnonzero(inside).tolist()[:3]))
-        return CorruptionError(
-            f"{self.backend.url}/{self.manifest.files.name[file]}: CRC-32 mismatch in {where}, bytes [{begin}, {end}): "
-            f"the stored bytes changed after they were written; restore the file or load an earlier checkpoint"
-        )
+        problem = f"CRC-32 mismatch in {where}, bytes [{begin}, {end})"
+        return _changed(self.backend, self.manifest.files.name[file], problem)
 
     def present_size(self, file: int, error: StorageError, *, source: int = 0) -> int:
         """Return the size of the file or the reference after ``error``; the manifest's if the store does not answer."""
@@ -234,22 +229,35 @@ class OpenFiles:
             self._open.clear()
 
 
+def _corruption(backend: StorageBackend, key: str, problem: str) -> CorruptionError:
+    return CorruptionError(f"{backend.url}/{key}: {problem}", key=key)
+
+
+def _changed(backend: StorageBackend, key: str, problem: str) -> CorruptionError:
+    advice = "the stored bytes changed after they were written; restore the file or load an earlier checkpoint"
+    return _corruption(backend, key, f"{problem}: {advice}")
+
+
 def _missing(backend: StorageBackend, key: str, where: str) -> CorruptionError:
-    return CorruptionError(
-        f"{backend.url}/{key}: file is missing, but the manifest names it for {where}; it was deleted, not copied, "
-        f"or the checkpoint was overwritten during the read (then load again)"
+    return _corruption(
+        backend,
+        key,
+        f"file is missing, but the manifest names it for {where}; it was deleted, not copied, or the checkpoint was "
+        f"overwritten during the read (then load again)",
     )
 
 
 def _missing_reference(backend: StorageBackend, key: str, source: StoredFiles) -> CorruptionError:
-    return CorruptionError(
-        f"{backend.url}/{key}: file is missing, but the incremental checkpoint {source.backend.url} refers to it. Move "
-        f"or copy {folder_name(source.backend)} together with {folder_name(backend)}, or make a full copy with bcp copy"
+    return _corruption(
+        backend,
+        key,
+        f"file is missing, but the incremental checkpoint {source.backend.url} refers to it. Move or copy "
+        f"{folder_name(source.backend)} together with {folder_name(backend)}, or make a full copy with bcp copy",
     )
 
 
 def _wrong_size(backend: StorageBackend, key: str, found: int, size: int) -> CorruptionError:
-    return CorruptionError(f"{backend.url}/{key}: the file has {found} bytes, but the manifest states {size}")
+    return _corruption(backend, key, f"the file has {found} bytes, but the manifest states {size}")
 
 
 def _unreadable(
@@ -259,11 +267,13 @@ def _unreadable(
     found = _present_size(backend, key, size, error)
     if found == size:
         described = type(error)(f"{backend.url}/{key}: cannot read {what}: {error}")
-        described.is_late = error.is_late
+        described.is_late, described.key = error.is_late, error.key or key
         return described
-    return CorruptionError(
-        f"{backend.url}/{key}: cannot read {what}: the file has {found} bytes, but the manifest states {size}; it was "
-        f"truncated or replaced; restore it or load an earlier checkpoint"
+    return _corruption(
+        backend,
+        key,
+        f"cannot read {what}: the file has {found} bytes, but the manifest states {size}; it was truncated or "
+        f"replaced; restore it or load an earlier checkpoint",
     )
 
 
