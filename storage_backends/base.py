@@ -190,7 +190,13 @@ class ObjectReader(ABC):
 
     Every read returns bytes of the object that had the key when the reader was opened. A store that cannot guarantee
     this may fail or return bytes of an object that has replaced it. Close the reader when no thread is inside a call.
+
+    Attributes:
+        size: The object's size in bytes, if the store has stated it by itself, at the latest with the first bytes; else
+            None. A load compares it with the manifest.
     """
+
+    size: int | None = None
 
     @abstractmethod
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:

@@ -133,6 +133,8 @@ class LocalReader(ObjectReader):
     Long reads of bytes that are not in the page cache bypass it.
     """
 
+    size: int
+
     def __init__(self, root: LocalRoot, path: str, action: str) -> None:
         self._root = root
         self._action = action

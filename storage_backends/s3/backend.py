@@ -179,8 +179,8 @@ class S3Backend(StorageBackend):
         check_key(key)
         return _Reader(self, key)
 
-    def _read(self, key: str, offset: int, buffers: Sequence[Buffer], version: str) -> str:
-        """Fill ``buffers`` with bytes of one version of the object, of ``version`` if it is not empty; return it."""
+    def _read(self, key: str, offset: int, buffers: Sequence[Buffer], version: str) -> ObjectStat:
+        """Fill ``buffers`` with bytes of one version of the object, of ``version`` if it is not empty; describe it."""
         action = self._action("reading", key)
         views = [writable_view(action, buffer) for buffer in buffers]
         views = [view for view in views if len(view)]
@@ -192,22 +192,22 @@ class S3Backend(StorageBackend):
             found = self.stat(key)
             if found.size < offset:
                 raise StorageError(f"{action}: byte {offset} is beyond the object's end at {found.size}")
-            return found.version
+            return found
         count, address = sum(map(len, views)), self._address(client, key)
         request = Request(action, self.deadline_s, "read", count, can_hedge=True)
 
-        async def send() -> str:
+        async def send() -> ObjectStat:
             nonlocal version
             reply = await client.call("get_object", **address, Range=f"bytes={offset}-{offset + count - 1}")
             async with aclosing(body_of(reply)) as body:
-                check_range(reply, action, offset, offset + count)
+                size = check_range(reply, action, offset, offset + count)
                 found = str(reply.get("ETag", ""))
                 # Two tries may fill the buffers at the same time.
                 if version and found != version:
                     raise StorageError(f"{action}: the object was replaced while it was being read")
                 version = found
                 await body.fill(views)
-            return found
+            return ObjectStat(key, size, found)
 
         try:
             return client.run(action, client.repeat(request, send))
@@ -353,4 +353,4 @@ class _Reader(ObjectReader):
 
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
         found = self._backend._read(self._key, offset, buffers, self._version)
-        self._version = self._version or found
+        self._version, self.size = self._version or found.version, found.size

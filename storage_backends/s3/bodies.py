@@ -62,8 +62,11 @@ class StreamedBody:
             self._body.close()
 
 
-def check_range(reply: dict[str, Any], action: str, start: int, end: int) -> None:
-    """Raise ``StorageError`` if the object ends before ``end``, and ``ShortReplyError`` if a reply has other bytes."""
+def check_range(reply: dict[str, Any], action: str, start: int, end: int) -> int:
+    """Return the size of the object.
+
+    Raises ``StorageError`` if it ends before ``end``, and ``ShortReplyError`` if the reply has other bytes.
+    """
     length = int(reply["ContentLength"])
     found = _CONTENT_RANGE.fullmatch(str(reply.get("ContentRange", f"bytes 0-{length - 1}/{length}")))
     first, last, size = map(int, found.groups()) if found else (-1, -1, end)
@@ -71,6 +74,7 @@ def check_range(reply: dict[str, Any], action: str, start: int, end: int) -> Non
         raise too_short(action, start, end, size)
     if (first, last + 1) != (start, end):
         raise ShortReplyError(f"requested bytes [{start}, {end}), the reply has [{first}, {last + 1}) of {size}")
+    return size
 
 
 def too_short(action: str, start: int, end: int, size: int) -> StorageError:

@@ -374,6 +374,22 @@ def test_damage_in_a_referenced_file_names_the_file_the_tensor_and_the_range(tmp
     assert not [*(tmp_path / "copy").rglob("*.*")]
 
 
+def test_bytes_appended_to_a_referenced_file(tmp_path: Path) -> None:
+    tree = tensors()
+    save(tmp_path / "step-1", tree)
+    tree["step"] += 1
+    save(tmp_path / "step-2", tree)
+    file = next((tmp_path / "step-1").rglob("*.safetensors"))
+    content = file.read_bytes()
+    file.write_bytes(content + b"more")
+    place = f"{file}: the file has {len(content) + 4} bytes, but the manifest states {len(content)};"
+    with pytest.raises(CorruptionError, match=place):
+        bcp.open(tmp_path / "step-2")["tree.frozen"].load()
+    (problem,) = bcp.open(tmp_path / "step-2").verify().problems
+    assert problem.startswith(place)
+    bcp.open(tmp_path / "step-2")["tree.step"].load()  # its own file has it
+
+
 @pytest.mark.parametrize("codec", [None, "zstd"])
 def test_a_copy_is_complete(tmp_path: Path, codec: str | None) -> None:
     tree = tensors()

@@ -18,7 +18,13 @@ import torch
 pytest.importorskip("s3fs")
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import CheckpointNotFoundError, CommitUnknownError, NotACheckpointError, StorageError
+from bytecheckpoint.errors import (
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    CorruptionError,
+    NotACheckpointError,
+    StorageError,
+)
 from bytecheckpoint.testing import time_limit
 from tests.support.s3_faults import Exchange, FaultProxy, fault_proxy
 
@@ -105,6 +111,29 @@ def _load(store: _Store, path: str, tensors: dict[str, torch.Tensor]) -> int:
     assert all(torch.equal(state["model"][name], tensor) for name, tensor in tensors.items())
     assert set(kinds) == {"get"}
     return sum(files) - 1  # the header
+
+
+@pytest.mark.parametrize("codec", [None, "zstd"])
+@pytest.mark.parametrize("change", [1, -1])
+def test_an_object_of_another_size(store: _Store, change: int, codec: str | None) -> None:
+    """The reply to a read of other bytes states it."""
+    path = f"{store.root}/step-1"
+    tensors = {"first": torch.arange(1000.0), "last": torch.arange(1000.0)}
+    bcp.save(path, {"model": tensors}, codec=codec, storage_options=store.options)
+    opened = bcp.open(path, storage_options=store.options)
+    key = next(key for key in opened.manifest.files.name if "model-" in key)
+    content = opened.backend.get(key)
+    opened.backend.put(key, content + b"x" if change > 0 else content[:change])
+
+    def load() -> str:
+        with pytest.raises(CorruptionError) as caught:
+            opened["model.first"].load()
+        return str(caught.value)
+
+    message, kinds = store.count(load)
+    size = len(content)
+    assert f"{path}/{key}: the file has {size + change} bytes, but the manifest states {size};" in message
+    assert kinds == Counter(get=3), "the header, and the bytes twice: the first reply may have been damaged"
 
 
 def test_a_load_of_many_small_tensors(store: _Store) -> None:

@@ -54,14 +54,15 @@ class Fetcher:
     def fetch(self, extents: range, on_fault: Fault, on_wait: Callable[[bool], None] = lambda direct: None) -> None:
         """Fetch consecutive extents of one file.
 
-        ``on_fault`` is called for each chunk that differs from what was saved. ``on_wait`` is called if the bytes are
-        not in the page cache; its argument states whether they are read directly from the device. Raises
+        ``on_fault`` is called for each chunk, and each size, that differs from what was saved. ``on_wait`` is called if
+        the bytes are not in the page cache; its argument states whether they are read directly from the device. Raises
         ``CorruptionError``, ``StorageError``, and what ``on_fault`` raises.
         """
         plan = self.plan
         first, last = plan.starts[extents[0]], plan.starts[extents[-1] + 1] - 1
         file, begin, length = plan.file[first], plan.begin[first], plan.end[last] - plan.begin[first]
-        with self._files.use(file, plan.row[first]) as opened, ExitStack() as stack:
+        with self._files.use(file, plan.row[first]) as stored, ExitStack() as stack:
+            opened = stored
             # Frames are read whole, so an extent of an encoded file is.
             blocks = map(plan.blocks, extents if self.source.is_encoded(file) else ())
             longest = max((plan.end[one[-1]] - plan.begin[one[0]] for one in blocks), default=0)
@@ -81,6 +82,8 @@ class Fetcher:
             reads = _FileReads(self, file, opened, page, check, memory)
             for extent in extents:
                 self._on_read(reads.fetch(plan.blocks(extent)))
+                if self.checked:
+                    self.source.check_size(stored, file, on_fault)
 
 
 class _Memory:

@@ -24,7 +24,8 @@ class FrameReader(ObjectReader):
     ``opened`` is the file itself; ``close`` closes the other files that frames were read from.
     ``scratch`` returns memory for stored bytes; several frames are read with one request if it has room for them, and
     it must have room for one. With ``on_fault``, the stored bytes of every frame are compared with their checksum
-    before they are decoded. A frame that cannot be decoded raises ``CorruptionError``.
+    before they are decoded, and the sizes of the other files with the manifest. A frame that cannot be decoded raises
+    ``CorruptionError``.
     """
 
     def __init__(
@@ -136,6 +137,9 @@ class FrameReader(ObjectReader):
             holder.read(int(self._frames.position[first]), [stored])
         except StorageError as error:
             raise self._read_error(first, past, error) from error
+        source = int(self._frames.source[first])
+        if source and self._on_fault is not None:
+            self._source.check_size(holder, self._file, self._on_fault, source=source)
 
     def _is_intact(self, frame: int, stored: memoryview) -> bool:
         if self._on_fault is None or xxh3_64_intdigest(stored) == int(self._frames.checksum[frame]):

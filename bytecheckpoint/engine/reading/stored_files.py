@@ -26,7 +26,10 @@ __all__ = ["Fault", "OpenFiles", "StoredFiles", "read_stored_file", "source_afte
 _log = logging.getLogger(__name__)
 
 Fault = Callable[[int, CorruptionError], None]
-"""Called with the row of a shard and the fault in one of its chunks: raises the fault, or records it and returns."""
+"""Called with the row of a shard and the fault in one of its chunks: raises the fault, or records it and returns.
+
+The row is -1 for a fault of a whole file or reference.
+"""
 
 
 def read_stored_file(backend: StorageBackend, manifest: Manifest, row: int, *, head_only: bool) -> bytes:
@@ -146,6 +149,12 @@ class StoredFiles:
             self._sibling[folder] = open_sibling(self.backend, folder)
         return self._sibling[folder], key, int(self.manifest.references.size[source - 1])
 
+    def check_size(self, opened: ObjectReader, file: int, on_fault: Fault, *, source: int = 0) -> None:
+        """Call ``on_fault`` if the store has stated another size of a file or a reference than the manifest does."""
+        backend, key, size = self.holder(file, source)
+        if opened.size is not None and opened.size != size:
+            on_fault(-1, _wrong_size(backend, key, opened.size, size))
+
     def mismatch(self, file: int, row: int, begin: int, end: int) -> CorruptionError:
         """Return the error for bytes of shard ``row`` whose checksum differs from the manifest's."""
         key, problem = self.manifest.files.name[file], f"checksum mismatch in {self._where(row)}"
@@ -257,7 +266,12 @@ def _missing_reference(backend: StorageBackend, key: str, source: StoredFiles) -
 
 
 def _wrong_size(backend: StorageBackend, key: str, found: int, size: int) -> CorruptionError:
-    return _corruption(backend, key, f"the file has {found} bytes, but the manifest states {size}")
+    return _corruption(
+        backend,
+        key,
+        f"the file has {found} bytes, but the manifest states {size}; it was changed or replaced; restore it or load "
+        f"an earlier checkpoint",
+    )
 
 
 def _unreadable(

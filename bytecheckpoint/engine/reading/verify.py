@@ -41,10 +41,11 @@ def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]
     """Yield ``(bytes checked, fault or "")`` piece by piece, in the order of files and bytes.
 
     A file with a wrong head is reported once and not checked further; a shard is reported once, however many of its
-    chunks are wrong. Uses the reader's bounce buffers, and holds values files whole.
+    chunks are wrong, and so is a reference of another size. Uses the reader's bounce buffers, and holds values files
+    whole.
     """
     faulty_file: int | None = None
-    faulty_rows: set[int] = set()
+    reported: set[int | str] = set()  # rows of shards, and problems of references
     for task, future in _ahead(_tasks(reader), executor):
         try:
             faults = future.result()
@@ -56,8 +57,9 @@ def verify_files(reader: Reader, executor: Executor) -> Iterator[tuple[int, str]
             continue
         yield task.nbytes, ""
         for row, problem in faults.items():
-            if row not in faulty_rows:
-                faulty_rows.add(row)
+            what = problem if row < 0 else row
+            if what not in reported:
+                reported.add(what)
                 yield 0, problem
 
 

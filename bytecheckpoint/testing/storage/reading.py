@@ -68,6 +68,7 @@ class ReadingTests(StoreTests):
             assert buffers[1] == data[3:73]
             opened.read(5, [])
             assert isinstance(opened.is_cached(0, 1), bool)
+            assert opened.size in (None, len(data))
             with pytest.raises(StorageError, match="object"):
                 opened.read(len(data) - 5, [bytearray(3), bytearray(3)])
             with pytest.raises(StorageError, match="object"):
