@@ -14,7 +14,7 @@ import torch
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.discovery import CompleteCheckpoint, find_newest
 from .checkpoint.index import Index
-from .checkpoint.nearest import nearest, with_staging
+from .checkpoint.nearest import open_nearest, with_staging
 from .checkpoint.selection import Selection
 from .checkpoint.watch import watch
 from .control import current_communicator
@@ -38,7 +38,7 @@ from .save.options import SaveOptions, WaitFor, WhenBusy
 from .save.protocol import save as run_save
 from .save.replicas import Replicas
 from .save.warmup import warm_up
-from .storage_backends import StorageBackend, open_backend, url_text
+from .storage_backends import StorageBackend, url_text
 from .telemetry.trace_files import TraceFiles
 
 __all__ = ["TRACE_VARIABLE", "URL", "Checkpointer", "default_checkpointer"]
@@ -463,7 +463,7 @@ class Checkpointer:
                 "load", path, lambda: state, options, storage_options=storage_options, staging=staging
             )
             found = options.rules if isinstance(options.rules, Rules) else None
-            location = Location(url_text(path), backend, dict(storage_options or {}), found)
+            location = Location(url_text(path), backend, backend.options, found)
             return run_load(self._engine, location, op, state, options)
 
     def open(
@@ -517,15 +517,14 @@ class Checkpointer:
             "storage_options": storage_options,
         }
         arguments = check_arguments(given, rules=rules_argument)
-        url, options, found = url_text(path), arguments["storage_options"], arguments["rules"]
-        staging = arguments["staging"]
-        backend = nearest(open_backend(url, **options), staging)
-        backend.deadline_s = arguments["deadline_s"]
+        url, found = url_text(path), arguments["rules"]
+        options = with_staging(arguments["storage_options"], arguments["staging"])
+        backend = open_nearest(url, options, arguments["deadline_s"])
         return Checkpoint(
-            Location(url, backend, options, found).index(),
+            Location(url, backend, backend.options, found).index(),
             self._engine,
             verify=arguments["verify"],
-            reopen=functools.partial(_reopen, url, options, staging, verify=arguments["verify"], rules=found),
+            reopen=functools.partial(_reopen, url, options, verify=arguments["verify"], rules=found),
         )
 
     def latest(
@@ -576,7 +575,7 @@ class Checkpointer:
         arguments = check_arguments(given)
         options = with_staging(arguments["storage_options"], arguments["staging"])
         found = find_newest(root, allow_fresh=allow_fresh, deadline_s=arguments["deadline_s"], storage_options=options)
-        return None if found is None else self._opened(found, arguments["storage_options"], arguments["staging"])
+        return None if found is None else self._opened(found, options)
 
     def watch(
         self,
@@ -640,10 +639,8 @@ class Checkpointer:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _opened(
-        self, found: CompleteCheckpoint, storage_options: Mapping[str, Any] | None, staging: URL | None = None
-    ) -> Checkpoint:
-        reopen = functools.partial(_reopen, found.backend.url, dict(storage_options or {}), staging)
+    def _opened(self, found: CompleteCheckpoint, storage_options: Mapping[str, Any] | None) -> Checkpoint:
+        reopen = functools.partial(_reopen, found.backend.url, dict(storage_options or {}))
         return Checkpoint(Index(found.backend, found.manifest), self._engine, reopen=reopen)
 
     def _begin(
@@ -660,8 +657,8 @@ class Checkpointer:
             with op.phase("check"):
                 checked = options.checked()
                 given = check_arguments(arguments)
-                backend = nearest(open_backend(path, **given["storage_options"]), given.get("staging"))
-                backend.deadline_s = checked.deadline_s
+                storage_options = with_staging(given["storage_options"], given.get("staging"))
+                backend = open_nearest(path, storage_options, checked.deadline_s)
                 op.set_description(f"{kind} of {backend.url}")
             with op.phase("state"):
                 return backend, op, make_state(), checked
@@ -719,14 +716,13 @@ def _checkpointer_of(pid: int) -> Checkpointer:
 def _reopen(
     url: str,
     storage_options: Mapping[str, Any],
-    staging: URL | None = None,
     *,
     verify: bool = True,
     rules: Rules | None = None,
 ) -> Checkpoint:
     """Open a path in the process that unpickles a ``Checkpoint``, or that was forked from the one that opened it."""
     opener = default_checkpointer()
-    return opener.open(url, verify=verify, rules=rules, staging=staging, storage_options=storage_options)
+    return opener.open(url, verify=verify, rules=rules, storage_options=storage_options)
 
 
 @functools.cache

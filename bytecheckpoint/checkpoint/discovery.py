@@ -30,7 +30,7 @@ from ..storage_backends import join, open_backend, open_sibling
 from ..storage_backends.base import StorageBackend
 from .attempts import ATTEMPT_PREFIX
 from .manifest_file import read_manifest
-from .nearest import open_below, open_nearest
+from .nearest import open_nearest
 from .references import holds_only_pinned, older_attempts, pins_of
 
 __all__ = [
@@ -227,8 +227,11 @@ def _all_complete(
 
 
 def open_complete(root: StorageBackend, name: str, options: Mapping[str, Any]) -> CompleteCheckpoint:
-    """Open a checkpoint below ``root`` (see ``open_below``). Raises ``CheckpointError`` unless it is complete."""
-    backend = open_below(root, name, options)
+    """Open a checkpoint below ``root``, which was opened with the same options.
+
+    Raises ``CheckpointError`` unless it is complete.
+    """
+    backend = open_nearest(join(root.url, name), options, root.deadline_s)
     manifest = read_manifest(backend)
     _check_files_complete(backend, manifest)
     return CompleteCheckpoint(name, backend, manifest)

@@ -14,6 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,21 +23,21 @@ from typing_extensions import Buffer
 from ..errors import HIDDEN_PASSWORD, CheckpointError, CorruptionError, KeyNotFoundError, StorageError, UsageError
 from ..format.manifest import MANIFEST_KEY
 from ..runtime.limits import DEFAULT_DEADLINE_S
-from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, join, open_backend
+from ..storage_backends import ObjectStat, ObjectWriter, StorageBackend, open_backend
 from ..storage_backends.base import Conditions, ObjectReader
 from ..storage_backends.keys import TEMPORARY_PREFIX
 from ..storage_backends.local.backend import LocalBackend
 from .attempts import ATTEMPT_PREFIX
 from .manifest_file import decode_manifest
 
-__all__ = ["JOURNAL_PREFIX", "NearestBackend", "nearest", "open_below", "open_nearest", "open_staging", "with_staging"]
+__all__ = ["JOURNAL_PREFIX", "NearestBackend", "open_nearest", "open_staging", "with_staging"]
 
 JOURNAL_PREFIX = TEMPORARY_PREFIX + "transfer-"
 """The prefix of the names of journals; that of an upload goes on with ``to-``."""
 
 _LEAST_S = 0.5
 
-_STAGING = "staging"  # the storage option that ``with_staging`` adds
+_STAGING = "bytecheckpoint.staging"  # the storage option that ``with_staging`` adds
 
 _T = TypeVar("_T")
 
@@ -65,9 +66,20 @@ def _endpoint(options: Mapping[str, Any]) -> str:
     return str(options.get("endpoint_url") or (options.get("client_kwargs") or {}).get("endpoint_url") or "")
 
 
+@dataclass
+class _Staging:
+    """The value of the storage option. Backends that are opened with it share what they learn about the store."""
+
+    path: str
+    is_silent: bool = False  # whether the store did not answer when it was last asked
+
+
 def with_staging(options: Mapping[str, Any], staging: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return storage options with which ``open_nearest`` prefers copies in the folder ``staging``, if it is given."""
-    return dict(options) if staging is None else {**options, _STAGING: os.fspath(staging)}
+    """Return storage options with which ``open_nearest`` prefers copies in the folder ``staging``, if it is given.
+
+    Of several backends that are opened with them, only the first one waits long for a store that does not answer.
+    """
+    return dict(options) if staging is None else {**options, _STAGING: _Staging(os.fspath(staging))}
 
 
 def open_nearest(
@@ -76,35 +88,22 @@ def open_nearest(
     """Return the backend of ``url``, for reading, with options that ``with_staging`` may have made."""
     options = dict(options)
     staging = options.pop(_STAGING, None)
-    backend = nearest(open_backend(url, **options), staging)
-    backend.deadline_s = deadline_s
-    return backend
-
-
-def open_below(root: StorageBackend, name: str, options: Mapping[str, Any]) -> StorageBackend:
-    """Return the backend of a folder below ``root``, which ``open_nearest`` has opened with the same options."""
-    backend = open_nearest(join(root.url, name), options, root.deadline_s)
-    if isinstance(root, NearestBackend) and isinstance(backend, NearestBackend):
-        backend._is_silent = root._is_silent
-    return backend
-
-
-def nearest(store: StorageBackend, staging: str | os.PathLike[str] | None) -> StorageBackend:
-    """Return a backend that reads copies in the folder ``staging`` where it can; ``store`` itself if that is None."""
-    return store if staging is None else NearestBackend(open_staging(staging, store), store)
+    store = open_backend(url, **options)
+    store.deadline_s = deadline_s
+    return store if staging is None else NearestBackend(open_staging(staging.path, store), store, staging)
 
 
 class NearestBackend(StorageBackend):
     """Reads data files in ``near`` where they are there, and everything else in ``far``. Writes nothing to ``near``."""
 
-    def __init__(self, near: LocalBackend, far: StorageBackend) -> None:
+    def __init__(self, near: LocalBackend, far: StorageBackend, staging: _Staging) -> None:
         self._near, self._far, self.options = near, far, far.options
+        self._staging = staging
         self.is_remote, self.read_size, self.atomic_writer = far.is_remote, far.read_size, far.atomic_writer
         self._lock = threading.Lock()
         self._here: set[str] = set()  # data files that were read in near
         self._elsewhere: set[str] = set()  # data files that are not in near
         self._damaged: set[str] = set()  # descriptions of what could not be read in near
-        self._is_silent = False  # whether the store did not answer when it was last asked
 
     @property
     def url(self) -> str:
@@ -224,13 +223,13 @@ class NearestBackend(StorageBackend):
     def _asking(self) -> Iterator[None]:
         """Ask the store what the copies here can answer too. If it did not answer before, do not wait long."""
         deadline_s = self._far.deadline_s
-        if self._is_silent:
+        if self._staging.is_silent:
             self._far.deadline_s = min(_LEAST_S, deadline_s)
-        self._is_silent = False
+        self._staging.is_silent = False
         try:
             yield
         except StorageError as error:
-            self._is_silent = error.is_late
+            self._staging.is_silent = error.is_late
             raise
         finally:
             self._far.deadline_s = deadline_s

@@ -342,6 +342,7 @@ class CheckpointManager:
         self._last_step = None
         self._await_uploads()
         damaged: list[str] = []
+        storage_options = self._nearest()
         while True:
             with self._rounds.round(followed_by="load") as op:
                 name = _agree_on_name(
@@ -352,7 +353,7 @@ class CheckpointManager:
                         excluding=damaged,
                         allow_fresh=allow_fresh,
                         deadline_s=self._deadline_s,
-                        storage_options=self._nearest,
+                        storage_options=storage_options,
                     ),
                 )
             if name is None:
@@ -366,8 +367,7 @@ class CheckpointManager:
                         join(self.root, name),
                         state,
                         deadline_s=self._deadline_s,
-                        staging=self._staging,
-                        storage_options=self._storage_options,
+                        storage_options=storage_options,
                         **options,
                     )
             except UnsupportedVersionError:
@@ -521,9 +521,8 @@ class CheckpointManager:
         except UsageError as error:
             _log.warning("%s: this state can be resumed but not saved: %s", self.root, error)
 
-    @property
     def _nearest(self) -> Mapping[str, Any]:
-        """The storage options of searches below the root."""
+        """Return the storage options of one search below the root, and of the load of what it finds."""
         return with_staging(self._storage_options or {}, self._staging)
 
     def _await_uploads(self) -> None:
@@ -542,15 +541,13 @@ class CheckpointManager:
 
     def _find(self, search: Callable[..., CompleteCheckpoint | None]) -> Checkpoint | None:
         self._check_usable()
+        storage_options = self._nearest()
         with self._rounds.round() as op:
-            name = _agree_on_name(op, partial(search, deadline_s=self._deadline_s, storage_options=self._nearest))
+            name = _agree_on_name(op, partial(search, deadline_s=self._deadline_s, storage_options=storage_options))
         if name is None:
             return None
         return self._checkpointer.open(
-            join(self.root, name),
-            staging=self._staging,
-            deadline_s=self._deadline_s,
-            storage_options=self._storage_options,
+            join(self.root, name), deadline_s=self._deadline_s, storage_options=storage_options
         )
 
     def _coordinate(

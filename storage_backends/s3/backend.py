@@ -35,7 +35,7 @@ __all__ = ["S3Backend"]
 
 _SINGLE_PUT_BYTES = 8 << 20
 _CONCURRENT_DELETES = 16
-_LEAST_S = 0.75  # to find out what became of a put that has taken the whole deadline
+_LEAST_S = 0.75  # to find out what became of a put, or why a read was refused, that has taken the whole deadline
 _NEXT_PAGE = {
     "list_objects_v2": {"ContinuationToken": "NextContinuationToken"},
     "list_multipart_uploads": {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
@@ -139,8 +139,8 @@ class S3Backend(StorageBackend):
             if code_of(error) not in REFUSED_CODES:
                 raise
             # The reply to an earlier try may have been lost, also to one that the HTTP client has repeated itself.
-            left_s = max(_LEAST_S, begun + self.deadline_s - time.monotonic())
-            found, version = await client.repeat(Request(action, left_s), lambda: client.mark_of(address))
+            request = Request(action, self._rest_s(begun))
+            found, version = await client.repeat(request, lambda: client.mark_of(address))
             if found != mark and is_open:
                 raise UnansweredError(
                     f"{action}: another program has written the object, before or after a try without reply"
@@ -189,12 +189,13 @@ class S3Backend(StorageBackend):
         client = self._client()
         if not views:
             # HTTP has no empty range.
-            found = self.stat(key)
+            found = client.run(action, self._stat(client, action, key, self.deadline_s))
             if found.size < offset:
                 raise StorageError(f"{action}: byte {offset} is beyond the object's end at {found.size}")
             return found
         count, address = sum(map(len, views)), self._address(client, key)
         request = Request(action, self.deadline_s, "read", count, can_hedge=True)
+        begun = time.monotonic()
 
         async def send() -> ObjectStat:
             nonlocal version
@@ -214,7 +215,9 @@ class S3Backend(StorageBackend):
         except StorageError as error:
             if code_of(error.__cause__ or error) not in _OUTSIDE_CODES:
                 raise
-            raise too_short(action, offset, offset + count, self.stat(key).size) from error
+            # The reply does not state the size.
+            found = client.run(action, self._stat(client, action, key, self._rest_s(begun)))
+            raise too_short(action, offset, offset + count, found.size) from error
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         return self.get_versioned(key, max_size=max_size)[0]
@@ -239,11 +242,16 @@ class S3Backend(StorageBackend):
     def stat(self, key: str) -> ObjectStat:
         check_key(key)
         client, action = self._client(), self._action("looking at", key)
+        return client.run(action, self._stat(client, action, key, self.deadline_s))
+
+    async def _stat(self, client: Client, action: str, key: str, deadline_s: float) -> ObjectStat:
         address = self._address(client, key)
-        found = client.run(
-            action, client.repeat(Request(action, self.deadline_s), lambda: client.call("head_object", **address))
-        )
+        found = await client.repeat(Request(action, deadline_s), lambda: client.call("head_object", **address))
         return ObjectStat(key, int(found["ContentLength"]), str(found.get("ETag", "")))
+
+    def _rest_s(self, begun: float) -> float:
+        """Return what remains of the deadline of a call."""
+        return max(_LEAST_S, begun + self.deadline_s - time.monotonic())
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         check_prefix(prefix)

@@ -17,7 +17,7 @@ from small_training import differing, memory, plain_model, stepped, training
 from torch import nn
 
 import bytecheckpoint as bcp
-from bytecheckpoint import checkpointer
+from bytecheckpoint.checkpoint import nearest
 from bytecheckpoint.errors import MismatchError, StateError, UsageError
 from bytecheckpoint.frameworks.base import Context
 from bytecheckpoint.frameworks.sections import Section, undone_on_failure
@@ -411,7 +411,7 @@ def test_each_values_file_is_read_once(tmp_path: Path, monkeypatch: pytest.Monke
         opened.append(CountingBackend(open_backend(url, **options)))
         return opened[-1]
 
-    monkeypatch.setattr(checkpointer, "open_backend", open_counting)
+    monkeypatch.setattr(nearest, "open_backend", open_counting)
     extra = {"own": bcp.PerRank(0), "shared": 0}
     bcp.load(tmp_path, {"extra": extra})
     assert extra["shared"] == 5

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint import checkpointer, errors
+from bytecheckpoint import errors
+from bytecheckpoint.checkpoint import nearest
 from bytecheckpoint.errors import CommitUnknownError, SavePendingError, StorageError
 from bytecheckpoint.testing.faults import FaultRule, FaultyBackend
 
@@ -57,9 +58,9 @@ def test_only_two_errors_leave_the_commit_open() -> None:
 
 
 def _save_with(rule: FaultRule, path: Path, monkeypatch: pytest.MonkeyPatch, *more: FaultRule) -> Exception:
-    real = checkpointer.open_backend
+    real = nearest.open_backend
     monkeypatch.setattr(
-        checkpointer, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule, *more])
+        nearest, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule, *more])
     )
     with pytest.raises(errors.BytecheckpointError) as caught:
         bcp.save(path, {"model": {"w": torch.zeros(4)}}, step=1)
@@ -89,11 +90,9 @@ def test_waiting_for_a_result_times_out_while_the_save_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    real = checkpointer.open_backend
+    real = nearest.open_backend
     rule = FaultRule("put", "manifest.msgpack", wait=release)
-    monkeypatch.setattr(
-        checkpointer, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule])
-    )
+    monkeypatch.setattr(nearest, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule]))
     handle = bcp.save(tmp_path, {"model": {"w": torch.zeros(4)}}, async_save=True)
     for wait in (handle.result, handle.exception):
         with pytest.raises(SavePendingError, match=r"has not ended after 0\.01 s and continues") as caught:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from damage import keys_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint import checkpointer, telemetry
-from bytecheckpoint.checkpoint import manifest_file
+from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint import manifest_file, nearest
 from bytecheckpoint.control import current_communicator
 from bytecheckpoint.engine.writing import WrittenFile
 from bytecheckpoint.errors import BytecheckpointError, CommitUnknownError, StorageError, UnansweredError, UsageError
@@ -86,16 +86,16 @@ def test_a_rank_that_dies_after_confirming_cannot_undo_the_save(pool: RankPool, 
 def _commit_late(rank: int, world_size: int, path: str) -> str:
     """Rank 0's store takes the manifest only when the others have given up."""
     rule = FaultRule("put", "manifest.msgpack", hook=lambda call: dist.barrier())
-    real = checkpointer.open_backend
+    real = nearest.open_backend
     if rank == 0:
-        checkpointer.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
+        nearest.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
     try:
         bcp.save(path, _state(rank, 1.0), step=1, deadline_s=time_limit(30) if rank == 0 else 1)
         return "saved"
     except CommitUnknownError as error:
         return f"unknown: {error}"
     finally:
-        checkpointer.open_backend = real
+        nearest.open_backend = real
         if rank:
             dist.barrier()
 
@@ -111,9 +111,9 @@ def test_ranks_that_gave_up_on_a_late_commit_do_not_say_that_it_failed(pool: Ran
 def _lose_rank_0_and_the_store(rank: int, world_size: int, path: str) -> str:
     """Rank 0 dies right after it has written the manifest; then rank 1's store fails too."""
     rule = FaultRule("get", "manifest.msgpack", times=None, error=StorageError("no answer"))
-    real = checkpointer.open_backend
+    real = nearest.open_backend
     if rank == 1:
-        checkpointer.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
+        nearest.open_backend = lambda url, **options: FaultyBackend(real(url, **options), [rule])
 
     def observer(name: str, event: str) -> None:
         if rank == 0 and (name, event) == ("save.commit.after", "point"):
@@ -126,7 +126,7 @@ def _lose_rank_0_and_the_store(rank: int, world_size: int, path: str) -> str:
         return f"{type(error).__name__}, {error.may_have_committed}: {error}"
     finally:
         stop()
-        checkpointer.open_backend = real
+        nearest.open_backend = real
     return "saved"
 
 
@@ -143,10 +143,8 @@ def test_a_manifest_that_the_store_refuses_leaves_the_old_checkpoint(
     bcp.save(tmp_path, _state(0, 1.0), step=1)
     old = keys_of(tmp_path)
     rule = FaultRule("put", "manifest.msgpack", error=StorageError("refused"))
-    real = checkpointer.open_backend
-    monkeypatch.setattr(
-        checkpointer, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule])
-    )
+    real = nearest.open_backend
+    monkeypatch.setattr(nearest, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule]))
     with pytest.raises(StorageError, match="refused") as caught:
         bcp.save(tmp_path, _state(0, 2.0), step=2)
     assert not caught.value.may_have_committed
@@ -168,14 +166,14 @@ def test_the_outcome_is_unknown_if_the_manifest_can_be_neither_written_nor_read(
 
     rules = [FaultRule("put", "manifest.msgpack", error=StorageError("timed out"), after=is_stored)]
     rules[0].hook = stop_responding
-    real, opened = checkpointer.open_backend, []
+    real, opened = nearest.open_backend, []
 
     def open_faulty(url: object, **options: object) -> FaultyBackend:
         opened.append(FaultyBackend(real(url, **options), rules))
         opened[-1].rules = rules
         return opened[-1]
 
-    monkeypatch.setattr(checkpointer, "open_backend", open_faulty)
+    monkeypatch.setattr(nearest, "open_backend", open_faulty)
     with pytest.raises(CommitUnknownError, match=r"timed out.*no response.*may or may not be committed") as caught:
         bcp.save(tmp_path, _state(0, 2.0), step=2, async_save=use_async).result(time_limit(60))
     assert caught.value.may_have_committed
@@ -252,9 +250,9 @@ def _hold_in_write(rank: int, world_size: int, path: str, operation: str, is_obj
             raise OSError("injected in write")
 
     rule = FaultRule(operation, "*/model-00001.safetensors", hook=hold)
-    real = checkpointer.open_backend
+    real = nearest.open_backend
     if rank == 1:
-        checkpointer.open_backend = lambda url, **options: FaultyBackend(
+        nearest.open_backend = lambda url, **options: FaultyBackend(
             _ObjectStore(url) if is_object_store else real(url, **options), [rule]
         )
     stop = telemetry.observe(fail)
@@ -266,7 +264,7 @@ def _hold_in_write(rank: int, world_size: int, path: str, operation: str, is_obj
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         stop()
-        checkpointer.open_backend = real
+        nearest.open_backend = real
         if rank == 0:
             dist.barrier()
 
@@ -303,8 +301,8 @@ def _lose_rank_0_in_the_cleanup(rank: int, world_size: int, path: str) -> str:
     rules = [FaultRule("delete" if rank == 2 else "complete", times=None, hook=wait_for_its_death)]
     if rank == 0:
         rules = [FaultRule("list", "attempt-*", hook=lambda call: os.kill(os.getpid(), signal.SIGKILL))]
-    real = checkpointer.open_backend
-    checkpointer.open_backend = lambda url, **options: FaultyBackend(real(url, **options), rules)
+    real = nearest.open_backend
+    nearest.open_backend = lambda url, **options: FaultyBackend(real(url, **options), rules)
     stop = telemetry.observe(fail)
     try:
         bcp.save(path, _state(rank, 2.0), step=2, deadline_s=0.5 if rank == 0 else time_limit(30))
@@ -313,7 +311,7 @@ def _lose_rank_0_in_the_cleanup(rank: int, world_size: int, path: str) -> str:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         stop()
-        checkpointer.open_backend = real
+        nearest.open_backend = real
 
 
 def test_the_others_clean_up_although_rank_0_dies_while_it_does(pool: RankPool, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from damage import keys_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint import checkpointer
+from bytecheckpoint.checkpoint import nearest
 from bytecheckpoint.checkpoint.manifest_file import commit
 from bytecheckpoint.convert.copy import copy
 from bytecheckpoint.errors import KeyExistsError, RootInUseError, StorageError
@@ -47,17 +48,15 @@ def at_commit(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
     """Return a function that calls another one right before the first manifest is put."""
 
     def install(action: Callable[[], object], is_reply_lost: bool) -> FaultRule:
-        real = checkpointer.open_backend
+        real = nearest.open_backend
 
         def hook(call: Call) -> None:
-            monkeypatch.setattr(checkpointer, "open_backend", real)
+            monkeypatch.setattr(nearest, "open_backend", real)
             action()
 
         error = KeyExistsError("refused the repetition") if is_reply_lost else None
         rule = FaultRule("put", "manifest.msgpack", hook=hook, error=error, after=True)
-        monkeypatch.setattr(
-            checkpointer, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule])
-        )
+        monkeypatch.setattr(nearest, "open_backend", lambda url, **options: FaultyBackend(real(url, **options), [rule]))
         return rule
 
     return install
@@ -149,7 +148,7 @@ class _WithoutConditions(LocalBackend):
 def test_a_path_is_replaced_on_every_kind_of_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: type[StorageBackend]
 ) -> None:
-    monkeypatch.setattr(checkpointer, "open_backend", lambda url, **options: make(url))  # type: ignore[call-arg]
+    monkeypatch.setattr(nearest, "open_backend", lambda url, **options: make(url))  # type: ignore[call-arg]
     for step in (1, 2, 3):
         bcp.save(tmp_path, _state(float(step)), step=step)
         _expect(tmp_path, step)

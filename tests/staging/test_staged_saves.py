@@ -507,14 +507,18 @@ def test_a_store_that_cannot_be_read(places: Places, monkeypatch: pytest.MonkeyP
             raise StorageError("no connection")
 
     monkeypatch.setattr(
-        "bytecheckpoint.checkpointer.open_backend",
+        "bytecheckpoint.checkpoint.nearest.open_backend",
         lambda path, **options: Broken(open_backend(path)) if os.fspath(path) == url else open_backend(path),
     )
     check(places.load()[0], 1.0)
 
 
-def test_a_store_that_does_not_answer_is_waited_for_once(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    places.save(1.0).uploaded(WAIT_S)
+@pytest.mark.parametrize("what", ["latest", "resume", "best"])
+def test_a_store_that_does_not_answer_is_waited_for_once(
+    places: Places, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with bcp.CheckpointManager(places.store, cadence=1, staging=places.staging, preemption=None) as manager:
+        manager.save(1, state(1.0), metrics={"loss": 1.0})
     limits: list[float] = []
 
     def silent(self: LocalBackend, *_: object, **__: object) -> Any:
@@ -530,9 +534,19 @@ def test_a_store_that_does_not_answer_is_waited_for_once(places: Places, monkeyp
         "bytecheckpoint.checkpoint.nearest.open_backend",
         lambda path, **_: (Silent if os.fspath(path).startswith(str(places.store)) else LocalBackend)(path),
     )
-    newest = bcp.latest(places.store, staging=places.staging, deadline_s=600)
-    assert newest is not None
-    assert newest.url == str(places.path())
+    with bcp.CheckpointManager(places.store, staging=places.staging, preemption=None, deadline_s=600) as manager:
+        if what == "resume":
+            loaded = empty()
+            manager.resume(loaded)
+            check(loaded, 1.0)
+        else:
+            newest = (
+                bcp.latest(places.store, staging=places.staging, deadline_s=600)
+                if what == "latest"
+                else manager.best("loss", "min")
+            )
+            assert newest is not None
+            assert newest.url == str(places.path())
     first, *others = limits
     assert first == 600
     assert others

@@ -8,7 +8,7 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +20,13 @@ import pytest
 
 pytest.importorskip("s3fs")
 
-from bytecheckpoint.checkpoint.nearest import nearest
+from bytecheckpoint.checkpoint.nearest import open_nearest, with_staging
 from bytecheckpoint.errors import AccessDeniedError, KeyExistsError, KeyNotFoundError, StorageError
 from bytecheckpoint.storage_backends import StorageBackend, open_backend
+from bytecheckpoint.storage_backends.s3 import backend as s3_backend
 from bytecheckpoint.storage_backends.s3 import retries, writers
 from bytecheckpoint.storage_backends.s3.client import Client
+from bytecheckpoint.storage_backends.s3.retries import Request, Retries
 from bytecheckpoint.storage_backends.window import PARTS_IN_FLIGHT
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.faults import FaultyBackend
@@ -46,7 +48,8 @@ def test_the_endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for options in ({"endpoint_url": "http://a:1"}, {"client_kwargs": {"endpoint_url": "http://a:1"}}):
         for backend in (store := open_backend("s3://bucket/x", **keys, **options), FaultyBackend(store)):
             assert backend.endpoint() == "http://a:1"
-        assert nearest(store, tmp_path).endpoint() == "http://a:1"
+        nearest = open_nearest("s3://bucket/x", with_staging({**keys, **options}, tmp_path))
+        assert nearest.endpoint() == "http://a:1"
     assert "secret" not in open_backend("s3://bucket", **keys, endpoint_url="http://user:secret@a:1").endpoint()
     for region in ("us-east-1", "eu-west-1"):
         assert open_backend("s3://bucket", **keys, client_kwargs={"region_name": region}).endpoint() == ""
@@ -522,6 +525,27 @@ def test_replies_that_are_always_wrong(damaged: StorageBackend, proxy: FaultProx
     proxy.rule = lambda exchange: "shift"
     with pytest.raises(StorageError, match=r"requested bytes \[5, 105\), the reply has \[6, 106\) of 15728657 \("):
         damaged.read_into("object", 5, bytearray(100))
+
+
+def test_a_read_beyond_the_end_has_one_deadline(damaged: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store refuses the read when the deadline is almost over, and is asked for the object's size then."""
+    damaged.put("object", b"0123456789")
+    damaged.deadline_s = 600
+    clock = iter([1000.0, 1599.9])
+    monkeypatch.setattr(s3_backend, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    limits: list[float] = []
+    original = Retries.run
+
+    async def run(self: Retries, request: Request, send: Callable[[], Any]) -> Any:
+        limits.append(request.deadline_s)
+        return await original(self, request, send)
+
+    monkeypatch.setattr(Retries, "run", run)
+    with pytest.raises(StorageError, match="the object has only 10 bytes"):
+        damaged.read_into("object", 10, bytearray(5))
+    read, look_up = limits
+    assert read == 600
+    assert look_up < 1
 
 
 def test_an_object_that_is_replaced_between_two_reads(damaged: StorageBackend) -> None:

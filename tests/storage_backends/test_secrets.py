@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 import bytecheckpoint as bcp
-from bytecheckpoint import checkpointer
+from bytecheckpoint.checkpoint import nearest
 from bytecheckpoint.cli import cli
 from bytecheckpoint.control.failure import FailureRecord
 from bytecheckpoint.control.peers import PeerIdentity
@@ -113,7 +113,7 @@ def test_a_store_whose_url_has_a_password(
     def open_protected(url: object, **options: object) -> _Protected:
         return _Protected(MemoryBackend(name, str(url).partition("/root")[2].strip("/")), rules)
 
-    monkeypatch.setattr(checkpointer, "open_backend", open_protected)
+    monkeypatch.setattr(nearest, "open_backend", open_protected)
     url = f"memory://user:hunter2@{name}/root"
     check(lambda: _save(url, {}))
     if fault is not None:
