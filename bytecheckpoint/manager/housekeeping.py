@@ -21,7 +21,7 @@ from ..save.handle import SaveHandle
 from ..storage_backends import StorageBackend, check_key, join, open_backend
 from .options import Retention
 
-__all__ = ["Committed", "Housekeeping", "StepNames", "expendable"]
+__all__ = ["Cleaner", "Committed", "Housekeeping", "StepNames", "expendable"]
 
 _ON_EXCEPTION = "-exception"
 _UPLOAD_GRACE_S = 24 * 3600.0
@@ -105,7 +105,25 @@ def _expendable(retention: Retention, committed: Sequence[Committed]) -> list[Co
     return [one for one in committed if one.name not in kept]
 
 
-class Housekeeping:
+class Cleaner:
+    """Removes checkpoints, but none of a name into which this job is about to save, or is saving."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held from the look at `_expected` until a checkpoint of this name is removed
+        self._expected: Counter[str] = Counter()
+
+    def expect(self, name: str) -> None:
+        """Protect the folder ``name``, into which this job is about to save, until ``forget``."""
+        with self._lock:
+            self._expected[name] += 1
+
+    def forget(self, name: str) -> None:
+        """End the protection of ``name``: the save into it has failed, or is uploaded."""
+        with self._lock:
+            self._expected[name] -= 1
+
+
+class Housekeeping(Cleaner):
     """Runs on rank 0, in its own thread.
 
     It touches only folders that the manager's template names, and never files of a committed checkpoint that
@@ -124,14 +142,13 @@ class Housekeeping:
         keep_exception_saves: int | None = None,
         on_removed: Callable[[str], None] = lambda url: None,
     ) -> None:
+        super().__init__()
         self._root, self._options, self._names, self._on_removed = root, dict(options), names, on_removed
         self._deadline_s = deadline_s
         self._backend = self._open()
         self._retention, self._job = retention, job
         self._keep_exception_saves = keep_exception_saves
         self._committed: list[Committed] | None = None  # in the order of their commits; None: unknown
-        self._lock = threading.Lock()
-        self._expected: Counter[str] = Counter()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bcp-housekeeping")
 
     def _open(self, *name: str) -> StorageBackend:
@@ -139,18 +156,8 @@ class Housekeeping:
         backend.deadline_s = self._deadline_s
         return backend
 
-    def expect(self, name: str) -> None:
-        """Protect the folder ``name``, into which this job is about to save, until ``follow`` or ``forget``."""
-        with self._lock:
-            self._expected[name] += 1
-
-    def forget(self, name: str) -> None:
-        """End the protection of ``name``: the save into it has ended."""
-        with self._lock:
-            self._expected[name] -= 1
-
     def follow(self, save: SaveHandle, saved: Committed) -> None:
-        """Once this save is committed, remove the checkpoints that no rule keeps. Returns at once."""
+        """Once this save is committed, forget it and remove the checkpoints that no rule keeps. Returns at once."""
         self._thread.submit(self._after_save, save, saved)
 
     def close(self) -> None:

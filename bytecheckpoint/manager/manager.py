@@ -619,20 +619,17 @@ class CheckpointManager:
             options = replace(options, job=lease.job, guard=lease.check)
         if staging is not None:
             options = replace(options, upload_stop=staging.stop)
-        if housekeeping is not None:
-            housekeeping.expect(saved.name)
-        if staging is not None:
-            staging.expect(saved.name)
+        cleaners = [one for one in (housekeeping, staging) if one is not None]
+        for one in cleaners:
+            one.expect(saved.name)
         url = join(self.root, saved.name)
         try:
             handle = self._checkpointer.save_with(
                 url, _state_factory(state), options, async_save=is_async, storage_options=self._storage_options
             )
         except BaseException:
-            if housekeeping is not None:
-                housekeeping.forget(saved.name)
-            if staging is not None:
-                staging.forget(saved.name)
+            for one in cleaners:
+                one.forget(saved.name)
             raise
         self._resources.in_flight.add(handle)
         if housekeeping is not None:

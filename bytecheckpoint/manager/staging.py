@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -27,7 +25,7 @@ from ..storage_backends.local.backend import LocalBackend
 from ..transfer.journal import find_journals
 from ..transfer.staged import continue_upload, is_pending, remove_superseded
 from ..transfer.transfer import Stop
-from .housekeeping import StepNames
+from .housekeeping import Cleaner, StepNames
 
 __all__ = ["StagingFolder"]
 
@@ -35,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class StagingFolder:
+class StagingFolder(Cleaner):
     """The staging folder of the manager's root, on each rank. Several ranks of a machine may share it.
 
     ``uploads`` is the thread that uploads. The newest ``keep`` checkpoints stay, and all that are not uploaded yet.
@@ -54,11 +52,10 @@ class StagingFolder:
     guard: Callable[[], None]
     stop: Stop = field(default_factory=Stop)  # ends the uploads of the saves that are made with it
     _unfinished: list[SaveHandle] = field(default_factory=list)
-    _expected: Counter[str] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _begun: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
+        super().__init__()
         self._folder = open_staging(self.path, open_backend(self.root, **self.storage_options))
 
     def pending(self) -> bytes:
@@ -94,18 +91,8 @@ class StagingFolder:
         if unfinished:
             _log.warning("%s: uploads of earlier jobs go on; they are not waited for any longer", self._folder.url)
 
-    def expect(self, name: str) -> None:
-        """Protect the checkpoint ``name``, into which this job is about to save, until ``follow`` or ``forget``."""
-        with self._lock:
-            self._expected[name] += 1
-
-    def forget(self, name: str) -> None:
-        """End the protection of ``name``: the save into it has failed, or is uploaded."""
-        with self._lock:
-            self._expected[name] -= 1
-
     def follow(self, save: SaveHandle, name: str) -> None:
-        """Once this save is uploaded, remove earlier checkpoints from the folder."""
+        """Once this save is uploaded, forget it and remove earlier checkpoints from the folder."""
         ended = [one for one in self._unfinished if one.is_uploaded()]
         failed = [one for one in ended if _has_failed(one)][:1]  # the first one is what ``wait`` raises
         self._unfinished = [*failed, *(one for one in self._unfinished if one not in ended), save]

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -87,6 +87,19 @@ class CollectiveRpc(Engine):
     @abstractmethod
     def _rpc(self, arguments: Sequence[Any], timeout_s: float) -> list[Any]:
         """Call ``METHOD`` in all workers. Returns the results of the first replica's."""
+
+    @abstractmethod
+    def init_transfer(self, info: Mapping[str, Any], timeout_s: float) -> None:
+        """Pass plain data to the weight transfer of all workers.
+
+        Args:
+            info: The data.
+            timeout_s: The limit of the wait, in seconds.
+
+        Raises:
+            DeadlineError: vLLM did not answer in time.
+            EngineError: vLLM failed, or has no weight transfer.
+        """
 
     def call(self, request: str, timeout_s: float) -> list[str]:
         budget = Budget(timeout_s)

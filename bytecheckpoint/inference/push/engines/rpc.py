@@ -77,16 +77,6 @@ class RpcEngine(CollectiveRpc):
                 raise
 
     def init_transfer(self, info: Mapping[str, Any], timeout_s: float) -> None:
-        """Pass plain data to the weight transfer of all workers.
-
-        Args:
-            info: The data.
-            timeout_s: The limit of the wait, in seconds.
-
-        Raises:
-            DeadlineError: vLLM did not answer in time.
-            EngineError: vLLM failed, or has no weight transfer.
-        """
         self._run("init_weight_transfer_engine", timeout_s, SimpleNamespace(init_info=info))
 
     def _run(self, method: str, timeout_s: float, *arguments: Any, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from ....errors import DeadlineError, EngineError, UsageError
 from ..guard import tls_of
 from .answers import METHOD, Answers, CollectiveRpc
 from .base import Budget, Engine
-from .rpc import PauseMode, RpcEngine
+from .rpc import PauseMode
 
 __all__ = ["TOKEN_VARIABLE", "HttpEngine", "MissingEndpoint", "NativeEngine"]
 
@@ -116,16 +116,6 @@ class HttpEngine(CollectiveRpc):
         return {"url": self.name, "pause": self._pause_mode, "headers": self._headers, "tls": self._tls}
 
     def init_transfer(self, info: Mapping[str, Any], timeout_s: float) -> None:
-        """Pass plain data to the weight transfer of all workers.
-
-        Args:
-            info: The data.
-            timeout_s: The limit of the wait, in seconds.
-
-        Raises:
-            DeadlineError: vLLM did not answer in time.
-            EngineError: vLLM failed, or has no weight transfer.
-        """
         self._post("/init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
     def _post(self, path: str, document: Mapping[str, Any] | None, timeout_s: float) -> Any:
@@ -210,7 +200,7 @@ class NativeEngine(Engine):
         engine: The engine.
     """
 
-    def __init__(self, engine: HttpEngine | RpcEngine) -> None:
+    def __init__(self, engine: CollectiveRpc) -> None:
         self.name = engine.name
         self._engine = engine
 
