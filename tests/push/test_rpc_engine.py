@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from toy_engine import ToyEngine, ToyTrainee, expected_digests, toy_engine
 
 from bytecheckpoint.errors import EngineError, UsageError
 from bytecheckpoint.inference.push import LocalEngine, Pusher, RpcEngine
+from bytecheckpoint.inference.push.engines import rpc
 from bytecheckpoint.inference.push.engines.answers import REPLICATED, post_answer
 from bytecheckpoint.testing import time_limit
 
@@ -71,6 +73,20 @@ def test_every_replica_and_what_else_is_called(replicas: list[ToyEngine], count:
         handle.drops_cache = False
         with pytest.raises(EngineError, match="actor did not drop its prefix cache"):
             pusher.push(ToyTrainee(4), version=4)
+
+
+def test_an_interrupt_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It arrives when the engine has answered, and the answer is being returned."""
+
+    class Interrupted(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            raise KeyboardInterrupt
+
+    answered: Future[Any] = Interrupted()
+    answered.set_result([])
+    monkeypatch.setattr(rpc, "run_daemon", lambda call, name: answered)
+    with pytest.raises(KeyboardInterrupt):
+        RpcEngine(print, name="actor", pause="wait").pause(1.0)
 
 
 def test_the_loop_of_an_engine_must_run() -> None:

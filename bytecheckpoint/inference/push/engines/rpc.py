@@ -86,12 +86,14 @@ class RpcEngine(CollectiveRpc):
         self._pending = run_daemon(lambda: self._call(method, *arguments, **options), "bcp-push-call")
         if not wait([self._pending], timeout_s).done:
             raise DeadlineError(f"{self.name} did not answer within {timeout_s:.3g} s; is one of its workers stopped?")
+        ended, self._pending = self._pending, None  # an error would keep the memory of its frames
+        error = ended.exception()  # an interrupt of this thread is none of the engine's
         try:
-            return self._pending.result()
-        except BaseException as error:
-            raise EngineError(f"{self.name}: {type(error).__name__}: {error}") from error
+            if error is not None:
+                raise EngineError(f"{self.name}: {type(error).__name__}: {error}") from error
+            return ended.result()
         finally:
-            self._pending = None  # an error would keep the memory of its frames
+            del error, ended
 
 
 class LocalEngine(RpcEngine):
