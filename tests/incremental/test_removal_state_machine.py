@@ -1,295 +1,268 @@
-"""Save incrementally, overwrite, remove, retain and crash in any order: every committed checkpoint loads bit-equal.
+"""Copy into and out of a root of incremental checkpoints, upload into it, and let days pass: nothing is lost or left.
 
-A crash is an exception at any storage operation, after which the dead process can neither write nor clean up. A removal
-also runs in the middle of a save, and a save in the middle of a removal, between any two of their storage operations.
-In the end, a new job removes everything that no committed checkpoint refers to.
+What else happens to the root is in ``shared_files``. Copies and uploads fail, are killed and continued; removals, saves
+and the housekeeping of new jobs run in the middle of copies.
 """
 
 from __future__ import annotations
 
-import logging
-import secrets
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
-from unittest import mock
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-import pytest
 import sampling
-import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
+from shared_files import CHANGES, GRACE_S, STEPS, Crash, Saved, SharedFiles, check, number_at
 
 import bytecheckpoint as bcp
+from bytecheckpoint.checkpoint.nearest import open_staging
 from bytecheckpoint.checkpointer import default_checkpointer
-from bytecheckpoint.convert.copy import remove
-from bytecheckpoint.engine.writing import FileWriter
-from bytecheckpoint.errors import NotACheckpointError
-from bytecheckpoint.format.manifest import decode, split_reference
-from bytecheckpoint.manager.housekeeping import Committed, expendable
-from bytecheckpoint.manager.lease import LEASE_KEY
-from bytecheckpoint.save.commit import SaveCommit
+from bytecheckpoint.convert.copy import copy, finish_upload, remove, unfinished_uploads
+from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, StorageError
 from bytecheckpoint.save.options import SaveOptions
-from bytecheckpoint.storage_backends import registry
-from bytecheckpoint.storage_backends.base import StorageBackend
+from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
-from bytecheckpoint.testing import FaultRule, FaultyBackend
 
-STEPS = st.integers(1, 4)
-NAMES = ("frozen", "slow", "fast")
-CHANGES = st.sets(st.tuples(st.sampled_from(NAMES), st.integers(0, 3)), max_size=4)  # a tensor, and one of its chunks
-OPERATIONS = st.integers(1, 40)  # of a save or a removal; the last ones of most of them do not exist
-CHUNK = 256
-
-_log = logging.getLogger("bytecheckpoint")
+OUTSIDE = ("out/a", "out/b")
+PLACES = st.sampled_from([*OUTSIDE, *(f"root/step-{step}" for step in range(1, 5))])
+OF_A_TRANSFER = st.integers(1, 18)  # its storage operations
+ENDS = st.sampled_from(["", "kill", "fail", "fail once"])
 
 
-class _Crash(BaseException):
-    """Not an ``Exception``, so that no handler treats it as an ordinary failure."""
+class Transfers(SharedFiles):
+    """``outside`` is what copies out of the root have made; ``uploads`` is what staged saves have not uploaded.
 
-
-class _Fuse:
-    """Acts before the storage operation number ``left``: runs ``action``, or without one, crashes from then on."""
-
-    def __init__(self) -> None:
-        self.left: int | None = None
-        self.action: Callable[[], None] | None = None
-
-    def count(self, call: object) -> None:
-        if self.left is None:
-            return
-        self.left -= 1
-        if self.left > 0:
-            return
-        if self.action is None:
-            raise _Crash
-        action, self.left, self.action = self.action, None, None
-        action()
-
-    @contextmanager
-    def lit(self, at: int, action: Callable[[], None] | None = None) -> Iterator[None]:
-        self.left, self.action = at, action
-        try:
-            yield
-        finally:
-            self.left = self.action = None
-
-
-class SharedFiles(RuleBasedStateMachine):
-    """``seen`` maps names below the root to the tensors that a load must return, ``order`` is that of the commits."""
+    ``begun`` are copies that were interrupted: source, number of its save, and target.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = f"incremental-{uuid.uuid4().hex}"
-        self.root = f"memory://{self.store}/root"
-        self.raw = MemoryBackend(self.store, "root")
-        self.seen: dict[str, dict[str, torch.Tensor]] = {}
-        self.order: list[str] = []
-        self.tensors = {name: torch.arange(4.0 * CHUNK / 4) for name in NAMES}
-        self.number = 0
-        self.fuse = _Fuse()
-        self.patches = ExitStack()
-        real = registry._open
-        rule = FaultRule(times=None, hook=self.fuse.count)
-
-        def wrapped(text: str, options: dict[str, Any]) -> StorageBackend:
-            return FaultyBackend(real(text, options), [rule])
-
-        self.patches.enter_context(mock.patch.object(registry, "_open", wrapped))
-        _log.setLevel(logging.CRITICAL)  # many saves fail on purpose
-        self._begin_process()
+        self.whole = MemoryBackend(self.store)
+        self.folder = Path(tempfile.mkdtemp())
+        self.outside: dict[str, Saved] = {}
+        self.begun: list[tuple[str, int, str]] = []
+        self.uploads: dict[str, tuple[Saved, float]] = {}
 
     def teardown(self) -> None:
         try:
-            self._collect()
+            super().teardown()
         finally:
-            self.patches.close()
-            _log.setLevel(logging.NOTSET)
-            MemoryBackend.delete_store(self.store)
+            shutil.rmtree(self.folder)
 
-    def _begin_process(self) -> None:
-        """Forget what a process has in memory. Its attempts are those of a new job."""
-        default_checkpointer().engine.last_commit = None
-        self.job = secrets.token_bytes(4)
-        self.raw.delete([LEASE_KEY])
+    @contextmanager
+    def _ending(self, how: str, at: int) -> Iterator[None]:
+        """Let storage operations of the block fail from number ``at`` on, or only that one."""
+        if not how:
+            yield
+            return
+        error = Crash() if how == "kill" else StorageError("the store failed")
+        with suppress(Crash, BytecheckpointError), self.fuse.lit(at, error=error, is_once=how == "fail once"):
+            yield
+        if how == "kill":
+            self._begin_process()
 
-    def _change(self, changes: set[tuple[str, int]]) -> None:
-        self.number += 1
-        for name, chunk in changes:
-            self.tensors[name] = self.tensors[name].clone()
-            self.tensors[name][chunk * CHUNK // 4] = -self.number
+    def _url(self, place: str) -> str:
+        return f"memory://{self.store}/{place}"
 
-    def _save(self, step: int, base: str | None, use_async: bool = False) -> None:
-        options = SaveOptions(
-            step=step, metadata={"metrics": {"n": self.number}}, base=base, chunk_size=CHUNK, job=self.job
-        )
-        state = {"tree": dict(self.tensors)}
-        path = f"{self.root}/step-{step}"
-        handle = default_checkpointer().save_with(
-            path, lambda: state, options, async_save=use_async, storage_options=None
-        )
-        handle.result()
+    def _places(self) -> dict[str, Saved]:
+        return {**self.outside, **{f"root/{name}": saved for name, saved in self.seen.items()}}
 
-    def _committed(self, name: str) -> None:
-        self.seen[name] = dict(self.tensors)
-        self.order = [*(one for one in self.order if one != name), name]
+    def _is_at(self, place: str, saved: Saved) -> None:
+        if place in OUTSIDE:
+            self.outside[place] = saved
+        else:
+            self.seen[place.removeprefix("root/")] = saved
 
-    def _gone(self, name: str) -> None:
-        del self.seen[name]
-        self.order.remove(name)
+    # -- copies --------------------------------------------------------------------------------------------------
 
-    def _number_of(self, name: str) -> int | None:
-        """Return the number of the save that is committed there."""
-        if f"{name}/manifest.msgpack" not in {stat.key for stat in self.raw.list()}:
-            return None
-        return int(decode(self.raw.get(f"{name}/manifest.msgpack")).metadata["metrics"]["n"])
+    def _copy(self, source: str, target: str) -> None:
+        opened = bcp.open(self._url(source))
+        copy(opened, self._url(target), window=1, journal=self.folder / "journals")  # in the same order every time
 
-    @rule(step=STEPS, changes=CHANGES, base=st.sampled_from(["auto", "auto", None]), use_async=st.booleans())
-    def save(self, step: int, changes: set[tuple[str, int]], base: str | None, use_async: bool) -> None:
-        self._change(changes)
-        self._save(step, base, use_async)
-        self._committed(f"step-{step}")
+    @precondition(lambda self: self.seen or self.outside)
+    @rule(data=st.data(), to=PLACES, how=ENDS, at=OF_A_TRANSFER)
+    def copy(self, data: st.DataObject, to: str, how: str, at: int) -> None:
+        self._copy_and_check(data.draw(st.sampled_from(sorted(self._places()))), to, how, at)
 
-    @rule(step=STEPS, changes=CHANGES, at=OPERATIONS)
-    def save_and_crash(self, step: int, changes: set[tuple[str, int]], at: int) -> None:
+    @precondition(lambda self: self.begun)
+    @rule(data=st.data(), how=ENDS, at=OF_A_TRANSFER)
+    def continue_copy(self, data: st.DataObject, how: str, at: int) -> None:
+        source, number, target = data.draw(st.sampled_from(self.begun))
+        self.begun.remove((source, number, target))
+        saved = self._places().get(source)
+        if saved is not None and saved.number == number:
+            self._copy_and_check(source, target, how, at)
+
+    def _copy_and_check(self, source: str, target: str, how: str, at: int) -> None:
+        saved, before = self._places()[source], self._places().get(target)
+        with self._ending(how, at):
+            try:
+                self._copy(source, target)
+            except KeyExistsError:
+                assert before is not None
+        number = number_at(self.whole, target)
+        if before is not None:
+            assert number == before.number
+        elif number is not None or not how:
+            assert number == saved.number
+            self._is_at(target, saved)
+        else:
+            self.begun.append((source, saved.number, target))
+
+    @precondition(lambda self: self.seen or self.outside)
+    @rule(
+        data=st.data(),
+        to=PLACES,
+        at=OF_A_TRANSFER,
+        what=st.sampled_from(["remove", "save", "clean up", "clean up later"]),
+        step=STEPS,
+        changes=CHANGES,
+    )
+    def act_during_a_copy(
+        self, data: st.DataObject, to: str, at: int, what: str, step: int, changes: set[tuple[str, int]]
+    ) -> None:
+        """Of another process: it removes a checkpoint, saves one, or begins a job, also after a day."""
+        source = data.draw(st.sampled_from(sorted(self._places())))
+        name = data.draw(st.sampled_from(sorted(self.seen))) if what == "remove" and self.seen else ""
+        if what == "clean up later" and source == f"root/step-{step}":
+            return  # what was removed during a copy that takes longer than a day cannot be sent again
+        saved, before = self._places()[source], self._places().get(to)
+        changed: list[str] = []  # a name below the root
+
+        def act() -> None:
+            if what == "remove":
+                if name and self._number_of(name) is not None:
+                    changed.append(name)
+                    remove(f"{self.root}/{name}")
+                return
+            self._change(changes)
+            if what == "save":
+                self._save(step, "auto")
+                changed.append(f"step-{step}")
+                return
+            if what == "clean up later":
+                self.passed_s += GRACE_S + 1
+            self._begin_process()
+            changed.append(f"step-{step}")
+            self._manage_once(step)
+
+        failure: BytecheckpointError | None = None
+        with self.fuse.lit(at, act):
+            try:
+                self._copy(source, to)
+            except (CheckpointError, KeyExistsError) as error:
+                failure = error
+        for one in changed:
+            if what == "remove":
+                self.seen.pop(one, None)
+            else:
+                self._committed(one)
+        is_source_changed = changed == [source.removeprefix("root/")]
+        number = number_at(self.whole, to)
+        if isinstance(failure, CheckpointError):
+            assert is_source_changed
+        if changed == [to.removeprefix("root/")]:  # before the copy, or after it
+            assert number == self.number if what != "remove" else number in (None, saved.number)
+        elif before is not None or failure is not None:
+            assert number == (before and before.number)
+        elif is_source_changed and what != "remove" and number == self.number:
+            saved = Saved(self.number, dict(self.tensors))
+        else:
+            assert number == saved.number
+        if number == saved.number:
+            self._is_at(to, saved)
+
+    def _manage_once(self, step: int) -> None:
+        with bcp.CheckpointManager(self.root, base="auto", preemption=None) as manager:
+            manager.save(step, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
+
+    @precondition(lambda self: self.outside)
+    @rule(data=st.data())
+    def remove_outside(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(sorted(self.outside)))
+        remove(self._url(place))
+        del self.outside[place]
+
+    @invariant()
+    def every_copy_loads(self) -> None:
+        for place, saved in self.outside.items():
+            check(self._url(place), saved.tensors)
+
+    # -- saves to a local disk, and uploads ------------------------------------------------------------------------
+
+    @rule(step=STEPS, changes=CHANGES, how=st.sampled_from(["", "fail", "fail", "fail once"]), at=OF_A_TRANSFER)
+    def save_with_staging(self, step: int, changes: set[tuple[str, int]], how: str, at: int) -> None:
         self._change(changes)
         name = f"step-{step}"
-        # A killed process does not clean up.
-        with (
-            suppress(_Crash),
-            self.fuse.lit(at),
-            mock.patch.object(SaveCommit, "remove_files"),
-            mock.patch.object(FileWriter, "abandon"),
-        ):
-            self._save(step, "auto")
+        options = SaveOptions(
+            step=step, metadata={"metrics": {"n": self.number}}, job=self.job, staging=str(self.folder / "staging")
+        )
+        state = {"tree": dict(self.tensors)}
+        with self._ending(how, at):
+            handle = default_checkpointer().save_with(
+                f"{self.root}/{name}", lambda: state, options, async_save=False, storage_options=None
+            )
+            handle.uploaded()
+        default_checkpointer().engine.uploads.submit(int).result()  # the failed upload has ended
+        staged = open_staging(self.folder / "staging", open_backend(f"{self.root}/{name}"))
         if self._number_of(name) == self.number:
             self._committed(name)
-        self._begin_process()
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data())
-    def remove(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.seen)))
-        remove(f"{self.root}/{name}")
-        self._gone(name)
-        with pytest.raises((NotACheckpointError, FileNotFoundError)):
-            bcp.open(f"{self.root}/{name}")
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data(), at=OPERATIONS)
-    def remove_and_crash(self, data: st.DataObject, at: int) -> None:
-        name = data.draw(st.sampled_from(sorted(self.seen)))
-        with suppress(_Crash), self.fuse.lit(at):
-            remove(f"{self.root}/{name}")
-        if self._number_of(name) is None:
-            self._gone(name)
-        self._begin_process()
-
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data(), step=STEPS, changes=CHANGES, at=OPERATIONS)
-    def remove_during_a_save(self, data: st.DataObject, step: int, changes: set[tuple[str, int]], at: int) -> None:
-        self._change(changes)
-        name = data.draw(st.sampled_from(sorted(self.seen)))
-        ran = []
-
-        def act() -> None:
-            if self._number_of(name) is not None:
-                ran.append(self._number_of(name))
-                remove(f"{self.root}/{name}")
-
-        with self.fuse.lit(at, act):
-            self._save(step, "auto")
-        if ran and ran != [self.number]:
-            self._gone(name)
-        if ran != [self.number]:
-            self._committed(f"step-{step}")
+            self.uploads.pop(name, None)
         else:
-            self._gone(name)  # it was removed after its commit, while the save cleaned up
+            assert how
+            if number_at(staged) == self.number:
+                self.uploads[name] = Saved(self.number, dict(self.tensors)), self.passed_s
 
-    @precondition(lambda self: self.seen)
-    @rule(data=st.data(), step=STEPS, changes=CHANGES, at=OPERATIONS)
-    def save_during_a_removal(self, data: st.DataObject, step: int, changes: set[tuple[str, int]], at: int) -> None:
-        name = data.draw(st.sampled_from(sorted(self.seen)))
-        if name == f"step-{step}":
-            return  # whether the old or the new one is removed depends on the operation
-        ran = []
+    @precondition(lambda self: self.uploads)
+    @rule(how=st.sampled_from(["", "", "fail", "fail once", "kill"]), at=OF_A_TRANSFER)
+    def upload(self, how: str, at: int) -> None:
+        with self._ending(how, at):
+            for one in unfinished_uploads(str(self.folder / "staging")):
+                finish_upload(one)
+        self._settle_uploads(is_complete=not how)
 
-        def act() -> None:
-            self._change(changes)
-            self._save(step, "auto")
-            ran.append(step)
+    @precondition(lambda self: self.uploads)
+    @rule(step=STEPS, changes=CHANGES)
+    def upload_by_a_job(self, step: int, changes: set[tuple[str, int]]) -> None:
+        self._begin_process()
+        self._change(changes)
+        with bcp.CheckpointManager(self.root, staging=self.folder / "staging", preemption=None) as manager:
+            manager.save(step, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
+        self._committed(f"step-{step}")
+        self.uploads.pop(f"step-{step}", None)
+        self._settle_uploads(is_complete=True)
 
-        with self.fuse.lit(at, act):
-            remove(f"{self.root}/{name}")
-        self._gone(name)
-        if ran:
-            self._committed(f"step-{step}")
+    def _settle_uploads(self, *, is_complete: bool) -> None:
+        unfinished = {Path(one.path).name for one in unfinished_uploads(str(self.folder / "staging"))}
+        assert not is_complete or not unfinished
+        for name, (saved, when) in [*self.uploads.items()]:
+            before, number = self.seen.get(name), self._number_of(name)
+            is_replaced = before is not None and before.number > saved.number
+            if number == saved.number:
+                assert not is_replaced
+                self.seen[name] = saved
+                del self.uploads[name]
+            else:
+                assert number == (before and before.number)
+                if name not in unfinished:
+                    assert is_replaced or self.passed_s > when
+                    del self.uploads[name]
 
-    @rule(steps=st.lists(STEPS, min_size=1, max_size=3), changes=CHANGES, last=st.none() | st.integers(1, 3))
-    def manage(self, steps: list[int], changes: set[tuple[str, int]], last: int | None) -> None:
-        """Run a job with a manager, which saves, and removes the checkpoints that no rule keeps."""
-        keep = bcp.Retention(last=last)
-        with bcp.CheckpointManager(self.root, keep=keep, base="auto", preemption=None) as manager:
-            for step in steps:
-                self._change(changes)
-                state = {"tree": dict(self.tensors)}
-                if manager.save(step, state, force=True, metrics={"n": self.number}) is None:
-                    continue  # this step was saved last
-                manager.wait()
-                self._committed(f"step-{step}")
-                for gone in expendable(keep, [Committed(one, int(one[5:])) for one in self.order]):
-                    self._gone(gone.name)
+    # ----------------------------------------------------------------------------------------------------------------
 
     @rule()
-    def restart(self) -> None:
-        self._begin_process()
-
-    @invariant()
-    def every_checkpoint_loads(self) -> None:
-        for name, tensors in self.seen.items():
-            loaded = {one: torch.zeros_like(tensor) for one, tensor in tensors.items()}
-            bcp.load(f"{self.root}/{name}", {"tree": loaded})
-            assert all(torch.equal(loaded[one], tensors[one]) for one in tensors), name
-
-    @invariant()
-    def discovery_sees_the_committed_ones_only(self) -> None:
-        newest = bcp.latest(self.root, allow_fresh=True)
-        assert (newest is None) == (not self.seen)
-        if newest is not None:
-            assert newest.url.rpartition("/")[2] == max(self.seen, key=lambda name: int(name[5:]))
-
-    def _collect(self) -> None:
-        """Let the housekeeper of a new job run, and check that it has left nothing that no checkpoint needs."""
-        self._begin_process()
-        self.number += 1
-        with bcp.CheckpointManager(self.root, base="auto", preemption=None) as manager:
-            manager.save(9, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
-        self._committed("step-9")
-        self.every_checkpoint_loads()
-        needed, pins = set(), set()
-        keys = {stat.key for stat in self.raw.list()}
-        for key in keys:
-            name, _, rest = key.partition("/")
-            if rest != "manifest.msgpack":
-                continue
-            assert name in self.seen
-            manifest = decode(self.raw.get(key))
-            needed |= {key, *(f"{name}/{file}" for file in manifest.files.name)}
-            for reference in manifest.references.name:
-                folder, file = split_reference(reference)
-                needed.add(f"{folder or name}/{file}")
-                if folder:
-                    pins.add(f"{folder}/pin-{manifest.attempt}")
-        assert pins <= keys
-        assert keys - pins == needed
+    def a_day_passes(self) -> None:
+        self.passed_s += GRACE_S + 1
 
 
-TestSharedFiles = SharedFiles.TestCase
-TestSharedFiles.settings = settings(
-    max_examples=400 if sampling.is_full() else 60,
-    stateful_step_count=12,
+TestTransfers = seed(sampling.seed())(Transfers).TestCase
+TestTransfers.settings = settings(
+    max_examples=800 if sampling.is_full() else 100,
+    stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
