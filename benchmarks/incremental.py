@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -89,6 +90,8 @@ def measure(nbytes: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
         for _ in range(rounds):
             for name, (prepare, run) in contestants.items():
                 prepare()
+                os.sync()  # the disk may still be at work on the contestant before
+                _hash(state)  # the first pass over the state is slower than later ones, after a complete save
                 begun = time.perf_counter()
                 written = run()
                 seconds = time.perf_counter() - begun
