@@ -17,7 +17,7 @@ import msgpack
 from ..checkpoint.attempts import ATTEMPT_PREFIX, job_mark_of
 from ..checkpoint.manifest_file import adopt, decode_manifest, read_manifest, read_manifest_bytes
 from ..checkpoint.nearest import open_staging
-from ..errors import BytecheckpointError, CheckpointError, StorageError, UsageError
+from ..errors import BytecheckpointError, CheckpointError, StorageError, UsageError, without_userinfo
 from ..format.manifest import MANIFEST_KEY
 from ..save.handle import SaveHandle
 from ..storage_backends import join, open_backend
@@ -30,6 +30,8 @@ from .housekeeping import Cleaner, StepNames
 __all__ = ["StagingFolder"]
 
 _log = logging.getLogger(__name__)
+
+_MANY_WAITING = 4  # checkpoints for the upload; more is not a peak any more
 
 
 @dataclass(eq=False)
@@ -52,6 +54,7 @@ class StagingFolder(Cleaner):
     guard: Callable[[], None]
     stop: Stop = field(default_factory=Stop)  # ends the uploads of the saves that are made with it
     _unfinished: list[SaveHandle] = field(default_factory=list)
+    _next_warning: int = _MANY_WAITING
     _begun: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
@@ -96,6 +99,16 @@ class StagingFolder(Cleaner):
         ended = [one for one in self._unfinished if one.is_uploaded()]
         failed = [one for one in ended if _has_failed(one)][:1]  # the first one is what ``wait`` raises
         self._unfinished = [*failed, *(one for one in self._unfinished if one not in ended), save]
+        waiting = sum(not one.is_uploaded() for one in self._unfinished)
+        if waiting >= self._next_warning:
+            self._next_warning = 2 * waiting
+            _log.warning(
+                "%s: %d checkpoints wait for their upload, and fill the disk: saves are more frequent than %s can take "
+                "them; save less often, choose a codec, or raise upload_rate if it is set",
+                self._folder.url,
+                waiting,
+                without_userinfo(self.root),
+            )
         save.add_uploaded_callback(partial(self._after_upload, name))
 
     def is_busy(self) -> bool:

@@ -170,6 +170,16 @@ def test_a_call_that_waits_for_the_path_raises_why_the_upload_failed(places: Pla
     assert places.save(2.0, "step-2", wait_for="path").is_uploaded()
 
 
+def test_a_manager_warns_when_uploads_are_slower_than_saves(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"staging": places.staging, "preemption": None}
+    with bcp.CheckpointManager(places.store, **options) as manager, held_uploads():
+        counts = []
+        for step in range(1, 9):
+            manager.save(step, state(1.0), force=True)
+            counts.append(sum("wait for their upload" in record.message for record in caplog.records))
+    assert counts == [0, 0, 0, 1, 1, 1, 1, 2]
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_manager_does_not_wait_for_the_path(places: Places, is_async: bool) -> None:
     """Only the handles do."""
