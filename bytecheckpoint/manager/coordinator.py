@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import msgpack
 from ..checkpointer import Checkpointer
 from ..control.agreement import describe_disagreement
 from ..control.base import Operation
-from ..errors import DisagreementError, without_userinfo
+from ..errors import DisagreementError, RootInUseError, StorageError, without_userinfo
 from ..save.handle import SaveHandle
 from .options import Cadence, Preemption
 from .signals import SignalWatch
@@ -74,9 +74,14 @@ class SavesInFlight:
 
     A save may have ended on one rank but not yet on another. Whether one failed is therefore settled in a round: all
     ranks raise its cause, or none does.
+
+    Attributes:
+        guard: Raises ``RootInUseError`` if this job has lost the root. A save whose files another job has removed for
+            that reason may fail before this job has noticed it.
     """
 
     def __init__(self, limit: int) -> None:
+        self.guard: Callable[[], None] = lambda: None
         self._limit = limit
         self._saves: deque[SaveHandle] = deque()
 
@@ -97,7 +102,19 @@ class SavesInFlight:
         """
         with op.phase(_EARLIER_SAVES):
             while self._saves and self._saves[0].done():
-                self._saves.popleft().committed()
+                try:
+                    self._saves.popleft().committed()
+                except StorageError as error:
+                    self._raise_if_lost(error)
+                    raise
+
+    def _raise_if_lost(self, error: StorageError) -> None:
+        try:
+            self.guard()
+        except RootInUseError as lost:
+            raise lost from error
+        except StorageError:
+            return  # the store fails
 
     def wait_for_room(self, op: Operation) -> None:
         """Wait until one more save may begin on all ranks. Raises like ``settle``."""

@@ -659,6 +659,7 @@ class CheckpointManager:
         here = PeerIdentity.of_this_process(0)
         interval_s = lease_s / HEARTBEATS_PER_LEASE
         held.lease = Lease.acquire(backend, here, interval_s=interval_s, is_unwanted=held.finish_if_abandoned)
+        held.in_flight.guard = held.lease.check
         held.housekeeping = Housekeeping(
             self.root,
             self._storage_options or {},

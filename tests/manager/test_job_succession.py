@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
 from bytecheckpoint.control.single import SingleProcess
-from bytecheckpoint.errors import RootInUseError
+from bytecheckpoint.errors import RootInUseError, StorageError
+from bytecheckpoint.manager.lease import LeaseRecord
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 
@@ -177,6 +180,26 @@ def test_a_job_takes_over_from_one_that_was_killed_while_it_saved(tmp_path: Path
         results = pool.run(_die_while_saving, str(root), expect_death={0: signal.SIGKILL})
     assert results[1:] == [[True, 2.0], [True, 3.0]]
     _check(root, [1, 2, 3, 4])
+
+
+def test_a_save_that_failed_because_the_root_was_lost(tmp_path: Path) -> None:
+    """The other job may have removed the files of a save before this one's next heartbeat."""
+
+    def lose() -> None:
+        lease = tmp_path / "lease.msgpack"
+        lease.write_bytes(replace(LeaseRecord.unpack(lease.read_bytes()), job=b"next").pack())
+        raise StorageError("the folder is gone")
+
+    manager = bcp.CheckpointManager(tmp_path, lease_s=600.0, cadence=1, preemption=None)
+    stop = _hold_write(lose)
+    handle = manager.save(1, _state(1.0))
+    assert handle is not None
+    assert isinstance(handle.exception(), StorageError)
+    stop()
+    with pytest.raises(RootInUseError, match="has taken this root over") as raised:
+        manager.save(2, _state(2.0))
+    assert isinstance(raised.value.__cause__, StorageError)
+    manager.close()
 
 
 def _suspend(rank: int, world_size: int, root: str) -> list[Any]:
