@@ -212,9 +212,12 @@ def test_nothing_is_removed_before_the_new_checkpoint_is_committed(tmp_path: Pat
 def test_failing_to_remove_does_not_fail_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _save_all(tmp_path, range(1, 2))
 
+    delete = LocalBackend.delete
+
     def refuse(self: LocalBackend, keys: Any) -> None:
         if any(key.startswith("step-") for key in keys):
             raise StorageError("not today")
+        delete(self, keys)
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(LocalBackend, "delete", refuse)
