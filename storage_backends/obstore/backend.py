@@ -149,8 +149,8 @@ class ObstoreBackend(StorageBackend):
         check_key(key)
         return _Reader(self, key)
 
-    def _read(self, key: str, offset: int, buffers: Sequence[Buffer], version: str) -> str:
-        """Fill ``buffers`` with bytes of one version of the object, of ``version`` if it is not empty; return it."""
+    def _read(self, key: str, offset: int, buffers: Sequence[Buffer], version: str) -> ObjectStat:
+        """Fill ``buffers`` with bytes of one version of the object, of ``version`` if it is not empty; describe it."""
         client, action = self._client(f"reading {key!r}")
         views = [writable_view(action, buffer) for buffer in buffers]
         views = [view for view in views if len(view)]
@@ -161,7 +161,7 @@ class ObstoreBackend(StorageBackend):
             found = self.stat(key)
             if found.size < offset:
                 raise StorageError(f"{action}: byte {offset} is beyond the object's end at {found.size}")
-            return found.version
+            return found
         end = offset + sum(map(len, views))
 
         async def send() -> tuple[Any, Any]:
@@ -176,15 +176,15 @@ class ObstoreBackend(StorageBackend):
             raise _too_short(action, offset, end, self.stat(key).size) from error
         if len(content) != end - offset:
             raise _too_short(action, offset, end, meta["size"])
-        found_version = _version(client, meta)
-        if version and found_version != version:
+        found = ObjectStat(key, meta["size"], _version(client, meta))
+        if version and found.version != version:
             raise StorageError(f"{action}: the object was replaced while it was being read")
         rest = np.frombuffer(content, np.uint8)
         for view in views:
             # Without the GIL, which a slice assignment holds.
             np.copyto(np.frombuffer(view, np.uint8), rest[: len(view)])
             rest = rest[len(view) :]
-        return found_version
+        return found
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         return self.get_versioned(key, max_size=max_size)[0]
@@ -286,5 +286,5 @@ class _Reader(ObjectReader):
         self._backend, self._key, self._version = backend, key, ""
 
     def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        version = self._backend._read(self._key, offset, buffers, self._version)
-        self._version = self._version or version
+        found = self._backend._read(self._key, offset, buffers, self._version)
+        self._version, self.size = self._version or found.version, found.size

@@ -184,7 +184,7 @@ def test_endpoints() -> None:
 
 
 def test_options_of_obstore() -> None:
-    """Only a caller who has chosen it may pass them, and have it look for credentials."""
+    """obstore gets its own options, and looks for credentials, only if the caller has chosen it."""
     options = {"account_name": "me", "msi_endpoint": "http://x", "client_options": {"proxy_url": "http://p"}}
     with pytest.raises(NotServedError):
         place_of("az://container/a", options)
