@@ -78,6 +78,7 @@ def copy_checkpoint(
             try:
                 pins = protect(target, journal)
                 report = send(range(len(manifest.files)))
+                pins = [*pins, *protect(target, journal)]  # the transfer may have taken longer than a pin protects
                 _send_missing(target, manifest, send)
                 commit(target, data, may_replace=False)
                 is_committed = True

@@ -116,6 +116,7 @@ def continue_upload(
             )
             protect(store, journal)
             report = send()
+            protect(store, journal)  # the upload may have taken longer than a pin protects
             try:
                 if missing_files(store, manifest):
                     is_over = is_old(head.attempt) or not report.files or _is_later(stored, head)

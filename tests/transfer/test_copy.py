@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -16,16 +18,18 @@ import torch
 import xxhash
 
 import bytecheckpoint as bcp
-from bytecheckpoint.checkpoint import attempts
+from bytecheckpoint.checkpoint import attempts, references
 from bytecheckpoint.convert.copy import copy, remove, unfinished_uploads
 from bytecheckpoint.errors import CommitUnknownError, CorruptionError, KeyExistsError, StorageError, UsageError
 from bytecheckpoint.storage_backends import ObjectWriter, StorageBackend, base, open_backend
 from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing.faults import Call, CountingBackend, FaultRule, FaultyBackend
+from bytecheckpoint.transfer import copying
 from bytecheckpoint.transfer import source as transfer_source
 from bytecheckpoint.transfer.copying import copy_checkpoint
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
+from bytecheckpoint.transfer.transfer import Transfer, TransferReport
 
 SIZES = (100_003, 5, 300_001, 0, 4_000)
 PART = 256 << 10
@@ -228,6 +232,33 @@ def test_a_job_begins_after_a_copy_was_interrupted(
     monkeypatch.setattr(attempts, "_LONGEST_SAVE_S", -2.0)
     _commit_first(tmp_path / "new")
     assert contents(target) == {}
+
+
+@pytest.mark.parametrize("has_journal", [True, False])
+def test_a_copy_that_takes_longer_than_a_day(
+    source: Path, memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch, has_journal: bool
+) -> None:
+    """Its first pin is old then. What other programs clean up right before the commit is not removed."""
+    passed_s, run, commit = [0.0], Transfer.run, copying.commit
+    clock = SimpleNamespace(**{**vars(time), "time": lambda: time.time() + passed_s[0]})
+    monkeypatch.setattr(attempts, "time", clock)
+
+    def run_for_a_day(transfer: Transfer) -> TransferReport:
+        report = run(transfer)
+        passed_s[0] = 25 * 3600.0
+        return report
+
+    def commit_after_others(target: StorageBackend, data: bytes, **options: Any) -> Any:
+        attempt = bcp.open(source).manifest.attempt
+        assert not references.sweep(memory, [attempt], lambda one: False)
+        return commit(target, data, **options)
+
+    monkeypatch.setattr(Transfer, "run", run_for_a_day)
+    monkeypatch.setattr(copying, "commit", commit_after_others)
+    from_backend = open_backend(source) if has_journal else CountingBackend(open_backend(source))
+    copy_checkpoint(from_backend, memory)
+    assert bcp.open(memory.url).verify().ok
+    assert references.pins_of(memory.list_children("")) == []
 
 
 def test_files_of_an_earlier_copy_that_other_checkpoints_need(tmp_path: Path, memory: MemoryBackend) -> None:
