@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from leak_watch import shared_memory_names
+from leak_watch import shared_memory_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.testing import time_limit
@@ -91,7 +91,7 @@ def test_a_killed_job_leaves_nothing(
         while left := [process for rank in ranks for process in _of_session(rank.pid)]:
             assert time.monotonic() < give_up, f"left behind: {left}"
             time.sleep(0.05)
-        assert not [name for name in shared_memory_names() if any(str(rank.pid) in name for rank in ranks)]
+        assert not shared_memory_of({rank.pid for rank in ranks})
     finally:
         for process in ranks:
             process.kill()

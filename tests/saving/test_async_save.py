@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from leak_watch import shared_memory_of
 from small_training import differing, memory, training
 
 import bytecheckpoint as bcp
@@ -560,7 +561,7 @@ def _held_resources(saver: bcp.Checkpointer) -> dict[str, Any]:
         "threads": sorted(t.name for t in threading.enumerate() if t.name.startswith("bcp")),
         "descriptors": process.num_fds(),
         "all threads": process.num_threads(),
-        "shared memory": sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else [],
+        "shared memory": shared_memory_of({os.getpid()}),
         "arena": saver._engine.arena.nbytes,
     }
 

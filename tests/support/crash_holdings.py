@@ -16,7 +16,6 @@ _POOLS = {"bcp-io": 8, "bcp-save": 1, "bcp-merge": 2, "bcp-copy": 1}
 """Limits of the thread pools that a process keeps between saves; threads start on demand."""
 
 _SETTLE_S = time_limit(5)
-_SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,6 @@ def left_since(before: Resources) -> list[str]:
 def processes_of_sessions(sessions: set[int]) -> list[int]:
     """Return the living processes of these sessions: each rank is a session leader, and its children belong to it."""
     return [pid for pid, fields in _processes() if fields[0] not in ("Z", "X") and int(fields[3]) in sessions]
-
-
-def shared_memory_of(pids: set[int]) -> set[str]:
-    """Return the segments of this library or of these processes: torch and Python put the pid into the name."""
-    pattern = re.compile(rf"bcp|bytecheckpoint|(?<!\d)({'|'.join(map(str, pids)) or '-'})(?!\d)")
-    return {name for name in os.listdir(_SHARED_MEMORY) if pattern.search(name)}
 
 
 def state_of(pid: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import statistics
 import threading
 import time
@@ -86,12 +87,21 @@ def _open_now() -> Counter[str]:
 
 
 def _shared_memory() -> list[str]:
-    """Return the segments that this process has mapped, and those whose name contains its pid."""
+    """Return the segments that this process has mapped, and those that it has named."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line or "/memfd:" in line]
-    named = [name for name in shared_memory_names() if str(os.getpid()) in name]
-    return sorted(mapped + named)
+    return sorted([*mapped, *shared_memory_of({os.getpid()})])
 
 
 def shared_memory_names() -> list[str]:
     return sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
+
+
+def shared_memory_of(pids: set[int]) -> set[str]:
+    """Return the segments that these processes have named.
+
+    torch names a segment ``torch_PID_...``; the library's own segments have no name. A pid may also be part of a longer
+    number in the name of a segment of another process.
+    """
+    found = {str(pid) for pid in pids}
+    return {name for name in shared_memory_names() if not found.isdisjoint(re.split(r"\W|_", name))}
