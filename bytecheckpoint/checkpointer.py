@@ -187,7 +187,7 @@ class Checkpointer:
                 names, so move or copy the whole folder, or use ``bcp copy``, which makes full copies. Removals by
                 ``bcp rm`` and ``CheckpointManager`` keep what is still referred to. A base must have been saved with
                 ``base`` too, because only such saves store the checksums to compare; the first one writes everything.
-                Needs ``layout="shards"``.
+                Needs ``layout="shards"``. With ``staging``, the base must be uploaded.
             gate: With ``async_save``, return before parameters and optimizer state are copied. The copy overlaps with
                 the next forward and backward pass; ``torch.optim.Optimizer.step`` of the optimizers in ``state``,
                 ``load_state_dict`` of its optimizers and modules, and ``load`` wait until it is done. Call it from the

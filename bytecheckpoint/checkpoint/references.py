@@ -10,7 +10,9 @@ A pin of a committed referrer protects the files that the referrer's manifest na
 running protects all files of the folder. Whether a save has ended can only be known to others by its lease or its age.
 
 A copy or an upload of a checkpoint that another job has saved also puts a pin, into the folder that it writes to: the
-name of its attempt says only when the checkpoint was saved, and by which job.
+name of its attempt says only when the checkpoint was saved, and by which job. An upload also needs the pins of its
+save. Others remove them when that job has ended; then the upload puts them again, and checks that the checkpoints that
+named the files are still committed.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ __all__ = [
     "older_attempts",
     "pin",
     "pins_of",
+    "protect_references",
     "release",
     "remove_checkpoint",
     "settle",
@@ -115,6 +118,26 @@ def is_pinned(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> 
             _sibling(backend, folder).stat(PIN_PREFIX + attempt)
     except KeyNotFoundError:
         return False
+    return True
+
+
+def protect_references(backend: StorageBackend, manifest: Manifest) -> bool:
+    """Make sure that the files to which a manifest refers remain until it is committed at the root of ``backend``.
+
+    Pins that another program has removed are put again. Returns False if it may have removed files too: a checkpoint
+    that named them is gone. Raises ``StorageError``, and ``CheckpointError`` if a manifest cannot be read.
+    """
+    older = older_attempts(manifest)
+    if is_pinned(backend, manifest.attempt, older):
+        return True
+    pin(backend, manifest.attempt, older)
+    if _attempt_of(_committed(backend)) == manifest.attempt:
+        return True
+    for folder in older:
+        holder = _committed(_sibling(backend, folder))
+        if holder is None or not _references(manifest, folder) <= _named(holder, ""):
+            settle(backend, manifest.attempt, dict.fromkeys(older, ()), ())
+            return False
     return True
 
 
@@ -273,8 +296,11 @@ def _needed_elsewhere(folder: StorageBackend, attempt: str) -> set[str]:
 
 def _named(manifest: Manifest, folder: str) -> set[str]:
     """Return the files in a folder that a manifest names; "" is the manifest's own."""
-    references = [split_reference(name) for name in manifest.references.name]
-    return {key for where, key in references if where == folder} | set(() if folder else manifest.files.name)
+    return _references(manifest, folder).union(() if folder else manifest.files.name)
+
+
+def _references(manifest: Manifest, folder: str) -> set[str]:
+    return {key for where, key in map(split_reference, manifest.references.name) if where == folder}
 
 
 def _committed(folder: StorageBackend) -> Manifest | None:

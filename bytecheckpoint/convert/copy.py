@@ -201,7 +201,8 @@ def finish_upload(
         storage_options: Options for the target's storage backend.
 
     Returns:
-        A report. It has no files if the upload was discarded, because a later save has replaced the checkpoint.
+        A report. It has no files if the upload was discarded: a later save has replaced the checkpoint, or an older one
+        to whose files it refers was removed.
 
     Raises:
         UsageError: Another process continues the upload.

@@ -66,6 +66,7 @@ class SaveCommit:
         self.chunk_size = options.chunk_size_for(share.planned.nbytes)
         self._is_new = is_new
         self._upload = upload
+        self._store = backend if upload is None else upload.store  # which has the older checkpoints
         self.manifest = b""  # once it is committed; with an upload
         self._may_exist = False  # the checkpoint
         self._is_committed = False  # by this rank
@@ -74,7 +75,7 @@ class SaveCommit:
         self.base: Base | None = None
         """The base of an incremental save, on rank 0."""
         self.last_commit: LastCommit | None = None
-        """What this save has committed, on rank 0, if it is incremental."""
+        """What this save has committed, on rank 0, if it is incremental and not uploaded."""
 
     # -- the steps -----------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class SaveCommit:
             self._may_exist = False
             raise
         self._is_committed = True
-        if self._options.base is not None:
+        if self._options.base is not None and self._upload is None:
             self.last_commit = LastCommit.of(self._backend, manifest, data)
         self._timings.point("commit.after")
         try:
@@ -138,7 +139,8 @@ class SaveCommit:
         self._timings.point("commit.before")
         self._op.check()
         self._options.guard()
-        if self.base is not None and not references.is_pinned(self._backend, self.attempt, self.base.older):
+        base = self.base if self._upload is None else None  # an upload looks for the pins before its own commit
+        if base is not None and not references.is_pinned(self._backend, self.attempt, base.older):
             raise StorageError(
                 f"{self._backend.url}: another program has removed what protects the files of older checkpoints that "
                 f"this save refers to; save again"
@@ -156,7 +158,7 @@ class SaveCommit:
                         references.release(self._backend, self._replaced)
                 if self.base is not None and self.last_commit is not None:
                     referred = references.older_attempts(self.last_commit.manifest)
-                    references.settle(self._backend, self.attempt, self.base.older, referred)
+                    references.settle(self._store, self.attempt, self.base.older, referred)
         except BaseException:  # noqa: BLE001 - the checkpoint is committed; housekeeping must not fail the save
             _log.warning(
                 "%s: cannot remove the overwritten checkpoint's files", self._backend.display_url, exc_info=True
@@ -220,8 +222,9 @@ class SaveCommit:
         self._op.wait_for_others_to_leave(timeout_s)
         with rest_of_deadline(self._backend, self._begun):
             is_answered = remove_attempt(self._backend, self.attempt)
-            if self.base is not None and is_answered:
-                references.settle(self._backend, self.attempt, self.base.older, ())
+        if self.base is not None and is_answered:
+            with rest_of_deadline(self._store, self._begun):
+                references.settle(self._store, self.attempt, self.base.older, ())
 
 
 def _failed_before_commit(error: BaseException) -> bool:

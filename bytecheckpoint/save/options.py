@@ -118,8 +118,6 @@ class SaveOptions:
             raise UsageError("wait_for needs staging: without it, there is only one commit")
         if self.upload_rate is not None and self.staging is None:
             raise UsageError("upload_rate needs staging: without it, the save itself writes to the path")
-        if self.base is not None and self.staging is not None:
-            raise UsageError("base and staging exclude each other: the older checkpoint may not be on this machine")
 
     def _check_codec(self) -> None:
         if self.codec is None:

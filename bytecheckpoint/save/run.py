@@ -87,7 +87,8 @@ class SaveRun:
     def find_base(self, share: SaveShare) -> None:
         """Find out what an older checkpoint has of this rank's files."""
         if self.op.rank == 0:
-            self.commit.base = find_base(self.engine, self.backend, self.options, share.attempt)
+            store = self.backend if self.upload is None else self.upload.store
+            self.commit.base = find_base(self.engine, store, self.options, share.attempt)
         self._base = share_base(self.op, self.commit.base)
 
     def check_space(self, share: SaveShare) -> None:
@@ -192,7 +193,7 @@ class SaveRun:
         self.engine.last_commit = self.commit.last_commit or self.engine.last_commit
         _log.info("committed %s (%s)", self.backend.display_url, self.timings)
         if self.upload is not None:
-            self.upload.start(self.commit.manifest)
+            self.upload.start(self.commit.manifest, self.commit.base)
         self.op.close()
         nbytes = sum(file.size for file in written.planned)
         result = SaveResult(

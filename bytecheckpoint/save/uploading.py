@@ -14,8 +14,9 @@ from functools import partial
 
 from ..checkpoint.manifest_file import check_replaceable, decode_manifest
 from ..checkpoint.nearest import open_staging
+from ..checkpoint.references import older_attempts, settle
 from ..control.base import Operation
-from ..engine.resources import IOEngine
+from ..engine.resources import IOEngine, LastCommit
 from ..errors import StorageError
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
@@ -23,6 +24,7 @@ from ..transfer.copying import protect
 from ..transfer.journal import Journal, JournalHead
 from ..transfer.staged import commit_upload, remove_superseded, upload_files
 from ..transfer.transfer import TransferReport
+from .incremental import Base
 from .lifecycle import SaveLifecycle
 from .options import SaveOptions
 
@@ -35,6 +37,7 @@ class SaveUpload:
     """The upload of one save on one rank.
 
     Attributes:
+        store: Where the checkpoint is uploaded to.
         staging: The folder of this machine in which the checkpoint is committed.
         lifecycle: Whether the upload has ended. Its result counts what this rank sent.
     """
@@ -47,7 +50,7 @@ class SaveUpload:
         staging: str | os.PathLike[str],
         options: SaveOptions,
     ) -> None:
-        self._engine, self._op, self._store, self._options = engine, op, store, options
+        self._engine, self._op, self.store, self._options = engine, op, store, options
         self.staging = open_staging(staging, store)
         self.staging.deadline_s = options.deadline_s
         self.lifecycle: SaveLifecycle[TransferReport] = SaveLifecycle()
@@ -56,20 +59,18 @@ class SaveUpload:
 
     def check(self) -> None:
         """Check on rank 0 that the path can be read, and that a checkpoint may be put there."""
-        check_replaceable(self._store)
+        check_replaceable(self.store)
 
     def prepare(self, attempt: str) -> None:
         """Record on disk that this rank's files must be uploaded. Call it before the commit in the folder."""
         self._attempt = attempt
         try:
-            self._journal = Journal(
-                self.staging.url, JournalHead("to", self._store.display_url, attempt, self._op.rank)
-            )
+            self._journal = Journal(self.staging.url, JournalHead("to", self.store.display_url, attempt, self._op.rank))
         except StorageError as error:
             _log.warning("%s; an upload that is interrupted cannot be continued", error)
 
-    def start(self, manifest: bytes) -> None:
-        """Upload in the background. The save is committed in the folder."""
+    def start(self, manifest: bytes, base: Base | None) -> None:
+        """Upload in the background. The save is committed in the folder; ``base`` is that of rank 0."""
         try:
             if self._journal is not None:
                 self._journal.add_committed()
@@ -77,7 +78,7 @@ class SaveUpload:
             _log.warning("%s", error)
         self.lifecycle.queue()
         try:
-            self._engine.uploads.submit(self._run, manifest)
+            self._engine.uploads.submit(self._run, manifest, base)
         except RuntimeError as error:
             failure = StorageError(f"the upload cannot begin: {error}; run bcp upload to make it")
             self.lifecycle.withdraw(failure)
@@ -93,11 +94,11 @@ class SaveUpload:
                 self._journal.remove()
             self._end_failed()
 
-    def _run(self, data: bytes) -> None:
+    def _run(self, data: bytes, base: Base | None) -> None:
         if not self.lifecycle.start():
             return
         self.lifecycle.finish_merge()
-        store, rank = self._store, self._op.rank
+        store, rank = self.store, self._op.rank
         timings = Timings("upload", rank, store.url)
         failure: BaseException | None = None
         pins: Sequence[str] = ()
@@ -129,6 +130,10 @@ class SaveUpload:
                     with op.phase("commit"), timings.step("commit"):
                         commit_upload(store, manifest, data, admit=partial(self._admit, timings), pins=pins)
                 op.broadcast("uploaded", b"" if rank == 0 else None)
+            if base is not None:
+                settle(store, manifest.attempt, base.older, older_attempts(manifest))
+            if rank == 0 and self._options.base is not None:
+                self._engine.last_commit = LastCommit.of(store, manifest, data)
             if self._journal is not None:
                 self._journal.remove()
         except BaseException as error:  # noqa: BLE001 - the handle raises it

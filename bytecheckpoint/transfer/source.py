@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,10 +31,60 @@ _PIECE_BYTES = 1 << 20  # of the bytes around a range, which are hashed and not 
 _MOST_PARTS = 2  # that a span may be long, so that it is read with each of its parts
 
 
+@dataclass(frozen=True)
+class _Spans:
+    """The spans of a file, which tile it, in the order of their bytes.
+
+    Attributes:
+        start: The first byte of each span.
+        stop: The byte after its last one.
+        checksum: xxh3-64 of its bytes.
+        row: The row of its shard; -1 for the head.
+        frame: Its row of ``FrameTable``; -1 for the head and in a file that is not encoded.
+    """
+
+    start: Int64
+    stop: Int64
+    checksum: UInt64
+    row: Int64
+    frame: Int64
+
+    @classmethod
+    def of(cls, manifest: Manifest, file: int, *, own_only: bool) -> _Spans:
+        """``own_only`` leaves out the frames that other files have."""
+        files, rows, frames = manifest.files, manifest.shards_in(file), manifest.files.frames
+        head, chunk_size = int(files.head_length[file]), int(files.chunk_size[file])
+        if files.codec[file] == "raw":
+            starts, stops = chunk_bounds(head + manifest.shard_offset[rows], manifest.shard_nbytes[rows], chunk_size)
+            first = manifest.checksum_starts[rows]
+            counts = manifest.checksum_starts[rows + 1] - first
+            checksums, rows = manifest.checksums[ragged_positions(first, counts)], np.repeat(rows, counts)
+            frame = np.full_like(rows, -1)
+        else:
+            assert frames is not None
+            here = frames.rows(file)
+            frame = np.arange(here.start, here.stop)
+            if own_only:
+                frame = frame[frames.source[frame] == 0]
+            stops = head + np.cumsum(frames.length[frame])
+            starts, checksums = stops - frames.length[frame], frames.checksum[frame]
+            rows = rows[manifest.shard_nbytes[rows] > 0]
+            rows = rows[np.searchsorted(manifest.shard_offset[rows], frames.begin[frame], side="right") - 1]
+        if not head:
+            return cls(starts, stops, checksums, rows, frame)
+        return cls(
+            np.append(0, starts),
+            np.append(head, stops),
+            np.append(files.head_checksum[file], checksums),
+            np.append(-1, rows),
+            np.append(-1, frame),
+        )
+
+
 class SourceFile:
     """One file of a committed checkpoint. Used in one event loop; blocking calls run in ``executor``.
 
-    An encoded file is read as if it had all of its frames itself.
+    An encoded file is read as if it had all of its frames itself, or with ``keeps_references`` as it is.
 
     A checksum covers a *span*: the head of the file, or one chunk of a tensor, or the frame of one in an encoded file.
     A range, which is one part of the file, may begin or end inside a span; the rest of that span is then read as well,
@@ -42,16 +93,22 @@ class SourceFile:
     """
 
     def __init__(
-        self, backend: StorageBackend, manifest: Manifest, file: int, executor: Executor, part_bytes: int
+        self,
+        backend: StorageBackend,
+        manifest: Manifest,
+        file: int,
+        executor: Executor,
+        part_bytes: int,
+        *,
+        keeps_references: bool,
     ) -> None:
         self._source, self._file, self._executor = StoredFiles(backend, manifest), file, executor
         self._part_bytes = part_bytes
         self._long_spans: dict[int, dict[int, int]] = {}  # the checksums of their parts, by the part's first byte
         self._hashing = asyncio.Lock()
         self._key = manifest.files.name[file]
-        self._starts, self._stops, self._checksums, self._rows = _spans(manifest, file)
-        frames = manifest.files.frames
-        self._frames = None if frames is None or manifest.files.codec[file] == "raw" else frames
+        self._spans = _Spans.of(manifest, file, own_only=keeps_references)
+        self._frames = manifest.files.frames
 
     async def read(self, begin: int, view: memoryview) -> None:
         """Fill ``view`` with the file's bytes from ``begin`` on, one part.
@@ -62,35 +119,35 @@ class SourceFile:
         if not len(view):
             return
         end = begin + len(view)
-        first = int(np.searchsorted(self._stops, begin, side="right"))
-        last = int(np.searchsorted(self._starts, end, side="left"))
+        first = int(np.searchsorted(self._spans.stop, begin, side="right"))
+        last = int(np.searchsorted(self._spans.start, end, side="left"))
         try:
             await self._fill(begin, view)
             for span in {first, last - 1}:
-                if self._starts[span] < begin or self._stops[span] > end:
+                if self._spans.start[span] < begin or self._spans.stop[span] > end:
                     await self._check_across(span, begin, view)
         except CheckpointError:
             raise
         except OSError as error:
             raise await self._run(self._unreadable, begin, end, error) from error
-        inside = range(first + (self._starts[first] < begin), last - (self._stops[last - 1] > end))
+        inside = range(first + (self._spans.start[first] < begin), last - (self._spans.stop[last - 1] > end))
         bad = await self._run(self._find_damage, inside, begin, view)
         if bad is not None:
             raise await self._run(self._damage, bad)
 
     def _find_damage(self, spans: range, begin: int, view: memoryview) -> int | None:
         """Return the first of the spans whose checksum differs; all of them are complete in ``view``."""
-        starts, stops = (self._starts - begin).tolist(), (self._stops - begin).tolist()
-        expected = self._checksums
+        starts, stops = (self._spans.start - begin).tolist(), (self._spans.stop - begin).tolist()
+        expected = self._spans.checksum
         return next(
             (at for at in spans if xxhash.xxh3_64_intdigest(view[starts[at] : stops[at]]) != int(expected[at])), None
         )
 
     async def _check_across(self, span: int, begin: int, view: memoryview) -> None:
         """Check a span that is partly outside ``view``."""
-        start, stop = int(self._starts[span]), int(self._stops[span])
+        start, stop = int(self._spans.start[span]), int(self._spans.stop[span])
         low, high = max(start, begin), min(stop, begin + len(view))
-        hasher, expected = xxhash.xxh3_64(), int(self._checksums[span])
+        hasher, expected = xxhash.xxh3_64(), int(self._spans.checksum[span])
         if stop - start > _MOST_PARTS * self._part_bytes:
             async with self._hashing:
                 if span not in self._long_spans:
@@ -106,7 +163,7 @@ class SourceFile:
 
     async def _hash_parts(self, span: int) -> dict[int, int]:
         """Check a span, and return the checksum of each part of it, by its first byte."""
-        at, stop = int(self._starts[span]), int(self._stops[span])
+        at, stop = int(self._spans.start[span]), int(self._spans.stop[span])
         whole, found = xxhash.xxh3_64(), dict[int, int]()
         while at < stop:
             end = min(stop, (at // self._part_bytes + 1) * self._part_bytes)
@@ -114,7 +171,7 @@ class SourceFile:
             await self._hash(at, end, whole, part)
             found[at] = part.intdigest()
             at = end
-        if whole.intdigest() != int(self._checksums[span]):
+        if whole.intdigest() != int(self._spans.checksum[span]):
             raise await self._run(self._damage, span)
         return found
 
@@ -138,25 +195,25 @@ class SourceFile:
 
     def _places(self, begin: int, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
         """Divide a range by the files that have it: a source (``FrameTable``), the first byte there, and the memory."""
-        if self._frames is None or not self._frames.source[self._frames.rows(self._file)].any():
+        frames = self._frames
+        if frames is None or not frames.source[self._spans.frame[self._spans.frame >= 0]].any():
             yield 0, begin, view
             return
-        first_frame = self._frames.rows(self._file).stop - len(self._rows)  # of span 0, if it were a frame
         end, held = begin + len(view), (0, begin, begin)  # source, first byte there, where the range begins
         past = 0  # in the source
-        for span in range(int(np.searchsorted(self._stops, begin, side="right")), len(self._starts)):
-            start = int(self._starts[span])
+        for span in range(int(np.searchsorted(self._spans.stop, begin, side="right")), len(self._spans.start)):
+            start = int(self._spans.start[span])
             if start >= end:
                 break
-            is_frame, frame, inside = self._rows[span] >= 0, first_frame + span, max(begin - start, 0)
-            source = int(self._frames.source[frame]) if is_frame else 0
-            at = (int(self._frames.position[frame]) if is_frame else start) + inside
+            frame, inside = int(self._spans.frame[span]), max(begin - start, 0)
+            source = int(frames.source[frame]) if frame >= 0 else 0
+            at = (int(frames.position[frame]) if frame >= 0 else start) + inside
             if (source, at) != (held[0], past) and start > begin:
                 yield held[0], held[1], view[held[2] - begin : start - begin]
                 held = source, at, start
             elif start <= begin:
                 held = source, at, begin
-            past = at - inside + int(self._stops[span]) - start
+            past = at - inside + int(self._spans.stop[span]) - start
         yield held[0], held[1], view[held[2] - begin :]
 
     async def _fill_from(self, source: int, begin: int, view: memoryview) -> None:
@@ -190,18 +247,17 @@ class SourceFile:
         """Return the error for a range that cannot be read, which names a tensor in it."""
         if not isinstance(error, StorageError):
             error = map_os_error(error, f"reading {self._key!r}", absent_is_missing_key=True)
-        at = int(np.searchsorted(self._stops, begin, side="right"))
-        row = int(self._rows[at])
+        at = int(np.searchsorted(self._spans.stop, begin, side="right"))
+        row = int(self._spans.row[at])
         if row >= 0:
             return self._source.read_error(self._file, row, begin, end, error)
         return self._head_error() or error
 
     def _damage(self, span: int) -> CheckpointError | StorageError:
         """Return the error for a span that differs from what was saved."""
-        row, begin, end = int(self._rows[span]), int(self._starts[span]), int(self._stops[span])
-        frames = self._source.manifest.files.frames
-        if row >= 0 and frames is not None and self._source.is_encoded(self._file):
-            frame = frames.rows(self._file).stop - len(self._rows) + span
+        row, begin, end = int(self._spans.row[span]), int(self._spans.start[span]), int(self._spans.stop[span])
+        frame = int(self._spans.frame[span])
+        if frame >= 0:
             return self._source.frame_fault(self._file, frame, "checksum mismatch")[1]
         if row >= 0:
             return self._source.mismatch(self._file, row, begin, end)
@@ -218,36 +274,6 @@ class SourceFile:
 
     def _run(self, function: Callable[..., _T], *arguments: Any) -> Awaitable[_T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *arguments))
-
-
-def _spans(manifest: Manifest, file: int) -> tuple[Int64, Int64, UInt64, Int64]:
-    """Return where each span of a file starts and stops, its checksum, and its shard's row, which is -1 for the head.
-
-    Spans tile the file.
-    """
-    files, rows = manifest.files, manifest.shards_in(file)
-    head, chunk_size = int(files.head_length[file]), int(files.chunk_size[file])
-    if manifest.files.codec[file] == "raw":
-        starts, stops = chunk_bounds(head + manifest.shard_offset[rows], manifest.shard_nbytes[rows], chunk_size)
-        first = manifest.checksum_starts[rows]
-        counts = manifest.checksum_starts[rows + 1] - first
-        checksums, rows = manifest.checksums[ragged_positions(first, counts)], np.repeat(rows, counts)
-    else:
-        frames = files.frames
-        assert frames is not None
-        here, rows = frames.rows(file), rows[manifest.shard_nbytes[rows] > 0]
-        stops = head + np.cumsum(frames.length[here])
-        starts = stops - frames.length[here]
-        checksums = frames.checksum[here]
-        rows = rows[np.searchsorted(manifest.shard_offset[rows], frames.begin[here], side="right") - 1]
-    if not head:
-        return starts, stops, checksums, rows
-    return (
-        np.append(0, starts),
-        np.append(head, stops),
-        np.append(files.head_checksum[file], checksums),
-        np.append(-1, rows),
-    )
 
 
 def _open(path: str, flags: int) -> int:

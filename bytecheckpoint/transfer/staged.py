@@ -15,7 +15,7 @@ from functools import partial
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, attempt_time, is_old, remove_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes, remove_files
-from ..checkpoint.references import release, unpin
+from ..checkpoint.references import protect_references, release, unpin
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
 from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
@@ -25,6 +25,8 @@ from .journal import Journal, JournalHead, find_journals
 from .transfer import Stop, Transfer, TransferReport
 
 __all__ = ["commit_upload", "continue_upload", "is_pending", "remove_superseded", "upload_files"]
+
+_REFERENCES_ARE_GONE = "another program has removed an older checkpoint, and may have removed files that this one needs"
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +44,16 @@ def upload_files(
 ) -> TransferReport:
     """Upload the files that ``rank`` wrote. Raises as ``Transfer.run``."""
     rows = [row for row, writer in enumerate(manifest.files.rank.tolist()) if writer == rank]
-    transfer = Transfer(staging, store, manifest, rows=rows, journal=journal, rate_limit=rate_limit, progress=progress)
+    transfer = Transfer(
+        staging,
+        store,
+        manifest,
+        rows=rows,
+        journal=journal,
+        keeps_references=True,
+        rate_limit=rate_limit,
+        progress=progress,
+    )
     with (stop or Stop()).calling(transfer.stop):
         return transfer.run()
 
@@ -57,9 +68,16 @@ def commit_upload(
 ) -> None:
     """Write the manifest, and remove ``pins`` and the files of the checkpoint that it replaces. Raises as ``commit``.
 
-    A checkpoint that was saved later is not replaced: ``KeyExistsError``.
+    A checkpoint that was saved later is not replaced: ``KeyExistsError``. ``StorageError`` if files to which the
+    checkpoint refers may be gone.
     """
-    replaced = commit(store, data, unless_after=manifest.created, admit=admit)
+
+    def admit_references() -> None:
+        admit()
+        if not protect_references(store, manifest):
+            raise StorageError(f"{store.display_url}: {_REFERENCES_ARE_GONE}")
+
+    replaced = commit(store, data, unless_after=manifest.created, admit=admit_references)
     unpin(store, pins)
     if replaced is not None:
         try:
@@ -102,7 +120,11 @@ def continue_upload(
             is_over = is_stored or is_replaced or gives_up or is_old(head.attempt)
             if not is_over:
                 _log.info("%s: another machine may have committed %s; its files are kept", staging.url, head.attempt)
-        elif not _was_removed(store, manifest, journal, head.rank):
+        elif _was_removed(store, manifest, journal, head.rank):
+            pass
+        elif not protect_references(store, manifest):
+            _log.warning("%s is not uploaded: %s", staging.url, _REFERENCES_ARE_GONE)
+        else:
             send = partial(
                 upload_files,
                 staging,

@@ -106,7 +106,8 @@ class Stop:
 class Transfer:
     """One transfer of the files ``rows`` of a checkpoint. ``run`` it once; ``stop`` it from any thread.
 
-    Of an incremental checkpoint, the target gets complete files (``Manifest.flattened``).
+    Of an incremental checkpoint, the target gets complete files (``Manifest.flattened``), or with ``keeps_references``
+    those that the source has.
 
     Every byte is checked before it is sent. With a ``journal``, what the target has stored is not sent again by a later
     transfer. The manifest is not copied.
@@ -120,6 +121,7 @@ class Transfer:
         *,
         rows: Sequence[int],
         journal: Journal | None,
+        keeps_references: bool = False,
         window: int = WINDOW,
         rate_limit: float | None = None,
         progress: Callable[[int], None] = lambda nbytes: None,
@@ -127,7 +129,8 @@ class Transfer:
         """``rate_limit`` is in bytes per second; ``progress`` is called in another thread with stored bytes."""
         self._source, self._target, self._manifest, self._rows = source, target, manifest, rows
         self._journal, self._window, self._rate, self._progress = journal, window, rate_limit, progress
-        self._sizes = manifest.flattened().files.size.tolist()
+        self._keeps_references = keeps_references
+        self._sizes = (manifest if keeps_references else manifest.flattened()).files.size.tolist()
         self._report = TransferReport(len(rows), sum(self._sizes[row] for row in rows))
         self._open: list[_File] = []
         self._failure: BaseException | None = None
@@ -235,7 +238,14 @@ class Transfer:
             known, token = FileUpload(size, writer.token, writer.part_bytes), ""
             if journal is not None and writer.token:
                 await self._call(journal.begin, key, known)
-        source = SourceFile(self._source, self._manifest, row, self._executor, writer.part_bytes)
+        source = SourceFile(
+            self._source,
+            self._manifest,
+            row,
+            self._executor,
+            writer.part_bytes,
+            keeps_references=self._keeps_references,
+        )
         file = _File(key, size, source, writer, dict(known.tags), bool(token))
         self._open.append(file)
         file.missing = set(range(file.count())) - known.tags.keys()

@@ -9,23 +9,27 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 import sampling
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from shared_files import CHANGES, GRACE_S, STEPS, Crash, Saved, SharedFiles, check, number_at
+from shared_files import CHANGES, CHUNK, GRACE_S, STEPS, Crash, Saved, SharedFiles, check, number_at
 
 import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.nearest import open_staging
 from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.convert.copy import copy, finish_upload, remove, unfinished_uploads
-from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, StorageError
+from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, KeyNotFoundError, StorageError
+from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, split_reference
 from bytecheckpoint.save.options import SaveOptions
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
+from bytecheckpoint.transfer import transfer
 
 OUTSIDE = ("out/a", "out/b")
 PLACES = st.sampled_from([*OUTSIDE, *(f"root/step-{step}" for step in range(1, 5))])
@@ -45,7 +49,12 @@ class Transfers(SharedFiles):
         self.folder = Path(tempfile.mkdtemp())
         self.outside: dict[str, Saved] = {}
         self.begun: list[tuple[str, int, str]] = []
-        self.uploads: dict[str, tuple[Saved, float]] = {}
+        # Hypothesis repeats steps, so the same operation must fail again.
+        in_order = mock.patch.object(
+            transfer, "ThreadPoolExecutor", lambda count, **names: ThreadPoolExecutor(1, **names)
+        )
+        self.patches.enter_context(in_order)
+        self.uploads: dict[str, tuple[Saved, float, list[str]]] = {}
 
     def teardown(self) -> None:
         try:
@@ -194,12 +203,23 @@ class Transfers(SharedFiles):
 
     # -- saves to a local disk, and uploads ------------------------------------------------------------------------
 
-    @rule(step=STEPS, changes=CHANGES, how=st.sampled_from(["", "fail", "fail", "fail once"]), at=OF_A_TRANSFER)
-    def save_with_staging(self, step: int, changes: set[tuple[str, int]], how: str, at: int) -> None:
+    @rule(
+        step=STEPS,
+        changes=CHANGES,
+        base=st.sampled_from(["auto", None]),
+        how=st.sampled_from(["", "fail", "fail", "fail once"]),
+        at=OF_A_TRANSFER,
+    )
+    def save_with_staging(self, step: int, changes: set[tuple[str, int]], base: str | None, how: str, at: int) -> None:
         self._change(changes)
         name = f"step-{step}"
         options = SaveOptions(
-            step=step, metadata={"metrics": {"n": self.number}}, job=self.job, staging=str(self.folder / "staging")
+            step=step,
+            metadata={"metrics": {"n": self.number}},
+            base=base,
+            chunk_size=CHUNK,
+            job=self.job,
+            staging=str(self.folder / "staging"),
         )
         state = {"tree": dict(self.tensors)}
         with self._ending(how, at):
@@ -215,7 +235,8 @@ class Transfers(SharedFiles):
         else:
             assert how
             if number_at(staged) == self.number:
-                self.uploads[name] = Saved(self.number, dict(self.tensors)), self.passed_s
+                references = decode(staged.get(MANIFEST_KEY)).references.name
+                self.uploads[name] = Saved(self.number, dict(self.tensors)), self.passed_s, references
 
     @precondition(lambda self: self.uploads)
     @rule(how=st.sampled_from(["", "", "fail", "fail once", "kill"]), at=OF_A_TRANSFER)
@@ -230,16 +251,26 @@ class Transfers(SharedFiles):
     def upload_by_a_job(self, step: int, changes: set[tuple[str, int]]) -> None:
         self._begin_process()
         self._change(changes)
-        with bcp.CheckpointManager(self.root, staging=self.folder / "staging", preemption=None) as manager:
+        staging = self.folder / "staging"
+        with bcp.CheckpointManager(self.root, base="auto", staging=staging, preemption=None) as manager:
             manager.save(step, {"tree": dict(self.tensors)}, force=True, metrics={"n": self.number})
         self._committed(f"step-{step}")
         self.uploads.pop(f"step-{step}", None)
         self._settle_uploads(is_complete=True)
 
+    @precondition(lambda self: any(references for _, _, references in self.uploads.values()))
+    @rule(step=STEPS, changes=CHANGES)
+    def remove_what_uploads_refer_to(self, step: int, changes: set[tuple[str, int]]) -> None:
+        """A job on another machine keeps only its own checkpoint, and then the uploads are continued."""
+        self.manage([step], changes, 1)
+        for one in unfinished_uploads(str(self.folder / "staging")):
+            finish_upload(one)
+        self._settle_uploads(is_complete=True)
+
     def _settle_uploads(self, *, is_complete: bool) -> None:
         unfinished = {Path(one.path).name for one in unfinished_uploads(str(self.folder / "staging"))}
         assert not is_complete or not unfinished
-        for name, (saved, when) in [*self.uploads.items()]:
+        for name, (saved, when, references) in [*self.uploads.items()]:
             before, number = self.seen.get(name), self._number_of(name)
             is_replaced = before is not None and before.number > saved.number
             if number == saved.number:
@@ -249,8 +280,20 @@ class Transfers(SharedFiles):
             else:
                 assert number == (before and before.number)
                 if name not in unfinished:
-                    assert is_replaced or self.passed_s > when
+                    assert is_replaced or self.passed_s > when or self._lacks_files(name, references)
                     del self.uploads[name]
+
+    def _lacks_files(self, name: str, references: list[str]) -> bool:
+        """Whether a checkpoint that names one of these files is gone, so that the file may be gone too."""
+        for reference in references:
+            folder, key = split_reference(reference)
+            try:
+                manifest = decode(self.raw.get(f"{folder or name}/{MANIFEST_KEY}"))
+            except KeyNotFoundError:
+                return True
+            if key not in manifest.files.name:
+                return True
+        return False
 
     # ----------------------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def _state(value: float) -> dict[str, Any]:
     model = nn.Linear(50, 70)
     nn.init.constant_(model.weight, value)
     nn.init.constant_(model.bias, value)
-    return {"model": fully_shard(model), "extra_state": {"value": value}}
+    return {"model": fully_shard(model), "frozen": torch.arange(5000), "extra_state": {"value": value}}
 
 
 def _value(state: dict[str, Any]) -> float:
@@ -102,7 +102,7 @@ def test_each_machine_holds_its_own_files(pool: RankPool, tmp_path: Path) -> Non
     assert pool.run(_save, root, "step-1", 1.0, None) == [""] * WORLD
     for rank in range(WORLD):
         files = {path.name for path in _folder(root, rank, "step-1").rglob("*") if path.is_file()}
-        assert {name for name in files if name.endswith(".safetensors")} == {f"model-{rank:05d}.safetensors"}
+        assert {name for name in files if name.startswith("model-")} == {f"model-{rank:05d}.safetensors"}
         assert "manifest.msgpack" in files
     assert bcp.open(f"{_store(root)}/step-1").verify().ok
     assert list(find_journals(root)) == []
@@ -245,11 +245,12 @@ def _train(
     bad: int | None,
     keep: int | None = None,
     staged: int = 1,
+    base: str | None = None,
 ) -> float:
     """Resume, train some steps, and return the value that the state had after the resume."""
     stop = _fail_uploads_on(bad, rank)
     try:
-        with _manager(root, rank, keep=keep, keep_staged=staged) as manager:
+        with _manager(root, rank, keep=keep, keep_staged=staged, base=base) as manager:
             state = _state(-1.0)
             found = manager.resume(state, allow_fresh=True)
             for step in range(first, last + 1):
@@ -303,13 +304,17 @@ def test_a_restarted_job_completes_the_uploads(pool: RankPool, tmp_path: Path) -
         assert bcp.open(f"{_store(root)}/{name}").verify().ok
 
 
-def _save_until_killed(rank: int, world_size: int, root: str, victim: int, point: str, event: str) -> None:
+def _save_until_killed(
+    rank: int, world_size: int, root: str, victim: int, point: str, event: str, base: str | None
+) -> None:
     def observe(name: str, what: str) -> None:
         if rank == victim and (name, what) == (point, event):
             os.kill(os.getpid(), signal.SIGKILL)
 
+    if base is not None:
+        _train(rank, world_size, root, 0, 0, None, base=base)
     telemetry.observe(observe)
-    with _manager(root, rank) as manager:
+    with _manager(root, rank, base=base) as manager:
         manager.save(1, _state(1.0))
         manager.wait()
 
@@ -324,16 +329,21 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize(("point", "event"), KILLS, ids=lambda value: value)
-def test_a_killed_job(tmp_path: Path, point: str, event: str) -> None:
-    """The restarted job finds the checkpoint where its files are, or none; nothing remains to be uploaded."""
+@pytest.mark.parametrize(
+    ("point", "event", "base"), [(*kill, base) for base in (None, "auto") for kill in KILLS[2 * bool(base) :]]
+)
+def test_a_killed_job(tmp_path: Path, point: str, event: str, base: str | None) -> None:
+    """The restarted job finds the checkpoint where its files are, or none; nothing remains to be uploaded.
+
+    With a base, the killed save is incremental: it refers to files of step 0.
+    """
     root = str(tmp_path)
     victim = 0 if "commit" in point else 1
     with RankPool(2) as pool:
         with pytest.raises(Exception, match=r"killed|SIGKILL|died|ended"):
-            pool.run(_save_until_killed, root, victim, point, event, expect_death={victim: signal.SIGKILL})
+            pool.run(_save_until_killed, root, victim, point, event, base, expect_death={victim: signal.SIGKILL})
     with RankPool(2) as pool:
-        values = pool.run(_train, root, 2, 2, None)
+        values = pool.run(_train, root, 2, 2, None, None, 1, base)
     assert len(set(values)) == 1
     assert values[0] in (1.0, -1.0)
     assert _stored(root)[-1] == "step-2"
@@ -341,7 +351,11 @@ def test_a_killed_job(tmp_path: Path, point: str, event: str) -> None:
         assert bcp.open(f"{_store(root)}/{name}").verify().ok
     assert list(find_journals(root)) == []
     if point.startswith("upload"):
-        assert _stored(root) == ["step-1", "step-2"]
+        assert _stored(root)[-2:] == ["step-1", "step-2"]
+    if base is not None:
+        references = [bcp.open(f"{_store(root)}/step-{step}").manifest.references.name for step in (1, 2)]
+        assert all("step-0" in name for names in references for name in names)
+        assert all(references)
     for rank in range(2):
         assert _staged(root, rank) == ["step-2"]
         assert _names(_folder(root, rank, "")) == {"step-2"}

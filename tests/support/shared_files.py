@@ -39,7 +39,7 @@ from bytecheckpoint.storage_backends.base import StorageBackend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
 from bytecheckpoint.testing import FaultRule, FaultyBackend
 
-__all__ = ["CHANGES", "GRACE_S", "OPERATIONS", "STEPS", "Crash", "Saved", "SharedFiles", "check", "number_at"]
+__all__ = ["CHANGES", "CHUNK", "GRACE_S", "OPERATIONS", "STEPS", "Crash", "Saved", "SharedFiles", "check", "number_at"]
 
 GRACE_S = 24 * 3600.0  # after which the pins and attempts of others count as left behind
 STEPS = st.integers(1, 4)

@@ -1,0 +1,278 @@
+"""Incremental saves to a staging folder: what an older checkpoint in the store has is neither staged nor uploaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint.references import pins_of
+from bytecheckpoint.checkpointer import default_checkpointer
+from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.save import incremental
+from bytecheckpoint.storage_backends import open_backend
+from bytecheckpoint.testing import time_limit
+from bytecheckpoint.transfer.journal import find_journals
+
+WAIT_S = time_limit(60)
+SIZE = 1_500_000  # several chunks, and several parts
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_of_other_tests() -> None:
+    default_checkpointer().engine.last_commit = None
+
+
+def state(step: int) -> dict[str, Any]:
+    """The base is frozen; the adapter changes in every step."""
+    base = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
+    return {"model": {"base": base, "adapter": torch.full((5000,), float(step))}, "extra_state": {"step": step}}
+
+
+def check(path: Path | str, step: int, **options: Any) -> bcp.LoadReport:
+    loaded = {"model": {"base": torch.zeros(SIZE), "adapter": torch.zeros(5000)}, "extra_state": {"step": -1}}
+    report = bcp.load(path, loaded, **options)
+    expected = state(step)
+    assert loaded["extra_state"] == expected["extra_state"]
+    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items())
+    return report
+
+
+class Places:
+    """A store and a staging folder, both local."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.store, self.staging = tmp_path / "store", tmp_path / "staging"
+
+    def path(self, step: int) -> Path:
+        return self.store / f"step-{step}"
+
+    def staged(self, step: int) -> Path:
+        return self.staging / "file" / str(self.store).lstrip("/") / f"step-{step}"
+
+    def save(self, step: int, **options: Any) -> bcp.SaveHandle:
+        return bcp.save(self.path(step), state(step), step=step, staging=self.staging, base="auto", **options)
+
+    def pins(self, step: int) -> list[str]:
+        return pins_of(open_backend(self.path(step)).list_children(""))
+
+    def unpin(self, step: int) -> None:
+        """What the first save of the next job does with the pins of an ended one."""
+        open_backend(self.path(step)).delete(self.pins(step))
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places(tmp_path)
+
+
+def nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def failing(step: str) -> Iterator[None]:
+    """Let uploads fail in this step until the block ends."""
+
+    def observe(name: str, event: str) -> None:
+        if (name, event) == (f"upload.{step}", "enter"):
+            raise StorageError("the store is broken")
+
+    stop = telemetry.observe(observe)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def fail_upload(places: Places, step: int, at: str = "transfer") -> None:
+    with failing(at), pytest.raises(StorageError, match="the store is broken"):
+        places.save(step).uploaded(WAIT_S)
+
+
+@pytest.mark.parametrize("codec", [None, "zstd-planes"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_only_what_changed_is_staged_and_uploaded(places: Places, is_async: bool, codec: str | None) -> None:
+    for step in (1, 2, 3):
+        handle = places.save(step, async_save=is_async, codec=codec)
+        handle.uploaded(WAIT_S)
+    assert nbytes(places.path(1)) > SIZE
+    for step in (2, 3):
+        assert nbytes(places.path(step)) < 100_000
+        assert nbytes(places.staged(step)) < 100_000
+    assert bcp.open(places.path(3)).manifest.references.name == bcp.open(places.path(2)).manifest.references.name
+    for step in (1, 2, 3):
+        assert bcp.open(places.path(step)).verify().ok
+        check(places.path(step), step)
+        check(places.path(step), step, staging=places.staging)
+    assert len(places.pins(1)) == 2
+    assert not places.pins(2)
+
+
+def test_the_base_is_read_once(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upload of the base records what it has committed, so the next save does not search for it."""
+    places.save(1).uploaded(WAIT_S)
+    monkeypatch.setattr(incremental, "find_newest", lambda *a, **k: pytest.fail("it searches"))
+    assert places.save(2).result().bytes_written < 100_000
+
+
+def test_a_save_before_the_first_upload_writes_everything(places: Places) -> None:
+    with failing("transfer"):
+        first = places.save(1)
+        second = places.save(2)
+        with pytest.raises(StorageError):
+            second.uploaded(WAIT_S)
+    assert first.result().bytes_written == second.result().bytes_written > SIZE
+
+
+def test_a_committed_checkpoint_that_is_not_uploaded_loads(places: Places) -> None:
+    places.save(1).uploaded(WAIT_S)
+    fail_upload(places, 2)
+    assert not (places.path(2) / "manifest.msgpack").exists()
+    newest = bcp.latest(places.store, staging=places.staging)
+    assert newest is not None
+    assert newest.step == 2
+    check(places.path(2), 2, staging=places.staging)
+
+
+@pytest.mark.parametrize("at", ["transfer", "commit"])
+@pytest.mark.parametrize("is_unpinned", [False, True])
+def test_a_failed_upload_is_continued(places: Places, at: str, is_unpinned: bool) -> None:
+    places.save(1).uploaded(WAIT_S)
+    fail_upload(places, 2, at)
+    if is_unpinned:
+        places.unpin(1)
+    else:
+        remove(places.path(1))  # the pin of the save keeps its files
+    (upload,) = unfinished_uploads(str(places.staging))
+    assert finish_upload(upload).files == 3
+    assert not [*find_journals(places.staged(2))]
+    check(places.path(2), 2)
+    assert len(places.pins(1)) == 1
+    if is_unpinned:
+        remove(places.path(1))
+    check(places.path(2), 2)
+    remove(places.path(2))
+    assert not [path for path in places.store.rglob("*") if path.is_file()]
+
+
+def test_an_upload_whose_base_is_gone_is_given_up(places: Places, caplog: pytest.LogCaptureFixture) -> None:
+    places.save(1).uploaded(WAIT_S)
+    fail_upload(places, 2)
+    places.unpin(1)
+    remove(places.path(1))
+    (upload,) = unfinished_uploads(str(places.staging))
+    with caplog.at_level(logging.WARNING, "bytecheckpoint.transfer"):
+        assert finish_upload(upload).files == 0
+    assert "is not uploaded: another program has removed an older checkpoint" in caplog.text
+    assert unfinished_uploads(str(places.staging)) == []
+    assert not [path for path in places.store.rglob("*") if path.is_file()]
+    assert bcp.latest(places.store, staging=places.staging) is None
+    assert places.save(3).result().bytes_written > SIZE
+
+
+def test_the_base_is_removed_during_the_upload(places: Places) -> None:
+    """The store never has a checkpoint that refers to files that are not there."""
+    places.save(1).uploaded(WAIT_S)
+
+    def observe(name: str, event: str) -> None:
+        if (name, event) == ("upload.commit", "enter"):
+            places.unpin(1)
+            remove(places.path(1))
+
+    stop = telemetry.observe(observe)
+    try:
+        with pytest.raises(StorageError, match="another program has removed an older checkpoint"):
+            places.save(2).uploaded(WAIT_S)
+    finally:
+        stop()
+    assert not (places.path(2) / "manifest.msgpack").exists()
+    assert bcp.latest(places.store, allow_fresh=True) is None
+
+
+def test_a_failed_save_leaves_no_pin(places: Places) -> None:
+    places.save(1).uploaded(WAIT_S)
+
+    def observe(name: str, event: str) -> None:
+        if (name, event) == ("save.write", "enter"):
+            raise StorageError("the disk is full")
+
+    stop = telemetry.observe(observe)
+    try:
+        with pytest.raises(StorageError, match="the disk is full"):
+            places.save(2)
+    finally:
+        stop()
+    assert places.pins(1) == []
+
+
+def test_overwritten_in_place(places: Places) -> None:
+    """The checkpoint at the path is the base of the one that replaces it."""
+    for step in (1, 2, 3):
+        handle = bcp.save(places.path(1), state(step), step=step, staging=places.staging, base="auto")
+        handle.uploaded(WAIT_S)
+        assert (handle.result().bytes_written > SIZE) == (step == 1)
+        check(places.path(1), step)
+        check(places.path(1), step, staging=places.staging)
+    remove(places.path(1))
+    assert not [path for path in places.store.rglob("*") if path.is_file()]
+
+
+def test_retention_in_both_tiers(places: Places) -> None:
+    """The store keeps the files of removed checkpoints that others need, and the folder only the newest checkpoint."""
+    with bcp.CheckpointManager(places.store, keep=2, base="auto", staging=places.staging) as manager:
+        for step in range(1, 6):
+            manager.save(step, state(step), force=True)
+            manager.wait()
+    assert nbytes(places.store) < 1.1 * nbytes(places.path(1))
+    assert not (places.path(1) / "manifest.msgpack").exists()
+    assert [child.name for child in places.staged(1).parent.iterdir()] == ["step-5"]
+    for step in (4, 5):
+        check(places.path(step), step)
+        check(places.path(step), step, staging=places.staging)
+
+
+def test_the_next_job_continues_the_upload(places: Places) -> None:
+    with bcp.CheckpointManager(places.store, keep=1, base="auto", staging=places.staging) as manager:
+        manager.save(1, state(1), force=True)
+        manager.wait()
+        with failing("transfer"):
+            handle = manager.save(2, state(2), force=True)
+            assert handle is not None
+            with pytest.raises(StorageError):
+                handle.uploaded(WAIT_S)
+            with pytest.raises(StorageError):
+                manager.wait()
+    default_checkpointer().engine.last_commit = None
+    with bcp.CheckpointManager(places.store, keep=1, base="auto", staging=places.staging) as manager:
+        resumed = {"model": {"base": torch.zeros(SIZE), "adapter": torch.zeros(5000)}, "extra_state": {"step": -1}}
+        assert manager.resume(resumed) is not None
+        assert resumed["extra_state"]["step"] == 2
+        manager.save(3, state(3), force=True)
+        manager.wait()
+    check(places.path(3), 3)
+    assert nbytes(places.path(3)) < 100_000
+    assert {path.name for path in places.store.iterdir()} - {"lease.msgpack"} <= {"step-1", "step-3"}
+
+
+@pytest.mark.s3
+def test_on_s3(tmp_path: Path, bucket: str, s3: dict[str, Any]) -> None:
+    runs, options = f"s3://{bucket}/runs", {"staging": tmp_path, "storage_options": s3}
+    with bcp.CheckpointManager(runs, keep=2, base="auto", staging=tmp_path, storage_options=s3) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step), force=True)
+            manager.wait()
+    stored = {stat.key: stat.size for stat in open_backend(runs, **s3).list()}
+    assert sum(stored.values()) < 1.1 * 4 * SIZE
+    assert "step-1/manifest.msgpack" not in stored
+    for step in (2, 3):
+        check(f"{runs}/step-{step}", step, storage_options=s3)
+        check(f"{runs}/step-{step}", step, **options)
