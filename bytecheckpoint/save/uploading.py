@@ -12,15 +12,17 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
+from ..checkpoint.attempts import PIN_PREFIX, is_old
 from ..checkpoint.manifest_file import check_replaceable, decode_manifest
 from ..checkpoint.nearest import open_staging
 from ..checkpoint.references import older_attempts, settle
 from ..control.base import Operation
 from ..engine.resources import IOEngine, LastCommit
 from ..errors import StorageError
+from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
-from ..transfer.copying import protect
+from ..transfer.copying import missing_files, protect
 from ..transfer.journal import Journal, JournalHead
 from ..transfer.staged import commit_upload, remove_superseded, upload_files
 from ..transfer.transfer import TransferReport
@@ -128,6 +130,7 @@ class SaveUpload:
                 op.gather("transferred", b"")
                 if rank == 0:
                     with op.phase("commit"), timings.step("commit"):
+                        pins = self._renew(pins, manifest)
                         commit_upload(store, manifest, data, admit=partial(self._admit, timings), pins=pins)
                 op.broadcast("uploaded", b"" if rank == 0 else None)
             if base is not None:
@@ -152,6 +155,18 @@ class SaveUpload:
         finally:
             del failure
         remove_superseded(self.staging, self._attempt)
+
+    def _renew(self, pins: Sequence[str], manifest: Manifest) -> Sequence[str]:
+        """Protect the files anew if the upload has taken longer than the pins protect them."""
+        if not any(is_old(pin.removeprefix(PIN_PREFIX)) for pin in pins):
+            return pins
+        pins = [*pins, *protect(self.store, self._journal)]
+        if missing_files(self.store, manifest):
+            raise StorageError(
+                f"{self.store.display_url}: another program has removed files of this upload, which has taken more "
+                f"than 24 hours; bcp upload sends them again"
+            )
+        return pins
 
     def _report(self, error: BaseException) -> None:
         """Report to ranks that may wait for this one that it does not upload its files."""

@@ -169,10 +169,13 @@ def _is_later(manifest: Manifest | None, head: JournalHead) -> bool:
 def _was_removed(store: StorageBackend, manifest: Manifest, journal: Journal, rank: int) -> bool:
     """Whether the store had committed the checkpoint, which was then removed there.
 
-    That is the case if all files of the rank were stored, and none is left: pins protect them from anything else.
+    That is the case if all files of the rank were stored, and neither they nor a pin are left: the commit removes pins,
+    and until then they protect the files.
     """
     own = {key for key, writer in zip(manifest.files.name, manifest.files.rank.tolist()) if writer == rank}
-    return bool(own) and own <= journal.stored and not any(True for _ in store.list(f"{manifest.attempt}/"))
+    if not own or not own <= journal.stored or any(True for _ in store.list(f"{manifest.attempt}/")):
+        return False
+    return set(journal.pins).isdisjoint(store.list_children(""))
 
 
 def _committed(store: StorageBackend) -> Manifest | None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint import attempts
+from bytecheckpoint.checkpoint.attempts import remove_attempt
 from bytecheckpoint.checkpoint.nearest import open_staging
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
 from bytecheckpoint.errors import CheckpointNotFoundError, SavePendingError, StorageError, UsageError
@@ -393,6 +396,33 @@ def test_a_job_begins_while_an_upload_of_an_ended_job_is_continued(
     monkeypatch.setattr(staged, "commit", commit_late)
     assert finish_upload(*unfinished_uploads(str(places.staging))).sent == 0
     assert "sending them again" not in caplog.text
+    assert bcp.open(places.path()).verify().ok
+    assert contents(places.path()) == contents(places.staged())
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_an_upload_takes_more_than_a_day(places: Places, monkeypatch: pytest.MonkeyPatch, is_removed: bool) -> None:
+    """Then nothing protects its files from other jobs any more, until its end."""
+
+    def observe(name: str, event: str) -> None:
+        if (name, event) == ("upload.transfer", "exit"):
+            later = time.time() + 25 * 3600
+            monkeypatch.setattr(attempts, "time", SimpleNamespace(**{**vars(time), "time": lambda: later}))
+            if is_removed:
+                remove_attempt(open_backend(places.path()), bcp.open(places.staged()).manifest.attempt)
+
+    stop = telemetry.observe(observe)
+    try:
+        handle = places.save(1.0)
+        if is_removed:
+            with pytest.raises(StorageError, match="has removed files of this upload"):
+                handle.uploaded(WAIT_S)
+            assert not (places.path() / MANIFEST_KEY).exists()
+            finish_upload(*unfinished_uploads(str(places.staging)))
+        else:
+            handle.uploaded(WAIT_S)
+    finally:
+        stop()
     assert bcp.open(places.path()).verify().ok
     assert contents(places.path()) == contents(places.staged())
 
