@@ -52,7 +52,8 @@ def copy_command(
             journal=journal,
             storage_options=options_for(target, options),
         )
-    out.document(_show(out, found.url, report))
+    out.line(_described(report))
+    out.document(_document(found.url, report))
 
 
 @command("upload")
@@ -80,7 +81,12 @@ def upload_command(
                     progress=progress,
                     storage_options=options_for(upload.url, options),
                 )
-            done.append(_show(out, upload.path, report))
+            if report is None:
+                out.line(f"{upload.url}: nothing was uploaded")
+                report = CopyReport(upload.url, 0, 0, 0)
+            else:
+                out.line(_described(report))
+            done.append(_document(upload.path, report))
         except BytecheckpointError as error:
             failures.append(error)
             done.append({"source": upload.path, "url": upload.url, "error": f"{type(error).__name__}: {error}"})
@@ -92,11 +98,13 @@ def upload_command(
         raise click.exceptions.Exit(exit_code(failures[0]))
 
 
-def _show(out: Output, source: str, report: CopyReport) -> dict[str, Any]:
-    """Print a line about a copy, and return what to print as JSON."""
+def _described(report: CopyReport) -> str:
     kept = report.size - report.sent
     earlier = f", {size_text(kept)} of it already there" if kept > 0 else ""
-    out.line(f"{report.url}: {report.files} file(s), {size_text(report.size)}{earlier}")
+    return f"{report.url}: {report.files} file(s), {size_text(report.size)}{earlier}"
+
+
+def _document(source: str, report: CopyReport) -> dict[str, Any]:
     return {"source": source, "url": report.url, "files": report.files, "bytes": report.size, "sent": report.sent}
 
 

@@ -188,7 +188,7 @@ def finish_upload(
     rate_limit: float | None = None,
     progress: Progress = lambda nbytes: None,
     storage_options: Mapping[str, Any] | None = None,
-) -> CopyReport:
+) -> CopyReport | None:
     """Continue an upload where it stopped.
 
     Of a checkpoint that was saved with ``staging``, this uploads the files of one rank, and commits the checkpoint if
@@ -201,8 +201,8 @@ def finish_upload(
         storage_options: Options for the target's storage backend.
 
     Returns:
-        A report. It has no files if the upload was discarded: a later save has replaced the checkpoint, or an older one
-        to whose files it refers was removed.
+        A report; None if nothing was uploaded. Then the upload was discarded, because a later save has replaced the
+        checkpoint, or an older one to whose files it refers was removed; or another machine may have to do it.
 
     Raises:
         UsageError: Another process continues the upload.
@@ -210,11 +210,10 @@ def finish_upload(
     """
     source, target = LocalBackend(upload.path), open_backend(upload.url, **dict(storage_options or {}))
     if upload.head.rank is None:
-        done = copy_checkpoint(source, target, rate_limit=rate_limit, progress=progress)
+        done: TransferReport | None = copy_checkpoint(source, target, rate_limit=rate_limit, progress=progress)
     else:
-        found = continue_upload(source, target, upload.head, rate_limit=rate_limit, progress=progress)
-        done = found if found is not None else TransferReport()
-    return CopyReport(target.url, done.files, done.size, done.sent)
+        done = continue_upload(source, target, upload.head, rate_limit=rate_limit, progress=progress)
+    return None if done is None else CopyReport(target.url, done.files, done.size, done.sent)
 
 
 def remove(url: str, *, storage_options: Mapping[str, Any] | None = None) -> RemoveReport:
