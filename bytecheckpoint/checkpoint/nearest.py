@@ -30,7 +30,15 @@ from ..storage_backends.local.backend import LocalBackend
 from .attempts import ATTEMPT_PREFIX
 from .manifest_file import decode_manifest
 
-__all__ = ["JOURNAL_PREFIX", "NearestBackend", "open_nearest", "open_staging", "with_staging"]
+__all__ = [
+    "JOURNAL_PREFIX",
+    "NearestBackend",
+    "is_store_silent",
+    "note_silent_store",
+    "open_nearest",
+    "open_staging",
+    "with_staging",
+]
 
 JOURNAL_PREFIX = TEMPORARY_PREFIX + "transfer-"
 """The prefix of the names of journals; that of an upload goes on with ``to-``."""
@@ -80,6 +88,18 @@ def with_staging(options: Mapping[str, Any], staging: str | os.PathLike[str] | N
     Of several backends that are opened with them, only the first one waits long for a store that does not answer.
     """
     return dict(options) if staging is None else {**options, _STAGING: _Staging(os.fspath(staging))}
+
+
+def is_store_silent(options: Mapping[str, Any]) -> bool:
+    """Return whether the store did not answer when a backend with these options of ``with_staging`` last asked it."""
+    staging = options.get(_STAGING)
+    return staging is not None and staging.is_silent
+
+
+def note_silent_store(options: Mapping[str, Any]) -> None:
+    """Note that the store has not answered another rank: what is opened with these options does not wait long."""
+    if _STAGING in options:
+        options[_STAGING].is_silent = True
 
 
 def open_nearest(

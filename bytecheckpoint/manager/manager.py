@@ -27,7 +27,7 @@ from ..checkpoint.discovery import (
     find_milestone,
     find_newest,
 )
-from ..checkpoint.nearest import with_staging
+from ..checkpoint.nearest import is_store_silent, note_silent_store, with_staging
 from ..checkpoint.selection import Selection
 from ..checkpointer import Checkpointer, default_checkpointer
 from ..control.base import Operation
@@ -345,17 +345,8 @@ class CheckpointManager:
         storage_options = self._nearest()
         while True:
             with self._rounds.round(followed_by="load") as op:
-                name = _agree_on_name(
-                    op,
-                    partial(
-                        find_newest,
-                        self.root,
-                        excluding=damaged,
-                        allow_fresh=allow_fresh,
-                        deadline_s=self._deadline_s,
-                        storage_options=storage_options,
-                    ),
-                )
+                search = partial(find_newest, self.root, excluding=damaged, allow_fresh=allow_fresh)
+                name = self._agree_on_name(op, search, storage_options)
             if name is None:
                 return None
             try:
@@ -543,12 +534,31 @@ class CheckpointManager:
         self._check_usable()
         storage_options = self._nearest()
         with self._rounds.round() as op:
-            name = _agree_on_name(op, partial(search, deadline_s=self._deadline_s, storage_options=storage_options))
+            name = self._agree_on_name(op, search, storage_options)
         if name is None:
             return None
         return self._checkpointer.open(
             join(self.root, name), deadline_s=self._deadline_s, storage_options=storage_options
         )
+
+    def _agree_on_name(
+        self, op: Operation, search: Callable[..., CompleteCheckpoint | None], storage_options: Mapping[str, Any]
+    ) -> str | None:
+        """Return the name of the checkpoint that ``search`` finds on rank 0, and raise on all ranks what it raises.
+
+        Only rank 0 lists the root, because ranks may see different states of a network file system. If it has waited
+        for the store in vain, the other ranks do not wait again.
+        """
+        response = None
+        with op.phase("find"):
+            if op.rank == 0:
+                found = search(deadline_s=self._deadline_s, storage_options=storage_options)
+                response = msgpack.packb([None if found is None else found.name, is_store_silent(storage_options)])
+        name: str | None
+        name, is_silent = msgpack.unpackb(op.broadcast("found", response))
+        if is_silent:
+            note_silent_store(storage_options)
+        return name
 
     def _coordinate(
         self,
@@ -694,20 +704,6 @@ class CheckpointManager:
             raise UsageError(
                 "this CheckpointManager belongs to the process that this one was forked from; use it only there"
             )
-
-
-def _agree_on_name(op: Operation, search: Callable[[], CompleteCheckpoint | None]) -> str | None:
-    """Return the name of the checkpoint that ``search`` finds on rank 0, and raise on all ranks what it raises.
-
-    Only rank 0 lists the root, because ranks may see different states of a network file system.
-    """
-    response = None
-    with op.phase("find"):
-        if op.rank == 0:
-            found = search()
-            response = msgpack.packb(None if found is None else found.name)
-    name: str | None = msgpack.unpackb(op.broadcast("found", response))
-    return name
 
 
 def _as_floats(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -19,12 +19,14 @@ from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint import nearest
 from bytecheckpoint.checkpoint.attempts import attempt_name, new_attempt_id
 from bytecheckpoint.convert.copy import finish_upload, unfinished_uploads
 from bytecheckpoint.errors import BytecheckpointError, StorageError
 from bytecheckpoint.manager.lease import LeaseRecord
 from bytecheckpoint.save import commit
 from bytecheckpoint.storage_backends import StorageBackend
+from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
@@ -234,6 +236,40 @@ def test_one_rank_cannot_upload(pool: RankPool, tmp_path: Path, bad: int) -> Non
         "manifest.msgpack",
         bcp.open(f"{_store(root)}/step-1").manifest.attempt,
     }
+
+
+def _find_where_the_store_is_silent(rank: int, world_size: int, root: str, what: str) -> list[float]:
+    """Save, let the store not answer any more, and return the deadlines with which this rank then asks it."""
+    limits: list[float] = []
+
+    def silent(self: LocalBackend, *_: object, **__: object) -> Any:
+        limits.append(self.deadline_s)
+        error = StorageError("the store did not answer")
+        error.is_late = True
+        raise error
+
+    class Silent(LocalBackend):
+        get = list = list_children = silent
+
+    def open_silent(path: str | os.PathLike[str], **_: object) -> LocalBackend:
+        return (Silent if os.fspath(path).startswith(_store(root)) else LocalBackend)(path)
+
+    with bcp.CheckpointManager(_store(root), staging=os.path.join(root, "shared"), preemption=None) as manager:
+        manager.save(1, {"extra_state": {"value": 1.0}}, force=True, metrics={"loss": 1.0})
+        manager.wait()
+        with mock.patch.object(nearest, "open_backend", open_silent):
+            found = manager.latest() if what == "latest" else manager.best("loss", "min")
+        assert found is not None
+        assert found.step == 1
+    return limits
+
+
+@pytest.mark.parametrize("what", ["latest", "best"])
+def test_one_rank_waits_for_a_silent_store(pool: RankPool, tmp_path: Path, what: str) -> None:
+    (first, *others), *ranks = pool.run(_find_where_the_store_is_silent, str(tmp_path), what)
+    assert first > 100
+    assert all(ranks)
+    assert max(limit for limits in (others, *ranks) for limit in limits) < 1
 
 
 def _train(
