@@ -18,7 +18,7 @@ from typing_extensions import Buffer, Self
 
 from ..errors import AccessDeniedError, KeyNotFoundError, StorageError, UnsupportedURLError
 from ..runtime.daemon import run_daemon
-from .base import ObjectStat, ObjectWriter, StorageBackend
+from .base import ObjectReader, ObjectStat, ObjectWriter, StorageBackend
 from .buffers import check_max_size, writable_view
 from .keys import check_key
 
@@ -166,6 +166,13 @@ class HttpBackend(StorageBackend):
         self.read_scattered(key, offset, [buffer])
 
     def read_scattered(self, key: str, offset: int, buffers: Sequence[Buffer]) -> None:
+        self._read(key, offset, buffers)
+
+    def open_object(self, key: str) -> ObjectReader:
+        return _Reader(self, key)
+
+    def _read(self, key: str, offset: int, buffers: Sequence[Buffer]) -> int | None:
+        """Fill buffers, and return the size of the object, if the server has stated it."""
         action = self._action("reading", key)
         views = [writable_view(action, buffer) for buffer in buffers]
         views = [view for view in views if len(view)]
@@ -174,10 +181,10 @@ class HttpBackend(StorageBackend):
             size = self.stat(key).size
             if not 0 <= offset <= end <= size:
                 raise _too_short(action, offset, end, size)
-            return
+            return size
 
-        def fill(reply: _Reply) -> None:
-            self._check_range(reply, action, offset, end)
+        def fill(reply: _Reply) -> int | None:
+            size = self._check_range(reply, action, offset, end)
             pieces = reply.pieces()
             rest = memoryview(b"")
             for view in views:
@@ -188,8 +195,9 @@ class HttpBackend(StorageBackend):
                     count = min(len(view), len(rest))
                     view[:count] = rest[:count]
                     view, rest = view[count:], rest[count:]
+            return size
 
-        self._send(action, "GET", key, fill, {"Range": f"bytes={offset}-{end - 1}"})
+        return self._send(action, "GET", key, fill, {"Range": f"bytes={offset}-{end - 1}"})
 
     def get(self, key: str, *, max_size: int | None = None) -> bytes:
         action = self._action("reading", key)
@@ -275,13 +283,14 @@ class HttpBackend(StorageBackend):
         if reply.status not in (200, 206, 416):
             raise StorageError(f"{action}: {status}")
 
-    def _check_range(self, reply: _Reply, action: str, start: int, end: int) -> None:
+    def _check_range(self, reply: _Reply, action: str, start: int, end: int) -> int | None:
+        """Check that the reply has these bytes, and return the size of the object, if it is stated."""
         if reply.status == 416:
             size = reply.headers.get("Content-Range", "").rpartition("/")[2]
             raise _too_short(action, start, end, int(size) if size.isdigit() else None)
         if reply.status == 200:
             if start == 0 and reply.headers.get("Content-Length") == str(end):
-                return
+                return end
             raise StorageError(
                 f"{action}: the server has sent the whole object instead of bytes [{start}, {end}); use one that "
                 f"supports range requests, or copy the checkpoint first"
@@ -293,6 +302,7 @@ class HttpBackend(StorageBackend):
             )
         if int(found["end"]) + 1 != end:
             raise _too_short(action, start, end, int(found["end"]) + 1)
+        return None if found["size"] == "*" else int(found["size"])
 
     def _action(self, what: str, key: str) -> str:
         return f"{what} {key!r} in {self.display_url}"
@@ -306,6 +316,14 @@ class HttpBackend(StorageBackend):
             f"{self.display_url}: an HTTP server has no listing, so that only a checkpoint of this library (there is "
             f"no manifest.msgpack) or a single file can be read; pass its own URL, or copy the folder first"
         )
+
+
+class _Reader(ObjectReader):
+    def __init__(self, backend: HttpBackend, key: str) -> None:
+        self._backend, self._key = backend, key
+
+    def read(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        self.size = self._backend._read(self._key, offset, buffers)
 
 
 def _too_short(action: str, start: int, end: int, size: int | None) -> StorageError:

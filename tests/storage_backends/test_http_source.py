@@ -143,6 +143,16 @@ def test_damage_is_found(server: Server) -> None:
         bcp.load(f"{server.url}/checkpoint", _empty())
 
 
+def test_a_file_that_has_grown(server: Server) -> None:
+    """The bytes that are read are right; the file is not the one that was saved."""
+    _save(server.root)
+    [file] = server.root.glob("checkpoint/attempt-*/model-00000.safetensors")
+    with file.open("ab") as opened:
+        opened.write(b"more")
+    with pytest.raises(CorruptionError, match=r"model-00000\.safetensors"):
+        bcp.load(f"{server.url}/checkpoint", _empty())
+
+
 def test_it_is_read_only(server: Server) -> None:
     _save(server.root)
     for name in ("checkpoint", "new"):
