@@ -193,7 +193,7 @@ class SaveRun:
         self.engine.last_commit = self.commit.last_commit or self.engine.last_commit
         _log.info("committed %s (%s)", self.backend.display_url, self.timings)
         if self.upload is not None:
-            self.upload.start(self.commit.manifest, self.commit.base)
+            self.upload.start(self.commit.manifest, {} if self.commit.base is None else self.commit.base.older)
         self.op.close()
         nbytes = sum(file.size for file in written.planned)
         result = SaveResult(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from ..checkpoint.attempts import PIN_PREFIX, is_old
@@ -26,7 +26,6 @@ from ..transfer.copying import missing_files, protect
 from ..transfer.journal import Journal, JournalHead
 from ..transfer.staged import commit_upload, remove_superseded, upload_files
 from ..transfer.transfer import TransferReport
-from .incremental import Base
 from .lifecycle import SaveLifecycle
 from .options import SaveOptions
 
@@ -71,8 +70,11 @@ class SaveUpload:
         except StorageError as error:
             _log.warning("%s; an upload that is interrupted cannot be continued", error)
 
-    def start(self, manifest: bytes, base: Base | None) -> None:
-        """Upload in the background. The save is committed in the folder; ``base`` is that of rank 0."""
+    def start(self, manifest: bytes, older: Mapping[str, Collection[str]]) -> None:
+        """Upload in the background. The save is committed in the folder.
+
+        ``older`` are, on rank 0, the folders that the save has pinned (``Base.older``).
+        """
         try:
             if self._journal is not None:
                 self._journal.add_committed()
@@ -80,7 +82,7 @@ class SaveUpload:
             _log.warning("%s", error)
         self.lifecycle.queue()
         try:
-            self._engine.uploads.submit(self._run, manifest, base)
+            self._engine.uploads.submit(self._run, manifest, older)
         except RuntimeError as error:
             failure = StorageError(f"the upload cannot begin: {error}; run bcp upload to make it")
             self.lifecycle.withdraw(failure)
@@ -96,7 +98,7 @@ class SaveUpload:
                 self._journal.remove()
             self._end_failed()
 
-    def _run(self, data: bytes, base: Base | None) -> None:
+    def _run(self, data: bytes, older: Mapping[str, Collection[str]]) -> None:
         if not self.lifecycle.start():
             return
         self.lifecycle.finish_merge()
@@ -133,8 +135,7 @@ class SaveUpload:
                         pins = self._renew(pins, manifest)
                         commit_upload(store, manifest, data, admit=partial(self._admit, timings), pins=pins)
                 op.broadcast("uploaded", b"" if rank == 0 else None)
-            if base is not None:
-                settle(store, manifest.attempt, base.older, older_attempts(manifest))
+            settle(store, manifest.attempt, older, older_attempts(manifest))
             if rank == 0 and self._options.base is not None:
                 self._engine.last_commit = LastCommit.of(store, manifest, data)
             if self._journal is not None:
