@@ -108,7 +108,9 @@ class SourceFile:
         self._hashing = asyncio.Lock()
         self._key = manifest.files.name[file]
         self._spans = _Spans.of(manifest, file, own_only=keeps_references)
-        self._frames = manifest.files.frames
+        frames, rows = manifest.files.frames, self._spans.frame
+        has_references = frames is not None and bool(frames.source[rows[rows >= 0]].any())
+        self._frames = frames if has_references else None
 
     async def read(self, begin: int, view: memoryview) -> None:
         """Fill ``view`` with the file's bytes from ``begin`` on, one part.
@@ -137,11 +139,12 @@ class SourceFile:
 
     def _find_damage(self, spans: range, begin: int, view: memoryview) -> int | None:
         """Return the first of the spans whose checksum differs; all of them are complete in ``view``."""
-        starts, stops = (self._spans.start - begin).tolist(), (self._spans.stop - begin).tolist()
-        expected = self._spans.checksum
-        return next(
-            (at for at in spans if xxhash.xxh3_64_intdigest(view[starts[at] : stops[at]]) != int(expected[at])), None
-        )
+        here, found = slice(spans.start, spans.stop), self._spans
+        starts, stops = (found.start[here] - begin).tolist(), (found.stop[here] - begin).tolist()
+        for span, start, stop, expected in zip(spans, starts, stops, found.checksum[here].tolist()):
+            if xxhash.xxh3_64_intdigest(view[start:stop]) != expected:
+                return span
+        return None
 
     async def _check_across(self, span: int, begin: int, view: memoryview) -> None:
         """Check a span that is partly outside ``view``."""
@@ -196,7 +199,7 @@ class SourceFile:
     def _places(self, begin: int, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
         """Divide a range by the files that have it: a source (``FrameTable``), the first byte there, and the memory."""
         frames = self._frames
-        if frames is None or not frames.source[self._spans.frame[self._spans.frame >= 0]].any():
+        if frames is None:
             yield 0, begin, view
             return
         end, held = begin + len(view), (0, begin, begin)  # source, first byte there, where the range begins
