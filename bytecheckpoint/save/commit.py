@@ -66,7 +66,8 @@ class SaveCommit:
         self.chunk_size = options.chunk_size_for(share.planned.nbytes)
         self._is_new = is_new
         self._upload = upload
-        self._store = backend if upload is None else upload.store  # which has the older checkpoints
+        self.store = backend if upload is None else upload.store
+        """The store that has the older checkpoints: with an upload, that of the path."""
         self.manifest = b""  # once it is committed; with an upload
         self._may_exist = False  # the checkpoint
         self._is_committed = False  # by this rank
@@ -158,7 +159,7 @@ class SaveCommit:
                         references.release(self._backend, self._replaced)
                 if self.base is not None and self.last_commit is not None:
                     referred = references.older_attempts(self.last_commit.manifest)
-                    references.settle(self._store, self.attempt, self.base.older, referred)
+                    references.settle(self.store, self.attempt, self.base.older, referred)
         except BaseException:  # noqa: BLE001 - the checkpoint is committed; housekeeping must not fail the save
             _log.warning(
                 "%s: cannot remove the overwritten checkpoint's files", self._backend.display_url, exc_info=True
@@ -223,8 +224,8 @@ class SaveCommit:
         with rest_of_deadline(self._backend, self._begun):
             is_answered = remove_attempt(self._backend, self.attempt)
         if self.base is not None and is_answered:
-            with rest_of_deadline(self._store, self._begun):
-                references.settle(self._store, self.attempt, self.base.older, ())
+            with rest_of_deadline(self.store, self._begun):
+                references.settle(self.store, self.attempt, self.base.older, ())
 
 
 def _failed_before_commit(error: BaseException) -> bool:

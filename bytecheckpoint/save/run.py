@@ -87,8 +87,7 @@ class SaveRun:
     def find_base(self, share: SaveShare) -> None:
         """Find out what an older checkpoint has of this rank's files."""
         if self.op.rank == 0:
-            store = self.backend if self.upload is None else self.upload.store
-            self.commit.base = find_base(self.engine, store, self.options, share.attempt)
+            self.commit.base = find_base(self.engine, self.commit.store, self.options, share.attempt)
         self._base = share_base(self.op, self.commit.base)
 
     def check_space(self, share: SaveShare) -> None:
