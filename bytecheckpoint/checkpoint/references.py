@@ -11,15 +11,16 @@ running protects all files of the folder. Whether a save has ended can only be k
 
 A copy or an upload of a checkpoint that another job has saved also puts a pin, into the folder that it writes to: the
 name of its attempt says only when the checkpoint was saved, and by which job. An upload also needs the pins of its
-save. Others remove them when that job has ended; then the upload puts them again, and checks that the checkpoints that
-named the files are still committed.
+save, which therefore outlive the job: others remove them after 24 hours only. An upload that ends later holds the
+folders, checks that the checkpoints that named the files are still committed, and only then puts its pins again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from ..errors import (
     CheckpointError,
@@ -32,17 +33,18 @@ from ..errors import (
 from ..format.manifest import MANIFEST_KEY, PARENT, Manifest, split_reference
 from ..storage_backends import folder_name, open_like, open_sibling, parent_url
 from ..storage_backends.base import StorageBackend
-from .attempts import PIN_PREFIX, is_old
+from .attempts import PIN_PREFIX, is_old, new_attempt
 from .manifest_file import read_manifest
 
 __all__ = [
+    "ReferencesGoneError",
     "hold",
     "holds_only_pinned",
     "is_pinned",
     "older_attempts",
     "pin",
     "pins_of",
-    "protect_references",
+    "protecting_references",
     "release",
     "remove_checkpoint",
     "settle",
@@ -51,13 +53,20 @@ __all__ = [
 ]
 
 _MAX_PIN_BYTES = 4096
+_FOR_UPLOAD = "\nupload"  # the second line of a pin that outlives the job of its save
 _MAX_TRIES = 16  # to look at pins while other saves put new ones
 
 _log = logging.getLogger(__name__)
 
 
-def pin(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> None:
+class ReferencesGoneError(StorageError):
+    """Files to which a checkpoint refers may be gone, so it must not be committed."""
+
+
+def pin(backend: StorageBackend, attempt: str, folders: Iterable[str], *, for_upload: bool = False) -> None:
     """Protect all files in these folders until the save of ``attempt`` to ``backend`` has ended.
+
+    With ``for_upload``, another job or program may commit it later, so the end of the job is not the end of the save.
 
     ``folders`` are siblings of the root of ``backend``; "" is the root itself. Puts all pins at the same time, and ends
     when all puts have ended. Raises ``StorageError``.
@@ -65,7 +74,7 @@ def pin(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> None:
 
     def put(folder: str) -> None:
         where = f"{PARENT}{folder_name(backend)}/{MANIFEST_KEY}" if folder else MANIFEST_KEY
-        _sibling(backend, folder).put(PIN_PREFIX + attempt, where.encode())
+        _sibling(backend, folder).put(PIN_PREFIX + attempt, (where + _FOR_UPLOAD * for_upload).encode())
 
     folders = tuple(folders)
     with ThreadPoolExecutor(max(1, len(folders)), "bcp-pin") as threads:
@@ -121,24 +130,35 @@ def is_pinned(backend: StorageBackend, attempt: str, folders: Iterable[str]) -> 
     return True
 
 
-def protect_references(backend: StorageBackend, manifest: Manifest) -> bool:
-    """Make sure that the files to which a manifest refers remain until it is committed at the root of ``backend``.
+@contextmanager
+def protecting_references(backend: StorageBackend, manifest: Manifest) -> Iterator[None]:
+    """Keep the files to which a manifest refers while an upload commits it at the root of ``backend`` in the block.
 
-    Pins that another program has removed are put again. Returns False if it may have removed files too: a checkpoint
-    that named them is gone. Raises ``StorageError``, and ``CheckpointError`` if a manifest cannot be read.
+    Raises ``ReferencesGoneError`` before the block if some may be gone, and ``StorageError``; ``CheckpointError`` if
+    the manifest of another checkpoint cannot be read.
     """
-    older = older_attempts(manifest)
-    if is_pinned(backend, manifest.attempt, older):
-        return True
-    pin(backend, manifest.attempt, older)
-    if _attempt_of(_committed(backend)) == manifest.attempt:
-        return True
-    for folder in older:
-        holder = _committed(_sibling(backend, folder))
-        if holder is None or not _references(manifest, folder) <= _named(holder, ""):
-            settle(backend, manifest.attempt, dict.fromkeys(older, ()), ())
-            return False
-    return True
+    older, attempt = older_attempts(manifest), manifest.attempt
+    if not is_old(attempt) and is_pinned(backend, attempt, older):
+        yield  # no other program removes a young pin
+        return
+    holders, held = [_sibling(backend, folder) for folder in older], PIN_PREFIX + new_attempt()
+    try:
+        for holder in holders:
+            hold(holder, held)
+        # A removal deletes the manifest before it looks for pins, so what is committed now keeps its files.
+        for folder, holder in zip(older, holders):
+            committed = _committed(holder)
+            if committed is None or not _references(manifest, folder) <= _named(committed, ""):
+                raise ReferencesGoneError(
+                    f"{backend.display_url}: another program has removed {folder or 'the older checkpoint here'}, and "
+                    f"may have removed files that this checkpoint needs"
+                )
+        pin(backend, attempt, older, for_upload=True)
+        yield
+        pin(backend, attempt, older, for_upload=True)  # a clean-up that began before the hold may have removed them
+    finally:
+        for holder in holders:
+            unpin(holder, [held])
 
 
 def pins_of(children: Iterable[str]) -> list[str]:
@@ -225,7 +245,7 @@ def sweep(
             by_pin = {name: _needed_by(folder, name) for name in pins}
             manifest = _committed(folder) if pins or MANIFEST_KEY in children else None  # read after the pins
             pending = [name.removeprefix(PIN_PREFIX) for name, needed in by_pin.items() if needed is None]
-            if not all(has_ended(one) or is_old(one) for one in pending):
+            if not all(is_old(one) or (has_ended(one) and not _is_for_upload(folder, one)) for one in pending):
                 return False
             by_pin |= {PIN_PREFIX + one: _needed_elsewhere(folder, one) for one in pending}
             old = [attempt for attempt in attempts if manifest is None or attempt != manifest.attempt]
@@ -264,16 +284,27 @@ def _needed_by(folder: StorageBackend, pin: str) -> set[str] | None:
     That is nothing for a pin of the folder's own manifest. Raises ``CheckpointError`` if that cannot be found out.
     """
     try:
-        where = folder.get(pin, max_size=_MAX_PIN_BYTES).decode(errors="replace")
+        where = _content(folder, pin)
     except KeyNotFoundError:
         return set()  # its save has ended
-    name, key = split_reference(where)
+    name, key = split_reference(where.removesuffix(_FOR_UPLOAD))
     if key != MANIFEST_KEY:
         raise FormatError(f"{folder.url}/{pin} is not a pin of this library")
     manifest = _committed(_sibling(folder, name))
     if manifest is None or PIN_PREFIX + manifest.attempt != pin:
         return None
     return _named(manifest, folder_name(folder)) if name else set()
+
+
+def _is_for_upload(folder: StorageBackend, attempt: str) -> bool:
+    try:
+        return _content(folder, PIN_PREFIX + attempt).endswith(_FOR_UPLOAD)
+    except KeyNotFoundError:
+        return False
+
+
+def _content(folder: StorageBackend, pin: str) -> str:
+    return folder.get(pin, max_size=_MAX_PIN_BYTES).decode(errors="replace")
 
 
 def _needed_elsewhere(folder: StorageBackend, attempt: str) -> set[str]:

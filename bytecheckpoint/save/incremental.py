@@ -174,7 +174,7 @@ def find_base(engine: IOEngine, backend: StorageBackend, options: SaveOptions, a
         )
         return None
     try:
-        references.pin(backend, attempt, base.older)
+        references.pin(backend, attempt, base.older, for_upload=options.staging is not None)
         if _is_current(open_like(backend, found.url), found):
             return base
     except BaseException:

@@ -15,7 +15,14 @@ from functools import partial
 
 from ..checkpoint.attempts import ATTEMPT_PREFIX, attempt_time, is_old, remove_attempt
 from ..checkpoint.manifest_file import commit, decode_manifest, read_manifest, read_manifest_bytes, remove_files
-from ..checkpoint.references import protect_references, release, unpin
+from ..checkpoint.references import (
+    ReferencesGoneError,
+    older_attempts,
+    protecting_references,
+    release,
+    settle,
+    unpin,
+)
 from ..errors import CheckpointError, CheckpointNotFoundError, KeyExistsError, NotACheckpointError, StorageError
 from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
@@ -25,8 +32,6 @@ from .journal import Journal, JournalHead, find_journals
 from .transfer import Stop, Transfer, TransferReport
 
 __all__ = ["commit_upload", "continue_upload", "is_pending", "remove_superseded", "upload_files"]
-
-_REFERENCES_ARE_GONE = "another program has removed an older checkpoint, and may have removed files that this one needs"
 
 _log = logging.getLogger(__name__)
 
@@ -68,16 +73,11 @@ def commit_upload(
 ) -> None:
     """Write the manifest, and remove ``pins`` and the files of the checkpoint that it replaces. Raises as ``commit``.
 
-    A checkpoint that was saved later is not replaced: ``KeyExistsError``. ``StorageError`` if files to which the
+    A checkpoint that was saved later is not replaced: ``KeyExistsError``. ``ReferencesGoneError`` if files to which the
     checkpoint refers may be gone.
     """
-
-    def admit_references() -> None:
-        admit()
-        if not protect_references(store, manifest):
-            raise StorageError(f"{store.display_url}: {_REFERENCES_ARE_GONE}")
-
-    replaced = commit(store, data, unless_after=manifest.created, admit=admit_references)
+    with protecting_references(store, manifest):
+        replaced = commit(store, data, unless_after=manifest.created, admit=admit)
     unpin(store, pins)
     if replaced is not None:
         try:
@@ -120,11 +120,7 @@ def continue_upload(
             is_over = is_stored or is_replaced or gives_up or is_old(head.attempt)
             if not is_over:
                 _log.info("%s: another machine may have committed %s; its files are kept", staging.url, head.attempt)
-        elif _was_removed(store, manifest, journal, head.rank):
-            pass
-        elif not protect_references(store, manifest):
-            _log.warning("%s is not uploaded: %s", staging.url, _REFERENCES_ARE_GONE)
-        else:
+        elif not _was_removed(store, manifest, journal, head.rank):
             send = partial(
                 upload_files,
                 staging,
@@ -147,13 +143,15 @@ def continue_upload(
                     if missing_files(store, manifest):
                         _log.warning("%s: another program has removed files; sending them again", store.display_url)
                         send()
-            except KeyExistsError as error:
+            except (KeyExistsError, ReferencesGoneError) as error:
                 _log.warning("%s is not uploaded: %s", staging.url, error)
                 report = None
         if is_over:
             if report is None and not is_stored:
                 end_uploads(store, journal)
                 remove_files(store, [key for key in journal.stored if key.startswith(ATTEMPT_PREFIX)])
+                if manifest is not None:
+                    settle(store, head.attempt, dict.fromkeys(older_attempts(manifest), ()), ())
             unpin(store, journal.pins)
             journal.remove()
     remove_superseded(staging, head.attempt)

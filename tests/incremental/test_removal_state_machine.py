@@ -24,8 +24,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint.checkpoint.nearest import open_staging
 from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.convert.copy import copy, finish_upload, remove, unfinished_uploads
-from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, KeyNotFoundError, StorageError
-from bytecheckpoint.format.manifest import MANIFEST_KEY, decode, split_reference
+from bytecheckpoint.errors import BytecheckpointError, CheckpointError, KeyExistsError, StorageError
+from bytecheckpoint.format.manifest import MANIFEST_KEY, decode
 from bytecheckpoint.save.options import SaveOptions
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.storage_backends.memory import MemoryBackend
@@ -270,7 +270,7 @@ class Transfers(SharedFiles):
     def _settle_uploads(self, *, is_complete: bool) -> None:
         unfinished = {Path(one.path).name for one in unfinished_uploads(str(self.folder / "staging"))}
         assert not is_complete or not unfinished
-        for name, (saved, when, references) in [*self.uploads.items()]:
+        for name, (saved, when, _) in [*self.uploads.items()]:
             before, number = self.seen.get(name), self._number_of(name)
             is_replaced = before is not None and before.number > saved.number
             if number == saved.number:
@@ -280,20 +280,8 @@ class Transfers(SharedFiles):
             else:
                 assert number == (before and before.number)
                 if name not in unfinished:
-                    assert is_replaced or self.passed_s > when or self._lacks_files(name, references)
+                    assert is_replaced or self.passed_s > when
                     del self.uploads[name]
-
-    def _lacks_files(self, name: str, references: list[str]) -> bool:
-        """Whether a checkpoint that names one of these files is gone, so that the file may be gone too."""
-        for reference in references:
-            folder, key = split_reference(reference)
-            try:
-                manifest = decode(self.raw.get(f"{folder or name}/{MANIFEST_KEY}"))
-            except KeyNotFoundError:
-                return True
-            if key not in manifest.files.name:
-                return True
-        return False
 
     # ----------------------------------------------------------------------------------------------------------------
 

@@ -55,9 +55,9 @@ def test_a_base_that_is_removed_before_the_pin_is_not_used(
     _save(tmp_path / "step-1", tensor)
     act, pin = _once(lambda: remove(str(tmp_path / "step-1")) and None), references.pin
 
-    def late_pin(*arguments: Any) -> None:
+    def late_pin(*arguments: Any, **options: Any) -> None:
         act()
-        pin(*arguments)
+        pin(*arguments, **options)
 
     monkeypatch.setattr(references, "pin", late_pin)
     _save(tmp_path / "step-2", tensor)

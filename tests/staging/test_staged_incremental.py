@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from staging_faults import failing_uploads
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
+from bytecheckpoint.checkpoint import attempts
 from bytecheckpoint.checkpoint.references import pins_of
 from bytecheckpoint.checkpointer import default_checkpointer
 from bytecheckpoint.cli import cli
@@ -22,6 +25,7 @@ from bytecheckpoint.errors import StorageError
 from bytecheckpoint.save import incremental
 from bytecheckpoint.storage_backends import open_backend
 from bytecheckpoint.testing import time_limit
+from bytecheckpoint.transfer import staged
 from bytecheckpoint.transfer.journal import find_journals
 
 WAIT_S = time_limit(60)
@@ -67,7 +71,7 @@ class Places:
         return pins_of(open_backend(self.path(step)).list_children(""))
 
     def unpin(self, step: int) -> None:
-        """What the first save of the next job does with the pins of an ended one."""
+        """What a clean-up does with pins that are older than a day."""
         open_backend(self.path(step)).delete(self.pins(step))
 
 
@@ -80,23 +84,8 @@ def nbytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-@contextmanager
-def failing(step: str) -> Iterator[None]:
-    """Let uploads fail in this step until the block ends."""
-
-    def observe(name: str, event: str) -> None:
-        if (name, event) == (f"upload.{step}", "enter"):
-            raise StorageError("the store is broken")
-
-    stop = telemetry.observe(observe)
-    try:
-        yield
-    finally:
-        stop()
-
-
 def fail_upload(places: Places, step: int, at: str = "transfer") -> None:
-    with failing(at), pytest.raises(StorageError, match="the store is broken"):
+    with failing_uploads(at), pytest.raises(StorageError, match="the store is broken"):
         places.save(step).uploaded(WAIT_S)
 
 
@@ -127,7 +116,7 @@ def test_the_base_is_read_once(places: Places, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_save_before_the_first_upload_writes_everything(places: Places) -> None:
-    with failing("transfer"):
+    with failing_uploads("transfer"):
         first = places.save(1)
         second = places.save(2)
         with pytest.raises(StorageError):
@@ -174,11 +163,44 @@ def test_an_upload_whose_base_is_gone_is_given_up(places: Places, caplog: pytest
     with caplog.at_level(logging.WARNING, "bytecheckpoint.transfer"):
         done = CliRunner().invoke(cli, ["upload", str(places.staging)], catch_exceptions=False)
     assert done.output == f"{places.path(2)}: nothing was uploaded\n"
-    assert "is not uploaded: another program has removed an older checkpoint" in caplog.text
+    assert f"is not uploaded: {places.path(2)}: another program has removed step-1" in caplog.text
     assert unfinished_uploads(str(places.staging)) == []
     assert not [path for path in places.store.rglob("*") if path.is_file()]
     assert bcp.latest(places.store, staging=places.staging) is None
     assert places.save(3).result().bytes_written > SIZE
+
+
+def test_a_later_checkpoint_is_at_the_path(places: Places) -> None:
+    """The upload is discarded, and with it what it has pinned."""
+    places.save(1).uploaded(WAIT_S)
+    fail_upload(places, 2)
+    bcp.save(places.path(2), {"other": torch.ones(5)}, step=2)
+    assert len(places.pins(1)) == 1
+    assert finish_upload(*unfinished_uploads(str(places.staging))) is None
+    assert places.pins(1) == []
+
+
+@pytest.mark.parametrize("how", ["it is killed", "a clean-up ends"])
+def test_pins_that_were_put_again(places: Places, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """They are there from the commit on, if the process ends then, or an earlier clean-up removes the first ones."""
+    places.save(1).uploaded(WAIT_S)
+    fail_upload(places, 2)
+    places.unpin(1)
+    original = staged.commit
+
+    def commit(*arguments: Any, **options: Any) -> Any:
+        replaced = original(*arguments, **options)
+        if how == "it is killed":
+            raise KeyboardInterrupt
+        open_backend(places.path(1)).delete([f"pin-{bcp.open(places.path(2)).manifest.attempt}"])
+        return replaced
+
+    monkeypatch.setattr(staged, "commit", commit)
+    with suppress(KeyboardInterrupt):
+        finish_upload(*unfinished_uploads(str(places.staging)))
+    assert places.pins(1) == [f"pin-{bcp.open(places.path(2)).manifest.attempt}"]
+    remove(places.path(1))
+    check(places.path(2), 2)
 
 
 def test_the_base_is_removed_during_the_upload(places: Places) -> None:
@@ -192,7 +214,7 @@ def test_the_base_is_removed_during_the_upload(places: Places) -> None:
 
     stop = telemetry.observe(observe)
     try:
-        with pytest.raises(StorageError, match="another program has removed an older checkpoint"):
+        with pytest.raises(StorageError, match="another program has removed step-1"):
             places.save(2).uploaded(WAIT_S)
     finally:
         stop()
@@ -242,18 +264,20 @@ def test_retention_in_both_tiers(places: Places) -> None:
         check(places.path(step), step, staging=places.staging)
 
 
-def test_the_next_job_continues_the_upload(places: Places) -> None:
+def leave_an_upload(places: Places) -> None:
+    """A job saves steps 1 and 2, and cannot upload step 2."""
     with bcp.CheckpointManager(places.store, keep=1, base="auto", staging=places.staging) as manager:
         manager.save(1, state(1), force=True)
         manager.wait()
-        with failing("transfer"):
-            handle = manager.save(2, state(2), force=True)
-            assert handle is not None
-            with pytest.raises(StorageError):
-                handle.uploaded(WAIT_S)
-            with pytest.raises(StorageError):
+        with failing_uploads("transfer"):
+            manager.save(2, state(2), force=True)
+            with pytest.raises(StorageError, match="the store is broken"):
                 manager.wait()
     default_checkpointer().engine.last_commit = None
+
+
+def test_the_next_job_continues_the_upload(places: Places) -> None:
+    leave_an_upload(places)
     with bcp.CheckpointManager(places.store, keep=1, base="auto", staging=places.staging) as manager:
         resumed = {"model": {"base": torch.zeros(SIZE), "adapter": torch.zeros(5000)}, "extra_state": {"step": -1}}
         assert manager.resume(resumed) is not None
@@ -263,6 +287,33 @@ def test_the_next_job_continues_the_upload(places: Places) -> None:
     check(places.path(3), 3)
     assert nbytes(places.path(3)) < 100_000
     assert {path.name for path in places.store.iterdir()} - {"lease.msgpack"} <= {"step-1", "step-3"}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_another_job_cleans_up_before_the_upload_is_continued(
+    places: Places, monkeypatch: pytest.MonkeyPatch, is_removed: bool, is_late: bool
+) -> None:
+    """It keeps the older files for a day. After that, they are there only if the older checkpoint is."""
+    leave_an_upload(places)
+    if is_late:
+        later = time.time() + 25 * 3600
+        monkeypatch.setattr(attempts, "time", SimpleNamespace(**{**vars(time), "time": lambda: later}))
+    with bcp.CheckpointManager(places.store, keep=1 if is_removed else None) as manager:
+        manager.save(3, {"other": torch.ones(5)}, force=True)
+    assert (places.path(1) / "manifest.msgpack").exists() != is_removed
+    report = finish_upload(*unfinished_uploads(str(places.staging)))
+    if is_removed and is_late:
+        assert report is None
+        assert not (places.path(2) / "manifest.msgpack").exists()
+        assert not (places.path(1)).exists()
+    else:
+        assert report is not None
+        check(places.path(2), 2)
+        assert places.pins(1) == [f"pin-{bcp.open(places.path(2)).manifest.attempt}"]
+        remove(places.path(2))
+        assert places.path(1).exists() != is_removed
+    assert not [*places.path(1).glob("pin-*")]
 
 
 @pytest.mark.s3

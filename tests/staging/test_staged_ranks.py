@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from staging_faults import opens_silent_store
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -26,7 +27,6 @@ from bytecheckpoint.errors import BytecheckpointError, StorageError
 from bytecheckpoint.manager.lease import LeaseRecord
 from bytecheckpoint.save import commit
 from bytecheckpoint.storage_backends import StorageBackend
-from bytecheckpoint.storage_backends.local.backend import LocalBackend
 from bytecheckpoint.testing import time_limit
 from bytecheckpoint.testing.ranks import RankPool
 from bytecheckpoint.transfer.journal import Journal, JournalHead, find_journals
@@ -241,23 +241,10 @@ def test_one_rank_cannot_upload(pool: RankPool, tmp_path: Path, bad: int) -> Non
 def _find_where_the_store_is_silent(rank: int, world_size: int, root: str, what: str) -> list[float]:
     """Save, let the store not answer any more, and return the deadlines with which this rank then asks it."""
     limits: list[float] = []
-
-    def silent(self: LocalBackend, *_: object, **__: object) -> Any:
-        limits.append(self.deadline_s)
-        error = StorageError("the store did not answer")
-        error.is_late = True
-        raise error
-
-    class Silent(LocalBackend):
-        get = list = list_children = silent
-
-    def open_silent(path: str | os.PathLike[str], **_: object) -> LocalBackend:
-        return (Silent if os.fspath(path).startswith(_store(root)) else LocalBackend)(path)
-
     with bcp.CheckpointManager(_store(root), staging=os.path.join(root, "shared"), preemption=None) as manager:
         manager.save(1, {"extra_state": {"value": 1.0}}, force=True, metrics={"loss": 1.0})
         manager.wait()
-        with mock.patch.object(nearest, "open_backend", open_silent):
+        with mock.patch.object(nearest, "open_backend", opens_silent_store(_store(root), limits)):
             found = manager.latest() if what == "latest" else manager.best("loss", "min")
         assert found is not None
         assert found.step == 1

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from staging_faults import failing_uploads, opens_silent_store
 
 import bytecheckpoint as bcp
 from bytecheckpoint import telemetry
-from bytecheckpoint.checkpoint import attempts
+from bytecheckpoint.checkpoint import attempts, nearest
 from bytecheckpoint.checkpoint.attempts import remove_attempt
 from bytecheckpoint.checkpoint.nearest import open_staging
 from bytecheckpoint.convert.copy import finish_upload, remove, unfinished_uploads
@@ -102,36 +103,13 @@ def held_uploads() -> Iterator[None]:
         stop()
 
 
-@contextmanager
-def failing_uploads() -> Iterator[None]:
-    """Let uploads fail until the block ends."""
-
-    def observe(name: str, event: str) -> None:
-        if (name, event) == ("upload.transfer", "enter"):
-            raise StorageError("the store is broken")
-
-    stop = telemetry.observe(observe)
-    try:
-        yield
-    finally:
-        stop()
-
-
 def fail_upload(places: Places, value: float, at: str = "transfer") -> str:
     """Save, and let the upload fail in this step; return the attempt."""
-
-    def observe(name: str, event: str) -> None:
-        if (name, event) == (f"upload.{at}", "enter"):
-            raise StorageError("the store is broken")
-
-    stop = telemetry.observe(observe)
-    try:
+    with failing_uploads(at):
         handle = places.save(value)
         with pytest.raises(StorageError, match="the store is broken"):
             handle.uploaded(WAIT_S)
-        return handle.result().attempt
-    finally:
-        stop()
+    return handle.result().attempt
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -560,20 +538,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(
     with bcp.CheckpointManager(places.store, cadence=1, staging=places.staging, preemption=None) as manager:
         manager.save(1, state(1.0), metrics={"loss": 1.0})
     limits: list[float] = []
-
-    def silent(self: LocalBackend, *_: object, **__: object) -> Any:
-        limits.append(self.deadline_s)
-        error = StorageError("the store did not answer")
-        error.is_late = True
-        raise error
-
-    class Silent(LocalBackend):
-        get = list = list_children = silent
-
-    monkeypatch.setattr(
-        "bytecheckpoint.checkpoint.nearest.open_backend",
-        lambda path, **_: (Silent if os.fspath(path).startswith(str(places.store)) else LocalBackend)(path),
-    )
+    monkeypatch.setattr(nearest, "open_backend", opens_silent_store(str(places.store), limits))
     with bcp.CheckpointManager(places.store, staging=places.staging, preemption=None, deadline_s=600) as manager:
         if what == "resume":
             loaded = empty()
