@@ -1,5 +1,5 @@
 # Every target installs what it needs into environments inside this directory, and changes nothing outside it.
-# Requires CPython 3.10 or newer with the venv module, and (the first time) a package index that pip can reach.
+# Requires CPython 3.11 or newer with the venv module, and (the first time) a package index that pip can reach.
 #
 #   PYTHON=python3.12 make test        use another interpreter
 #   PIP_EXTRA_INDEX_URL=... make demo  if the default index has only CUDA builds of torch: PyTorch's CPU index
@@ -23,6 +23,7 @@ BENCH_ARGS ?=
 # The CPU build of vLLM exists for these.
 WITH_VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
 
+PINS := requirements/constraints.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV := $(VENV)-vllm
@@ -88,16 +89,16 @@ done; \
 echo "make: === summary ===$$summary"; exit $$failed
 endef
 
-$(STAMP): pyproject.toml setup.cfg constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "make: no '$(PYTHON)' found; set PYTHON to a CPython 3.10 or newer" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) or sys.implementation.name != "cpython")' \
-	  || { echo "make: needs CPython 3.10 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1); set PYTHON" >&2; exit 1; }
+$(STAMP): pyproject.toml setup.cfg $(PINS)
+	@command -v $(PYTHON) >/dev/null || { echo "make: no '$(PYTHON)' found; set PYTHON to a CPython 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) or sys.implementation.name != "cpython")' \
+	  || { echo "make: needs CPython 3.11 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1); set PYTHON" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "make: '$(PYTHON)' cannot make virtual environments; install your system's python3-venv package" >&2; exit 1; }
 	@echo "make: installing into $(VENV) (once; the first time takes a minute or two) ..."
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet -c constraints.txt setuptools wheel
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet -c $(PINS) setuptools wheel
+	@$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
@@ -156,17 +157,17 @@ $(STORES_VENV)/.servers: $(STORES_VENV)/.installed
 	  || echo "make: no Azurite"; fi
 	@touch $@
 
-$(ENGINES:%=$(VENV)-%/.installed) $(STORES_VENV)/.installed: $(VENV)-%/.installed: requirements-%.txt $(STAMP)
+$(ENGINES:%=$(VENV)-%/.installed) $(STORES_VENV)/.installed: $(VENV)-%/.installed: requirements/%.txt $(STAMP)
 	@echo "make: installing into $(@D) (once; a few seconds) ..."
 	@$(PYTHON) -m venv $(@D)
 	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PRINT_SITE)')')" >"$$($(@D)/bin/python -c '$(PRINT_SITE)')/base.pth"
-	@$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation -r requirements-$*.txt
+	@$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation -r requirements/$*.txt
 	@touch $@
 
-$(VLLM_STAMP): pyproject.toml setup.cfg requirements-vllm.txt
+$(VLLM_STAMP): pyproject.toml setup.cfg requirements/vllm.txt
 	@echo "make: installing vLLM into $(VLLM_VENV) (once; about 3.5 GB and a few minutes; WITH_VLLM=no skips it) ..."
 	@$(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r requirements-vllm.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r requirements/vllm.txt
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -12,8 +12,8 @@ from pathlib import Path
 __all__ = ["Environments", "PeerUnavailable"]
 
 _ROOT = Path(__file__).resolve().parent.parent
-_REQUIREMENTS = _ROOT / "benchmarks" / "requirements.txt"
-_CONSTRAINTS = _ROOT / "constraints.txt"
+_REQUIREMENTS = _ROOT / "requirements" / "benchmarks.txt"
+_CONSTRAINTS = _ROOT / "requirements" / "constraints.txt"
 _TIMEOUT_S = 600
 
 

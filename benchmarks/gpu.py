@@ -38,8 +38,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 NEEDED: tuple[str, ...] = ("torch", "numpy", "msgpack", "xxhash", "zstandard", "aiofiles", "typing_extensions")
 """What the library itself imports."""
-if sys.version_info < (3, 11):
-    NEEDED += ("tomli",)
 USEFUL = {
     "pytest": "no tests",
     "pytest_timeout": "a test that hangs ends its file",

@@ -1,6 +1,6 @@
 """Compare ways to write one large object to GCS, Azure or S3: through obstore, whole and in parts, and through fsspec.
 
-    pip install -c benchmarks/requirements.txt obstore
+    pip install -c requirements/benchmarks.txt obstore
     python -m benchmarks.object_puts --url az://container/bench -o connection_string=... [--mb 320] [--rounds 7]
     python -m benchmarks.object_puts --url s3://bucket/bench -o endpoint_url=... -o key=... -o secret=...
 

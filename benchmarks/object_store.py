@@ -1,6 +1,6 @@
 """Compare saves to and loads from an S3 store with the best client's own put and get of the same bytes.
 
-    pip install -c benchmarks/requirements.txt obstore
+    pip install -c requirements/benchmarks.txt obstore
     python -m benchmarks.object_store --endpoint http://127.0.0.1:9104 --key KEY --secret SECRET --bucket BUCKET
         [--scale 0.2] [--rounds 7] [--json benchmarks/results/object_store.json]
 

@@ -133,7 +133,7 @@ def header(command: str, settings: Mapping[str, Any], folder: Path) -> dict[str,
     """Describe a run: how, when, with which versions, and on what kind of machine (but not which one)."""
     return {
         "schema": 1,
-        "created": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "created": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": command,
         "settings": dict(settings),
         "machine": {

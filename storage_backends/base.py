@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer
 
 from ..errors import CorruptionError, StorageError, UnsupportedURLError, without_userinfo
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import urllib3
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer
 
 from ..errors import AccessDeniedError, KeyNotFoundError, StorageError, UnsupportedURLError
 from ..runtime.daemon import run_daemon

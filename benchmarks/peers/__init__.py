@@ -13,8 +13,8 @@ __all__ = ["ENTRIES", "Entry", "select"]
 class Entry:
     """One contestant: ``factory`` (``module:class`` below ``benchmarks.peers``), called with ``options``.
 
-    ``install`` lists the requirements of its environment in addition to torch (pinned in ``requirements.txt``); without
-    any it runs in the benchmark's environment. ``parts`` lists the parts to measure.
+    ``install`` lists the requirements of its environment in addition to torch (``requirements/benchmarks.txt`` pins
+    them); without any it runs in the benchmark's environment. ``parts`` lists the parts to measure.
     """
 
     name: str

@@ -10,9 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Self
 
 import msgpack
-from typing_extensions import Self
 
 from ..errors import DisagreementError
 from .agreement import describe_disagreement

@@ -207,7 +207,7 @@ class Network:
     async def _admit(self, connection: socket.socket) -> None:
         try:
             introduction = await asyncio.wait_for(welcome(connection, self._key), HANDSHAKE_S)
-        except (OSError, ValueError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError, ValueError) as error:
             _log.debug("refused a connection: %s", error)
             connection.close()
         except BaseException:
@@ -271,7 +271,7 @@ class Network:
     async def _connect_and_send(self, peer: int) -> None:
         try:
             await self._connect(peer)
-        except (OSError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError) as error:
             self._lost.add(peer)
             self._handler.lose_peer(peer, str(error))
         for data in self._outboxes.pop(peer):
@@ -285,7 +285,7 @@ class Network:
             limit_s = CONNECT_S if number < len(endpoint.addresses) else None
             try:
                 return await asyncio.wait_for(self._dial_address(address, endpoint.port, introduction), limit_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 refused.append(f"{address}: no answer in time")
             except OSError as error:
                 refused.append(f"{address}: {error}")

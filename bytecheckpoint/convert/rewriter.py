@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from typing_extensions import Self
 
 from ..checkpoint.index import Index
 from ..engine.checksums import ChunkHasher, chunk_size_for

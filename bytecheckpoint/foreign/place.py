@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from ..errors import KeyNotFoundError
 from ..storage_backends import open_backend

@@ -5,18 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .faults import Faults, nearest
 from .files import FilePattern
 from .kinds import KINDS, Rule, Split
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 __all__ = ["check_files", "parse_rules", "read_table", "rule_table", "write_rules"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["DerivedTensor", "dense_values", "is_derived"]
 

@@ -20,7 +20,7 @@ from .mesh_layout import MeshPlace
 from .metadata import BasicMeta, Path
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = [
     "IrregularShard",

@@ -24,11 +24,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgpack
 import xxhash
-from typing_extensions import Self
 
 from ..checkpoint.nearest import JOURNAL_PREFIX
 from ..errors import StorageError, UsageError

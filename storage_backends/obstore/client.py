@@ -78,8 +78,8 @@ class Client:
         async def bounded() -> _T:
             try:
                 result = await asyncio.wait_for(send(), deadline_s)
-            except asyncio.TimeoutError:
-                raise asyncio.TimeoutError(f"the store did not answer within {deadline_s:g} s") from None
+            except TimeoutError:
+                raise TimeoutError(f"the store did not answer within {deadline_s:g} s") from None
             self._has_answered = True
             return result
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-REQUIREMENTS = Path(__file__).parents[2]
+REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 
 
 @pytest.mark.parametrize(
     ("file", "package"),
     [
-        pytest.param("requirements-deepspeed.txt", "deepspeed", marks=pytest.mark.deepspeed),
-        pytest.param("requirements-megatron.txt", "megatron-core", marks=pytest.mark.megatron),
-        pytest.param("requirements-megatron.txt", "einops", marks=pytest.mark.megatron),
-        pytest.param("requirements-huggingface.txt", "transformers", marks=pytest.mark.huggingface),
-        pytest.param("requirements-huggingface.txt", "peft", marks=pytest.mark.huggingface),
-        pytest.param("requirements-bytecheckpoint.txt", "mmh3", marks=pytest.mark.bytecheckpoint),
+        pytest.param("deepspeed.txt", "deepspeed", marks=pytest.mark.deepspeed),
+        pytest.param("megatron.txt", "megatron-core", marks=pytest.mark.megatron),
+        pytest.param("megatron.txt", "einops", marks=pytest.mark.megatron),
+        pytest.param("huggingface.txt", "transformers", marks=pytest.mark.huggingface),
+        pytest.param("huggingface.txt", "peft", marks=pytest.mark.huggingface),
+        pytest.param("bytecheckpoint.txt", "mmh3", marks=pytest.mark.bytecheckpoint),
     ],
 )
 def test_the_pinned_version_is_installed(file: str, package: str) -> None:

@@ -88,7 +88,7 @@ def test_the_extra_allows_the_tested_releases() -> None:
     first, last = (int(release.removeprefix("0.")) for release in private.TESTED.split(" to "))
     (allowed,) = re.findall(r'^vllm = \["vllm(.+)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert allowed == f">=0.{first},<0.{last + 1}"
-    pinned = (ROOT / "requirements-vllm.txt").read_text()
+    pinned = (ROOT / "requirements" / "vllm.txt").read_text()
     assert f"\nvllm-cpu==0.{last}." in pinned
     assert f"0.3$$(($(SAMPLE_SEED) % {last - first}))" in (ROOT / "Makefile").read_text()
 

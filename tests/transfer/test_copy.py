@@ -397,7 +397,7 @@ def test_the_rate_is_limited(source: Path, memory: MemoryBackend, monkeypatch: p
     async def wait_for(awaitable: Any, timeout: float) -> None:
         awaitable.close()
         waits.append(timeout)
-        raise asyncio.TimeoutError
+        raise TimeoutError
 
     monkeypatch.setattr(asyncio, "wait_for", wait_for)
     report = copy_checkpoint(open_backend(source), memory, window=1, rate_limit=1.0)
