@@ -96,6 +96,7 @@ $(STAMP): pyproject.toml setup.cfg $(PINS)
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "make: '$(PYTHON)' cannot make virtual environments; install your system's python3-venv package" >&2; exit 1; }
 	@echo "make: installing into $(VENV) (once; the first time takes a minute or two) ..."
+	@rm -rf *.egg-info  # of a distribution with another name, it would register every entry point twice
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet -c $(PINS) setuptools wheel
 	@$(BIN)/python -m pip install --quiet -c $(PINS) --no-build-isolation -e '.[dev]'

@@ -11,6 +11,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import VERSION as __version__
+
+# isort: split
 from . import errors
 from .api import latest, load, open, save, warmup, watch
 from .checkpoint.checkpoint import Checkpoint, VerifyReport
@@ -25,7 +28,6 @@ from .manager import Cadence, Callbacks, CheckpointManager, ExceptionSave, Preem
 from .save.handle import SaveHandle, SaveProgress, SaveResult
 from .telemetry.trace import Timings
 from .telemetry.trace_files import TraceFiles
-from .version import VERSION as __version__
 
 if TYPE_CHECKING:
     from . import dcp

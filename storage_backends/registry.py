@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..errors import StorageError, UnsupportedURLError
+from ..version import install_command
 from .base import StorageBackend
 from .keys import check_key, is_object_key
 from .obstore.places import SCHEMES, NotServedError, place_of
@@ -239,7 +240,7 @@ def _open_http(url: str, options: dict[str, Any]) -> StorageBackend:
     try:
         from .http import HttpBackend
     except ImportError as error:
-        raise UnsupportedURLError("http:// needs a package that is not installed: pip install urllib3") from error
+        raise UnsupportedURLError(f"http:// needs urllib3: {install_command('http')}") from error
     return HttpBackend.from_url(url, **options)
 
 

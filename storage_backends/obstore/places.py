@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ...version import install_command
 from ..keys import is_object_key
 
 __all__ = ["SCHEMES", "NotServedError", "Place", "place_of"]
@@ -80,7 +81,7 @@ def place_of(url: str, options: Mapping[str, Any], *, is_chosen: bool = False) -
     try:
         installed = version("obstore")
     except PackageNotFoundError:
-        raise NotServedError("obstore is not installed; pip install 'bytecheckpoint[fast]'") from None
+        raise NotServedError(f"obstore is not installed: {install_command('fast')}") from None
     if tuple(int(part) for part in re.findall(r"\d+", installed)[:3]) < _LEAST_VERSION:
         raise NotServedError(f"obstore {installed} is too old")
     found = _URL.fullmatch(url)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from ....errors import BytecheckpointError, DeadlineError, EngineError, StateError
+from ....version import install_command
 from ..daemon import run_daemon
 from ..guard import ExitGuard
 
@@ -44,9 +45,8 @@ def zeromq() -> Any:
     try:
         import zmq
     except ImportError as error:
-        raise StateError(
-            "checkpoint-engine's protocol needs pyzmq: pip install 'bytecheckpoint[checkpoint-engine]'"
-        ) from error
+        command = install_command("checkpoint-engine")
+        raise StateError(f"checkpoint-engine's protocol needs pyzmq: {command}") from error
     return zmq
 
 
