@@ -19,7 +19,6 @@ from .checkpoint.selection import Selection
 from .checkpoint.watch import watch
 from .control import current_communicator
 from .control.base import Communicator, Operation
-from .engine.resources import DEFAULT_MERGE_MEMORY_BYTES, IOEngine
 from .errors import UsageError
 from .foreign.given_rules import GivenRules, rules_argument
 from .foreign.opening import Location
@@ -32,6 +31,7 @@ from .planners import Layout
 from .rules import Rules
 from .runtime.arguments import ARGUMENTS, check_arguments
 from .runtime.limits import DEFAULT_DEADLINE_S
+from .save.engine import DEFAULT_MERGE_MEMORY_BYTES, SaveEngine
 from .save.gating import pass_gates
 from .save.handle import SaveHandle
 from .save.options import SaveOptions, WaitFor, WhenBusy
@@ -90,12 +90,12 @@ class Checkpointer:
         """
         if directory := os.environ.get(TRACE_VARIABLE):
             _trace_into(directory)
-        self._engine = IOEngine(memory_budget=memory_budget, slots=slots, merge_memory=merge_memory)
+        self._engine = SaveEngine(memory_budget=memory_budget, slots=slots, merge_memory=merge_memory)
         self._communicator = communicator
         self._following: Operation | None = None
 
     @property
-    def engine(self) -> IOEngine:
+    def engine(self) -> SaveEngine:
         """Threads and memory, for parts of this library that write or read without a save or load of all ranks."""
         return self._engine
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..engine.files import FileImage, data_key, lay_out_file, tensor_image
-from ..engine.resources import IOEngine
 from ..engine.writing import WrittenFile, write_images, write_whole
 from ..errors import PlanError, StorageError
 from ..format.manifest import Manifest, SectionInfo, timestamp
 from ..format.values import encode_value, encode_values_file, path_name
+from ..save.engine import SaveEngine
 from ..save.options import SaveOptions
 from ..save.record import file_table
 from ..save.staging import StateCopy
@@ -64,7 +64,7 @@ class RankRecord:
 
 def write_items(
     backend: StorageBackend,
-    engine: IOEngine,
+    engine: SaveEngine,
     sections: Mapping[str, SectionItems],
     share: Share,
     timings: Timings,
@@ -125,7 +125,7 @@ def write_items(
 
 def _write(
     backend: StorageBackend,
-    engine: IOEngine,
+    engine: SaveEngine,
     images: Sequence[FileImage],
     chunk_size: int,
     timings: Timings,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import without_userinfo
-from ..format.manifest import Manifest
 from ..telemetry.trace import Timings
-from .matching import Match
-from .reads import ReadCounts
 
-__all__ = ["LoadReport", "make_report"]
+__all__ = ["LoadReport"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,38 +80,3 @@ class LoadReport:
             f"{without_userinfo(self.url)} (step {self.step}): {', '.join(parts)}; "
             f"{self.bytes_read} bytes read{unchecked}{received} for {self.bytes_requested} requested"
         )
-
-
-def make_report(
-    url: str,
-    manifest: Manifest,
-    match: Match,
-    unexpected: Sequence[str],
-    notes: Sequence[str],
-    resumed: Mapping[str, tuple[str, str]],
-    counts: ReadCounts,
-    timings: Timings,
-) -> LoadReport:
-    """The report of a finished load."""
-    return LoadReport(
-        url=url,
-        step=manifest.step,
-        metadata=manifest.metadata,
-        saved_world_size=manifest.world_size,
-        loaded=match.loaded,
-        missing=match.missing,
-        unexpected=list(unexpected),
-        lazy=match.lazy,
-        left_out=match.left_out,
-        mismatched=match.mismatched,
-        resized=match.resized,
-        sources=match.sources,
-        cast=match.cast,
-        resumed=dict(resumed),
-        notes=list(notes),
-        bytes_read=counts.read,
-        bytes_unchecked=counts.unchecked,
-        bytes_received=counts.received,
-        bytes_requested=counts.requested,
-        timings=timings,
-    )

@@ -17,9 +17,9 @@ import numpy as np
 
 from ..codecs import ZstdPlanesCodec, find_codec
 from ..engine.files import FileLayout
-from ..engine.resources import IOEngine
 from ..engine.writing import WrittenFile
 from ..storage_backends.base import StorageBackend
+from .engine import SaveEngine
 from .options import AUTO, SaveOptions
 
 __all__ = ["choose_codec", "note_rate"]
@@ -37,7 +37,7 @@ class _Measured(NamedTuple):
     ratio: float  # encoded bytes per byte
 
 
-def choose_codec(engine: IOEngine, backend: StorageBackend, options: SaveOptions, files: Sequence[FileLayout]) -> str:
+def choose_codec(engine: SaveEngine, backend: StorageBackend, options: SaveOptions, files: Sequence[FileLayout]) -> str:
     """Return the codec of this rank's tensor files, "raw" for none."""
     if options.codec != AUTO:
         return options.codec or "raw"
@@ -56,7 +56,7 @@ def choose_codec(engine: IOEngine, backend: StorageBackend, options: SaveOptions
     return _AUTO_CODEC if raw_s > _MIN_GAIN * encoded_s else "raw"
 
 
-def note_rate(engine: IOEngine, backend: StorageBackend, written: Sequence[WrittenFile], seconds: float) -> None:
+def note_rate(engine: SaveEngine, backend: StorageBackend, written: Sequence[WrittenFile], seconds: float) -> None:
     """Record how fast this rank wrote these files, for the next choice."""
     nbytes = sum(file.size for file in written)
     if nbytes < _MIN_BYTES or not seconds > 0:

@@ -10,7 +10,6 @@ from ..checkpoint import references
 from ..checkpoint.attempts import remove_attempt
 from ..checkpoint.manifest_file import adopt, commit, read_manifest, remove_files, rest_of_deadline
 from ..control.base import Operation
-from ..engine.resources import LastCommit
 from ..engine.writing import WrittenFile
 from ..errors import (
     CheckpointError,
@@ -26,6 +25,7 @@ from ..telemetry.trace import SAVE_STEPS, Timings
 from ..transfer.staged import remove_superseded
 from ..version import VERSION
 from .agreement import SaveShare
+from .engine import LastCommit
 from .incremental import Base
 from .options import SaveOptions
 from .record import Confirmations, WrittenFiles, build_manifest, pack_written

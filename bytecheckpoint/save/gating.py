@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..engine.files import FileImage
-from ..engine.resources import IOEngine
 from ..engine.staging.staging import Staging
 from ..errors import StateError
 from ..frameworks.step_hooks import StepHooks
+from .engine import SaveEngine
 
 __all__ = ["SaveGate", "pass_gates"]
 
@@ -43,7 +43,7 @@ class SaveGate:
         self._deadline_s: float | None = None
         self._pid = os.getpid()
 
-    def close(self, engine: IOEngine, staging: Staging, deadline_s: float) -> None:
+    def close(self, engine: SaveEngine, staging: Staging, deadline_s: float) -> None:
         """Copy what is not late. From here on, changes of late tensors wait until ``staging`` has copied these too.
 
         ``engine`` is the one that copies; ``pass_gates`` finds the gate by it.
@@ -75,10 +75,10 @@ class SaveGate:
 
 # Closed gates, by the engine that copies. The mapping is process-wide because tensors are: a load through one
 # Checkpointer must not overwrite what a gated save of another one has yet to copy.
-_closed_gates: WeakKeyDictionary[IOEngine, list[SaveGate]] = WeakKeyDictionary()
+_closed_gates: WeakKeyDictionary[SaveEngine, list[SaveGate]] = WeakKeyDictionary()
 
 
-def pass_gates(*engines: IOEngine) -> None:
+def pass_gates(*engines: SaveEngine) -> None:
     """Return when no gated save has anything left to copy: none of ``engines``, or without any, none of this process.
 
     Call it on the training thread, which may not be inside a hook of torch: it removes hooks.

@@ -25,7 +25,6 @@ from ..codecs import PlainCodec
 from ..control.base import Operation
 from ..engine.checksums import MAX_WEAK_BYTES, chunk_bounds
 from ..engine.files import BaseChunks, FileImage, FileLayout, data_key
-from ..engine.resources import IOEngine, LastCommit
 from ..errors import CheckpointError, StorageError, UsageError
 from ..format.manifest import (
     MANIFEST_KEY,
@@ -39,6 +38,7 @@ from ..format.manifest import (
 from ..storage_backends import folder_name, open_like, open_sibling, parent_url
 from ..storage_backends.base import StorageBackend
 from ..tensors.tables import ragged_positions
+from .engine import LastCommit, SaveEngine
 from .options import AUTO, SaveOptions
 
 __all__ = ["MAX_FOLDERS", "Base", "BaseShare", "find_base", "share_base"]
@@ -151,7 +151,7 @@ class BaseShare:
         return BaseChunks(checksum, digest, nbytes, frame_checksum, file, position, is_usable)
 
 
-def find_base(engine: IOEngine, backend: StorageBackend, options: SaveOptions, attempt: str) -> Base | None:
+def find_base(engine: SaveEngine, backend: StorageBackend, options: SaveOptions, attempt: str) -> Base | None:
     """Choose the base of a save on rank 0, and pin it. Returns None if everything must be written.
 
     Raises:
@@ -205,7 +205,7 @@ def _named_base(backend: StorageBackend, options: SaveOptions) -> LastCommit:
     return _read(base)
 
 
-def _newest(engine: IOEngine, backend: StorageBackend) -> LastCommit | None:
+def _newest(engine: SaveEngine, backend: StorageBackend) -> LastCommit | None:
     """Return the newest checkpoint in the parent of the path, or at the path; None if there is none.
 
     Usually this process has committed it, and nothing is read.

@@ -1,40 +1,45 @@
-"""One save on one rank: its resources, its lifecycle, and what happens when it fails or is interrupted."""
+"""One save on one rank: the steps of the protocol, and what happens when one fails or is interrupted."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from time import perf_counter
+from typing import Any, ParamSpec, TypeVar
 
 from ..checkpoint.manifest_file import check_replaceable
 from ..control.base import Operation
-from ..engine.files import FileImage, data_key
-from ..engine.resources import IOEngine
+from ..engine.files import FileImage, data_key, tensor_image
+from ..engine.merging.merge import MergeResources, MergeWork, merge
 from ..engine.unchanged import find_unchanged
-from ..engine.writing import check_space
+from ..engine.writing import WrittenFile, check_space, write_images, write_whole
 from ..errors import SaveSkippedError, StateError, UsageError
 from ..frameworks.sections import check_state
 from ..storage_backends.base import StorageBackend
 from ..telemetry.trace import Timings
-from .agreement import SaveShare
-from .codec_choice import choose_codec
+from .agreement import NewPlan, SaveShare, SkipSave, agree
+from .codec_choice import choose_codec, note_rate
 from .commit import SaveCommit
-from .companions import refuse_adapters
+from .companions import StoredModel, companion_images, find_models, refuse_adapters
+from .engine import SaveEngine
 from .handle import SaveHandle, SaveResult
 from .incremental import BaseShare, find_base, share_base
 from .lifecycle import SaveLifecycle, SaveState
-from .local_state import LocalState
+from .local_state import LocalState, describe_state
 from .options import SaveOptions
+from .planning import plan_save
 from .record import WrittenFiles
-from .staging import StateCopy
+from .staging import CopyMode, StateCopy, would_wait
 from .uploading import SaveUpload
 
 __all__ = ["SaveRun"]
 
 _log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class SaveRun:
@@ -45,7 +50,7 @@ class SaveRun:
     """
 
     def __init__(
-        self, engine: IOEngine, backend: StorageBackend, op: Operation, options: SaveOptions, *, is_async: bool
+        self, engine: SaveEngine, backend: StorageBackend, op: Operation, options: SaveOptions, *, is_async: bool
     ) -> None:
         self.engine, self.backend, self.op, self.options, self.is_async = engine, backend, op, options, is_async
         self.timings = Timings("save", op.rank, backend.url)
@@ -57,18 +62,20 @@ class SaveRun:
         self._base = None if options.base is None else BaseShare()
         self._is_new = False  # there was no checkpoint at the path
         self._keys: list[str] = []  # of the files that this rank may write
+        self._models: list[StoredModel] = []  # that get an index and a configuration
 
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Run a step of the protocol: time it, and report a failure to all ranks."""
-        with self.op.phase(name), self.timings.step(name):
-            yield
+    def step(self, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run the step of the protocol that has the name of ``run``: time it, and report a failure to all ranks."""
+        with self.op.phase(run.__name__), self.timings.step(run.__name__):
+            return run(*args, **kwargs)
 
-    # -- on the caller's thread ----------------------------------------------------------------------------------
+    # -- the steps on the caller's thread ------------------------------------------------------------------------
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Validate the call. Rank 0 also checks that the path can be read."""
-        self.engine.check_usable(waits=not self.is_async)
+        self.engine.check_usable()
+        if not self.is_async:
+            self.engine.check_can_wait()
         check_state(state)
         refuse_adapters(state, self.options)
         if self.options.gate and (not self.is_async or self.engine.is_background_thread):
@@ -78,53 +85,49 @@ class SaveRun:
         if self.op.rank == 0:
             self._is_new = not check_replaceable(self.backend)
 
-    def begin_attempt(self, share: SaveShare) -> None:
-        """From here on, a failure removes the files of this attempt."""
-        self._commit = SaveCommit(
-            self.op, self.backend, self.options, share, self.timings, is_new=self._is_new, upload=self.upload
-        )
+    def describe(self, state: Mapping[str, Any]) -> LocalState:
+        """List what this rank holds."""
+        return describe_state(self.op, state, self.options, seed=self.handle.url)
 
-    def find_base(self, share: SaveShare) -> None:
-        """Find out what an older checkpoint has of this rank's files."""
-        if self.op.rank == 0:
-            self.commit.base = find_base(self.engine, self.commit.store, self.options, share.attempt)
-        self._base = share_base(self.op, self.commit.base)
+    def agree(self, local: LocalState) -> SaveShare | NewPlan | SkipSave:
+        """Find out whether all ranks make this save, and whether an earlier plan is valid for all of them."""
+        plans, options = self.engine.plans, self.options
+        arguments = options.shared_arguments(self.handle.url, local.section_names)
+        is_busy = self.is_async and options.when_busy == "skip" and would_wait(self.engine, plans, local)
+        agreement = agree(self.op, plans, local, arguments, is_busy=is_busy, job=options.job)
+        if isinstance(agreement, SaveShare):
+            self._begin_attempt(agreement)  # other ranks continue, even if this one fails before its next step
+        return agreement
 
-    def check_space(self, share: SaveShare) -> None:
-        """Check on rank 0 that the store has room for the checkpoint, if the store reports its free space.
-
-        How much an incremental save needs is not known before. A staging folder holds only a part of the checkpoint.
-        """
+    def plan(self, local: LocalState, agreement: SaveShare | NewPlan) -> SaveShare:
+        """Make a new plan if no earlier one is valid, and find out what a base has of this rank's files."""
+        share = agreement
+        if isinstance(share, NewPlan):
+            share = plan_save(self.op, self.engine.plans, local, share, job=self.options.job)
+            self._begin_attempt(share)
+        if self.options.base is not None:
+            if self.op.rank == 0:
+                self.commit.base = find_base(self.engine, self.commit.store, self.options, share.attempt)
+            self._base = share_base(self.op, self.commit.base)
+        # How much an incremental save needs is not known before, and a staging folder holds a part of the checkpoint.
         if self.op.rank == 0 and self.commit.base is None and self.upload is None:
             check_space(self.backend, share.planned.nbytes)
+        return share
 
-    def prepare_copy(self, local: LocalState, share: SaveShare) -> StateCopy:
-        """Lay this rank's files out in staging memory. Copies nothing yet."""
-        planned, merge = share.planned, share.planned.merge
-        shards = local.shards(planned.order)
-        codec = choose_codec(self.engine, self.backend, self.options, planned.files)
-        images = local.images(planned.files, planned.assignment, shards, share.attempt, codec)
-        if self._base is not None:
-            self._base.apply(images, planned.files, self.commit.chunk_size, self.op.rank)
-            if not self.options.gate:  # which is to return before most of the state is read
-                chunk_size, engine = self.commit.chunk_size, self.engine
-                find_unchanged(images, chunk_size, engine.io, engine.copy_helpers, self.timings)
-        merge_files = [] if merge is None else merge.files
-        merged = [file.section for file in merge_files]
-        self._keys += [image.key for image in images]
-        self._keys += [data_key(share.attempt, section, self.op.rank, "tensors") for section in merged]
-        self._copy = StateCopy(
-            self.engine,
-            images,
-            {} if merge is None else {row: shards[row] for row in merge.staged},
-            self.timings,
-            deadline_s=self.options.deadline_s,
-            is_async=self.is_async,
-            gate=self.options.gate,
-        )
-        files = [*images, *(FileImage("", one.section, "", one.head, one.offsets, one.nbytes) for one in merge_files)]
-        self.handle._watch(self._copy.staging, sum(file.size for file in files))
-        return self._copy
+    def stage(
+        self, state: Mapping[str, Any], local: LocalState, share: SaveShare, complete: Callable[[StateCopy], None]
+    ) -> StateCopy:
+        """Copy this rank's share, or prepare to. ``complete`` is queued if it has to release memory for the copy."""
+        copy = self._prepare_copy(local, share)
+        if self.op.rank == 0 and self.options.layout == "whole":
+            self._models = [model for model in find_models(state) if self.options.stores_all_of(model.section)]
+        with copy.reserved():
+            if copy.mode is CopyMode.PIPELINED:
+                self.queue(lambda: complete(copy))
+                if copy.waits_for_merge:
+                    self.lifecycle.wait_merged()
+            copy.copy(state)
+        return copy
 
     def queue(self, complete: Callable[[], None]) -> None:
         """Hand the rest of the save to the background thread, which completes saves in the order of their calls."""
@@ -173,11 +176,57 @@ class SaveRun:
 
     # -- on the background thread --------------------------------------------------------------------------------
 
+    def wait_copied(self, copy: StateCopy) -> None:
+        """Behind a gate, wait until everything is copied: the last part of ``stage``."""
+        with self.op.phase("stage"):
+            copy.wait_copied()
+
+    def merge(self, share: SaveShare, copy: StateCopy, work: MergeWork) -> list[WrittenFile]:
+        """Send this rank's fragments to their owners; put together and write the tensors that this rank owns."""
+        engine = self.engine
+        keys = [data_key(share.attempt, file.section, self.op.rank, "tensors") for file in work.files]
+        images = [tensor_image(key, file) for key, file in zip(keys, work.files)]
+        means = MergeResources(engine.merge_arena, engine.helpers, engine.io, self.options.deadline_s)
+        chunk_size, timings = self.commit.chunk_size, self.timings
+        written = merge(self.op, self.backend, work, images, copy.fragments, means, chunk_size, timings)
+        timings.count("merge", sum(file.size for file in written))
+        return written
+
+    def write(self, share: SaveShare, copy: StateCopy, merged: Sequence[WrittenFile]) -> WrittenFiles:
+        """Write the staged images and the companions, and make them durable."""
+        backend, timings, chunk_size = self.backend, self.timings, self.commit.chunk_size
+
+        def point(name: str) -> None:
+            timings.point(name)
+            self.op.check()
+
+        begun = perf_counter()
+        planned = write_images(backend, copy.staging, chunk_size, self.engine.io, timings, point)
+        note_rate(self.engine, backend, planned, perf_counter() - begun)
+        images: list[FileImage] = []
+        if share.planned.plan is not None and self._models:
+            images = companion_images(share.planned.plan, self._models, share.attempt)
+        companions = [write_whole(backend, image, chunk_size, timings) for image in images]
+        timings.count("write", sum(file.size for file in (*planned, *companions)))
+        if merged:
+            # In the order of the plan: files of tensors by section, then values.
+            planned = [*merged, *planned]
+            planned.sort(key=lambda file: (0, file.section) if file.kind == "tensors" else (1, ""))
+        return WrittenFiles(planned, companions)
+
     @property
     def commit(self) -> SaveCommit:
         """The attempt, once it has begun."""
         assert self._commit is not None
         return self._commit
+
+    def is_committed_despite(self, error: BaseException) -> bool:
+        """Whether the checkpoint exists although this rank met ``error``; then log it."""
+        exists = self.commit.exists_despite(error)
+        if exists:
+            name = self.backend.display_url
+            _log.warning("%s is committed, although this rank met an error: %s", name, error)
+        return exists
 
     def fail(self, error: BaseException) -> None:
         """End a save that failed on the background thread."""
@@ -206,6 +255,40 @@ class SaveRun:
         self.lifecycle.commit(result)
 
     # -- internals -----------------------------------------------------------------------------------------------
+
+    def _begin_attempt(self, share: SaveShare) -> None:
+        """From here on, a failure removes the files of this attempt."""
+        self._commit = SaveCommit(
+            self.op, self.backend, self.options, share, self.timings, is_new=self._is_new, upload=self.upload
+        )
+
+    def _prepare_copy(self, local: LocalState, share: SaveShare) -> StateCopy:
+        """Lay this rank's files out in staging memory. Copies nothing yet."""
+        planned, merge = share.planned, share.planned.merge
+        shards = local.shards(planned.order)
+        codec = choose_codec(self.engine, self.backend, self.options, planned.files)
+        images = local.images(planned.files, planned.assignment, shards, share.attempt, codec)
+        if self._base is not None:
+            self._base.apply(images, planned.files, self.commit.chunk_size, self.op.rank)
+            if not self.options.gate:  # which is to return before most of the state is read
+                chunk_size, engine = self.commit.chunk_size, self.engine
+                find_unchanged(images, chunk_size, engine.io, engine.copy_helpers, self.timings)
+        merge_files = [] if merge is None else merge.files
+        merged = [file.section for file in merge_files]
+        self._keys += [image.key for image in images]
+        self._keys += [data_key(share.attempt, section, self.op.rank, "tensors") for section in merged]
+        self._copy = StateCopy(
+            self.engine,
+            images,
+            {} if merge is None else {row: shards[row] for row in merge.staged},
+            self.timings,
+            deadline_s=self.options.deadline_s,
+            is_async=self.is_async,
+            gate=self.options.gate,
+        )
+        files = [*images, *(FileImage("", one.section, "", one.head, one.offsets, one.nbytes) for one in merge_files)]
+        self.handle._watch(self._copy.staging, sum(file.size for file in files))
+        return self._copy
 
     def _stage_in(self, staging: str | os.PathLike[str]) -> None:
         """Save to a folder of this machine, and upload from there."""

@@ -16,13 +16,13 @@ from typing import Any
 from ..engine.blocks import page_round
 from ..engine.files import FileImage
 from ..engine.merging.fragments import Fragments, LiveFragments, StagedFragments, fragment_image
-from ..engine.resources import IOEngine
 from ..engine.staging.device_copy_out import block_preparation
 from ..engine.staging.staging import Staging
 from ..errors import DeadlineError, UsageError
 from ..telemetry.trace import Timings
 from ..tensors.shards import Shard
 from .agreement import Plans
+from .engine import SaveEngine
 from .gating import SaveGate
 from .local_state import LocalState
 
@@ -51,7 +51,7 @@ class StateCopy:
 
     def __init__(
         self,
-        engine: IOEngine,
+        engine: SaveEngine,
         images: Sequence[FileImage],
         fragments: Mapping[int, Shard],
         timings: Timings,
@@ -135,7 +135,7 @@ class StateCopy:
         self.fragments.fail(error)
 
     def _copy_behind_gate(self, state: Mapping[str, Any]) -> None:
-        """Copy what may change at any time. The copier thread copies the rest and ends the reservation."""
+        """Copy what may change at any time. A helper thread copies the rest and ends the reservation."""
         gate = SaveGate(state, self.staging.images)
         gate.close(self._engine, self.staging, self._deadline_s)
         if self.staging.is_on_device:
@@ -147,7 +147,7 @@ class StateCopy:
                 self.staging.fill()
 
         try:
-            self._late_copy = self._engine.copier.submit(copy_late)
+            self._late_copy = self._engine.helpers.submit(copy_late)
         except BaseException:
             reserved.close()
             raise
@@ -170,7 +170,7 @@ class StateCopy:
         self._timings.count("stage", sum(piece.nbytes for piece in self.staging.pieces))
 
 
-def would_wait(engine: IOEngine, plans: Plans, local: LocalState) -> bool:
+def would_wait(engine: SaveEngine, plans: Plans, local: LocalState) -> bool:
     """Whether an asynchronous save of this state would have to wait for staging memory that earlier saves hold."""
     known = plans.find(local.fingerprint)
     if known is None:

@@ -17,7 +17,6 @@ from ..checkpoint.manifest_file import check_replaceable, decode_manifest
 from ..checkpoint.nearest import open_staging
 from ..checkpoint.references import older_attempts, settle
 from ..control.base import Operation
-from ..engine.resources import IOEngine, LastCommit
 from ..errors import StorageError
 from ..format.manifest import Manifest
 from ..storage_backends.base import StorageBackend
@@ -26,6 +25,7 @@ from ..transfer.copying import missing_files, protect
 from ..transfer.journal import Journal, JournalHead
 from ..transfer.staged import commit_upload, remove_superseded, upload_files
 from ..transfer.transfer import TransferReport
+from .engine import LastCommit, SaveEngine
 from .lifecycle import SaveLifecycle
 from .options import SaveOptions
 
@@ -45,7 +45,7 @@ class SaveUpload:
 
     def __init__(
         self,
-        engine: IOEngine,
+        engine: SaveEngine,
         op: Operation,
         store: StorageBackend,
         staging: str | os.PathLike[str],

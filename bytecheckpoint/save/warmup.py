@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..control.base import Operation
-from ..engine.resources import IOEngine
 from ..engine.staging.device_copy_out import block_preparation
 from ..engine.staging.pieces import split_images
 from ..frameworks.sections import check_state
 from ..runtime.arguments import check_arguments
 from .agreement import NewPlan, SaveShare, agree
+from .engine import SaveEngine
 from .local_state import describe_state
 from .options import SaveOptions
 from .planning import plan_save
@@ -20,7 +20,7 @@ __all__ = ["warm_up"]
 
 
 def warm_up(
-    engine: IOEngine, op: Operation, state: Mapping[str, Any], options: SaveOptions, slots: int, *, wait: bool
+    engine: SaveEngine, op: Operation, state: Mapping[str, Any], options: SaveOptions, slots: int, *, wait: bool
 ) -> None:
     """Plan a save of ``state``, cache the plan, fault in the staging memory of ``slots`` asynchronous saves within the
     memory budget (in the background if not ``wait``), and start the threads. Closes ``op``."""

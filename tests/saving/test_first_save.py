@@ -47,21 +47,27 @@ def _saver(**options: Any) -> Iterator[bcp.Checkpointer]:
 def _no_growth(saver: bcp.Checkpointer) -> Iterator[None]:
     """Background threads fault nothing in before the end of the block; at the end they have faulted in everything."""
     go_on = threading.Event()
-    faulter = saver._engine.faulter
-    held = [faulter.submit(go_on.wait, WAIT_S) for _ in range(faulter._max_workers)]
+    arena = saver._engine.arena
+    add = arena.add
+
+    def add_later(*args: Any) -> bool:
+        assert go_on.wait(WAIT_S)
+        return add(*args)
+
+    arena.add = add_later  # type: ignore[method-assign]
     try:
         yield
     finally:
+        arena.add = add  # type: ignore[method-assign]
         go_on.set()
-        assert all(task.result() for task in held)
         _finish_growth(saver)
 
 
 def _finish_growth(saver: bcp.Checkpointer) -> None:
     # Every thread takes part in the barrier, so none of them is still busy with an earlier task.
-    faulter = saver._engine.faulter
-    all_threads = threading.Barrier(faulter._max_workers)
-    for task in [faulter.submit(all_threads.wait, WAIT_S) for _ in range(faulter._max_workers)]:
+    engine = saver._engine
+    all_threads = threading.Barrier(engine.io_threads)
+    for task in [engine.io.submit(all_threads.wait, WAIT_S) for _ in range(engine.io_threads)]:
         task.result()
 
 
@@ -149,7 +155,7 @@ def test_close_ends_the_faulting(tmp_path: Path) -> None:
         assert saver._engine.arena.nbytes == 0
         with pytest.raises(bcp.errors.UsageError):
             saver.save(tmp_path, _state(), async_save=True)
-    assert not any(thread.is_alive() for thread in saver._engine.faulter._threads)
+    assert not any(thread.is_alive() for thread in saver._engine.io._threads)
 
 
 def test_the_system_has_memory_for_a_few_blocks_only(

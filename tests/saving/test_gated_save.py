@@ -51,7 +51,7 @@ def _held() -> Iterator[threading.Event]:
     go_on = threading.Event()
 
     def copy_piece(*arguments: Any) -> None:
-        if threading.current_thread().name.startswith("bcp-copy"):
+        if threading.current_thread().name.startswith("bcp-help"):
             assert go_on.wait(WAIT_S)
         _copy_piece(*arguments)
 
@@ -319,7 +319,7 @@ def test_a_failure_of_the_copy_opens_the_gate(tmp_path: Path, monkeypatch: pytes
     early_done, failed = threading.Event(), threading.Event()
 
     def fail(*arguments: Any) -> None:
-        if threading.current_thread().name.startswith("bcp-copy"):
+        if threading.current_thread().name.startswith("bcp-help"):
             failed.set()
             raise MemoryError("injected")
         if early_done.is_set():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bytecheckpoint.testing import time_limit
 
-_POOLS = {"bcp-io": 8, "bcp-save": 1, "bcp-merge": 2, "bcp-copy": 1}
+_POOLS = {"bcp-io": 8, "bcp-save": 1, "bcp-help": 3}
 """Limits of the thread pools that a process keeps between saves; threads start on demand."""
 
 _SETTLE_S = time_limit(5)

@@ -1,0 +1,154 @@
+"""One load on one rank: the steps of the protocol."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import xxhash
+
+from ..control.base import Operation
+from ..engine.resources import IOEngine
+from ..foreign.opening import Location
+from ..frameworks.sections import Section, check_state, resolve_sections
+from ..telemetry.trace import Timings
+from ..tensors.shards import Path
+from .agreement import Verdict, agree
+from .matching import Match, Target, match_targets
+from .options import LoadOptions
+from .reads import ReadCounts, ShardReads, plan_shard_reads, read_shards
+from .report import LoadReport
+from .shared_reads.negotiation import make_offer
+from .stored import OpenCheckpoint, SectionReader
+
+__all__ = ["LoadPlan", "LoadRun"]
+
+_log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a load will do, or the error of all ranks."""
+
+    match: Match
+    verdict: Verdict
+    reads: ShardReads
+
+
+class LoadRun:
+    """What the steps of one load share."""
+
+    def __init__(self, engine: IOEngine, location: Location, op: Operation, options: LoadOptions) -> None:
+        self.engine, self.location, self.op, self.options = engine, location, op, options
+        self.url = location.backend.url
+        self.timings = Timings("load", op.rank, self.url)
+
+    def step(self, run: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run the step of the protocol that has the name of ``run``: time it, and report a failure to all ranks."""
+        with self.op.phase(run.__name__), self.timings.step(run.__name__):
+            return run(*args, **kwargs)
+
+    def check(self, state: Mapping[str, Any]) -> list[Section]:
+        """Validate the call, and find an adapter for each section."""
+        op, options = self.op, self.options
+        self.engine.check_usable()
+        check_state(state)
+        options.check(state)
+        facts = {"path": self.url, "sections": ", ".join(sorted(state))}
+        if self.location.rules is not None:
+            facts["rules"] = xxhash.xxh3_128_hexdigest(self.location.rules.to_toml().encode())
+        op.agree("agree", facts)
+        return resolve_sections(
+            state,
+            framework=options.framework,
+            rank=op.rank,
+            world_size=op.world_size,
+            allow_pickle=options.allow_pickle,
+            device=options.device,
+        )
+
+    def open(self, sections: Sequence[Section]) -> OpenCheckpoint:
+        """Read what is stored of the sections."""
+        op, location = self.op, self.location
+        index = location.decode(op.broadcast("manifest", location.read() if op.rank == 0 else None))
+        reader = SectionReader(index, self.options, rank=op.rank, world_size=op.world_size)
+        opened = {s.name: reader.open(s.name, s.adapter.per_rank_policies(s.obj)) for s in sections}
+        return OpenCheckpoint(index, reader.names, opened, reader.listed)
+
+    def describe(self, sections: Sequence[Section], checkpoint: OpenCheckpoint) -> list[Target]:
+        """List the memory to fill."""
+        targets = []
+        for section in sections:
+            stored = checkpoint.sections[section.name]
+            with section.naming("its state_dict() or its structure"):
+                target = section.adapter.target(section.obj, section.context, stored.contents)
+            targets.append(Target(section, stored, target))
+        return targets
+
+    def plan(self, checkpoint: OpenCheckpoint, targets: Sequence[Target]) -> LoadPlan:
+        """Match names, agree on the faults of all ranks, and plan the reads."""
+        op, options, manifest = self.op, self.options, checkpoint.manifest
+        match = match_targets(checkpoint, targets, options)
+        requests = match.requests if op.world_size > 1 else []
+        index = checkpoint.index
+        offer = make_offer(manifest, requests, options.share_reads, verify=options.verify, rank=op.rank)
+        verdict = agree(op, index.backend, checkpoint, options, targets, match=match, offer=offer)
+        accepted = match if verdict.mismatch is None else Match()
+        reader = index.reader(self.engine, verify=options.verify, timings=self.timings)
+        reads = plan_shard_reads(reader, accepted.rows, accepted.shards, offer, verdict.shared_reads)
+        return LoadPlan(match, verdict, reads)
+
+    def read(self, plan: LoadPlan) -> ReadCounts:
+        """Fill every tensor on every rank."""
+        counts = read_shards(self.op, plan.reads)
+        self.timings.count("read", counts.read)
+        self.op.barrier("read")  # no rank applies values before every rank has all of its bytes
+        return counts
+
+    def apply(self, targets: Sequence[Target]) -> None:
+        """Set plain values and newly created state."""
+        for one in targets:
+            with one.section.naming("its load_state_dict()"):
+                one.target.apply(one.stored.contents.values)
+            # The function may refer to the target: this cycle would keep the state alive until it is collected.
+            one.target.apply = _apply_nothing
+
+    def report(
+        self, checkpoint: OpenCheckpoint, targets: Sequence[Target], plan: LoadPlan, counts: ReadCounts
+    ) -> LoadReport:
+        """Describe what was loaded."""
+        context = targets[0].section.context  # all sections share its notes and its record of what was resumed
+        manifest, match = checkpoint.manifest, plan.match
+        report = LoadReport(
+            url=self.url,
+            step=manifest.step,
+            metadata=manifest.metadata,
+            saved_world_size=manifest.world_size,
+            loaded=match.loaded,
+            missing=match.missing,
+            unexpected=plan.verdict.unexpected,
+            lazy=match.lazy,
+            left_out=match.left_out,
+            mismatched=match.mismatched,
+            resized=match.resized,
+            sources=match.sources,
+            cast=match.cast,
+            resumed=context.resumed,
+            notes=[*context.notes, *checkpoint.index.backend.remarks()],
+            bytes_read=counts.read,
+            bytes_unchecked=counts.unchecked,
+            bytes_received=counts.received,
+            bytes_requested=counts.requested,
+            timings=self.timings,
+        )
+        self.op.barrier("report")  # no rank continues while another fails to apply what it loaded
+        _log.info("%s (%s)", report, self.timings)
+        return report
+
+
+def _apply_nothing(values: Mapping[Path, Any]) -> None:
+    """Replaces the function of a target that was applied."""

@@ -1,0 +1,151 @@
+"""The memory and threads that a process keeps for its saves, and what it remembers of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ..engine.blocks import Block
+from ..engine.files import FileLayout
+from ..engine.merging.merge import MIN_MERGE_BLOCKS, MergeWork
+from ..engine.resources import IOEngine
+from ..engine.staging.arena import BLOCK, Arena
+from ..errors import StateError, UsageError
+from ..format.manifest import MANIFEST_TRAILER, Manifest
+from ..planners import PlanCache
+from ..storage_backends import StorageBackend, parent_url
+
+__all__ = ["DEFAULT_MERGE_MEMORY_BYTES", "LastCommit", "SaveEngine"]
+
+DEFAULT_MERGE_MEMORY_BYTES = 64 << 20
+"""Default memory of the merge stage, which bounds its unfinished pieces: eight blocks."""
+
+_MAX_COPY_THREADS = 4  # saturate the memory bandwidth of one processor
+_HELPERS = 3  # at most one gated save is being copied, and one save merged, with two threads
+_START_THREADS_S = 1.0  # limit for starting threads early; a busy pool has started its threads already
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class LastCommit:
+    """A committed checkpoint, whose manifest has ``size`` bytes and ends in its checksum, ``trailer``.
+
+    ``parent`` is the URL of the folder that it is in; empty if no reference could name it there.
+    """
+
+    url: str = field(repr=False)  # it may contain a password
+    parent: str = field(repr=False)
+    manifest: Manifest
+    size: int
+    trailer: bytes
+
+    @classmethod
+    def of(cls, backend: StorageBackend, manifest: Manifest, data: bytes) -> LastCommit:
+        """Describe the checkpoint at the root of a backend, whose encoded manifest is ``data``."""
+        return cls(backend.url, parent_url(backend), manifest, len(data), data[-MANIFEST_TRAILER:])
+
+
+class SaveEngine(IOEngine):
+    """An ``IOEngine`` that also owns the staging memory and the background threads of saves.
+
+    Attributes:
+        arena: Staging memory.
+        merge_arena: Memory of the merge stage.
+        background: Finishes saves one after the other, in the order in which they began.
+        helpers: Copies the state of a gated save, and runs the merge stage of one save.
+        uploads: Uploads what was saved to staging folders, one checkpoint after the other.
+        plans: Plans of the last saves.
+        last_commit: The last checkpoint that an incremental save of this process committed, on rank 0.
+        store_rates: How fast the last save to each store was, in bytes per second.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_budget: int | None = None,
+        slots: int = 2,
+        merge_memory: int = DEFAULT_MERGE_MEMORY_BYTES,
+    ) -> None:
+        if merge_memory < MIN_MERGE_BLOCKS * BLOCK:
+            raise UsageError(f"merge_memory must be at least {MIN_MERGE_BLOCKS * BLOCK} bytes, not {merge_memory!r}")
+        self.arena = Arena(memory_budget, slots)
+        self.merge_arena = Arena(merge_memory)
+        self.background = ThreadPoolExecutor(1, thread_name_prefix="bcp-save")
+        self.helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="bcp-help")
+        self.uploads = ThreadPoolExecutor(1, thread_name_prefix="bcp-upload")
+        self.plans: PlanCache[FileLayout, MergeWork] = PlanCache()
+        self.last_commit: LastCommit | None = None
+        self.store_rates: dict[str, float] = {}
+        self._own = threading.local()
+        super().__init__()
+
+    def check_can_wait(self) -> None:
+        """Raise ``UsageError`` on the background thread, which would wait for itself."""
+        if self.is_background_thread:
+            raise UsageError(
+                "a synchronous save inside the done callback of another save would wait for the thread that runs the "
+                "callback; use async_save=True there, or save from another thread"
+            )
+
+    @property
+    def is_background_thread(self) -> bool:
+        """Whether the calling thread is the background thread, as in a save's done callback."""
+        return getattr(self._own, "is_background", False)
+
+    @property
+    def copy_helpers(self) -> int:
+        """Threads that may help the caller to copy: this rank's share of the processors, minus the caller."""
+        return max(0, min(self.cores, _MAX_COPY_THREADS) - 1)
+
+    def start_threads(self) -> None:
+        """Start all threads that saves use."""
+        barrier = threading.Barrier(self.io_threads)
+
+        def wait_for_others(_: int) -> None:
+            with suppress(threading.BrokenBarrierError):  # some threads are busy
+                barrier.wait(_START_THREADS_S)
+
+        single = [pool.submit(int) for pool in (self.background, self.helpers)]
+        list(self.io.map(wait_for_others, range(self.io_threads)))
+        wait(single, _START_THREADS_S)
+
+    def grow_arena(self, goal: int, prepare: Callable[[Block], None] | None = None) -> None:
+        """Fault in staging memory in the background until the arena has ``goal`` blocks; pass each to ``prepare``."""
+
+        def add_blocks() -> None:
+            try:
+                while not self._closed and self.arena.add(goal, prepare):
+                    pass
+            except Exception as error:  # noqa: BLE001 - a save makes do with the blocks that exist
+                _log.warning("staging memory stays at %d bytes: %s", self.arena.nbytes, error)
+
+        if self.arena.blocks < goal:
+            with suppress(RuntimeError):  # closed: the save itself fails
+                for _ in range(max(1, self.copy_helpers)):
+                    self.io.submit(add_blocks)
+
+    def submit(self, task: Callable[[], None]) -> Future[None]:
+        """Queue ``task`` for the background thread. Raises ``StateError`` after ``close``."""
+        try:
+            return self.background.submit(self._in_background, task)
+        except RuntimeError as error:
+            raise StateError(f"the save cannot continue in the background: {error}") from error
+
+    def _in_background(self, task: Callable[[], None]) -> None:
+        self._own.is_background = True
+        task()
+
+    def close(self) -> None:
+        """Finish all saves and uploads in flight, end the threads and release the memory."""
+        self._closed = True  # threads that fault in staging memory stop before the next block
+        self.background.shutdown(wait=True)
+        self.helpers.shutdown(wait=True)
+        self.uploads.shutdown(wait=True)
+        super().close()
+        self.arena.trim()
+        self.merge_arena.trim()
