@@ -44,7 +44,7 @@ def _local_world_size() -> int:
 
 
 class IOEngine:
-    """Owns the threads that read and write, and knows who may still use them. Threads start on first use.
+    """Owns the threads that read and write, and refuses use after a fork or ``close``. Threads start on first use.
 
     What only saves need is in ``save.engine.SaveEngine``.
 
